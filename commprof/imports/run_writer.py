@@ -76,6 +76,7 @@ def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = F
     for name, side in sides.items():
         if side:
             write_table(out, name, table_from_rows(name, side))
+    manifest.tables = sorted(name for name, side in sides.items() if side)
     write_manifest(out, manifest)
     return out
 

@@ -81,7 +81,9 @@ def verify(run: RecordedRun) -> Verdict:
         sums = sums_of(aggregates, of_group)
         sent = sendings(run.parts("collectives", OF_SENDINGS), survey, ran.ops, sums, readings)
     moved, together = movement.moved(readings.wire, sent, hosts, left_out, readings.attempts)
-    left = _left(run, findings) if request.reason is None and is_told else ()
+    is_without_steps = any(key.step >= 0 for key in steps) and not len(run.table("steps"))
+    is_expected = request.reason is None and is_told and not is_without_steps
+    left = _left(run, findings) if is_expected else ()
     unrecorded = gaps(run, survey.records)
     differences = orders.differences(run, whole=not unrecorded, complete=run.health.state == COMPLETE)
     in_other_order = group_orders.differences(run, differences, whole=not unrecorded)
@@ -94,6 +96,10 @@ def verify(run: RecordedRun) -> Verdict:
     problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
     labels = Labelled.of(findings, request.unpredicted)
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
+    if is_without_steps:
+        doubts.append(
+            "the table of the training steps (steps.parquet) is missing, so what they lack is not known"
+        )
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(
         finding.explained_bytes + attribution.payload(finding.evaluated)
@@ -178,6 +184,8 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
     ):
         if number:
             found.append(f"{number:,} {text}")
+    if health.gone:
+        found.append(f"{', '.join(health.gone)} {'is' if len(health.gone) == 1 else 'are'} missing")
     if health.missing_ranks:
         found.append(f"ranks {', '.join(map(str, health.missing_ranks))} left no records")
     return found

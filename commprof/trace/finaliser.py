@@ -32,19 +32,21 @@ from commprof.trace.pending import (
     collectives_file,
     entries_of,
     finalised_stems,
+    gone_records,
     is_unfinalised,
     launcher_works,
     load_manifest,
     locked,
     merge,
     pending_traces,
+    require_tables,
     stems_in,
     still_working,
     take_config,
     unseen_rows,
 )
 from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
-from commprof.trace.wire import write_samples, write_wire
+from commprof.trace.wire import reading_files, sample_files, write_samples, write_wire
 
 _MOST_THREADS: Final = 4  # each holds one part of a rank's records
 
@@ -65,19 +67,22 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         alive = still_working(run, manifest, traces)
         if not alive:
             _remove_converted(run)
+            is_read = bool(reading_files(run) or sample_files(run))
             write_wire(run)
             write_samples(run)
             _remove_unused_stacks(run)
             if traces:
                 _convert(run, manifest, traces)
-            elif manifest.state == RUNNING and (run / MANIFEST_NAME).exists():
-                write_manifest(run, _settled(manifest, []))
+            elif (is_read or manifest.state == RUNNING) and (run / MANIFEST_NAME).exists():
+                write_manifest(run, _settled(run, manifest, []))
+        gone = gone_records(run, manifest)
         return assess(
             manifest,
             entries_of(manifest, [] if not alive else traces),
             _group_rows(run, traces),
             alive,
-            damaged,
+            [*damaged, *gone.values()],
+            gone,
         )
 
 
@@ -110,10 +115,11 @@ def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None
     # Compressing and comparing release the interpreter's lock, so threads share the work.
     with ThreadPoolExecutor(min(len(traces), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
         entries = list(pool.map(lambda trace: _write_rank(run, trace), traces))
+    require_tables(run, manifest, *SIDE_TABLES)
     for name in SIDE_TABLES:
         _extend(run, name, traces)
     ready = [replace(trace, entry=entry) for trace, entry in zip(traces, entries, strict=True)]
-    write_manifest(run, _settled(manifest, ready))
+    write_manifest(run, _settled(run, manifest, ready))
     for directory in (run / COLLECTIVES_DIRECTORY, run):
         _sync(directory)
     _remove_converted(run)
@@ -176,9 +182,11 @@ def _extend(run: Path, name: str, traces: Sequence[RankTrace]) -> None:
     write_parquet(file, table, {STEMS_KEY: json.dumps(sorted(stems)).encode()})
 
 
-def _settled(manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
-    """The manifest after the ranks ended: their entries, and what only they knew."""
+def _settled(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
+    """The manifest after the ranks ended: their entries, the tables of the run, and what only they knew."""
     manifest.ranks = entries_of(manifest, traces)
+    written = {name for name in (*SIDE_TABLES, "wire", "samples") if (run / f"{name}.parquet").exists()}
+    manifest.tables = sorted({*(manifest.tables or ()), *written})
     begins = [trace.begin for trace in traces]
     manifest.hosts = sorted({*manifest.hosts, *(str(b["host"]) for b in begins if b.get("host"))})
     worlds = [t.entry["world_size"] for t in traces if t.entry["world_size"] is not None]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED, RUNNING, Manifest
 
 _MOST_NOTES: Final = 20  # of one rank, and of the run
@@ -19,7 +20,8 @@ class Health:
     records cut off while they were written. ``incomplete``: records whose call had not returned when the
     process ended. ``summed``: collectives of which only sums were kept. ``outside``: collectives that the groups
     counted outside the steps that were asked for. Both over all ranks. ``recorder_ns``: time that recording cost a rank,
-    mean over those that say so. ``wall_ns``: how long the run took.
+    mean over those that say so. ``wall_ns``: how long the run took. ``gone``: files of records that the run had and that
+    are missing now; their ranks count as not recorded.
     """
 
     records: int
@@ -37,6 +39,7 @@ class Health:
     outside: int = 0
     recorder_ns: int | None = None
     wall_ns: int | None = None
+    gone: tuple[str, ...] = ()
 
 
 def assess(
@@ -45,6 +48,7 @@ def assess(
     groups: Sequence[Mapping[str, Any]],
     alive: bool,
     damaged: Sequence[str] = (),
+    gone: Collection[str] = (),
 ) -> Health:
     """The health of a run.
 
@@ -53,6 +57,7 @@ def assess(
         groups: rows of the ``groups`` table.
         alive: some process of the run still works.
         damaged: a sentence for each file that could not be read.
+        gone: the ``file`` of each entry whose records are missing.
     """
     latest = max((entry["attempt"] for entry in entries), default=0)
     recorded = {entry["rank"] for entry in entries if entry["attempt"] == latest}
@@ -60,6 +65,7 @@ def assess(
         [entry.get("world_size") or 0 for entry in entries if entry["attempt"] == latest],
         default=manifest.world_size or 0,
     )
+    held = [entry for entry in entries if entry.get("file") not in gone]
     missing = tuple(rank for rank in range(expected) if rank not in recorded)
     state = _state(manifest, entries, missing, alive)
     of_run = [*manifest.notes[:_MOST_NOTES]]
@@ -69,14 +75,14 @@ def assess(
     spent = [entry["recorder_ns"] for entry in entries if entry.get("recorder_ns") is not None]
     took = (manifest.ended_realtime_ns or 0) - manifest.started_realtime_ns
     return Health(
-        records=_total(entries, "records"),
+        records=_total(held, "records"),
         lost=_total(entries, "lost"),
         unseen=_total(entries, "unseen"),
         torn=_total(entries, "torn"),
         raised=_total(entries, "raised"),
         incomplete=_total(entries, "incomplete"),
         ranks_expected=expected or None,
-        ranks_recorded=len(recorded),
+        ranks_recorded=len({entry["rank"] for entry in held if entry["attempt"] == latest}),
         missing_ranks=missing,
         state=state,
         notes=notes,
@@ -84,6 +90,7 @@ def assess(
         outside=_total(entries, "outside"),
         recorder_ns=round(sum(spent) / len(spent)) if spent else None,
         wall_ns=took if took > 0 else None,
+        gone=tuple(f"{COLLECTIVES_DIRECTORY}/{stem}.parquet" for stem in gone),
     )
 
 

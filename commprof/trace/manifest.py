@@ -67,6 +67,7 @@ _NULLABLE: Final[dict[str, type]] = {
     "engine": str,
     "construction": dict,
     "sweep": dict,
+    "tables": list,
 }
 _OPTIONAL_COUNTS: Final = (
     "part",
@@ -93,7 +94,9 @@ class Manifest:
     """What ``run.json`` says. Times are CLOCK_REALTIME in nanoseconds.
 
     ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen,
-    raised, incomplete, faults, recorder_ns, stopped_reason, ended, finalised.
+    raised, incomplete, faults, recorder_ns, stopped_reason, ended, finalised, file (that of its records in
+    ``collectives/``). ``tables`` are the other tables that were written when the run was finalised; None where an
+    earlier version did that.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -125,6 +128,7 @@ class Manifest:
     construction: dict[str, Any] | None = None  # of parameters at stage 3, see commprof.hooks.describe_config
     sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    tables: list[str] | None = None
     notes: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(
         default_factory=dict
@@ -206,8 +210,8 @@ def _wrong_type(manifest: Manifest) -> str | None:
             return f"{item.name} is {type(value).__name__}, expected {expected.__name__}"
         if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
             return f"{item.name} is {value}, which no clock, process or rank has"
-    for name in ("command", "hosts", "notes"):
-        if not all(isinstance(text, str) for text in getattr(manifest, name)):
+    for name in ("command", "hosts", "notes", "tables"):
+        if not all(isinstance(text, str) for text in getattr(manifest, name) or ()):
             return f"{name} holds something that is not text"
     if not all(isinstance(text, str) for text in manifest.environment.values()):
         return "environment holds something that is not text"

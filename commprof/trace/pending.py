@@ -84,6 +84,34 @@ def entry_of(file: Path) -> dict[str, Any]:
     return entry
 
 
+def require_tables(run: Path, manifest: Manifest, *names: str) -> None:
+    """See that those of the tables ``names`` are there that were written when ``run`` was finalised.
+
+    Raises:
+        TraceError: one is missing.
+    """
+    for name in names:
+        if name in (manifest.tables or ()) and not (run / f"{name}.parquet").exists():
+            raise TraceError(
+                f"{name}.parquet of {run} is missing; it was written when the run was finalised; copy the run again with "
+                "all its files"
+            )
+
+
+def gone_records(run: Path, manifest: Manifest) -> dict[str, str]:
+    """The files of records that ``manifest`` names and ``run`` lacks, with a sentence for each."""
+    present = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
+    present |= {stem.name for _, stem in rank_files(run)}
+    return {
+        entry[
+            "file"
+        ]: f"rank {entry['rank']}: {COLLECTIVES_DIRECTORY}/{entry['file']}.parquet is missing, and "
+        f"{entry.get('records') or 0:,} records with it: copy it again from where the run was recorded"
+        for entry in manifest.ranks
+        if entry.get("file") is not None and entry["file"] not in present
+    }
+
+
 def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
     """The ranks that are not Parquet yet, decoded, and a sentence for each whose files are beyond reading."""
     traces, damaged = [], []

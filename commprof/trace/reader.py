@@ -18,15 +18,17 @@ from commprof.trace.config_copy import config_note
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
 from commprof.trace.health import Health, assess
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
+from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 from commprof.trace.manifest import Manifest
 from commprof.trace.pending import (
     entries_of,
+    gone_records,
     is_unfinalised,
     load_manifest,
     locked,
     merge,
     pending_traces,
+    require_tables,
     stems_in,
     still_working,
     take_config,
@@ -133,6 +135,7 @@ class Run:
         if name == "collectives":
             tables = [read_parquet(file, name) for file in self._collective_files()]
         else:
+            require_tables(self.path, self.manifest, name)
             tables = [read_table(self.path, name)]
         return merge(name, [schema.empty_table(), *tables, *self._beside(name), *self._pending(name)])
 
@@ -143,6 +146,7 @@ class Run:
         return [read_readings(sample_files(self.path), name)] if name == "samples" else []
 
     def _files(self, name: str) -> list[Path]:
+        require_tables(self.path, self.manifest, name)
         files = self._collective_files() if name == "collectives" else [self.path / f"{name}.parquet"]
         return [file for file in files if file.exists()]
 
@@ -181,10 +185,11 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         raise TraceError(f"{run} cannot be read: {'; '.join(damaged)}")
     alive = still_working(run, manifest, traces)
     edited = config_note(run, manifest.config)
-    damaged += [*_without_file(run, manifest), *_irregular(run), *([edited] if edited else [])]
+    gone = gone_records(run, manifest)
+    damaged += [*gone.values(), *_irregular(run), *([edited] if edited else [])]
     opened = Run(run, manifest, _unknown_health(manifest), traces)
     entries = entries_of(manifest, traces)
-    opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged)
+    opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged, gone)
     _fill_in(manifest, traces)
     manifest.ranks = entries
     return opened
@@ -192,22 +197,6 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def _unknown_health(manifest: Manifest) -> Health:
     return assess(manifest, [], [], alive=False)
-
-
-def _without_file(run: Path, manifest: Manifest) -> list[str]:
-    """A sentence for each rank whose file is gone. Its entry says then that it has no records."""
-    present = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
-    present |= {stem.name for _, stem in rank_files(run)}
-    gone = []
-    for entry in manifest.ranks:
-        stem = entry.get("file")
-        if stem is not None and stem not in present:
-            gone.append(
-                f"rank {entry['rank']}: {COLLECTIVES_DIRECTORY}/{stem}.parquet is missing, and {entry['records']:,} records "
-                "with it: copy it again from where the run was recorded"
-            )
-            entry["records"] = 0
-    return gone
 
 
 def _irregular(run: Path) -> list[str]:
