@@ -158,6 +158,8 @@ def test_two_ranks_are_recorded_and_the_last_line_says_so(tmp_path):
     assert (manifest["config_path"], manifest["config_argument"]) == ("ds.json", "--config")
     assert (run / "config.json").read_text() == (tmp_path / "ds.json").read_text()
     assert (manifest["state"], manifest["world_size"], manifest["nproc"]) == ("complete", 2, 2)
+    assert manifest["tables"] == sorted(file.stem for file in run.glob("*.parquet"))
+    assert {"groups", "steps", "wire"} <= {*manifest["tables"]}
     assert not (run / "processes.jsonl").exists()
     report = commprof("report", "latest", "--json", cwd=tmp_path)
     traffic = json.loads(report.stdout)["traffic"]
