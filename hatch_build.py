@@ -1,4 +1,4 @@
-"""Builds the compiled parts of the recorder (``commprof/**/_*.c``) while the package is built, where that is possible.
+"""Builds the compiled parts (``commprof/**/_*.c``: of the recorder and the NCCL reader) where the package is built.
 
 Where it is not (no C compiler, no headers of Python, another system than Linux), the package holds the Python parts alone,
 which do the same: an installation never fails for the want of a compiler.
@@ -76,8 +76,8 @@ class CompiledParts(BuildHookInterface[Any]):
                 with contextlib.suppress(OSError):
                     unfinished.unlink(missing_ok=True)
                 self.app.display_warning(
-                    f"{source.name} could not be compiled, so the recorder takes its Python twin, which costs a training a "
-                    f"little more: {failure.strip()}"
+                    f"{source.name} could not be compiled, so Python does the same: recording costs a little more, reading "
+                    f"NCCL logs takes many times longer: {failure.strip()}"
                 )
                 self.clean([])
                 return []

@@ -16,7 +16,7 @@ from commprof.nccl.census import Census
 from commprof.nccl.chronicle import PER_LINE, Chronicle, Event
 from commprof.nccl.communicators import Registry, note_operation_form
 from commprof.nccl.heads import KnownHosts, Origin
-from commprof.nccl.layouts import Tail
+from commprof.nccl.lexicon import Tail
 from commprof.nccl.repeats import first_of_each, numbered
 from commprof.nccl.rows import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Rows, RowStore
 from commprof.nccl.scan import Scan

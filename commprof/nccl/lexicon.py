@@ -1,19 +1,30 @@
-"""What heads, messages and ends of operation lines mean: each distinct one is looked at once."""
+"""What the texts mean that the compiled scanner numbers: heads, messages and ends of operation lines, each read once."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from commprof.nccl import lines as nccl_lines
 from commprof.nccl.heads import HEAD, Origin
-from commprof.nccl.layouts import Tail, read_tail
+from commprof.nccl.line_kinds import BLANK, NO_HEAD, NOT_TEXT, form_of_message, kind_of_message
+from commprof.nccl.rows import NONE
 from commprof.nccl.spelling import OPERATIONS
 from commprof.nccl.topology import Link
 from commprof.schema import Op
 
-_MOST_REMEMBERED: Final = 100_000
+# MESSAGE: a line with such a text is read by itself.
+IGNORED, MESSAGE, OPERATION, GROUP_START, GROUP_END, REMARK, LINK = range(7)
+# Lines without texts have these numbers: blank, of another program, not text; and those that are not regular.
+_WITHOUT_TEXT: Final = (BLANK, NO_HEAD, NOT_TEXT)
+RESERVED: Final = len(_WITHOUT_TEXT) + 1
+_NO_KIND: Final = -1
 _NAME: Final = re.compile(rb"(?:\[\d+\] )?(\w+): |nccl(\w+)\(")
+_NOBODY: Final = Origin(b"-", 0, 0, None, True)
+_LEVELS: Final = {b"I": b"INFO", b"S": b"INFO", b"C": b"CALL"}
 
 
 class Head(NamedTuple):
@@ -24,86 +35,97 @@ class Head(NamedTuple):
     is_call: bool
 
 
+class Tail(NamedTuple):
+    """What the end of an operation line says, with the texts of addresses; NONE for what it does not say."""
+
+    datatype: int
+    reduction: int
+    root: int
+    comm: bytes
+    nranks: int
+    stream: bytes
+    global_rank: int
+
+
 class Lexicon:
-    """Remembers what distinct texts mean, up to some hundred thousand of them."""
+    """The meaning of each text by its number.
+
+    Attributes:
+        meanings: one of the numbers above; of a head or tail that takes a closer look, and of irregular lines, MESSAGE.
+        kinds: for texts that say nothing, the number of their kind in ``kind_names``.
+        has_form: whether ``forms`` has an entry: kind and form (a key of :data:`commprof.nccl.versions.FORMS`).
+        heads: the heads that are known.
+        tails: the ends of operation lines that are known.
+        remarks: messages about topology, tuning and errors.
+    """
 
     def __init__(self) -> None:
-        self._heads: dict[bytes, Head | None] = {}
-        self._bodies: dict[bytes, int] = {}
-        self._shapes: dict[bytes, bool] = {}
-        self._tails: dict[bytes, Tail | None] = {}
+        self.meanings = np.array([IGNORED] * len(_WITHOUT_TEXT) + [MESSAGE], np.int8)
+        self.kind_names = list(_WITHOUT_TEXT)
+        self.kinds = np.array([*range(len(_WITHOUT_TEXT)), _NO_KIND], np.int8)
+        self.has_form = np.zeros(RESERVED, bool)
+        self.forms: dict[int, tuple[str, str]] = {}
+        self.heads: dict[int, Head] = {}
+        self.tails: dict[int, Tail] = {}
+        self.remarks: dict[int, bytes] = {}
 
-    def head(self, text: bytes) -> Head | None:
-        """The head that ``text`` is, up to where the fields begin; None where that takes a closer look."""
-        try:
-            return self._heads[text]
-        except KeyError:
-            begin = _begin_of_head(text)
-            if begin and not nccl_lines.may_speak_headless(text[:begin]):
-                # A time in front of a head makes it a text of its own, but says nothing.
-                head = self.head(text[begin:])
-                if head is not None and head.origin.clean:
-                    return head
-            if len(self._heads) >= _MOST_REMEMBERED:
-                self._heads.clear()
-            head = self._heads[text] = _read_head(text)
-            return head
+    def learn(self, texts: Sequence[bytes]) -> None:
+        """Read texts that are new; they have the next numbers. The first byte of each says what it is: see the scanner."""
+        first = len(self.meanings)
+        meanings = [self._learn(first + place, text[:1], text[1:]) for place, text in enumerate(texts)]
+        kinds = [
+            self._kind(first + place, text) if meaning == IGNORED and text[:1] in _LEVELS else _NO_KIND
+            for place, (text, meaning) in enumerate(zip(texts, meanings, strict=True))
+        ]
+        has_form = [first + place in self.forms for place in range(len(texts))]
+        self.meanings = np.append(self.meanings, np.array(meanings, np.int8))
+        self.kinds = np.append(self.kinds, np.array(kinds, np.int8))
+        self.has_form = np.append(self.has_form, np.array(has_form, bool))
 
-    def tail(self, text: bytes) -> Tail | None:
-        """What the tail ``text`` says; None where that takes a closer look."""
-        try:
-            return self._tails[text]
-        except KeyError:
-            if len(self._tails) >= _MOST_REMEMBERED:
-                self._tails.clear()
-            tail = self._tails[text] = read_tail(text.rstrip(b"\r\n"), text.startswith(b","))
-            return tail
-
-    def may_speak(self, shape: bytes) -> bool:
-        """Whether a message of this shape may be anything but ignored. Most are never seen again, and mean nothing."""
-        speaks = self._shapes.get(shape)
-        if speaks is None:
-            if len(self._shapes) >= _MOST_REMEMBERED:
-                self._shapes.clear()
-            speaks = self._shapes[shape] = nccl_lines.may_speak(shape)
-        return speaks
-
-    def body(self, text: bytes) -> int:
-        """What a message of this text is: one of the numbers below."""
-        meaning = self._bodies.get(text)
-        if meaning is None:
-            if len(self._bodies) >= _MOST_REMEMBERED:
-                self._bodies.clear()
-            meaning = self._bodies[text] = _read_body(text.rstrip(b"\r\n"))
+    def _learn(self, number: int, tag: bytes, text: bytes) -> int:
+        """Read one text; its meaning."""
+        if tag == b"H":
+            head = _read_head(text)
+            if head is None:
+                return MESSAGE
+            self.heads[number] = head
+            return IGNORED
+        if tag == b"T":
+            tail = read_tail(text)
+            if tail is None:
+                return MESSAGE
+            self.tails[number] = tail
+            return OPERATION
+        if tag == b"S":
+            return IGNORED
+        meaning = _read_body(text, _LEVELS[tag])
+        if meaning >= REMARK:
+            self.remarks[number] = text
         return meaning
 
+    def _kind(self, number: int, text: bytes) -> int:
+        """The number of the kind of a message that says nothing."""
+        kind, form = kind_of_message(_LEVELS[text[:1]], text[1:]), form_of_message(text[1:])
+        if form is not None:
+            self.forms[number] = kind, form
+        if kind not in self.kind_names:
+            self.kind_names.append(kind)
+        return self.kind_names.index(kind)
 
-IGNORED, MESSAGE, GROUP_START, GROUP_END, REMARK, LINK = range(6)
-_NOBODY: Final = Origin(b"-", 0, 0, None, True)
 
-
-def _read_body(text: bytes) -> int:
-    if text == b"ncclGroupStart()":
-        return GROUP_START
-    if text == b"ncclGroupEnd()":
-        return GROUP_END
-    if nccl_lines.read_message(_NOBODY, text, b"CALL") is not None:
-        return MESSAGE
-    message = nccl_lines.read_message(_NOBODY, text, b"INFO")
+def _read_body(text: bytes, level: bytes) -> int:
+    message = nccl_lines.read_message(_NOBODY, text, level)
+    if message is None:
+        return IGNORED
+    if isinstance(message, nccl_lines.GroupLine):
+        return GROUP_START if message.step > 0 else GROUP_END
     if isinstance(message, nccl_lines.RemarkLine):
         return LINK if isinstance(message.record, Link) else REMARK
-    return IGNORED if message is None else MESSAGE
-
-
-def _begin_of_head(text: bytes) -> int:
-    """Where the words begin that a head has by right: ``host:pid:tid [device]``, or one word in front of CALL."""
-    end = text.rfind(b" NCCL ")
-    if not text.startswith(b" NCCL CALL", end):
-        end = text.rfind(b" ", 0, max(end, 0))
-    return text.rfind(b" ", 0, max(end, 0)) + 1
+    return MESSAGE
 
 
 def _read_head(text: bytes) -> Head | None:
+    """The head that ``text`` is, up to where the fields begin; None where that takes a closer look."""
     found = HEAD.search(text)
     if found is None:
         return None
@@ -121,3 +143,23 @@ def _read_head(text: bytes) -> Head | None:
     clean = start == 0 or text[start - 1 : start].isspace()
     origin = Origin(host, int(pid), int(tid), None if device is None else int(device), clean)
     return Head(origin, op, found["call"] is not None)
+
+
+def read_tail(text: bytes) -> Tail | None:
+    """What the end of an operation line says, from behind the count; None where a line that ends so is not whole.
+
+    >>> read_tail(b",7,0,0,0x3,0x4)").datatype
+    7
+    """
+    level, fields = (
+        (b"CALL", b"ncclAllReduce(1,1,0")
+        if text.startswith(b",")
+        else (b"INFO", b"AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x1 count 0")
+    )
+    line = nccl_lines.read_message(_NOBODY, fields + text, level)
+    if isinstance(line, nccl_lines.CollLine):
+        rank = NONE if line.global_rank is None else line.global_rank
+        return Tail(line.datatype, line.reduction, line.root, line.comm, line.nranks, line.stream, rank)
+    if isinstance(line, nccl_lines.CallLine):
+        return Tail(line.datatype, line.reduction, line.root, line.comm, NONE, line.stream, NONE)
+    return None

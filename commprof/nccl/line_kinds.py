@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 from commprof.nccl import lines as nccl_lines
@@ -150,12 +149,6 @@ def shape(text: bytes) -> bytes:
     b'localRank 00 -> 0'
     """
     return text.translate(_DIGITS_ALIKE)
-
-
-@lru_cache(maxsize=1 << 14)
-def kind_of_shape(level: bytes, body: bytes) -> tuple[str, str | None]:
-    """:func:`kind_of_message` and :func:`form_of_message` of all messages of one shape, without the end of the line."""
-    return kind_of_message(level, body), form_of_message(body)
 
 
 def kind_of_message(level: bytes, body: bytes) -> str:

@@ -200,32 +200,11 @@ _TORCH = re.compile(
     rb" ?ProcessGroupNCCL created ncclComm_ (" + _ADDRESS + rb") on"
 )
 GROUP_STEPS = {b"ncclGroupStart()": 1, b"ncclGroupEnd()": -1}
-# One of these is in every line without a head that says something.
-HEADLESS_MARKS: Final = (b": o", b"[nranks=", b"NCCL version", b"NCCL CALL nccl", b" created ncclComm_ ")
-_ARROW = re.compile(rb"(?:Bytes|:\d{1,9}) -> ")
 _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _CONTROLS = bytes(range(32)).replace(b"\t", b"") + b"\x7f"
 
 
 _NO_OPERATIONS: Final = (InitLine, EndLine, VersionLine, TorchCommLine, GroupLine)
-
-
-def may_speak_headless(line: bytes) -> bool:
-    """Whether :func:`read_line` may find anything in a line without a head; cheap."""
-    return any(mark in line for mark in HEADLESS_MARKS)
-
-
-def may_speak(body: bytes) -> bool:
-    """Whether :func:`read_message` may find anything in a message of level INFO or CALL; cheap."""
-    return (
-        (b" -> " in body and _ARROW.search(body) is not None)
-        or b": o" in body
-        or b"comm 0x" in body
-        or b"|" in body
-        or b"nccl" in body
-        or b"NCCL " in body
-        or body.startswith((b"Channel ", b"Ring ", b"Tree"))
-    )
 
 
 def clean_line(line: bytes) -> bytes:

@@ -28,8 +28,8 @@ from commprof.nccl.communicators import (
 )
 from commprof.nccl.membership import Membership, World, find_families, find_global_ranks
 from commprof.nccl.operations import Operations, OperationTable, Versions
-from commprof.nccl.pool import default_workers, scan_blocks
 from commprof.nccl.remarks import Findings, remarks
+from commprof.nccl.scan import scan_blocks
 from commprof.nccl.sources import Block, LogSource, find_logs
 from commprof.nccl.versions import candidates, describe, parse_version, prints_bytes
 from commprof.trace.tables import write_parquet
@@ -43,8 +43,6 @@ TABLE_NAMES = (
     "nccl_tuning",
     "nccl_messages",
 )
-# Smaller logs are read before other processes have started.
-PARALLEL_BYTES = 32 << 20
 GENERATED_MARK = b"# GENERATED"
 _COUNTED_ELSEWHERE = ("files", "bytes", "unknown_op", "overlong")
 
@@ -113,7 +111,6 @@ def parse_logs(
     paths: Sequence[str | Path] | str | Path,
     progress: Callable[[int], None] | None = None,
     *,
-    workers: int | None = None,
     scratch: str | Path | None = None,
     careful: bool = False,
 ) -> ParsedLogs:
@@ -122,31 +119,28 @@ def parse_logs(
     Args:
         paths: files, globs, directories (all files below them), or ``-`` for standard input.
         progress: called with the number of bytes of each block that was read.
-        workers: processes that read large files beside this one, by default one per processor, up to three; 0 for none.
         scratch: an existing directory for rows that are too many for memory, by default that for temporary files.
-        careful: read every line by itself, which is many times slower and gives the same.
+        careful: read every line by itself, which is many times slower and gives the same. Where the scanner was not
+            compiled, all logs are read so.
 
     Raises:
         LogError: a path that does not exist or cannot be opened. Content never raises: what is not understood is
             counted.
     """
     found = find_logs([paths] if isinstance(paths, str | Path) else paths)
-    return parse_sources(
-        [LogSource(path) for path in found], progress, workers=workers, scratch=scratch, careful=careful
-    )
+    return parse_sources([LogSource(path) for path in found], progress, scratch=scratch, careful=careful)
 
 
 def parse_sources(
     sources: Sequence[LogSource],
     progress: Callable[[int], None] | None = None,
     *,
-    workers: int | None = None,
     scratch: str | Path | None = None,
     careful: bool = False,
 ) -> ParsedLogs:
     """:func:`parse_logs` of logs that have been found already."""
     reader = _Reader(careful, None if scratch is None else Path(scratch))
-    reader.read(sources, progress, workers)
+    reader.read(sources, progress)
     return reader.result()
 
 
@@ -162,14 +156,10 @@ class _Reader:
         self.bytes = 0
         self.overlong = 0
 
-    def read(
-        self, sources: Sequence[LogSource], progress: Callable[[int], None] | None, workers: int | None
-    ) -> None:
+    def read(self, sources: Sequence[LogSource], progress: Callable[[int], None] | None) -> None:
         """Read the logs from the first line of the first to the last line of the last."""
         read_by: deque[tuple[int, int]] = deque()
-        if workers is None:
-            workers = default_workers() if _num_bytes(sources) > PARALLEL_BYTES else 0
-        for scan in scan_blocks(self._blocks(sources, read_by), workers, self.careful):
+        for scan in scan_blocks(self._blocks(sources, read_by), self.careful):
             file, num_bytes = read_by.popleft()
             while file > self.assembly.file:
                 self.assembly.begin_file()
@@ -264,11 +254,6 @@ class _Reader:
             unknown_ops=dict(self.assembly.unknown_ops),
             troubles=tuple(self.troubles),
         )
-
-
-def _num_bytes(sources: Sequence[LogSource]) -> int:
-    """Bytes of the files as they are, compressed or not."""
-    return sum(source.path.stat().st_size for source in sources if source.path.is_file())
 
 
 def _begins(block: Block, mark: bytes) -> bool:

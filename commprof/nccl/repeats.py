@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from commprof.nccl.fields import Positions
+Positions = npt.NDArray[np.int64]
 
 _DENSE: Final = 16  # as many numbers for each key are counted faster than keys are sorted
 
@@ -26,9 +27,3 @@ def first_of_each(keys: Positions) -> tuple[Positions, Positions, Positions]:
     first[keys[::-1]] = np.arange(len(keys))[::-1]
     found = np.flatnonzero(times)
     return found, first[found], times[found]
-
-
-def distinct(codes: Positions, none: int) -> list[int]:
-    """The numbers that occur in ``codes``, but for ``none``."""
-    present: list[int] = np.flatnonzero(np.bincount(codes, minlength=none + 1)[:none]).tolist()
-    return present

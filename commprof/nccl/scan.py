@@ -1,26 +1,50 @@
-"""One block of log lines, read column by column where its lines are regular and one by one where they are not.
+"""The lines of a log, block by block: by the compiled scanner (``_scanner.c``) where it was built, otherwise line by line.
 
-Heads and messages repeat: each distinct one is looked at once. Pure but for its caches: the same block gives the same
-result in any process, so blocks can be read side by side. What depends on earlier blocks (which hosts are known,
-which communicator an address means) is left to the caller.
+:mod:`commprof.nccl.lines` defines what a line means. The scanner finds the regular lines, and each distinct head, message
+and end of an operation line is read once. All other lines are read one by one. What depends on earlier blocks (which hosts
+are known, which communicator an address means) is left to the caller.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from commprof.compiled import compiled
 from commprof.nccl import lines as nccl_lines
-from commprof.nccl.census import Silence, Tally, tally_block
-from commprof.nccl.fields import Flags, Positions
+from commprof.nccl.census import Example, Tallies, Tally, example_of, headless_example
 from commprof.nccl.heads import KnownHosts
-from commprof.nccl.layouts import Tail
-from commprof.nccl.lexicon import GROUP_END, GROUP_START, LINK, MESSAGE, REMARK, Head, Lexicon
-from commprof.nccl.line_index import LineIndex, Scratch, Texts
-from commprof.nccl.operation_lines import find_operations
-from commprof.nccl.repeats import distinct, first_of_each, numbered
+from commprof.nccl.lexicon import (
+    GROUP_END,
+    GROUP_START,
+    IGNORED,
+    LINK,
+    MESSAGE,
+    OPERATION,
+    REMARK,
+    RESERVED,
+    Head,
+    Lexicon,
+    Tail,
+)
+from commprof.nccl.repeats import first_of_each, numbered
 from commprof.nccl.rows import Rows
+from commprof.nccl.sources import Block, read_block
+
+_VERSION: Final = 1  # of _scanner.c, that does what is said here
+MODULE: Final[ModuleType | None] = compiled("commprof.nccl._scanner", _VERSION)
+
+# The compiled scanner forgets texts beyond so many bytes.
+_MOST_REMEMBERED: Final = 16 << 20
+Flags = npt.NDArray[np.bool_]
+_Tally = Callable[
+    [bytes, npt.NDArray[np.int32], npt.NDArray[np.int8]], list[tuple[int, int, tuple[int, ...]]]
+]
 
 
 class SlowLine(NamedTuple):
@@ -63,6 +87,40 @@ class Scan(NamedTuple):
     tallies: dict[str, Tally]
 
 
+class Scanner(Protocol):
+    """Reads the blocks of a parse in order."""
+
+    def look(self, data: bytes) -> Any:
+        """The part of the work on a block that another thread can do; one block at a time."""
+
+    def read(self, data: bytes, seen: Any) -> Scan:
+        """What the block says; ``seen`` is what :meth:`look` returned for it."""
+
+
+def new_scanner(careful: bool = False) -> Scanner:
+    """The compiled scanner, or the reader of lines where ``careful`` asks for it or nothing was compiled."""
+    return LineScanner() if careful or MODULE is None else CompiledScanner(MODULE)
+
+
+def scan_blocks(blocks: Iterable[Block], careful: bool = False) -> Iterator[Scan]:
+    """The scans of ``blocks``, in their order: a thread looks at each while the one before it is used."""
+    scanner = new_scanner(careful)
+
+    def look(block: Block) -> tuple[bytes, Any]:
+        data = read_block(block)
+        return data, scanner.look(data)
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = None
+        for block in blocks:
+            seen = None if coming is None else coming.result()
+            coming = thread.submit(look, block)
+            if seen is not None:
+                yield scanner.read(*seen)
+        if coming is not None:
+            yield scanner.read(*coming.result())
+
+
 class _Witness(KnownHosts):
     """Notes which hosts lines show, and whether the present line can be read without knowing others."""
 
@@ -92,185 +150,211 @@ class _Witness(KnownHosts):
         self.hosts += [(number, host, pid) for host, pid in self._shown]
         return SlowLine(number, tuple(messages))
 
+    def read_all(self, lines: Iterator[tuple[int, bytes]], tallies: Tallies) -> list[SlowLine]:
+        """Read some lines; those that say nothing are counted."""
+        slow = []
+        for number, raw in lines:
+            entry = self.read(number, nccl_lines.clean_line(raw))
+            if entry.messages or entry.raw is not None:
+                slow.append(entry)
+            if entry.raw is None:
+                tallies.add_line(raw, entry.messages, number)
+        return slow
 
-class Scanner:
-    """Reads blocks; remembers what distinct heads and messages mean."""
 
-    def __init__(self, careful: bool = False) -> None:
-        """
-        Args:
-            careful: read every line by itself.
-        """
-        self._careful = careful
-        self._lexicon, self._scratch = Lexicon(), Scratch()
+_NOTHING: Final = np.zeros(0, np.int64)
+_NO_ROWS: Final[dict[str, Rows]] = {
+    "operations": dict.fromkeys(("line", "opcount", "elements", "head", "tail"), _NOTHING)
+    | dict.fromkeys(("sendbuff", "recvbuff"), _NOTHING.astype(np.uint64)),
+    "groups": dict.fromkeys(("line", "head", "step"), _NOTHING),
+    "remarks": dict.fromkeys(("line", "head", "text", "times"), _NOTHING),
+}
 
-    def scan(self, data: bytes) -> Scan:
-        """Read a block of whole lines; the last may lack its newline."""
-        if data and not data.endswith(b"\n"):
-            data += b"\n"
-        return _Block(LineIndex(data, self._scratch), self._lexicon).read(self._careful)
+
+class LineScanner:
+    """Reads every line by itself."""
+
+    def look(self, data: bytes) -> None:
+        """See :class:`Scanner`."""
+
+    def read(self, data: bytes, seen: None) -> Scan:
+        """See :class:`Scanner`."""
+        del seen
+        lines = data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        witness, tallies = _Witness(), Tallies()
+        slow = witness.read_all(enumerate(lines), tallies)
+        return Scan(
+            lines=len(lines), heads=[], tails=[], texts=[], slow=slow, hosts=witness.hosts,
+            tallies=tallies.tallies(), **_NO_ROWS,
+        )  # fmt: skip
+
+
+class _Seen(NamedTuple):
+    """What the compiled scanner found in a block; see its ``scan``."""
+
+    lines: bytes
+    operations: bytes
+    texts: list[bytes]
+    forgot: bool
+
+
+class CompiledScanner:
+    """Reads regular lines by the numbers that the compiled scanner gives to texts."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._compiled, self._tally = module.Scanner(), module.tally
+        self._lexicon = Lexicon()
+
+    def look(self, data: bytes) -> _Seen:
+        """See :class:`Scanner`."""
+        forgot = self._compiled.size > _MOST_REMEMBERED
+        if forgot:
+            self._compiled.forget()
+        lines, operations, texts = self._compiled.scan(data)
+        return _Seen(lines, operations, texts, forgot)
+
+    def read(self, data: bytes, seen: _Seen) -> Scan:
+        """See :class:`Scanner`."""
+        if seen.forgot:
+            self._lexicon = Lexicon()
+        self._lexicon.learn(seen.texts)
+        return _Block(data, seen, self._lexicon).read(self._tally)
 
 
 class _Block:
     """The reading of one block; lines and rows count from 0."""
 
-    def __init__(self, index: LineIndex, lexicon: Lexicon) -> None:
-        self.index, self.lexicon = index, lexicon
+    def __init__(self, data: bytes, seen: _Seen, lexicon: Lexicon) -> None:
+        self.data, self.lexicon = data, lexicon
+        lines = np.frombuffer(seen.lines, np.int32).reshape(-1, 5)
+        self.size = len(lines)
+        self.lines, self.head, self.text = lines, lines[:, 3], lines[:, 4]
+        self.operations = np.frombuffer(seen.operations, np.int64).reshape(-1, 5)
+        self.witness, self.tallies = _Witness(), Tallies()
 
-    def read(self, careful: bool) -> Scan:
-        """Sort the lines into those that are read together and those that are read one by one."""
-        if careful:
-            self.index.regular[:], self.index.headless[:] = False, False
-        operations, tails, begins = find_operations(self.index, self.lexicon)
-        number = len(operations["line"])
-        is_operation = np.zeros(self.index.size, bool)
-        is_operation[operations["line"]] = True
-        valid = np.repeat(self.index.regular, 2)
-        valid[1::2] &= ~is_operation
-        texts, head_codes, body_codes = self.index.encode(begins, valid)
-        heads = {code: self.lexicon.head(texts[code]) for code in distinct(head_codes, len(texts))}
-        shapes, shape_of = texts.shapes()
-        meaning = np.zeros(len(texts) + 1, np.int8)
-        bodies = np.array(distinct(body_codes, len(texts)), np.int64)
-        speaks = np.array([self.lexicon.may_speak(text) for text in shapes], bool)
-        bodies = bodies[speaks[shape_of[bodies]]]
-        meaning[bodies] = [self.lexicon.body(text) for text in texts.take(bodies)]
-        fits = np.zeros((2, len(texts) + 1), bool)
-        for code, head in heads.items():
-            fits[:, code] = head is not None, head is not None and head.op is not None
-        meanings = meaning[body_codes]
-        fast = self.index.regular & fits[0][head_codes] & (is_operation == fits[1][head_codes])
-        fast &= meanings != MESSAGE
-        witness = _Witness()
-        slow = self._read_slowly(~fast & (~self.index.headless | self._speaking()), witness)
-        known = {code: head for code, head in heads.items() if head is not None}
-        contested = witness.pids | {head.origin.pid for head in known.values() if head.origin.clean}
-        unsure = [c for c, h in known.items() if not h.origin.clean and h.origin.pid in contested]
-        if unsure:
-            doubtful = fast & np.isin(head_codes, unsure)
-            fast &= ~doubtful
-            slow = sorted(slow + self._read_slowly(doubtful, witness), key=lambda entry: entry.line)
-        first = np.full(len(texts) + 1, self.index.size)
-        first[head_codes[::-1]] = np.arange(self.index.size)[::-1]
-        numbering = np.full(len(texts) + 1, -1, np.int32)
-        # What stands in front of a head, as a time, makes texts differ that say the same.
-        heads_met: dict[Head, int] = {}
-        numbering[list(known)] = [heads_met.setdefault(head, len(heads_met)) for head in known.values()]
-        line_heads = numbering[head_codes]
-        if number:
-            keep = fast[operations["line"]]
-            operations = {name: column[keep] for name, column in operations.items()}
-        operations["head"] = line_heads[operations["line"]]
-        shown: dict[tuple[bytes, int], int] = {}
-        for code, head in known.items():
-            if head.origin.clean:
-                host = head.origin.host, head.origin.pid
-                shown[host] = min(shown.get(host, self.index.size), int(first[code]))
-        hosts = witness.hosts + [(line, *host) for host, line in shown.items()]
-        remarking = np.flatnonzero(fast & ~self.index.is_call & (meanings >= REMARK))
-        remarks, said = _remarks(
-            remarking,
-            meanings[remarking] == LINK,
-            line_heads[remarking].astype(np.int64),
-            body_codes[remarking],
-            slow,
-        )
-        grouping = np.flatnonzero(
-            fast & self.index.is_call & ((meanings == GROUP_START) | (meanings == GROUP_END))
-        )
-        groups: Rows = {
-            "line": grouping,
-            "head": line_heads[grouping],
-            "step": np.where(meanings[grouping] == GROUP_START, 1, -1),
+    def read(self, tally: _Tally) -> Scan:
+        """Sort the lines into those that are known by their texts and those that are read one by one."""
+        lexicon = self.lexicon
+        meanings = lexicon.meanings[self.text]
+        closer = (meanings == MESSAGE) | (lexicon.meanings[self.head] == MESSAGE)
+        slow = self._read_lines(closer)
+        first = self._first_lines()
+        contested = self.witness.pids | {
+            lexicon.heads[n].origin.pid for n in first if lexicon.heads[n].origin.clean
         }
+        unsure = [
+            n for n in first if not lexicon.heads[n].origin.clean and lexicon.heads[n].origin.pid in contested
+        ]
+        if unsure:
+            doubtful = np.isin(self.head, unsure) & ~closer
+            closer |= doubtful
+            slow = sorted(slow + self._read_lines(doubtful), key=lambda entry: entry.line)
+        meanings[closer] = MESSAGE
+        # Several texts may be one head: RCCL puts ranks in front of an operation.
+        heads: dict[Head, int] = {}
+        self.heads = np.zeros(len(lexicon.meanings), np.int64)
+        for number in first:
+            self.heads[number] = heads.setdefault(lexicon.heads[number], len(heads))
+        operations, tails = self._operations(meanings)
+        shown: dict[tuple[bytes, int], int] = {}
+        for number, line in first.items():
+            origin = lexicon.heads[number].origin
+            if origin.clean:
+                host = origin.host, origin.pid
+                shown[host] = min(shown.get(host, self.size), line)
+        remarks, texts = self._remarks(meanings, slow)
+        self._count_silent(tally, meanings)
         return Scan(
-            self.index.size,
-            list(heads_met),
+            self.size,
+            list(heads),
             operations,
             tails,
             slow,
-            sorted(hosts),
-            groups,
+            sorted(self.witness.hosts + [(line, *host) for host, line in shown.items()]),
+            self._groups(meanings),
             remarks,
-            texts.take(np.array(said, np.int64)),
-            self._tallies(
-                [operations["line"], remarking, grouping], fast, body_codes, (texts, shapes, shape_of), slow
-            ),
+            texts,
+            self.tallies.tallies(),
         )
 
-    def _tallies(
-        self,
-        spoken: list[Positions],
-        fast: Flags,
-        codes: Positions,
-        messages: tuple[Texts, list[bytes], Positions],
-        slow: list[SlowLine],
-    ) -> dict[str, Tally]:
-        """The lines that gave nothing, by kind."""
-        silent = np.ones(self.index.size, bool)
-        silent[np.concatenate([*spoken, np.array([line.line for line in slow], np.int64)])] = False
-        known, rest = np.flatnonzero(silent & fast), silent & ~fast
-        silence = Silence(
-            known,
-            self.index.is_call[known],
-            codes[known],
-            *messages,
-            np.flatnonzero(rest & ~self.index.headless),
-            np.flatnonzero(rest & self.index.headless),
-        )
-        read = [(line.line, line.messages) for line in slow if line.raw is None]
-        return tally_block(
-            self.index.data, self.index.begins, self.index.ends, self.index.returns, silence, read
-        )
-
-    def _speaking(self) -> Flags:
-        """The lines without a head that may say something nevertheless."""
-        flags = np.zeros(self.index.size, bool)
-        rows = np.flatnonzero(self.index.headless & (self.index.ends > self.index.begins))
-        lines = self.index.whole_lines(rows)
-        text, ends = lines.data, lines.ends
-        for mark in nccl_lines.HEADLESS_MARKS:
-            at = text.find(mark)
-            while at >= 0:
-                number = int(np.searchsorted(ends, at, "right"))
-                flags[rows[number]] = True
-                at = text.find(mark, int(ends[number]))
-        return flags
-
-    def _read_slowly(self, chosen: Flags, witness: _Witness) -> list[SlowLine]:
+    def _read_lines(self, chosen: Flags) -> list[SlowLine]:
         rows = np.flatnonzero(chosen)
-        spans = zip(
-            rows.tolist(), self.index.begins[rows].tolist(), self.index.ends[rows].tolist(), strict=True
+        spans = zip(rows.tolist(), self.lines[rows, :2].tolist(), strict=True)
+        return self.witness.read_all(
+            ((row, self.data[begin:end]) for row, (begin, end) in spans), self.tallies
         )
-        read = (
-            witness.read(row, nccl_lines.clean_line(self.index.data[begin:end])) for row, begin, end in spans
-        )
-        return [line for line in read if line.messages or line.raw is not None]
 
+    def _first_lines(self) -> dict[int, int]:
+        """Where each head that is known stands first, by its number."""
+        first = np.full(len(self.lexicon.meanings), self.size)
+        first[self.head[::-1]] = np.arange(self.size)[::-1]
+        known = np.array(list(self.lexicon.heads), np.int64)
+        known = known[first[known] < self.size]
+        return dict(zip(known.tolist(), first[known].tolist(), strict=True))
 
-def _remarks(
-    lines: Positions, is_link: Flags, heads: Positions, bodies: Positions, slow: list[SlowLine]
-) -> tuple[Rows, list[int]]:
-    """All remarks; equal links of one head between two events that begin or end a communicator, once, with their number."""
-    events = [
-        entry.line
-        for entry in slow
-        if entry.raw is not None
-        or any(isinstance(m, nccl_lines.InitLine | nccl_lines.EndLine) for m in entry.messages)
-    ]
-    said, text = numbered(bodies)
-    stage = np.searchsorted(np.array(events, np.int64), lines)
-    key = (stage * (int(heads.max(initial=0)) + 1) + heads) * max(len(said), 1) + text
-    repeated = np.flatnonzero(is_link)
-    number, first, times = first_of_each(key[repeated])
-    first = np.concatenate([repeated[first], np.flatnonzero(~is_link)])
-    times = np.concatenate([times, np.ones(len(first) - len(number), np.int64)])
-    order = np.argsort(first)
-    first, times = first[order], times[order]
-    columns: Rows = {
-        "line": lines[first],
-        "head": heads[first],
-        "text": text[first],
-        "times": times,
-    }
-    return columns, said
+    def _operations(self, meanings: npt.NDArray[np.int8]) -> tuple[Rows, list[Tail]]:
+        rows = self.operations[meanings[self.operations[:, 0]] == OPERATION]
+        line = rows[:, 0]
+        numbers, tail = numbered(self.text[line].astype(np.int64))
+        columns: Rows = {
+            "line": line,
+            "head": self.heads[self.head[line]],
+            "tail": tail,
+            "opcount": rows[:, 1],
+            "sendbuff": rows[:, 2].view(np.uint64),
+            "recvbuff": rows[:, 3].view(np.uint64),
+            "elements": rows[:, 4],
+        }
+        return columns, [self.lexicon.tails[number] for number in numbers]
+
+    def _groups(self, meanings: npt.NDArray[np.int8]) -> Rows:
+        line = np.flatnonzero((meanings == GROUP_START) | (meanings == GROUP_END))
+        return {
+            "line": line,
+            "head": self.heads[self.head[line]],
+            "step": np.where(meanings[line] == GROUP_START, 1, -1),
+        }
+
+    def _remarks(self, meanings: npt.NDArray[np.int8], slow: list[SlowLine]) -> tuple[Rows, list[bytes]]:
+        """All remarks, and their texts.
+
+        Equal links of one head between two events that begin or end a communicator are one remark, with their number.
+        """
+        events = [
+            entry.line
+            for entry in slow
+            if entry.raw is not None
+            or any(isinstance(m, nccl_lines.InitLine | nccl_lines.EndLine) for m in entry.messages)
+        ]
+        lines = np.flatnonzero(meanings >= REMARK)
+        heads = self.heads[self.head[lines]]
+        numbers, text = numbered(self.text[lines].astype(np.int64))
+        stage = np.searchsorted(np.array(events, np.int64), lines)
+        key = (stage * (int(heads.max(initial=0)) + 1) + heads) * max(len(numbers), 1) + text
+        is_link = meanings[lines] == LINK
+        repeated = np.flatnonzero(is_link)
+        number, first, times = first_of_each(key[repeated])
+        first = np.concatenate([repeated[first], np.flatnonzero(~is_link)])
+        times = np.concatenate([times, np.ones(len(first) - len(number), np.int64)])
+        order = np.argsort(first)
+        first, times = first[order], times[order]
+        columns: Rows = {"line": lines[first], "head": heads[first], "text": text[first], "times": times}
+        return columns, [self.lexicon.remarks[number] for number in numbers]
+
+    def _count_silent(self, tally: _Tally, meanings: npt.NDArray[np.int8]) -> None:
+        """Count the lines that gave nothing by kind."""
+        kinds = np.where(meanings == IGNORED, self.lexicon.kinds[self.text], np.int8(-1))
+        for number, count, lines in tally(self.data, self.lines, kinds):
+            self.tallies.add(self.lexicon.kind_names[number], count, [self._example(line) for line in lines])
+        informed = self.lexicon.has_form[self.text] & (meanings == IGNORED)
+        for number in set(self.text[informed].tolist()):
+            self.tallies.note(*self.lexicon.forms[number])
+
+    def _example(self, line: int) -> Example:
+        begin, end, message = self.lines[line, :3].tolist()
+        raw = self.data[begin:end]
+        if self.head[line] < RESERVED:
+            return headless_example(line, raw)
+        return example_of(line, raw, self.data[message:end].rstrip(b"\r"))

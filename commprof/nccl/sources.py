@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,20 @@ class Span(NamedTuple):
 
 
 Block = Span | bytes
+
+
+def read_block(block: Block) -> bytes:
+    """The bytes of a block; a file that was cut meanwhile gives what is left."""
+    if isinstance(block, bytes):
+        return block
+    with block.path.open("rb", buffering=0) as stream:
+        data = os.pread(stream.fileno(), block.length, block.begin)
+        while len(data) < block.length:
+            more = os.pread(stream.fileno(), block.length - len(data), block.begin + len(data))
+            if not more:
+                break
+            data += more
+    return data
 
 
 class LogSource:
