@@ -1,14 +1,15 @@
-"""Asks one question of the tables of a run, in SQL.
+"""Asks one question of the tables of a run, in SQL: a relation (:mod:`commprof.analysis.relations.graph`), or a question.
 
-The questions stand in ``queries/*.sql``, in a subset of SQL that DuckDB and Spark both understand: common table
-expressions, window frames, ``coalesce``, ``max_by``; no QUALIFY, no quoted or reserved names, no lists. Only
-registering the tables and starting the engine is particular to DuckDB, and that is all this module does.
+Relations have a fixed meaning and a name; questions (``queries/*.sql``) take parameters and are asked of relations. Both
+are in a subset of SQL that DuckDB and Spark understand: common table expressions, window frames, ``coalesce``, ``max_by``;
+no QUALIFY, no quoted or reserved names, no lists. Only registering the tables and starting the engine is particular to
+DuckDB, and that is all this module does.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -17,7 +18,9 @@ import duckdb
 import pyarrow as pa
 
 from commprof.analysis.memory import engine_settings
+from commprof.analysis.relations.graph import statement, tables_of
 from commprof.errors import TraceError
+from commprof.schema import parse_ranks
 from commprof.trace.reader import Scan
 
 
@@ -62,17 +65,53 @@ def ask(question: str, tables: Mapping[str, pa.Table | Scan], **clauses: str) ->
         TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
     """
     text = query_text(question)
+    return _answer(f"the question of {question!r}", text.format(**clauses) if clauses else text, tables)
+
+
+def evaluate(name: str, tables: Mapping[str, pa.Table | Scan], by: Sequence[str] = ()) -> pa.Table:
+    """The rows of relation ``name`` over ``tables`` of the schema.
+
+    Args:
+        tables: those of :func:`commprof.analysis.relations.graph.tables_of`, but for the ones that are made here.
+        by: the columns that are requested of it.
+
+    Raises:
+        TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
+    """
+    if "group_members" in tables_of(name):
+        tables = {
+            **tables,
+            "group_members": group_members(ask("split_groups", {"collectives": tables["collectives"]})),
+        }
+    return _answer(f"the relation {name!r}", statement(name, by), tables)
+
+
+def group_members(groups: pa.Table) -> pa.Table:
+    """The ranks of each text of ``groups`` (column group_ranks), with their positions in it.
+
+    Raises:
+        TraceError: a text has no ranks.
+    """
+    texts = groups["group_ranks"].to_pylist()
+    rows = [(text, rank, place) for text in texts for place, rank in enumerate(parse_ranks(text))]
+    columns = zip(*rows, strict=True) if rows else [()] * 3
+    kinds = (pa.string(), pa.int32(), pa.int32())
+    names = ["group_ranks", "rank", "position"]
+    return pa.table([pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)], names)
+
+
+def _answer(what: str, text: str, tables: Mapping[str, pa.Table | Scan]) -> pa.Table:
     engine = _connection.engine
     registered: list[str] = []
     try:
         for name, rows in tables.items():
             registered += _register(engine, name, rows)
-        return engine.sql(text.format(**clauses) if clauses else text).to_arrow_table()
+        return engine.sql(text).to_arrow_table()
     except duckdb.Error as error:
         first = str(error).strip().partition("\n")[0]
         raise TraceError(
-            f"the {' and '.join(tables)} of the run do not answer the question of {question!r}: {first}. Some file of "
-            "the run is damaged; copy it again from where it was recorded"
+            f"the {' and '.join(tables)} of the run do not answer {what}: {first}. Some file of the run is damaged; copy it "
+            "again from where it was recorded"
         ) from None
     finally:
         for name in reversed(registered):

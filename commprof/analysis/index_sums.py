@@ -17,13 +17,13 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.align.arrivals import NEEDED
-from commprof.analysis import arrivals, buckets, exposure, straggling, traffic, transfers
+from commprof.analysis import arrivals, buckets, exposure, straggling, transfers
 from commprof.analysis.bucket_contents import KEY, described
 from commprof.analysis.bucket_groups import BucketGroups, bucket_groups
 from commprof.analysis.engine import query_text
 from commprof.analysis.memory import give_back
 from commprof.analysis.standstill import standstills
-from commprof.analysis.sum_tables import BUCKET_SUMS, HELD_COLUMNS, OperationSums, TransferTimes, append
+from commprof.analysis.sum_tables import BUCKET_SUMS, TransferTimes, append, keep_operations
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
 from commprof.trace.reader import Run
 
@@ -40,8 +40,7 @@ EXPOSURES: Final = {  # by these columns
     ("attempt", "step"): "exposure_of_steps",
     ("attempt", "step", "purpose"): "exposure_of_purposes",
 }
-_SUMMED: Final = columns_of(HELD_COLUMNS, buckets.COLUMNS)
-_COLUMNS: Final = columns_of(NEEDED, transfers.ALSO, traffic.NEEDED)
+_COLUMNS: Final = columns_of(NEEDED, transfers.ALSO)
 _WORKERS: Final = 2
 _FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
 _AHEAD: Final = 2  # parts that are worked on at once
@@ -52,7 +51,6 @@ Progress = Callable[[int, int], None]
 class _Found(NamedTuple):
     """What one part says."""
 
-    once: traffic.Once
     times: pa.Table
     arrived: pa.Table
 
@@ -77,20 +75,18 @@ def fill_sums(
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
     """
-    aggregates = traffic.with_backends(run.table("aggregates"), run.table("groups"))
     with (
         ThreadPoolExecutor(_WORKERS) as pool,
         closing(straggling.Collector(hosts=arrivals.hosts_of(run))) as taken,
     ):
-        operations, times = OperationSums(engine, aggregates, _SUMMED), TransferTimes(engine)
+        times = TransferTimes(engine)
         for number, found in enumerate(_parts(engine, run, pool, progress)):
             taken.add(straggling.apart(found.arrived, number))
             times.add(found.times)
-            operations.add(found.once)
-        operations.end()
         times.end()
         give_back()  # what the parts took is left for what follows
         late = pool.submit(taken.answer)
+        keep_operations(engine, run)
         _keep_buckets(engine, flushed.result())
         facts = _keep_straggling(engine, late.result())
         for name, rows in stood.result().items():
@@ -110,7 +106,7 @@ def _parts(
         with engine.cursor() as cursor:
             rows = parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
         arrived = aligned(rows)
-        return _Found(traffic.once(rows, _SUMMED), transfers.timed(arrived), arrived)
+        return _Found(transfers.timed(arrived), arrived)
 
     under_way: deque[Future[_Found]] = deque()
     for number, condition in enumerate(parts.conditions):

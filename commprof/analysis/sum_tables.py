@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis import buckets, traffic
+from commprof.analysis import buckets
 from commprof.analysis.bandwidth_answers import BANDWIDTH_TIMES as TIMES
 from commprof.analysis.combinations import KIND, Combinations
+from commprof.analysis.engine import group_members, query_text
+from commprof.analysis.relations.graph import statement
+from commprof.analysis.spans import KIND_COLUMNS
+from commprof.schema import COLLECTIVES
+from commprof.trace.reader import Run
 
 OPERATIONS: Final = "operations"
 BANDWIDTH_TIMES: Final = "bandwidth_times"
@@ -45,6 +49,7 @@ MEASURES: Final = {
     "timed": "bigint",
     "tensors": "bigint",
 }
+SUMS: Final = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
 _TIMES_OWN: Final = ("attempt", "step", "error_ns", "time_ns")
 _TOLD: Final = TIMES.names[: TIMES.names.index("time_source") + 1]  # the others follow from these
 _NUMBERS: Final = {"group_size": pa.int32(), "payload_bytes": pa.int64()}
@@ -54,39 +59,31 @@ _TIMES_KINDS: Final = pa.schema(
 _ROWS_AT_ONCE: Final = 200_000  # that are kept: an engine writes fewer twice
 
 
-class OperationSums:
-    """The operations of a run (:func:`commprof.analysis.traffic.once`) added up by ``columns``, many parts at once."""
+def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
+    """Create the tables :data:`OPERATIONS` and :data:`BUCKET_SUMS` from the records in ``engine``'s database.
 
-    def __init__(
-        self, engine: duckdb.DuckDBPyConnection, aggregates: pa.Table, columns: Sequence[str]
-    ) -> None:
-        self._engine = engine
-        self._columns = columns
-        self._aggregates = aggregates
-        self._held: list[traffic.Once] = []
-
-    def add(self, once: traffic.Once) -> None:
-        """Take those of one part."""
-        self._held.append(once)
-        if sum(len(each.collectives) + len(each.messages) for each in self._held) >= _ROWS_AT_ONCE:
-            self.end()
-
-    def end(self) -> None:
-        """Keep what is left."""
-        if not self._held:
-            return
-        found = traffic.added_up(traffic.joined(self._held), self._aggregates, self._columns)
-        self._held.clear()
-        self._aggregates = self._aggregates.slice(0, 0)  # they count once
-        self._keep(OPERATIONS, HELD_COLUMNS, found)
+    Raises:
+        TraceError: a table of the run is damaged. duckdb.Error: the database cannot be written.
+    """
+    columns = ", ".join(f"{'k' if name in KIND_COLUMNS else 'r'}.{name}" for name in COLLECTIVES.names)
+    with engine.cursor() as cursor:
+        cursor.execute(
+            f"create temp view collectives as select {columns} from records r join kinds k using (kind)"
+        )
+        cursor.register("aggregates", run.table("aggregates"))
+        cursor.register("groups", run.table("groups"))
+        cursor.register(
+            "group_members", group_members(cursor.sql(query_text("split_groups")).to_arrow_table())
+        )
+        every = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
+        cursor.execute(f"create temp table every_operation as {statement('operations', every)}")
         of_buckets = "where bucket is not null and purpose = 'gradient_reduce'"
-        self._keep(BUCKET_SUMS, buckets.COLUMNS, found, of_buckets)
-
-    def _keep(self, name: str, by: Sequence[str], operations: pa.Table, where: str = "") -> None:
-        columns = ", ".join((*by, "wire_ranks"))
-        sums = ", ".join(f"cast(sum({measure}) as {kind}) as {measure}" for measure, kind in MEASURES.items())
-        sql = f"select {columns}, {sums} from rows_to_add {where} group by {columns}"
-        append(self._engine, name, operations, sql)
+        for name, by, where in ((OPERATIONS, HELD_COLUMNS, ""), (BUCKET_SUMS, buckets.COLUMNS, of_buckets)):
+            names = ", ".join((*by, "wire_ranks"))
+            cursor.execute(
+                f"create table {name} as select {names}, {SUMS} from every_operation {where} group by {names}"
+            )
+        cursor.execute("drop table every_operation")
 
 
 class TransferTimes:

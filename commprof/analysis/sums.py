@@ -19,13 +19,12 @@ from commprof.analysis import steps, traffic
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.detailed_answers import BUCKET_STEPS
-from commprof.analysis.engine import ask, connect, query_text
+from commprof.analysis.engine import ask, query_text
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
 from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of
 from commprof.analysis.steady import EXECUTED
-from commprof.analysis.sum_tables import HELD_COLUMNS, MEASURES, OPERATIONS
-from commprof.analysis.whole_collectives import columns_of, of_scan
+from commprof.analysis.sum_tables import HELD_COLUMNS, OPERATIONS, SUMS
 from commprof.ledger.backends import GLOO, NCCL
 from commprof.ledger.executed import executed_factors
 from commprof.schema import OPS
@@ -43,6 +42,7 @@ __all__ = [
     "reducing",
     "step_times",
 ]
+_FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
 _MOST_KEPT: Final = 16  # answers with one index
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
@@ -87,13 +87,13 @@ def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
             return kept[name, *held]
     if index is not None:
         by = ", ".join((*wanted, "wire_ranks"))
-        sums = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
-        found = index.ask(f"select {by}, {sums} from {OPERATIONS} group by {by}")
+        found = index.ask(f"select {by}, {SUMS} from {OPERATIONS} group by {by}")
     else:
-        collectives = run.scan("collectives")
+        collectives = run.scan("collectives", _FEWEST_SCANNED)
         if isinstance(collectives, Scan):  # gone through once for all that may be asked next
-            wanted = columns_of(wanted, HELD_COLUMNS)
-        found = _by_parts(run, collectives, wanted)
+            wanted = tuple(dict.fromkeys((*wanted, *HELD_COLUMNS)))
+        tables = {"collectives": collectives} | {name: run.table(name) for name in ("aggregates", "groups")}
+        found = traffic.operations(tables, wanted)
     kept[OPERATIONS, *wanted] = found
     return found
 
@@ -105,17 +105,6 @@ def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
     if len(index.sums) > _MOST_KEPT:
         index.sums.clear()
     return index.sums
-
-
-def _by_parts(run: Run, collectives: pa.Table | Scan, wanted: Sequence[str]) -> pa.Table:
-    """The operations out of the files; of a large run part by part, since every collective is looked at by itself."""
-    aggregates = traffic.with_backends(run.table("aggregates"), run.table("groups"))
-    with connect() as engine:
-        parts = enumerate(of_scan(collectives, traffic.NEEDED, engine))
-        return pa.concat_tables(
-            traffic.operations(part, aggregates.slice(0, None if number == 0 else 0), wanted)
-            for number, part in parts
-        )
 
 
 def step_times(run: Run) -> pd.DataFrame:

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-
-Texts = Mapping[str, pa.Array]
-
-
-def numbered_texts(tables: Mapping[str, pa.Table], names: Sequence[str]) -> tuple[dict[str, pa.Table], Texts]:
-    """``tables`` with int32 in their text columns ``names``: equal where the text is, greater where it is; null as before.
-
-    Columns of one name are numbered alike in all tables. Also gives the texts of each column, for :func:`with_texts`.
-    """
-    found, texts = dict(tables), {}
-    for name in names:
-        encoded = {
-            table: encoded_text(rows[name]) for table, rows in tables.items() if name in rows.column_names
-        }
-        texts[name] = _in_order(pa.concat_arrays([column.dictionary for column in encoded.values()]))
-        for table, column in encoded.items():
-            rows = found[table]
-            numbers = _numbers(column, texts[name])
-            found[table] = rows.set_column(rows.column_names.index(name), name, numbers)
-    return found, texts
 
 
 def ranked(column: pa.ChunkedArray) -> pa.DictionaryArray:
@@ -43,14 +23,6 @@ def among(column: pa.ChunkedArray, texts: Sequence[str]) -> npt.NDArray[np.bool_
     fits = pc.is_in(encoded.dictionary, pa.array(texts, pa.string())).take(encoded.indices)
     found: npt.NDArray[np.bool_] = pc.fill_null(fits, False).to_numpy(zero_copy_only=False)
     return found
-
-
-def with_texts(rows: pa.Table, texts: Texts) -> pa.Table:
-    """``rows`` with the text for each number in the columns of ``texts`` that it has."""
-    for place, name in enumerate(rows.column_names):
-        if name in texts:
-            rows = rows.set_column(place, name, texts[name].take(rows[name].combine_chunks()))
-    return rows
 
 
 def _in_order(values: pa.Array) -> pa.Array:

@@ -247,6 +247,9 @@ class SyntheticRun:
         """One row of any table, as it stands."""
         self.rows[table].append(row)
 
+    def tables(self, *names: str) -> dict[str, pa.Table]:
+        return {name: self.table(name) for name in names}
+
     def table(self, name: str) -> pa.Table:
         rows = self.rows[name]
         if name == "groups" and not rows:

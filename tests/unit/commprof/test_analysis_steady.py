@@ -75,7 +75,7 @@ def test_the_totals_that_settings_are_compared_by_have_no_one_offs():
             run.add_collective("all_reduce", payload_bytes=100, step=step)
         if step == 3:
             run.add_collective("all_gather", payload_bytes=5000, step=step)
-    sums = operations(run.table("collectives"), run.table("aggregates"))
+    sums = operations(run.tables("collectives", "aggregates", "groups"))
     times = pd.DataFrame({"attempt": [0] * 8, "step": range(8), "duration_ns": [10] * 8})
     totals = step_totals(run.table("steps"), sums, times, 2)
     assert totals.steps == 8
@@ -92,7 +92,7 @@ def test_totals_of_steps_are_not_rounded():
         run.add_step(step)
         for number in range(count):
             run.add_collective("all_reduce", payload_bytes=100 + 7 * step + number, step=step)
-    sums = operations(run.table("collectives"), run.table("aggregates"))
+    sums = operations(run.tables("collectives", "aggregates", "groups"))
     times = pd.DataFrame({"attempt": [0] * 3, "step": range(3), "duration_ns": [10] * 3})
     (row,) = step_totals(run.table("steps"), sums, times, 2).totals.to_dict("records")
     assert row["collectives"] / 3 == 3.5

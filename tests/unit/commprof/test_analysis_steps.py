@@ -19,7 +19,7 @@ from support.runs import SyntheticRun
 def times_of(run: SyntheticRun) -> pd.DataFrame:
     collectives = run.table("collectives")
     steps = run.table("steps")
-    sums = operations(collectives, run.table("aggregates"))
+    sums = operations(run.tables("collectives", "aggregates", "groups"))
     exposure = answer(collectives, steps, ("attempt", "step"), run.table("stalls"))
     return step_times(steps, exposure, sums)
 
@@ -27,7 +27,7 @@ def times_of(run: SyntheticRun) -> pd.DataFrame:
 def totals_of(run: SyntheticRun):
     return step_totals(
         run.table("steps"),
-        operations(run.table("collectives"), run.table("aggregates")),
+        operations(run.tables("collectives", "aggregates", "groups")),
         times_of(run),
         run.world_size,
     )

@@ -12,7 +12,7 @@ from support.runs import SyntheticRun
 
 
 def ask(run: SyntheticRun, *by: str) -> pd.DataFrame:
-    return traffic(operations(run.table("collectives"), run.table("aggregates")), by)
+    return traffic(operations(run.tables("collectives", "aggregates", "groups")), by)
 
 
 def only(run: SyntheticRun) -> dict:

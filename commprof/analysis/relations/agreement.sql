@@ -1,0 +1,64 @@
+-- Whether the ranks of a group agree on what they issued.
+--
+-- grain: one row per combination of the requested columns
+-- inputs: rank_operations
+-- agree is 1 where every rank of the group has the same collectives with these columns, so that those of one rank are those
+-- of the group. Times can be averaged if each rank knows all of its times or none. Unequal splits need the records.
+-- So does a rank whose numbers in the group are not all numbers from the first to the last, each once: names of groups that
+-- are used again begin anew, and such collectives pair by the order of the records.
+with numbered as (
+    select
+        attempt,
+        pg,
+        group_ranks,
+        rank,
+        case
+            when sum(calls) = max(last_seq) - min(first_seq) + 1
+                and 2 * sum(sum_seq) = (max(last_seq) + min(first_seq)) * sum(calls)
+            then 1
+            else 0
+        end as complete
+    from rank_operations
+    group by attempt, pg, group_ranks, rank
+),
+members as (
+    select attempt, pg, group_ranks, count(*) as ranks, min(complete) as complete
+    from numbered
+    group by attempt, pg, group_ranks
+),
+compared as (
+    select
+        {by}
+        count(*) as ranks,
+        min(calls) as collectives,
+        cast(sum(calls) as bigint) as records,
+        max(payload_bytes) as payload_bytes,
+        max(tensors) as tensors,
+        sum(case when returned > 0 then host_ns end) / count(case when returned > 0 then 1 end) as host_ns,
+        sum(case when timed > 0 then exposed_ns end) / count(case when timed > 0 then 1 end) as exposed_ns,
+        cast(sum(timed) as bigint) as timed,
+        case
+            when min(calls) = max(calls)
+                and min(payload_bytes) = max(payload_bytes)
+                and min(check_sum) = max(check_sum)
+                and min(check_squares) = max(check_squares)
+                and max(splits) = 0
+                and max(case when returned in (0, calls) and timed in (0, calls) then 0 else 1 end) = 0
+            then 1
+            else 0
+        end as equal
+    from rank_operations
+    group by {by} 1 + 0
+)
+select
+    {by_of_c}
+    c.collectives,
+    c.records,
+    c.payload_bytes,
+    c.tensors,
+    c.host_ns,
+    c.exposed_ns,
+    c.timed,
+    case when c.equal = 1 and c.ranks = m.ranks and m.complete = 1 then 1 else 0 end as agree
+from compared c
+join members m on m.attempt = c.attempt and m.pg = c.pg and m.group_ranks = c.group_ranks

@@ -1,0 +1,44 @@
+-- The records of collectives, with what distinguishes two collectives of one number.
+--
+-- grain: one row per record of a collective; sends and recvs are not in it
+-- inputs: records=collectives
+-- The records of one collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of the identity because
+-- disjoint groups may carry one name. A rank takes part in a collective once: if a name is used again after its group was
+-- destroyed, the numbers begin anew, and the repetition (from 1) distinguishes the two.
+with repeated as (
+    select attempt, pg, group_ranks, pg_seq, rank
+    from records
+    where op not in ('send', 'recv')
+    group by attempt, pg, group_ranks, pg_seq, rank
+    having count(*) > 1
+),
+numbered as (
+    select
+        r.attempt,
+        r.pg,
+        r.group_ranks,
+        r.pid,
+        r.rank,
+        r.seq,
+        r.issue_ns,
+        row_number() over (
+            partition by r.attempt, r.pg, r.group_ranks, r.pg_seq, r.rank
+            order by r.issue_ns, r.seq
+        ) as repetition
+    from records r
+    join repeated p
+        on p.attempt = r.attempt
+        and p.pg = r.pg
+        and p.group_ranks = r.group_ranks
+        and p.pg_seq = r.pg_seq
+        and p.rank = r.rank
+    where r.op not in ('send', 'recv')
+)
+select r.*, coalesce(n.repetition, 1) as repetition
+from records r
+left join numbered n
+    on n.attempt = r.attempt
+    and n.pid = r.pid
+    and n.rank = r.rank
+    and n.seq = r.seq
+where r.op not in ('send', 'recv')

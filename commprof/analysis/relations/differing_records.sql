@@ -1,0 +1,19 @@
+-- The records of collectives on which the ranks of a group differ, or whose splits are recorded.
+--
+-- grain: one row per record
+-- inputs: collectives, agreement
+-- Every record of such a collective is in it: the other ranks have it in a combination that differs as well.
+with described as (
+    select
+        *,
+        peer as root,
+        case when op = 'reduce' and backend = 'gloo' then payload_bytes end as call_bytes
+    from collectives
+    where op not in ('send', 'recv')
+),
+differing as (
+    select * from agreement where agree = 0
+)
+select d.*
+from described d
+join differing a on {same_in_d_and_a}

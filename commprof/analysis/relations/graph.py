@@ -1,0 +1,181 @@
+"""Which relations there are, what each is made of, and the SQL statement that evaluates one.
+
+A relation is a file ``<name>.sql`` in this folder. Its head, in comments, says what it is, its ``grain`` (what one row is)
+and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An input
+``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation with
+another input. A text with ``{by}`` is evaluated for the columns that are requested; the fewer, the cheaper.
+
+The texts use what DuckDB and Spark have in common: no QUALIFY, no lists, no lateral joins, no engine's own functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Final, NamedTuple
+
+MADE: Final = (
+    "group_members",
+)  # made by Python: the ranks of each text of group_ranks, with their positions
+KEYS: Final = ("attempt", "pg", "group_ranks", "group_size", "op", "backend", "call_bytes")
+_OF_PAIRS: Final = ("sender", "receiver")
+_HEAD: Final = re.compile(r"-- ?(.*)")
+_INPUT: Final = re.compile(r"(?:(\w+)=)?(\w+)(?:\((\w+)=(\w+)\))?")
+
+
+class Input(NamedTuple):
+    """An input of a relation: ``name``, known as ``alias``; ``replaced`` is (input, other) of an instance."""
+
+    alias: str
+    name: str
+    replaced: tuple[str, str] | None = None
+
+
+class Relation(NamedTuple):
+    """A relation: its name, the first sentence of its head, the rest, what one row is, its inputs, and its SQL."""
+
+    name: str
+    title: str
+    notes: str
+    grain: str
+    inputs: tuple[Input, ...]
+    sql: str
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The names of all relations, in order."""
+    files = (resources.files("commprof.analysis") / "relations").iterdir()
+    return tuple(sorted(file.name.removesuffix(".sql") for file in files if file.name.endswith(".sql")))
+
+
+@cache
+def relation(name: str) -> Relation:
+    """The relation ``name``.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if name not in names():
+        raise KeyError(name)
+    text = (resources.files("commprof.analysis") / "relations" / f"{name}.sql").read_text("utf-8")
+    lines = text.splitlines()
+    length = next(place for place, line in enumerate(lines) if not line.startswith("--"))
+    fields: dict[str, list[str]] = {"title": []}
+    current = "title"
+    for line in lines[:length]:
+        content = _HEAD.fullmatch(line).group(1)  # type: ignore[union-attr] # every line of the head begins so
+        label, colon, rest = content.partition(": ")
+        if colon and label in ("grain", "inputs"):
+            current, content = label, rest
+        elif not content.startswith("  ") and current in ("grain", "inputs"):
+            current = "notes"
+        elif not content and current == "title":
+            continue
+        fields.setdefault(current, []).append(content.strip())
+    return Relation(
+        name,
+        " ".join(fields["title"]),
+        "\n".join(fields.get("notes", [])).strip(),
+        " ".join(fields["grain"]),
+        tuple(map(_input, _split(" ".join(fields["inputs"])))),
+        "\n".join(lines[length:]),
+    )
+
+
+def _split(inputs: str) -> list[str]:
+    return [part.strip() for part in inputs.split(",")]
+
+
+def _input(text: str) -> Input:
+    found = _INPUT.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            f"{text!r} is no input of a relation; expected name, alias=name or alias=name(input=other)"
+        )
+    alias, name, replaced, other = found.groups()
+    return Input(alias or name, name, (replaced, other) if replaced else None)
+
+
+def tables_of(name: str) -> tuple[str, ...]:
+    """The tables that relation ``name`` is made of in the end: of the schema, and of :data:`MADE`."""
+    return tuple(_tables(name, {}))
+
+
+def _tables(name: str, replaced: dict[str, tuple[str, ...]]) -> dict[str, None]:
+    found: dict[str, None] = {}
+    of_alias: dict[str, tuple[str, ...]] = {}
+    for each in relation(name).inputs:
+        if each.alias in replaced:
+            below = replaced[each.alias]
+        elif each.name not in names():
+            below = (each.name,)
+        else:
+            inner = {}
+            if each.replaced is not None:
+                alias, other = each.replaced
+                inner[alias] = of_alias[other] if other in of_alias else tables_of(other)
+            below = tuple(_tables(each.name, inner))
+        of_alias[each.alias] = below
+        found |= dict.fromkeys(below)
+    return found
+
+
+def statement(name: str, by: Sequence[str] = (), select: str = "select * from {name}") -> str:
+    """One SQL statement over the tables :func:`tables_of` that evaluates relation ``name``.
+
+    Args:
+        by: the columns that are requested of relations with ``{by}``.
+        select: the question to ask of it.
+    """
+    steps: dict[str, str] = {}
+    clauses = _clauses(by)
+    _add(name, name, {}, steps, clauses)
+    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in steps.items())
+    return f"with {chain}\n{select.format(name=name)}"
+
+
+def _add(
+    alias: str, name: str, renamed: dict[str, str], steps: dict[str, str], clauses: dict[str, str]
+) -> None:
+    """Put what ``name`` needs, and then itself as ``alias``, among ``steps``."""
+    if alias in steps:
+        return
+    own = relation(name)
+    opening: list[str] = []
+    for each in own.inputs:
+        source = renamed.get(each.alias)
+        if source is None and each.name in names():
+            replaced = dict([each.replaced]) if each.replaced else {}
+            for other in replaced.values():
+                if other in names():
+                    _add(other, other, {}, steps, clauses)
+            _add(each.alias, each.name, replaced, steps, clauses)
+            continue
+        source = source or each.name
+        if source != each.alias:
+            opening.append(f"{each.alias} as (select * from {source})")
+    text = own.sql.format(**clauses) if "{" in own.sql else own.sql
+    if opening:
+        head = ", ".join(opening)
+        text = (
+            f"with {head},\n{text.removeprefix('with ')}"
+            if text.startswith("with ")
+            else f"with {head}\n{text}"
+        )
+    steps[alias] = text
+
+
+def _clauses(by: Sequence[str]) -> dict[str, str]:
+    """What is put into texts for the columns ``by``: with a comma after each, and as conditions of a join."""
+    columns = tuple(dict.fromkeys((*KEYS, *by)))
+    of_records = [name for name in columns if name not in _OF_PAIRS]
+    return {
+        "by": "".join(f"{name}, " for name in of_records),
+        "by_of_c": "".join(f"c.{name}, " for name in of_records),
+        "by_and_pairs": "".join(f"{name}, " for name in (*of_records, *_OF_PAIRS)),
+        "requested": "".join(f"{name}, " for name in by),
+        "same_in_d_and_a": " and ".join(f"d.{name} is not distinct from a.{name}" for name in of_records),
+    }

@@ -1,0 +1,187 @@
+-- Operations, each counted once, summed per combination of the requested columns.
+--
+-- grain: one row per combination of the requested columns and wire_ranks
+-- inputs: agreement, differing_members=collective_members(records=differing_records),
+--   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members),
+--   messages, summed_operations
+-- Sums of these rows are again sums of operations. wire_bytes is wire_share / wire_ranks; both are integers, so that a sum
+-- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.backends), which is
+-- known of gloo; unexecuted counts the operations of which it is not known. call_bytes is the payload of one call of
+-- gloo's reduce, whose traffic is not proportional to it; else null.
+--
+-- root is the root of a collective, -1 for none. A message has a sender and a receiver. An all_to_all with recorded splits
+-- has its bytes in rows of its pairs of ranks, with collectives 0, a sender and a receiver; where the splits are not known,
+-- sender and receiver are -1. host_ns and exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
+with known_exchanges as (
+    select attempt, pg, group_ranks, pg_seq, repetition
+    from differing_exchanges
+    group by attempt, pg, group_ranks, pg_seq, repetition
+    having count(sent_bytes) = count(*)
+),
+of_differing as (
+    select
+        d.*,
+        case when d.op = 'reduce' and d.backend = 'gloo' then d.payload_bytes end as call_bytes,
+        case when d.has_splits = 1 and k.pg_seq is null then -1 end as sender,
+        case when d.has_splits = 1 and k.pg_seq is null then -1 end as receiver,
+        case when d.has_splits = 1 and k.pg_seq is not null then 0 end as sent_bytes
+    from differing d
+    left join known_exchanges k
+        on d.has_splits = 1
+        and k.attempt = d.attempt
+        and k.pg = d.pg
+        and k.group_ranks = d.group_ranks
+        and k.pg_seq = d.pg_seq
+        and k.repetition = d.repetition
+),
+between_pairs as (
+    select d.*, e.sender, e.receiver, e.sent_bytes, cast(null as bigint) as call_bytes
+    from differing_exchanges e
+    join known_exchanges k
+        on k.attempt = e.attempt
+        and k.pg = e.pg
+        and k.group_ranks = e.group_ranks
+        and k.pg_seq = e.pg_seq
+        and k.repetition = e.repetition
+    join differing d
+        on d.attempt = e.attempt
+        and d.pg = e.pg
+        and d.group_ranks = e.group_ranks
+        and d.pg_seq = e.pg_seq
+        and d.repetition = e.repetition
+    where e.sender <> e.receiver and e.sent_bytes <> 0
+),
+of_pairs as (
+    select {by_and_pairs} cast(round(sum(sent_bytes)) as bigint) as sent_bytes
+    from between_pairs
+    group by {by_and_pairs} 1 + 0
+),
+of_agreed as (
+    select a.*, cast(null as int) as sender, cast(null as int) as receiver
+    from agreement a
+    where agree = 1
+),
+of_messages as (
+    select
+        m.*,
+        -1 as root,
+        cast(null as bigint) as call_bytes,
+        cast(return_ns - issue_ns as double) as call_ns
+    from messages m
+),
+of_sums as (
+    select
+        s.*,
+        cast(null as int) as after_step,
+        cast(null as int) as micro_step,
+        cast(null as int) as bucket,
+        cast(null as int) as owner,
+        cast(null as varchar(1)) as dtype,
+        cast(null as varchar(1)) as reduce_op,
+        cast(null as varchar(1)) as device,
+        cast(null as varchar(1)) as group_desc,
+        cast(null as varchar(1)) as api,
+        cast(null as varchar(1)) as call_site,
+        -1 as root,
+        cast(null as int) as sender,
+        cast(null as int) as receiver,
+        case
+            when op = 'reduce' and backend = 'gloo'
+            then cast(floor(payload_bytes / cast(greatest(collectives, 1) as double)) as bigint)
+        end as call_bytes
+    from summed_operations s
+),
+counted as (
+    select
+        {by_and_pairs} collectives, records, tensors, payload_bytes, host_ns, exposed_ns, timed, cast(null as bigint) as sent_bytes
+    from of_agreed
+    union all
+    select
+        {by_and_pairs} 1 as collectives, records, tensors, payload_bytes, host_ns, exposed_ns, timed, sent_bytes
+    from of_differing
+    union all
+    select
+        {by_and_pairs} 0 as collectives, 0 as records, 0 as tensors, 0 as payload_bytes, 0.0 as host_ns, 0.0 as exposed_ns,
+        0 as timed, sent_bytes
+    from of_pairs
+    union all
+    select
+        {by_and_pairs} counted as collectives, 1 as records, counted * num_tensors as tensors, counted * payload_bytes as payload_bytes,
+        call_ns as host_ns, cast(exposed_ns as double) as exposed_ns,
+        case when exposed_ns is null then 0 else 1 end as timed, null as sent_bytes
+    from of_messages
+    union all
+    select
+        {by_and_pairs} collectives, records, 0 as tensors, payload_bytes, host_ns, exposed_ns, 0 as timed, null as sent_bytes
+    from of_sums
+),
+-- Of gloo's reduce, for one call: bytes of a segment, and segments of a rank's chunk. The same as in commprof.ledger.backends.
+segmented as (
+    select
+        c.*,
+        greatest(1, least(1048576, cast(
+            ceil(call_bytes / (2.0 * greatest(group_size, 1))) as bigint
+        ))) as segment_bytes
+    from counted c
+),
+chunked as (
+    select
+        s.*,
+        greatest(2, cast(
+            ceil(ceil(call_bytes / cast(segment_bytes as double)) / greatest(group_size, 1)) as bigint
+        )) * segment_bytes as chunk_bytes
+    from segmented s
+),
+placed as (
+    select
+        c.*,
+        cast(floor(call_bytes / cast(chunk_bytes as double)) as bigint) as chunks,
+        case
+            when sent_bytes is not null then sent_bytes
+            when op = 'send' then payload_bytes
+            when op in ('recv', 'barrier') or group_size < 2 then 0
+            else cast(case when op = 'all_reduce' then 2 else 1 end * (group_size - 1) as decimal(12, 0))
+                * cast(payload_bytes as decimal(19, 0))
+        end as wire_share,
+        case
+            when op = 'send' or group_size < 2 then 1
+            when op in ('gather', 'scatter') then group_size * group_size
+            else group_size
+        end as wire_ranks
+    from chunked c
+),
+executed as (
+    select
+        p.*,
+        case
+            when wire_share = 0 or op = 'send' then wire_share
+            when backend is null or backend <> 'gloo' then null
+            when op = 'reduce_scatter' then 2 * wire_share
+            when op = 'reduce' then cast(collectives as decimal(18, 0)) * cast(
+                (group_size + 1) * call_bytes
+                - chunks * 2 * segment_bytes
+                - case
+                    when chunks >= group_size then 0
+                    else greatest(0, least(2 * segment_bytes, call_bytes - (chunks + 1) * chunk_bytes + 2 * segment_bytes))
+                end
+                - cast(floor(call_bytes / cast(group_size as double)) as bigint) as decimal(19, 0)
+            )
+            else wire_share
+        end as executed_share
+    from placed p
+)
+select
+    {requested}
+    wire_ranks,
+    cast(sum(collectives) as bigint) as collectives,
+    cast(sum(records) as bigint) as records,
+    cast(sum(payload_bytes) as bigint) as payload_bytes,
+    cast(sum(cast(wire_share as decimal(38, 0))) as decimal(38, 0)) as wire_share,
+    cast(sum(cast(executed_share as decimal(38, 0))) as decimal(38, 0)) as executed_share,
+    cast(sum(case when executed_share is null then 1 else 0 end) as bigint) as unexecuted,
+    sum(host_ns) as host_ns,
+    sum(exposed_ns) as exposed_ns,
+    cast(sum(timed) as bigint) as timed,
+    cast(sum(tensors) as bigint) as tensors
+from executed
+group by {requested} wire_ranks

@@ -1,0 +1,42 @@
+-- What each rank issued, summed per combination of the columns of an operation.
+--
+-- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend, call_bytes
+--   and rank
+-- inputs: collectives
+-- Messages (send, recv) are not in it.
+--
+-- check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every record, in any order. Two ranks
+-- with equal calls, payload_bytes, check_sum and check_squares issued the same collectives: another multiset has the same
+-- sums with a probability below 1e-18. The prime 2147483647 keeps every product within 64 bits.
+with described as (
+    select
+        *,
+        peer as root,
+        case when op = 'reduce' and backend = 'gloo' then payload_bytes end as call_bytes,
+        return_ns - issue_ns as call_ns,
+        (
+            (pg_seq % 2147483647 + 2147483647) % 2147483647 * 1103515245
+            + payload_bytes % 2147483647 * 69069
+            + num_tensors * 40503
+        ) % 2147483647 as mixed
+    from collectives
+    where op not in ('send', 'recv')
+)
+select
+    {by}
+    rank,
+    count(*) as calls,
+    cast(sum(payload_bytes) as bigint) as payload_bytes,
+    cast(sum(num_tensors) as bigint) as tensors,
+    cast(sum(mixed) as bigint) as check_sum,
+    cast(sum(mixed * mixed % 2147483647) as bigint) as check_squares,
+    min(pg_seq) as first_seq,
+    max(pg_seq) as last_seq,
+    cast(sum(pg_seq) as bigint) as sum_seq,
+    count(input_splits) + count(output_splits) as splits,
+    count(call_ns) as returned,
+    sum(cast(call_ns as double)) as host_ns,
+    count(exposed_ns) as timed,
+    sum(cast(exposed_ns as double)) as exposed_ns
+from described
+group by {by} rank
