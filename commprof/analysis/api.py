@@ -8,72 +8,41 @@ nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
-import pandas as pd
-import pyarrow as pa
-
-from commprof.analysis import advice as advice_module
-from commprof.analysis import algorithms as algorithms_module
-from commprof.analysis import alignment as alignment_module
-from commprof.analysis import bandwidth as bandwidth_module
-from commprof.analysis import buckets as buckets_module
-from commprof.analysis import (
-    comparison,
-    counters,
-    expectation,
-    lateness_sums,
-    listing,
-    recommendation,
-    shapes,
-    steps,
-    summary,
-    sums,
-    usage,
-)
-from commprof.analysis import index as index_module
-from commprof.analysis import levels as levels_module
-from commprof.analysis import matrix as matrix_module
-from commprof.analysis import one_offs as one_offs_module
-from commprof.analysis import rank_bytes as rank_bytes_module
-from commprof.analysis import records as records_module
-from commprof.analysis import resource_use as resource_use_module
-from commprof.analysis import resources as resources_module
-from commprof.analysis import settings as settings_module
-from commprof.analysis import timeline as timeline_module
-from commprof.analysis import traffic as traffic_module
-from commprof.analysis import untagged as untagged_module
-from commprof.analysis.advice import Advice
-from commprof.analysis.alignment import Alignment, AlignmentSummary, AlignmentWindow
-from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
-from commprof.analysis.bandwidth import Bandwidths
-from commprof.analysis.buckets import BucketContent
-from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
-from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
-from commprof.analysis.frames import from_arrow
-from commprof.analysis.kept import kept, stamp
-from commprof.analysis.memory import engine_settings
-from commprof.analysis.question import query as ask_question
-from commprof.analysis.record import Record
-from commprof.analysis.record import record as record_of
-from commprof.analysis.records import Filter
-from commprof.analysis.records import Page as RecordsPage
-from commprof.analysis.settings import ABSENT
-from commprof.analysis.steady import Step
-from commprof.analysis.straggling import MOST_LATE, Straggling
-from commprof.analysis.timeline import MOST_BARS, MOST_LANES, Timeline
-from commprof.analysis.units import format_bytes, format_ns
-from commprof.calibration.file import read_calibration
-from commprof.calibration.results import Calibration
+from commprof.analysis.defaults import MOST_BARS, MOST_LATE
 from commprof.errors import TraceError, UsageError
-from commprof.ledger import verification
-from commprof.ledger.levels import Verdict
 from commprof.schema import TABLES, Column
-from commprof.trace.coverage import uncovered
-from commprof.trace.directory import resolve
-from commprof.trace.finaliser import finalise_ended
-from commprof.trace.reader import Run, open_run
+
+# Each function imports what answers it, so that a command loads what its own questions need and nothing else.
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from commprof.analysis import comparison, steps
+    from commprof.analysis import index as index_module
+    from commprof.analysis import rank_bytes as rank_bytes_module
+    from commprof.analysis import settings as settings_module
+    from commprof.analysis.advice import Advice
+    from commprof.analysis.alignment import Alignment, AlignmentSummary, AlignmentWindow
+    from commprof.analysis.bandwidth import Bandwidths
+    from commprof.analysis.buckets import BucketContent
+    from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
+    from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
+    from commprof.analysis.kept import stamp
+    from commprof.analysis.memory import engine_settings
+    from commprof.analysis.record import Record
+    from commprof.analysis.records import Filter
+    from commprof.analysis.records import Page as RecordsPage
+    from commprof.analysis.settings import ABSENT
+    from commprof.analysis.steady import Step
+    from commprof.analysis.straggling import Straggling
+    from commprof.analysis.timeline import MOST_LANES, Timeline
+    from commprof.analysis.units import format_bytes, format_ns
+    from commprof.calibration.results import Calibration
+    from commprof.ledger.levels import Verdict
+    from commprof.trace.reader import Run, open_run
 
 __all__ = [
     "ABSENT",
@@ -165,7 +134,45 @@ __all__ = [
     "write_csv_parts",
 ]
 
-AnyRun: TypeAlias = Run | Path | str
+# Names of other modules that are this one's too: loaded when they are asked for.
+_ELSEWHERE: Final = {
+    "ABSENT": "commprof.analysis.settings",
+    "MOST_LANES": "commprof.analysis.timeline",
+    "Advice": "commprof.analysis.advice",
+    "Alignment": "commprof.analysis.alignment",
+    "AlignmentSummary": "commprof.analysis.alignment",
+    "AlignmentWindow": "commprof.analysis.alignment",
+    "Bandwidths": "commprof.analysis.bandwidth",
+    "BucketContent": "commprof.analysis.buckets",
+    "Filter": "commprof.analysis.records",
+    "Record": "commprof.analysis.record",
+    "Run": "commprof.trace.reader",
+    "Straggling": "commprof.analysis.straggling",
+    "Timeline": "commprof.analysis.timeline",
+    "Verdict": "commprof.ledger.levels",
+    "engine_settings": "commprof.analysis.memory",
+    "exposed_share": "commprof.analysis.exposed_texts",
+    "exposed_time": "commprof.analysis.exposed_texts",
+    "format_bytes": "commprof.analysis.units",
+    "format_ns": "commprof.analysis.units",
+    "frame_csv": "commprof.analysis.csv_text",
+    "open_run": "commprof.trace.reader",
+    "overlapped_time": "commprof.analysis.exposed_texts",
+    "stamp": "commprof.analysis.kept",
+    "write_csv": "commprof.analysis.csv_text",
+    "write_csv_parts": "commprof.analysis.csv_text",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RecordsPage":
+        return import_module("commprof.analysis.records").Page
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ELSEWHERE[name]), name)
+
+
+AnyRun: TypeAlias = "Run | Path | str"
 _Answer = TypeVar("_Answer")
 
 TRAFFIC_BY: Final = (
@@ -182,6 +189,8 @@ TRAFFIC_BY: Final = (
 
 
 def _opened(run: AnyRun) -> Run:
+    from commprof.trace.reader import open_run
+
     return open_run(Path(run)) if isinstance(run, str | Path) else run
 
 
@@ -197,6 +206,8 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 def find_runs(directory: Path | str) -> pd.DataFrame:
     """The runs in and below ``directory``, newest first; one that cannot be read is listed with the reason."""
+    from commprof.analysis import listing
+
     return listing.runs_below(Path(directory))
 
 
@@ -209,6 +220,9 @@ def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
+    from commprof.analysis import sums
+    from commprof.analysis import traffic as traffic_module
+
     run = _opened(run)
     return traffic_module.traffic(sums.operations(run, traffic_module.checked(by)), by)
 
@@ -236,6 +250,9 @@ def matrix(
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
+    from commprof.analysis import matrix as matrix_module
+    from commprof.analysis import sums
+
     run = _opened(run)
     operations = sums.operations(run, matrix_module.columns(by))
     return matrix_module.matrix(operations, by, steps or matrix_module.EVERY_STEP, op, purpose, most_ranks)
@@ -246,6 +263,9 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
     ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
     """
+    from commprof.analysis import matrix as matrix_module
+    from commprof.analysis import sums
+
     run = _opened(run)
     operations = sums.operations(run, matrix_module.columns(()))
     return matrix_module.owners(operations, steps or matrix_module.EVERY_STEP)
@@ -266,17 +286,23 @@ def bucket_flushes(
     Args:
         step, micro_step, bucket, group_ranks: only those; default: all.
     """
+    from commprof.analysis import sums
+
     only = {"step": step, "micro_step": micro_step, "bucket": bucket, "group_ranks": group_ranks}
     return sums.bucket_flushes(_opened(run), only)
 
 
 def bucket_steps(run: AnyRun) -> pd.DataFrame:
     """The buckets of :func:`bucket_flushes` added up: one row for each step and reason that they were sent for."""
+    from commprof.analysis import sums
+
     return sums.bucket_steps(_opened(run))
 
 
 def buckets_per_step(run: AnyRun) -> pd.DataFrame:
     """What a training step has of gradient buckets, one row per reason, by the rule for values of a step."""
+    from commprof.analysis import sums
+
     return sums.buckets_per_step(_opened(run))
 
 
@@ -285,6 +311,8 @@ def bucket_means(run: AnyRun) -> pd.DataFrame:
 
     What is sent, and times, leave out the first step of each attempt.
     """
+    from commprof.analysis import sums
+
     return sums.bucket_means(_opened(run))
 
 
@@ -302,6 +330,9 @@ def bucket_content(
         attempt: default: the last that has it.
         group_ranks: as in :func:`bucket_flushes`; default: the ranks among which the lowest is.
     """
+    from commprof.analysis import buckets as buckets_module
+    from commprof.analysis import sums
+
     run = _opened(run)
     wanted = bucket_flushes(run, step, micro_step, bucket, group_ranks)
     if attempt is not None:
@@ -314,12 +345,17 @@ def bucket_content(
 
 def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
+    from commprof.analysis import sums
+
     run = _opened(run)
     return sums.step_times(run)
 
 
 def resource_use(run: AnyRun) -> pd.DataFrame:
     """Memory, processors and share of communication of each training step, one row per step and attempt."""
+    from commprof.analysis import resource_use as resource_use_module
+    from commprof.analysis import sums
+
     run = _opened(run)
     return resource_use_module.resource_use(sums.step_times(run), table(run, "samples"))
 
@@ -336,11 +372,17 @@ def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     Raises:
         UsageError: the frame would not fit into memory: see :func:`arrivals_parts`.
     """
+    from commprof.analysis import lateness_sums
+
     return lateness_sums.arrivals(_opened(run), steps)
 
 
 def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
     """:func:`arrivals` in parts, each of whole collectives and messages: however many there are, in the memory of one."""
+    from commprof.analysis import lateness_sums
+    from commprof.analysis.answers import ANSWERS
+    from commprof.analysis.frames import from_arrow
+
     for part in lateness_sums.arrival_parts(_opened(run), steps):
         yield from_arrow(part, ANSWERS["arrivals"].columns)
 
@@ -359,11 +401,15 @@ def alignment(run: AnyRun) -> Alignment:
     ``counts`` by rank, group, operation and state; ``divergences``, where records and lines of each rank and group part for
     the first time; ``rows``, every record beside its line.
     """
+    from commprof.analysis import alignment as alignment_module
+
     return alignment_module.alignment(_opened(run))
 
 
 def alignment_summary(run: AnyRun) -> AlignmentSummary:
     """``counts`` and ``divergences`` of :func:`alignment`, however many rows it has."""
+    from commprof.analysis import alignment as alignment_module
+
     return alignment_module.summary(_opened(run))
 
 
@@ -384,6 +430,8 @@ def alignment_window(
         at: position within the rank and group.
         limit: rows at most.
     """
+    from commprof.analysis import alignment as alignment_module
+
     return alignment_module.window(_opened(run), rank, pg, state, at, before, limit)
 
 
@@ -391,11 +439,15 @@ def alignment_place(
     run: AnyRun, rank: int, attempt: int, pid: int, seq: int
 ) -> tuple[int | None, str | None, int] | None:
     """Rank, group and position of a record among the ``rows`` of :func:`alignment`; None where it is not among them."""
+    from commprof.analysis import alignment as alignment_module
+
     return alignment_module.place(_opened(run), rank, attempt, pid, seq)
 
 
 def topology(run: AnyRun) -> pd.DataFrame:
     """The rings and trees that NCCL printed: one row per communicator, channel and pair of ranks that it joins."""
+    from commprof.analysis import alignment as alignment_module
+
     return alignment_module.topology(_opened(run))
 
 
@@ -405,16 +457,22 @@ def straggling(run: AnyRun, limit: int = MOST_LATE) -> Straggling:
     Args:
         limit: the worst collectives at most.
     """
+    from commprof.analysis import lateness_sums
+
     return lateness_sums.straggling(_opened(run), limit)
 
 
-AnyCalibration: TypeAlias = Calibration | Path | str
+AnyCalibration: TypeAlias = "Calibration | Path | str"
 
 
 def bandwidth_both(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> Bandwidths:
     """:func:`bandwidth` and :func:`bandwidth_times` of the same run, reading it once."""
+    from commprof.analysis import bandwidth as bandwidth_module
+    from commprof.analysis import lateness_sums
+    from commprof.calibration.file import read_calibration
+
     run = _opened(run)
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
     return bandwidth_module.bandwidths(lateness_sums.times(run, steps), held, run.manifest.hosts)
@@ -457,18 +515,26 @@ def ceiling(
         group_size: of the groups to hold to it; default: as many ranks as were calibrated.
         low, high: payload in bytes, from and to; default: as were measured.
     """
+    from commprof.analysis import bandwidth as bandwidth_module
+    from commprof.calibration.file import read_calibration
+
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
     return bandwidth_module.ceiling(held, group_size, low, high)
 
 
 def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
     """Latency and bandwidth of each operation of a calibration, with 95 % intervals and how well the fit holds."""
+    from commprof.analysis import bandwidth as bandwidth_module
+    from commprof.calibration.file import read_calibration
+
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
     return bandwidth_module.ceiling_fits(held)
 
 
 def calibrations(directory: Path | str) -> pd.DataFrame:
     """The calibrations (``calibration*.json``) in and below ``directory``, the newest first."""
+    from commprof.analysis import bandwidth as bandwidth_module
+
     return bandwidth_module.calibrations_below(Path(directory))
 
 
@@ -477,6 +543,8 @@ def untagged(run: AnyRun) -> pd.DataFrame:
 
     A place is the program's own line, as ``call_site`` has it; null where only sums were kept, or no Python called.
     """
+    from commprof.analysis import untagged as untagged_module
+
     return untagged_module.untagged(traffic(run, by=untagged_module.BY))
 
 
@@ -485,6 +553,8 @@ def algorithms(run: AnyRun) -> pd.DataFrame:
 
     From an aligned NCCL log with TUNING, or a log of the NCCL Inspector; without rows where neither says it.
     """
+    from commprof.analysis import algorithms as algorithms_module
+
     return algorithms_module.algorithms(_opened(run))
 
 
@@ -497,6 +567,8 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
+    from commprof.analysis import sums
+
     run = _opened(run)
     return sums.exposure(run, by)
 
@@ -507,6 +579,8 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
     Medians over the warm steps of means over the ranks; the share is that of the median duration of the same steps. Warm are
     the steps that ended, without the first of each attempt where there are others. Purposes overlap in time.
     """
+    from commprof.analysis import sums
+
     run = _opened(run)
     return sums.exposure_per_step(run)
 
@@ -517,6 +591,9 @@ def one_offs(run: AnyRun) -> pd.DataFrame:
     No value of a training step includes it. The rule is in ``docs/analysis.md`` (values of a step). It is applied to what
     one operation sends for one purpose in one group.
     """
+    from commprof.analysis import one_offs as one_offs_module
+    from commprof.analysis import sums
+
     run = _opened(run)
     return one_offs_module.one_offs(traffic(run, one_offs_module.BY), sums.step_times(run))
 
@@ -527,6 +604,9 @@ def moved(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["reason"]`` says why this is not the whole run of every host, if it is not: no readings at all, none of
     a host, a first one too late or a last one too early. Column ``left_out`` says it of its host.
     """
+    from commprof.analysis import counters
+    from commprof.trace.coverage import uncovered
+
     opened = _opened(run)
     return counters.moved(opened.table("wire"), uncovered(opened))
 
@@ -536,6 +616,8 @@ def requested(run: AnyRun) -> pd.DataFrame:
 
     Where that cannot be told it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
     """
+    from commprof.analysis import expectation
+
     run = _opened(run)
     frame, reason = expectation.requested(run)
     frame.attrs["reason"] = reason
@@ -544,6 +626,8 @@ def requested(run: AnyRun) -> pd.DataFrame:
 
 def verify(run: AnyRun) -> Verdict:
     """The ledger of a run: what was requested, issued, executed and moved, and whether every byte is explained."""
+    from commprof.ledger import verification
+
     return verification.verify(_opened(run))
 
 
@@ -552,6 +636,9 @@ def overview(run: AnyRun) -> dict[str, Any]:
 
     ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
     """
+    from commprof.analysis import summary, sums
+    from commprof.analysis import traffic as traffic_module
+
     run = _opened(run)
     operations = sums.operations(run, summary.COLUMNS)
     return summary.overview(
@@ -569,6 +656,8 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. What else makes runs different
     experiments counts as a key too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
     """
+    from commprof.analysis import settings as settings_module
+
     opened = [_opened(run) for run in runs]
     names = run_names(opened)
     return settings_module.settings_frame(
@@ -582,6 +671,8 @@ class _MeasuredRun(NamedTuple):
 
 
 def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
+    from commprof.analysis import settings as settings_module
+
     opened = [_opened(run) for run in runs]
     manifests, names = [run.manifest for run in opened], run_names(opened)
     found = settings_module.settings_of(manifests, names)
@@ -593,6 +684,9 @@ def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
 
 def _of_run(run: AnyRun, question: str, answer: Callable[[Run], _Answer], opened: Run) -> _Answer:
     """What ``answer`` says of ``opened``; kept where ``run`` is a path, whose files say whether it still holds."""
+    from commprof.analysis.kept import kept
+    from commprof.trace.reader import Run
+
     if isinstance(run, Run):
         return answer(opened)
     return kept(opened.path, question, lambda: answer(opened))
@@ -600,6 +694,10 @@ def _of_run(run: AnyRun, question: str, answer: Callable[[Run], _Answer], opened
 
 def _measure(run: Run) -> _MeasuredRun:
     """What a comparison needs of one run; its name and setting depend on the others."""
+    from commprof.analysis import comparison, counters, expectation, shapes, steps, sums, usage
+    from commprof.analysis import rank_bytes as rank_bytes_module
+    from commprof.analysis import settings as settings_module
+
     operations = sums.operations(run, sums.HELD_COLUMNS)
     times = sums.step_times(run)
     manifest = run.manifest
@@ -637,6 +735,8 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
+    from commprof.analysis import comparison
+
     return comparison.traffic_by_setting([one.measured for one in _measured(runs)])
 
 
@@ -645,6 +745,8 @@ def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
     Wire bytes are of a rank of the job, as in :func:`compare`: those of a setting add up to its ``wire_bytes_per_step``.
     """
+    from commprof.analysis import comparison
+
     return comparison.traffic_by_group([one.measured for one in _measured(runs)])
 
 
@@ -661,6 +763,11 @@ class Comparison(NamedTuple):
 
 def compare_both(runs: Sequence[AnyRun]) -> Comparison:
     """All that is said of the same runs side by side, reading each run once."""
+    from commprof.analysis import advice as advice_module
+    from commprof.analysis import comparison, recommendation
+    from commprof.analysis import rank_bytes as rank_bytes_module
+    from commprof.analysis import resources as resources_module
+
     found = _measured(runs)
     measured = [one.measured for one in found]
     rows = comparison.rows(measured)
@@ -699,6 +806,10 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
+    from commprof.analysis import levels as levels_module
+    from commprof.analysis import steps, sums
+    from commprof.ledger import verification
+
     operations, world_size = sums.operations(run, sums.HELD_COLUMNS), run.manifest.world_size
     times = sums.step_times(run)
     totals = steps.step_totals(run.table("steps"), operations, times, world_size)
@@ -712,6 +823,9 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
     :func:`compare`. Moved bytes are all that the hosts sent.
     """
+    from commprof.analysis import levels as levels_module
+    from commprof.analysis import settings as settings_module
+
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
     found = settings_module.settings_of(manifests, run_names(opened))
@@ -729,6 +843,8 @@ def table(run: AnyRun, name: str) -> pd.DataFrame:
     Raises:
         UsageError: the schema has no table ``name``.
     """
+    from commprof.analysis.frames import from_arrow
+
     if name not in TABLES:
         raise UsageError(f"there is no table {name!r}; the tables are: {', '.join(TABLES)}")
     return from_arrow(_opened(run).table(name), TABLES[name].columns)
@@ -740,6 +856,11 @@ def query(run: AnyRun, sql: str) -> pd.DataFrame:
     Raises:
         UsageError: it is not one SELECT, names another table, or cannot be carried out.
     """
+    import pandas as pd
+    import pyarrow as pa
+
+    from commprof.analysis.question import query as ask_question
+
     answer = ask_question(_opened(run), sql)
     exact = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
     frame: pd.DataFrame = answer.to_pandas(types_mapper=exact.get)
@@ -762,6 +883,8 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
     Raises:
         TraceError: the run cannot be read, or is too large to be held in memory and its index cannot be written.
     """
+    from commprof.analysis import index as index_module
+
     found = index_module.index_of(run, progress, write=True)
     return {
         **{
@@ -778,6 +901,9 @@ def finalise(run: Path | str) -> bool:
     Returns:
         Whether something was done. False: it is finalised, still works, is damaged, or cannot be read or written.
     """
+    from commprof.trace.directory import resolve
+    from commprof.trace.finaliser import finalise_ended
+
     try:
         return finalise_ended(resolve(run)) is not None
     except TraceError:
@@ -786,6 +912,8 @@ def finalise(run: Path | str) -> bool:
 
 def has_index(run: Path | str) -> bool:
     """Whether the questions below are answered at once: the run is small, still going, or its index is there and holds."""
+    from commprof.analysis import index as index_module
+
     return index_module.has_index(Path(run))
 
 
@@ -809,11 +937,17 @@ def timeline(
     Raises:
         UsageError: the window has no length.
     """
+    from commprof.analysis import index as index_module
+    from commprof.analysis import timeline as timeline_module
+
     return timeline_module.timeline(index_module.index_of(run), begin_ns, end_ns, pixels, ranks, most_bars)
 
 
 def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
     """When a training step began and ended, on the clock of :func:`timeline`; None where none of that number ended."""
+    from commprof.analysis import index as index_module
+    from commprof.analysis import timeline as timeline_module
+
     return timeline_module.step_window(index_module.index_of(run), step)
 
 
@@ -833,6 +967,9 @@ def records_page(
     Raises:
         UsageError: there is no such column or test, or a value is not of the column's type.
     """
+    from commprof.analysis import index as index_module
+    from commprof.analysis import records as records_module
+
     return records_module.page(index_module.index_of(run), filters, sort, offset, limit)
 
 
@@ -843,6 +980,9 @@ def records_csv(
     columns: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
     """All records that fit as CSV, in parts: see :func:`records_page`."""
+    from commprof.analysis import index as index_module
+    from commprof.analysis import records as records_module
+
     return records_module.csv_parts(index_module.index_of(run), filters, sort, columns)
 
 
@@ -854,6 +994,9 @@ def record(
     Args:
         attempt, pid: which process of the rank; default: the last one.
     """
+    from commprof.analysis import index as index_module
+    from commprof.analysis.record import record as record_of
+
     return record_of(index_module.index_of(run), rank, seq, attempt, pid)
 
 
@@ -867,6 +1010,8 @@ def describe_columns(name: str) -> dict[str, Column]:
     Raises:
         UsageError: there is no such answer or table.
     """
+    from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
+
     declared = {**TABLES, **ANSWERS}.get(name)
     if declared is None:
         raise UsageError(f"nothing is called {name!r}; choose from {', '.join((*ANSWERS, *TABLES))}")

@@ -15,13 +15,14 @@ from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import straggling as straggling_module
 from commprof.analysis import transfers
 from commprof.analysis.answers import ARRIVALS, STRAGGLERS
+from commprof.analysis.defaults import MOST_LATE
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
 from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index, index_if_there
 from commprof.analysis.index_sums import STRAGGLING
 from commprof.analysis.memory import limit_bytes
-from commprof.analysis.straggling import MOST_LATE, Straggling, apart
+from commprof.analysis.straggling import Straggling, apart
 from commprof.analysis.sum_tables import BANDWIDTH_TIMES
 from commprof.analysis.whole_collectives import columns_of, of_scan
 from commprof.errors import UsageError

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.analysis import arrivals as arrivals_module
+from commprof.analysis.defaults import MOST_LATE
 from commprof.analysis.late_ranks import LastRanks
 from commprof.analysis.late_roots import RootedCollectives
 from commprof.analysis.late_verdict import verdict
@@ -18,7 +19,6 @@ from commprof.analysis.lateness import late_collectives, worst
 from commprof.analysis.rank_lateness import RankLateness, last_ones
 from commprof.analysis.slow_paths import Paths
 
-MOST_LATE: Final = 200  # collectives that are told one by one
 _MORE_THAN_WAITED: Final = (
     4  # times what it waited for the other: of two ranks that are alike, one seldom costs so much more
 )

@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis.answers import BANDS, DENSITY, TIMELINE_BARS
+from commprof.analysis.defaults import MOST_BARS
 from commprof.analysis.density import Numbers, binned
 from commprof.analysis.frames import from_arrow
 from commprof.analysis.index import Index
@@ -18,7 +19,6 @@ from commprof.analysis.lanes import JOINED, LANES, MOST_OF_RANK, NUMBER, Lane, o
 from commprof.errors import UsageError
 from commprof.schema import OPS
 
-MOST_BARS: Final = 2_000  # a browser draws and moves so many without delay
 MOST_BANDS: Final = 240
 MOST_LANES: Final = 48  # of density; more are too narrow to be looked at
 MOST_LEVELS: Final = 4  # bars of one lane that overlap stand below each other, as far as there is room

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, Final
 
 import typer
 
-from commprof.cli import (
-    align,
-    calibrate,
-    check,
-    compare,
-    dashboard,
-    doctor,
-    dump,
-    export,
-    finalising,
-    importing,
-    nccl,
-    paper,
-    query,
-    report,
-    requested,
-    run,
-    sweep,
-    verify,
-)
 from commprof.cli.console import error
-from commprof.launch.program import split_arguments
 
+# In the order of the help page: each verb, and what carries it out. A module is loaded when its verb is named, or all are.
+VERBS: Final = {
+    "run": "run:run",
+    "report": "report:report",
+    "compare": "compare:compare",
+    "sweep": "sweep:sweep",
+    "nccl": "nccl:app",
+    "align": "align:align",
+    "verify": "verify:verify",
+    "check": "check:check",
+    "requested": "requested:requested",
+    "query": "query:query",
+    "export": "export:export",
+    "paper": "paper:paper",
+    "import": "importing:import_",
+    "finalise": "finalising:finalise",
+    "dashboard": "dashboard:dashboard",
+    "calibrate": "calibrate:calibrate",
+    "dump": "dump:dump",
+    "doctor": "doctor:doctor",
+}
 # Behind these verbs stands somebody's program with options of its own.
 PROGRAM_VERBS: Final = ("run", "sweep")
 USAGE: Final = 2
 
 
-def build() -> typer.Typer:
-    """The command ``commprof`` with all its verbs, in the order of the help page."""
+def build(verb: str | None = None) -> typer.Typer:
+    """The command ``commprof`` with all its verbs, in the order of the help page; with ``verb`` alone, if that is one."""
     app = typer.Typer(
         name="commprof",
         help="Record every collective of a training job, and see what was asked for, issued, executed and moved.",
@@ -46,24 +47,13 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_global_options)
-    app.command("run")(run.run)
-    app.command("report")(report.report)
-    app.command("compare")(compare.compare)
-    app.command("sweep")(sweep.sweep)
-    app.add_typer(nccl.app, name="nccl")
-    app.command("align")(align.align)
-    app.command("verify")(verify.verify)
-    app.command("check")(check.check)
-    app.command("requested")(requested.requested)
-    app.command("query")(query.query)
-    app.command("export")(export.export)
-    app.command("paper")(paper.paper)
-    app.command("import")(importing.import_)
-    app.command("finalise")(finalising.finalise)
-    app.command("dashboard")(dashboard.dashboard)
-    app.command("calibrate")(calibrate.calibrate)
-    app.command("dump")(dump.dump)
-    app.command("doctor")(doctor.doctor)
+    for name in (verb,) if verb in VERBS else VERBS:
+        module, _, attribute = VERBS[name].partition(":")
+        found = getattr(import_module(f"commprof.cli.{module}"), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
     return app
 
 
@@ -89,7 +79,8 @@ def invoke(argv: list[str]) -> int:
     Raises:
         CommprofError: what the verb met.
     """
-    command: Any = typer.main.get_command(build())  # typer's or click's command, which depends on its version
+    # typer's or click's command, which depends on its version.
+    command: Any = typer.main.get_command(build(argv[0] if argv else None))
     try:
         outcome = command.main(
             args=separate_program(command, argv), prog_name="commprof", standalone_mode=False
@@ -111,6 +102,8 @@ def separate_program(command: Any, argv: list[str]) -> list[str]:
     """Put ``--`` before the program of a verb that has one, so that nothing of it is taken for an option of commprof."""
     if not argv or argv[0] not in PROGRAM_VERBS:
         return argv
+    from commprof.launch.program import split_arguments
+
     parameters = command.commands[argv[0]].params
     with_value = {
         name
