@@ -1,7 +1,8 @@
-"""Text of others (commands, names, lines of logs) as a terminal may be given it. Standard library only."""
+"""Text for a terminal: that of others without control characters, and commands to be typed. Standard library only."""
 
 from __future__ import annotations
 
+import shlex
 import unicodedata
 
 
@@ -19,6 +20,11 @@ def escaped(text: str, keep: str = "") -> str:
         each if each.isprintable() or each in keep or unicodedata.category(each) == "Zs" else _escape(each)
         for each in text
     )
+
+
+def command_line(*words: object) -> str:
+    """``commprof`` with ``words``, as it can be typed: a path with spaces is quoted for the shell."""
+    return shlex.join(["commprof", *map(str, words)])
 
 
 def _escape(character: str) -> str:

@@ -33,6 +33,7 @@ from commprof.align.streams import (
     torn_rows,
 )
 from commprof.errors import LogError
+from commprof.printable import command_line
 
 LOGS: Final = "nccl"
 
@@ -149,7 +150,7 @@ def logs_of(path: Path) -> Path:
     if not logs.is_dir() or not any(entry.is_file() for entry in logs.rglob("*")):
         raise LogError(
             f"{path} holds no NCCL logs (in {LOGS}/): the run was not on NCCL, or was recorded with --nccl-log off. "
-            f"Name the logs: commprof align {path} LOG..."
+            f"Name the logs: {command_line('align', path, 'LOG...')}"
         )
     return logs
 

@@ -18,6 +18,7 @@ from commprof.analysis.engine import connect, query_text
 from commprof.analysis.kept import Stamp, is_growing, stamp
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
+from commprof.printable import command_line
 from commprof.trace.reader import Run, Scan
 from commprof.trace.tables import arrow_schema
 
@@ -134,7 +135,7 @@ class AlignedRows:
         except duckdb.Error as error:
             told = str(error).strip().partition("\n")[0]
             raise TraceError(
-                f"the alignment of the run cannot be read: {told}. Make it again: commprof align {self._run.path}"
+                f"the alignment of the run cannot be read: {told}. Make it again: {command_line('align', self._run.path)}"
             ) from None
 
 

@@ -35,6 +35,7 @@ from commprof.analysis.index_sums import Flushing, fill_sums, flushing, standing
 from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
+from commprof.printable import command_line
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
@@ -236,7 +237,7 @@ def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index
         if records <= MOST_IN_MEMORY:
             return _in_memory(run, progress)
         raise TraceError(
-            f"{path} has {records:,} records and no index. Make it once: commprof finalise {path}"
+            f"{path} has {records:,} records and no index. Make it once: {command_line('finalise', path)}"
         )
     try:
         with _locked(path):

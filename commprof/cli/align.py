@@ -16,6 +16,7 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
 from commprof.errors import TraceError, UsageError
 from commprof.exit_codes import ExitCode
+from commprof.printable import command_line
 from commprof.trace.liveness import recording_process, refuse_live
 
 if TYPE_CHECKING:
@@ -217,4 +218,5 @@ def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
     except TraceError as error:
         say(f"the tables could not be kept in the run: {error}")
         return
-    say(f"{run.path}  kept nccl_ops and matches  next: commprof export {run.path} --format csv --out DIR")
+    follow = command_line("export", run.path, "--format", "csv", "--out", "DIR")
+    say(f"{run.path}  kept nccl_ops and matches  next: {follow}")

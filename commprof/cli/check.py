@@ -13,6 +13,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.runs import RunArgument, opened
 from commprof.errors import UsageError
+from commprof.printable import command_line
 
 
 def check(
@@ -78,5 +79,5 @@ def _write(run: str, path: Path) -> int:
             stream.write(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another place") from None
-    say(f"{path}  next: commprof check RUN --budget {path}")
+    say(f"{path}  next: {command_line('check', 'RUN', '--budget', path)}")
     return 0

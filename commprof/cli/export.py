@@ -16,7 +16,7 @@ from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import each_opened, opened
 from commprof.errors import TraceError, UsageError
-from commprof.printable import escaped
+from commprof.printable import command_line, escaped
 
 if TYPE_CHECKING:
     from commprof.export.files import ExportedFile, Progress
@@ -186,12 +186,12 @@ def _sources(provenance: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError):
         raise TraceError(
             f"{provenance} cannot be read, or does not say which runs the export is of; name them: "
-            f"commprof export RUN... --check {provenance.parent}"
+            + command_line("export", "RUN...", "--check", provenance.parent)
         ) from None
     missing = [path for path in paths if not Path(path).is_dir()]
     if missing:
         raise TraceError(
             f"the run of this export is not at {missing[0]} any more; name where it is: "
-            f"commprof export RUN... --check {provenance.parent}"
+            + command_line("export", "RUN...", "--check", provenance.parent)
         )
     return paths

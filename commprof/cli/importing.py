@@ -10,6 +10,7 @@ import typer
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.errors import UsageError
+from commprof.printable import command_line
 
 FORMATS = ("flight-recorder", "kineto", "inspector", "deepspeed")
 
@@ -47,7 +48,8 @@ def import_(
     found = import_files(files, out, None if kind is None else Format(kind), force)
     count = sum(len(rank.collectives) for rank in found.ranks)
     say(
-        f"imported {count} operations of {len(found.ranks)} ranks from {found.tool} into {out}  next: commprof report {out}"
+        f"imported {count} operations of {len(found.ranks)} ranks from {found.tool} into {out}  "
+        f"next: {command_line('report', out)}"
     )
     for note in found.notes:
         say(f"note: {note}")

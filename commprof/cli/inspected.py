@@ -10,6 +10,7 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.rendering import Heading, Rows
 from commprof.errors import LogError, TraceError, UsageError
+from commprof.printable import command_line
 from commprof.trace.liveness import recording_process
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _keep(run: Run, found: InspectedAlignment) -> None:
         except TraceError as error:
             say(f"the algorithms could not be kept in the run: {error}")
             return
-        say(f"{run.path}  kept nccl_algorithms  next: commprof report {run.path}")
+        say(f"{run.path}  kept nccl_algorithms  next: {command_line('report', run.path)}")
 
 
 def _check_whole(run: Run) -> None:

@@ -23,7 +23,7 @@ from commprof.exit_codes import ExitCode
 from commprof.launch.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.launch.sweep import Turn, derive, label, points, turns
-from commprof.printable import escaped
+from commprof.printable import command_line, escaped
 from commprof.recorder.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
     counts = f"{len(results)} {'run' if len(results) == 1 else 'runs'}, {failed} failed" + (
         f", {left} not run" if left else ""
     )
-    follow = f"next: commprof dashboard {shlex.quote(where)}" if good else f"see {shlex.quote(where)}"
+    follow = f"next: {command_line('dashboard', where)}" if good else f"see {shlex.quote(where)}"
     say(f"{where}  {counts}  {follow}")
     return ExitCode.FAILED if failed or left else 0
 

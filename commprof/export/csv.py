@@ -27,6 +27,7 @@ from commprof.export.tables import (
     table_names,
     tables_of,
 )
+from commprof.printable import command_line
 
 _BLOCK: Final = 1 << 20
 
@@ -95,7 +96,8 @@ def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
         listed = {str(each["name"]): each for each in said["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise TraceError(
-            f"{out} holds no export: its {PROVENANCE} cannot be read. Make one: commprof export RUN --out {out}"
+            f"{out} holds no export: its {PROVENANCE} cannot be read. Make one: "
+            f"{command_line('export', 'RUN', '--out', out)}"
         ) from None
     runs = opened_runs(run)
     found = [problem for name, each in listed.items() if (problem := _unlike(out / name, each))]

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from commprof.errors import TraceError, UsageError
 from commprof.export import paper_figures, paper_tables
 from commprof.export.files import ExportedFile, Progress, staged
+from commprof.printable import command_line
 
 SOURCES: Final = "sources.json"
 COMPARISON: Final = "comparison.csv"
@@ -93,7 +94,8 @@ def read_export(directory: Path) -> Export:
     """
     if not directory.is_dir():
         raise UsageError(
-            f"{directory} is no directory; that of an export in CSV was expected: commprof export RUN... --out {directory}"
+            f"{directory} is no directory; that of an export in CSV was expected: "
+            f"{command_line('export', 'RUN...', '--out', directory)}"
         )
     comparison = _rows(directory / COMPARISON, paper_tables.NEEDED)
     if not comparison:
@@ -117,7 +119,7 @@ def _rows(file: Path, needed: Sequence[str]) -> list[Row]:
     except FileNotFoundError:
         raise TraceError(
             f"{file} is missing: figures are made of a whole export in CSV. Make one: "
-            f"commprof export RUN... --out {file.parent}"
+            f"{command_line('export', 'RUN...', '--out', file.parent)}"
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{file} cannot be read: {error}") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 from commprof.analysis.units import format_ns
 from commprof.errors import CommprofError, MissingExtraError
 from commprof.launch import injection
+from commprof.printable import command_line
 from commprof.trace.manifest import read_manifest
 
 
@@ -38,7 +38,7 @@ def last_line(run: Path) -> str:
         code = _exit_code(run)
         why = injection.explain_silence(injection.notes(run), code)
         return f"{where}  nothing was recorded: {why}" + ("" if code else "  next: commprof doctor")
-    return f"{where}  {counts(health)}{own_cost(health)}  next: commprof report {shlex.quote(where)}"
+    return f"{where}  {counts(health)}{own_cost(health)}  next: {command_line('report', where)}"
 
 
 def _exit_code(run: Path) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
+from commprof.printable import command_line
 from commprof.schema import OPS, PURPOSES
 
 SCOPES: Final = ("step", "init", "run")
@@ -68,7 +69,7 @@ def read_budget(path: Path) -> Budget:
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}; --budget takes a TOML file, which "
-            f"commprof check RUN --write-budget {path} writes: the tightest budget that RUN meets"
+            f"{command_line('check', 'RUN', '--write-budget', path)} writes: the tightest budget that RUN meets"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None

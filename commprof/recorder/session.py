@@ -18,7 +18,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any, Final
 
 from commprof import hooks
-from commprof.printable import escaped
+from commprof.printable import command_line, escaped
 from commprof.recorder.adapters.frameworks import Frameworks
 from commprof.recorder.aggregation import Aggregation
 from commprof.recorder.bounds import SizeLimit, StepWindow
@@ -164,7 +164,9 @@ class Session:
         self._complain(identity.rank, totals["lost"], totals["stopped_reason"])
         if self.speaks and not self.out and identity.rank == 0:
             place = os.path.relpath(self.opened.directory)
-            say(f"recorded {records.kept} collectives of rank 0 into {place}  next: commprof report {place}")
+            say(
+                f"recorded {records.kept} collectives of rank 0 into {place}  next: {command_line('report', place)}"
+            )
 
     def _complain(self, rank: int | str, lost: int, reason: str | None) -> None:
         """Say once what is missing, if anything is."""

@@ -110,3 +110,15 @@ def test_sources_are_ascii_outside_of_strings_that_people_read(package):
         for node in ast.walk(ast.parse(path.read_text())):
             for name in (getattr(node, "id", None), getattr(node, "name", None), getattr(node, "attr", None)):
                 assert not isinstance(name, str) or name.isascii(), f"{path.name}: {name}"
+
+
+def test_no_message_puts_a_path_into_a_command_unquoted():
+    """A path with spaces would be several words in a shell: ``commprof.printable.command_line`` quotes it."""
+    pattern = re.compile(r"(?<!<)commprof [a-z]+(?: (?:[A-Z.]+|--[a-z-]+))* \{")
+    found = [
+        (path.name, line.strip())
+        for path in sources("commprof")
+        for line in path.read_text().splitlines()
+        if pattern.search(line)
+    ]
+    assert found == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -54,7 +55,7 @@ def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
 
 
 def _verify(facts: Mapping[str, Any]) -> str:
-    return f"commprof verify {facts['path']}"
+    return shlex.join(["commprof", "verify", str(facts["path"])])
 
 
 _LATENESS: Final = {

@@ -1,12 +1,13 @@
 """What others wrote reaches a terminal escaped; JSON and CSV have it as it is."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from commprof.cli import console, rendering
 from commprof.cli.rendering import Heading, Rows
-from commprof.printable import escaped
+from commprof.printable import command_line, escaped
 
 HOSTILE = "a\x1b[31mb\x07\x9bc\u202ed\u2066e\x7f\u2028f\ud800g\nh\u200b"
 SAFE = r"a\x1b[31mb\x07\x9bc\u202ed\u2066e\x7f\u2028f\ud800g\nh\u200b"
@@ -55,3 +56,10 @@ def test_json_keeps_what_was_recorded(capsys):
 @pytest.mark.parametrize("text", ["", "plain", FINE])
 def test_other_text_is_as_it_was(text):
     assert escaped(text) == text
+
+
+def test_a_command_is_shown_as_it_can_be_typed():
+    assert command_line("export", "RUN...", "--out", Path("my runs/it's")) == (
+        """commprof export RUN... --out 'my runs/it'"'"'s'"""
+    )
+    assert command_line("finalise", "traces/run-1") == "commprof finalise traces/run-1"
