@@ -31,23 +31,22 @@ import duckdb
 import pyarrow as pa
 
 from commprof.analysis.engine import connect
+from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.index_sums import Flushing, fill_sums, flushing, standing
 from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.printable import command_line
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, INDEX_NAME, MANIFEST_NAME, resolve
+from commprof.trace.directory import INDEX_NAME, MANIFEST_NAME, resolve
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
 
-VERSION: Final = 14
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
 _KEPT: Final = 8  # indexes that stay open
 _MOST_CACHED: Final = 16  # files in the user's cache directory; the oldest go
 _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
-_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets", "stalls")
 _MOST_MEMORY: Final = (
     400 << 20
 )  # that the engine takes while it builds an index; what does not fit goes to files
@@ -208,19 +207,6 @@ def _holds(path: Path, files: Sequence[Path]) -> bool:
         return False
     index.close()
     return True
-
-
-def fingerprint(run: Path) -> str:
-    """What the files that an index is made from look like: another one when any of them changes."""
-    files = [run / f"{name}.parquet" for name in _INPUTS]
-    files += [run / MANIFEST_NAME, *sorted((run / COLLECTIVES_DIRECTORY).glob("*.parquet"))]
-    files += sorted(run.glob("rank-*"))
-    found: list[Any] = [VERSION]
-    for file in files:
-        with contextlib.suppress(OSError):
-            status = file.stat()
-            found.append((file.name, status.st_size, status.st_mtime_ns))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index:

@@ -7,6 +7,7 @@ and kept with that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
@@ -15,20 +16,22 @@ import pyarrow.compute as pc
 
 from commprof.analysis import buckets as buckets_module
 from commprof.analysis import exposure as exposure_module
-from commprof.analysis import steps, traffic
+from commprof.analysis import steps, summaries, traffic
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.detailed_answers import BUCKET_STEPS
 from commprof.analysis.engine import ask, query_text
+from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
-from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of
+from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of, standing
 from commprof.analysis.steady import EXECUTED
 from commprof.analysis.sum_tables import HELD_COLUMNS, OPERATIONS, SUMS
+from commprof.errors import CommprofError
 from commprof.ledger.backends import GLOO, NCCL
 from commprof.ledger.executed import executed_factors
 from commprof.schema import OPS
-from commprof.trace.reader import Run, Scan
+from commprof.trace.reader import Run, Scan, open_run
 
 __all__ = [
     "HELD_COLUMNS",
@@ -43,6 +46,7 @@ __all__ = [
     "step_times",
 ]
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
+_MOST_SUMMARISED: Final = 300_000  # records; more would delay the end of a job, and get an index on demand
 _MOST_KEPT: Final = 16  # answers with one index
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
@@ -72,10 +76,11 @@ def operations(run: Run, columns: Sequence[str]) -> pa.Table:
 def _executed_factors(run: Run) -> dict[str, float]:
     """What :func:`commprof.ledger.executed.executed_factors` says, worked out once for an opened run."""
     key = ("executed_factors",)
-    if key not in run.kept:
+    kept = _kept(run, None)
+    if key not in kept:
         factors = executed_factors(run)
-        run.kept[key] = pa.table({"op": list(factors), "factor": pa.array(factors.values(), pa.float64())})
-    return dict(zip(*(column.to_pylist() for column in run.kept[key].columns), strict=True))
+        kept[key] = pa.table({"op": list(factors), "factor": pa.array(factors.values(), pa.float64())})
+    return dict(zip(*(column.to_pylist() for column in kept[key].columns), strict=True))
 
 
 def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
@@ -101,10 +106,34 @@ def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
 def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
     """Where what is found is kept: with the opened run, or with its index, which other questions find open as well."""
     if index is None:
+        if not run.kept:
+            run.kept.update(summaries.read(run.path))
         return run.kept
     if len(index.sums) > _MOST_KEPT:
         index.sums.clear()
     return index.sums
+
+
+def summarise(path: Path) -> bool:
+    """Evaluate what most answers about the run at ``path`` begin with, and keep it beside the records.
+
+    Returns:
+        Whether that was done: a large run gets none, and neither does one that still works, or cannot be read or written.
+    """
+    try:
+        run, stamp = open_run(path), fingerprint(path)
+        if run.pending or not 0 < run.health.records + run.health.summed <= _MOST_SUMMARISED:
+            return False
+        wanted = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS)))
+        tables = {(OPERATIONS, *wanted): _operations(run, wanted)}
+        tables |= {(name,): rows for name, rows in standing(run).items()}
+        run.kept |= tables
+        step_times(run)
+        tables |= {(name,): run.kept[name,] for name in ("step_times",)} | {(BUCKET_FLUSHES,): _flushed(run)}
+        summaries.keep(path, tables, stamp)
+    except (CommprofError, OSError):
+        return False
+    return True
 
 
 def step_times(run: Run) -> pd.DataFrame:
@@ -188,8 +217,8 @@ def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
 
 def _flushed(run: Run) -> pa.Table:
     """All buckets of a run without an index, worked out once and kept with it."""
-    key = (BUCKET_FLUSHES,)
-    if key not in run.kept:
+    key, kept = (BUCKET_FLUSHES,), _kept(run, None)
+    if key not in kept:
         if len(run.table("buckets")):
             sent = _operations(run, (*buckets_module.COLUMNS, "backend"))
             groups = buckets_module.groups_of(sent)
@@ -197,8 +226,8 @@ def _flushed(run: Run) -> pa.Table:
             found = buckets_module.bucket_flushes(flushed, sent, groups)
         else:
             found = from_rows([], FLUSHES.columns)
-        run.kept[key] = rows_of(found)
-    return run.kept[key]
+        kept[key] = rows_of(found)
+    return kept[key]
 
 
 def bucket_steps(run: Run) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import typer
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.runs import each_path
-from commprof.launch.summary import counts, shown
+from commprof.launch.summary import counts, keep_summaries, shown
 
 
 def finalise(
@@ -37,5 +37,6 @@ def finalise(
             say(f"{shown(path)}  still works, and was left alone")
             continue
         indexed = ", indexed" if api.index(path)["in_file"] else ""
+        keep_summaries(path)
         say(f"{shown(path)}  finalised{indexed}: {counts(health)}")
     return 0

@@ -52,8 +52,9 @@ def finalise_first(run: Path) -> None:
 
     health = finalise_ended(run)
     if health is not None:
-        from commprof.launch.summary import counts, shown
+        from commprof.launch.summary import counts, keep_summaries, shown
 
+        keep_summaries(run)
         say(f"{shown(run)} was not finalised when it ended; it is now: {counts(health)}")
 
 

@@ -114,6 +114,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
         job_log.end(log, run, say)
         say(summary.last_line(run))
+        summary.keep_summaries(run)
         injection.forget_notes(run)
     return Finished(run, outcome.exit_code, outcome.first_failed_rank)
 

@@ -231,6 +231,7 @@ def _run_ranks(
     job_log.collect(log, run, started_ns)
     job_log.end(log, run, say)
     say(summary.last_line(run))
+    summary.keep_summaries(run)
     if job.derived is None:
         injection.forget_notes(run)
     return Finished(run, outcome.exit_code, first_failed, outcome.asked_to_stop is not None)

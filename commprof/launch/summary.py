@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def last_line(run: Path) -> str:
         why = injection.explain_silence(injection.notes(run), code)
         return f"{where}  nothing was recorded: {why}" + ("" if code else "  next: commprof doctor")
     return f"{where}  {counts(health)}{own_cost(health)}  next: {command_line('report', where)}"
+
+
+def keep_summaries(run: Path) -> None:
+    """Keep beside ``run``, which has ended, what most answers begin with. Never raises: answers do without it."""
+    with contextlib.suppress(Exception):
+        from commprof.analysis.sums import summarise
+
+        summarise(run)
 
 
 def _exit_code(run: Path) -> int:

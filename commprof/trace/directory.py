@@ -15,6 +15,9 @@ COLLECTIVES_DIRECTORY: Final = "collectives"
 INDEX_NAME: Final = (
     "index.duckdb"  # what the dashboard asks; made from the rest, and made again when it is gone
 )
+SUMMARIES_DIRECTORY: Final = (
+    "relations"  # what most answers begin with, made from the rest when the run ended
+)
 SAMPLES_NAME: Final = "samples.jsonl"  # what the launcher's samplers read, while the job runs
 EVERY_SAMPLES: Final = "samples*.jsonl"  # and those of other hosts
 STACKS_DIRECTORY: Final = "stacks"  # one file for each process, in which it writes its stacks on request

@@ -1,0 +1,100 @@
+"""The tables and relations of a run as views of one DuckDB connection, each made when it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Final
+
+import duckdb
+
+from commprof.analysis.engine import connect, group_members, query_text, register
+from commprof.analysis.relations import graph
+from commprof.analysis.standstill import standstill
+from commprof.errors import TraceError, UsageError
+from commprof.schema import TABLES
+from commprof.trace.reader import Run, Scan
+
+BY: Final = (  # columns of the relations that can be summed by any of them
+    *("attempt", "step", "after_step", "micro_step", "phase", "op", "intended_op", "purpose", "bucket", "owner"),
+    *("dtype", "reduce_op", "pg", "group_desc", "group_ranks", "group_size", "backend", "device", "api", "call_site"),
+    *("root", "sender", "receiver", "call_bytes"),
+)
+
+
+class RunViews:
+    """The tables and relations of a run in one connection.
+
+    Attributes:
+        engine: the connection.
+        files: the files that the tables lie in which were not read into memory.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.engine = connect()
+        self.files: list[str] = []
+        self._run = run
+        self._made: set[str] = set()
+
+    def add(self, name: str) -> None:
+        """Make the table or relation ``name`` known in the connection, with what it is made of.
+
+        Raises:
+            UsageError: there is none of this name. TraceError: a file of the run cannot be read.
+        """
+        if name in self._made:
+            return
+        self._made.add(name)
+        if name in TABLES:
+            rows = self._run.scan(name)
+            if isinstance(rows, Scan):
+                self.files += map(str, rows.files)
+            register(self.engine, name, rows)
+        elif name == "group_members":
+            self.add("collectives")
+            found = self.engine.sql(query_text("split_groups")).to_arrow_table()
+            self.engine.register(name, group_members(found))
+        elif name == "process_exposure":
+            tables = (self._run.table(each) for each in ("steps", "stalls"))
+            steps, stalls = tables
+            self.engine.register(
+                name, standstill(self._run.scan("collectives"), steps, ("purpose",), stalls)
+            )
+        elif name in graph.names():
+            for table in graph.tables_of(name):
+                self.add(table)
+            self.engine.execute(f"create temp view {name} as {graph.statement(name, BY)}")
+        else:
+            raise UsageError(_unknown(name))
+
+    def relation(self, name: str, by: Sequence[str] | None = None) -> duckdb.DuckDBPyRelation:
+        """The rows of table or relation ``name``, evaluated when they are asked for.
+
+        Args:
+            by: the columns to sum by, of a relation that has them (``docs/relations.md``); default: :data:`BY`.
+
+        Raises:
+            UsageError: there is none of this name, or no such column. TraceError: a file of the run cannot be read.
+        """
+        try:
+            if by is None or name not in graph.names():
+                self.add(name)
+                return self.engine.sql(f"select * from {name}")
+            wrong = [column for column in by if column not in BY]
+            if wrong:
+                raise UsageError(f"{name} cannot be summed by {wrong[0]!r}; choose from {', '.join(BY)}")
+            for table in graph.tables_of(name):
+                self.add(table)
+            return self.engine.sql(graph.statement(name, by))
+        except duckdb.Error as error:
+            first = str(error).strip().partition("\n")[0]
+            raise TraceError(f"{name} of {self._run.path} cannot be evaluated: {first}") from None
+
+
+def _unknown(name: str) -> str:
+    every = [*TABLES, *graph.names(), *graph.MADE]
+    near = get_close_matches(name, every, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"a run has no table or relation {name!r}: {hint}the tables are {', '.join(TABLES)}; the relations are " + (
+        ", ".join((*graph.names(), *graph.MADE))
+    )

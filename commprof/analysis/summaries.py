@@ -1,0 +1,62 @@
+"""The summaries of a run: small tables that most answers begin with, evaluated once when the run has ended.
+
+They lie beside the records, one Parquet file each (``RUN/relations/``), and hold nothing that the records do not, so they
+may be deleted at any time. A summary counts only while its stamp is the :func:`fingerprint` of the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from commprof.analysis.fingerprint import fingerprint
+from commprof.trace.directory import SUMMARIES_DIRECTORY
+from commprof.trace.tables import write_parquet
+
+_STAMP: Final = b"commprof.fingerprint"
+_KEY: Final = b"commprof.key"
+
+
+def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> None:
+    """Put ``tables``, by name and columns, beside the run at ``path``, all of them or none.
+
+    Args:
+        stamp: the :func:`fingerprint` of the run that they were made from.
+
+    Raises:
+        TraceError, OSError: they cannot be written.
+    """
+    folder = Path(mkdtemp(prefix=f".{SUMMARIES_DIRECTORY}-", dir=path))
+    try:
+        folder.chmod(0o755)
+        for key, rows in tables.items():
+            metadata = {_STAMP: stamp.encode(), _KEY: ",".join(key).encode()}
+            write_parquet(folder / f"{key[0]}.parquet", rows, metadata)
+        shutil.rmtree(path / SUMMARIES_DIRECTORY, ignore_errors=True)
+        folder.rename(path / SUMMARIES_DIRECTORY)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def read(path: Path) -> dict[tuple[str, ...], pa.Table]:
+    """The summaries of the run at ``path``, by name and columns; empty where none hold or a file of them is damaged."""
+    files = sorted((path / SUMMARIES_DIRECTORY).glob("*.parquet"))
+    found: dict[tuple[str, ...], pa.Table] = {}
+    stamp = fingerprint(path).encode() if files else b""
+    for file in files:
+        try:
+            table = pq.read_table(file, partitioning=None)
+        except (OSError, ValueError, pa.ArrowException):
+            return {}
+        metadata = table.schema.metadata or {}
+        if metadata.get(_STAMP) != stamp:
+            return {}
+        found[tuple(metadata[_KEY].decode().split(","))] = table.replace_schema_metadata(None)
+    return found

@@ -1,0 +1,79 @@
+"""The summaries beside a run: answers are the same with and without them, and they count only while the run is the same."""
+
+import os
+import shutil
+from functools import partial
+
+import pandas as pd
+import pytest
+
+from commprof.analysis import api, summaries, sums
+from commprof.trace.directory import SUMMARIES_DIRECTORY
+from support.detailed_runs import detailed_run
+
+QUESTIONS = {
+    "traffic": api.traffic,
+    "by purpose": partial(api.traffic, by=("op", "purpose")),
+    "matrix": api.matrix,
+    "steps": api.step_times,
+    "exposure": api.exposure,
+    "exposure_per_step": api.exposure_per_step,
+    "buckets": api.bucket_flushes,
+    "bucket_means": api.bucket_means,
+    "bucket_steps": api.bucket_steps,
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return detailed_run(seed=3).write(tmp_path / "run")
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
+    plain = question(run)
+    assert sums.summarise(run)
+    monkeypatch.setattr("commprof.analysis.traffic.evaluate", None)  # nothing is evaluated from the records
+    found = question(run)
+    pd.testing.assert_frame_equal(found, plain)
+    assert len(found)
+
+
+def test_summaries_of_changed_files_do_not_count(run):
+    assert sums.summarise(run)
+    step = run / "steps.parquet"
+    os.utime(step, ns=(step.stat().st_mtime_ns + 1,) * 2)
+    assert not summaries.read(run)
+    assert sums.summarise(run) and summaries.read(run)
+
+
+def test_a_damaged_summary_does_not_count(run):
+    plain = api.traffic(run)
+    assert sums.summarise(run)
+    file = run / SUMMARIES_DIRECTORY / "operations.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    pd.testing.assert_frame_equal(api.traffic(run), plain)
+
+
+def test_summaries_that_cannot_be_written_leave_nothing_behind(run, monkeypatch):
+    before = sorted(path.name for path in run.iterdir())
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("commprof.analysis.summaries.write_parquet", full)
+    assert not sums.summarise(run)
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_a_large_run_gets_none(run, monkeypatch):
+    monkeypatch.setattr(sums, "_MOST_SUMMARISED", 5)
+    assert not sums.summarise(run)
+    assert not (run / SUMMARIES_DIRECTORY).exists()
+
+
+def test_a_copied_run_is_answered_from_its_records(run, tmp_path):
+    assert sums.summarise(run)
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, copy_function=shutil.copyfile)
+    pd.testing.assert_frame_equal(api.traffic(copy), api.traffic(run))
