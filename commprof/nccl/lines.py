@@ -228,12 +228,19 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
     if first:
         found.extend(read_headless(line[:first]))
     for piece in pieces:
-        message = read_message(piece.origin, piece.body, piece.level, piece.source)
-        if message is not None:
-            found.append(message)
-            if isinstance(message, _NO_OPERATIONS) and _MENTION.search(piece.body):
-                found.append(FragmentLine())  # glued behind it, or within
+        found.extend(read_piece(piece.origin, piece.body, piece.level, piece.source))
     return found
+
+
+def read_piece(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> list[Line]:
+    """What stands behind one head, up to the next one: a message, and what is glued behind it."""
+    message = read_message(origin, body, level, source)
+    if message is None:
+        return []
+    # glued behind it, or within
+    if isinstance(message, _NO_OPERATIONS) and _MENTION.search(body):
+        return [message, FragmentLine()]
+    return [message]
 
 
 def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> Line | None:

@@ -150,17 +150,6 @@ class _Witness(KnownHosts):
         self.hosts += [(number, host, pid) for host, pid in self._shown]
         return SlowLine(number, tuple(messages))
 
-    def read_all(self, lines: Iterator[tuple[int, bytes]], tallies: Tallies) -> list[SlowLine]:
-        """Read some lines; those that say nothing are counted."""
-        slow = []
-        for number, raw in lines:
-            entry = self.read(number, nccl_lines.clean_line(raw))
-            if entry.messages or entry.raw is not None:
-                slow.append(entry)
-            if entry.raw is None:
-                tallies.add_line(raw, entry.messages, number)
-        return slow
-
 
 _NOTHING: Final = np.zeros(0, np.int64)
 _NO_ROWS: Final[dict[str, Rows]] = {
@@ -183,8 +172,13 @@ class LineScanner:
         lines = data.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        witness, tallies = _Witness(), Tallies()
-        slow = witness.read_all(enumerate(lines), tallies)
+        witness, tallies, slow = _Witness(), Tallies(), []
+        for number, raw in enumerate(lines):
+            entry = witness.read(number, nccl_lines.clean_line(raw))
+            if entry.messages or entry.raw is not None:
+                slow.append(entry)
+            if entry.raw is None:
+                tallies.add_line(raw, entry.messages, number)
         return Scan(
             lines=len(lines), heads=[], tails=[], texts=[], slow=slow, hosts=witness.hosts,
             tallies=tallies.tallies(), **_NO_ROWS,
@@ -281,10 +275,19 @@ class _Block:
 
     def _read_lines(self, chosen: Flags) -> list[SlowLine]:
         rows = np.flatnonzero(chosen)
-        spans = zip(rows.tolist(), self.lines[rows, :2].tolist(), strict=True)
-        return self.witness.read_all(
-            ((row, self.data[begin:end]) for row, (begin, end) in spans), self.tallies
-        )
+        slow = []
+        for row, (begin, end, message, head, _) in zip(rows.tolist(), self.lines[rows].tolist(), strict=True):
+            raw, known = self.data[begin:end], self.lexicon.heads.get(head)
+            if known is not None and known.origin.clean and known.op is None:
+                level, body = b"CALL" if known.is_call else b"INFO", self.data[message:end].rstrip(b"\r")
+                entry = SlowLine(row, tuple(nccl_lines.read_piece(known.origin, body, level)))
+            else:
+                entry = self.witness.read(row, nccl_lines.clean_line(raw))
+            if entry.messages or entry.raw is not None:
+                slow.append(entry)
+            if entry.raw is None:
+                self.tallies.add_line(raw, entry.messages, row)
+        return slow
 
     def _first_lines(self) -> dict[int, int]:
         """Where each head that is known stands first, by its number."""

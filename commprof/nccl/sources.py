@@ -22,7 +22,7 @@ from commprof.errors import LogError
 
 STANDARD_INPUT: Final = "-"
 BLOCK_BYTES: Final = 4 << 20
-SPAN_BYTES: Final = 4 << 20
+SPAN_BYTES: Final = 8 << 20
 _LOOK_BYTES: Final = 1 << 16
 LONGEST_LINE_BYTES: Final = 16 << 20
 
