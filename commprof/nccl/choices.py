@@ -33,9 +33,8 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
     files = codes_of(tuning["file"])[1]
     places = _places(tuning, files)
     for part in operations:
-        ops = pa.table({name: _plain(part[name]) for name in part.column_names})
-        window = ops if before is None else pa.concat_tables([before, ops])
-        last = _places(ops.slice(ops.num_rows - 1), files)[0]
+        window = part if before is None else pa.concat_tables([before, part])
+        last = _places(part.slice(part.num_rows - 1), files)[0]
         end = int(np.searchsorted(places, last)) if last >= 0 else done
         parts.append(_attributed(tuning, done, max(end, done), window))
         done, before = max(end, done), window.slice(max(window.num_rows - _OVERLAP, 0))
@@ -47,10 +46,6 @@ def _attributed(tuning: pa.Table, begin: int, end: int, operations: pa.Table) ->
     """The choices from ``begin`` to ``end``, attributed to ``operations``, of which earlier choices take their own."""
     first = max(begin - _OVERLAP, 0)
     return attribute_tuning(tuning.slice(first, end - first), operations).slice(begin - first)
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column
 
 
 def _places(table: pa.Table, files: list[str]) -> np.ndarray:

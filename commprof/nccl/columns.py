@@ -42,7 +42,12 @@ def codes_of(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], list[Any]]
     encoded = column.combine_chunks()
     if not pa.types.is_dictionary(encoded.type):
         encoded = encoded.dictionary_encode()
-    return numbers_of(encoded.indices, -1), encoded.dictionary.to_pylist()
+    codes, values = numbers_of(encoded.indices, -1), encoded.dictionary.to_pylist()
+    distinct: dict[Any, int] = {}
+    place = [distinct.setdefault(value, len(distinct)) for value in values]
+    if len(distinct) < len(values):  # a dictionary may have one value twice
+        codes, values = np.array([*place, -1], np.int64)[codes], list(distinct)
+    return codes, values
 
 
 def as_numpy(column: pa.Array) -> Column:

@@ -1,50 +1,35 @@
 """The tables of rings, trees and links, from the lines that :mod:`commprof.nccl.topology` reads.
 
-A log may hold millions of such lines. Equal ones share one entry, which keeps eight bytes for each line.
+A log may hold millions of such lines. Equal records are kept once, and each line takes a few numbers.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.nccl.columns import from_values, taken
+from commprof.nccl.columns import as_arrow, taken
 from commprof.nccl.communicators import Communicator, Completions, Process
 from commprof.nccl.topology import Link, RingNeighbours, RingOrder, Topology, TreeLine
 from commprof.trace.tables import conform
 
-
-class _Key(NamedTuple):
-    """What equal lines have in common; ``communicator`` is None where it was not known when they were read."""
-
-    process: int
-    communicator: int | None
-    tid: int | None
-    file: int
-    record: Topology
-
-
-class _Group(NamedTuple):
-    """Lines of one process and communicator that say the same. ``lines`` are sorted, ``unlisted`` are but counted."""
-
-    process: int
-    owner: Communicator | None
-    file: int
-    record: Topology
-    lines: np.ndarray
-    unlisted: int
+Numbers = npt.NDArray[np.int64]
+_Rows = dict[str, Numbers]
+_NONE: Final = -1
+_COLUMNS: Final = ("process", "owner", "tid", "file", "line", "times", "record")
 
 
 class TopologyRows:
     """Collects the lines of :func:`commprof.nccl.topology.read_topology` for the tables of rings, trees and links."""
 
     def __init__(self) -> None:
-        self._lines: dict[_Key, array[int]] = {}
-        self._unlisted: dict[_Key, int] = {}
+        self._columns = {name: array("q") for name in _COLUMNS}
+        self._records: dict[Topology, int] = {}
 
     def add(
         self,
@@ -68,173 +53,137 @@ class TopologyRows:
             lines: how many lines say the same.
             tid: the thread that printed it.
         """
-        key = _Key(process, communicator, tid if communicator is None else None, file, record)
-        known = self._lines.get(key)
-        if known is None:
-            known = self._lines[key] = array("q")
-        known.append(line)
-        if lines > 1:
-            self._unlisted[key] = self._unlisted.get(key, 0) + lines - 1
+        owner, thread = _NONE if communicator is None else communicator, _NONE if tid is None else tid
+        number = self._records.setdefault(record, len(self._records))
+        values = (process, owner, thread, file, line, lines, number)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
 
     def tables(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> dict[str, pa.Table]:
         """The tables ``nccl_rings``, ``nccl_trees`` and ``nccl_links``."""
-        rings, trees, links = _Rings(), _Trees(), _Links()
-        for group in self._groups(communicators):
-            if isinstance(group.record, Link):
-                links.add(group, group.record)
-            elif isinstance(group.record, RingOrder | RingNeighbours):
-                rings.add(group, group.record)
-            else:
-                for tree in group.record:
-                    trees.add(group, tree)
-        return {
-            "nccl_rings": rings.table(processes, files),
-            "nccl_trees": trees.table(processes, files),
-            "nccl_links": links.table(processes, files),
-        }
-
-    def _groups(self, communicators: Sequence[Communicator]) -> Iterator[_Group]:
-        completions = Completions(communicators)
-        for key, collected in self._lines.items():
-            lines = np.frombuffer(collected, np.int64)
-            if len(lines) > 1:
-                lines = np.sort(lines)
-            unlisted = self._unlisted.get(key, 0)
-            if key.communicator is not None or key.tid is None:
-                owner = None if key.communicator is None else communicators[key.communicator]
-                yield _Group(key.process, owner, key.file, key.record, lines, unlisted)
-                continue
-            owners = completions.owners(key.process, key.tid, key.file, lines)
-            for number in (np.flatnonzero(np.bincount(owners + 1)) - 1).tolist():
-                owner = None if number < 0 else communicators[number]
-                yield _Group(key.process, owner, key.file, key.record, lines[owners == number], unlisted)
-                unlisted = 0
+        rows = {name: np.array(column, np.int64) for name, column in self._columns.items()}
+        rows = _chosen(rows, np.lexsort((rows["line"], rows["file"])))
+        rows["owner"] = _owners(rows, communicators)
+        records = list(self._records)
+        makers = {"nccl_rings": _rings, "nccl_trees": _trees, "nccl_links": _links}
+        tables = {}
+        for name, make in makers.items():
+            found, columns = make(rows, records, communicators)
+            tables[name] = _table(name, found, columns, (processes, communicators, files))
+        return tables
 
 
-class _Shared:
-    """The columns that the three tables share, one entry per row."""
-
-    def __init__(self) -> None:
-        self.processes: list[int] = []
-        self.owners: list[Communicator | None] = []
-        self.files: list[int] = []
-        self.lines: list[int] = []
-
-    def append(self, group: _Group, line: int) -> None:
-        """Add the place of one row."""
-        self.processes.append(group.process)
-        self.owners.append(group.owner)
-        self.files.append(group.file)
-        self.lines.append(line)
-
-    def columns(self, processes: Sequence[Process], files: Sequence[str]) -> dict[str, pa.Array]:
-        """The shared columns by name."""
-        hosts, pids = [process.host for process in processes], [process.pid for process in processes]
-        return {
-            "host": taken(hosts, pa.string(), np.array(self.processes, np.int64)),
-            "pid": taken(pids, pa.int64(), np.array(self.processes, np.int64)),
-            "comm": from_values([None if o is None else o.comm for o in self.owners], pa.string()),
-            "comm_epoch": from_values([None if o is None else o.epoch for o in self.owners], pa.int64()),
-            "file": taken(files, pa.string(), np.array(self.files, np.int64)),
-            "line": from_values(self.lines, pa.int64()),
-        }
+def _chosen(rows: _Rows, places: npt.NDArray[Any]) -> _Rows:
+    return {name: column[places] for name, column in rows.items()}
 
 
-class _Rings:
+def _owners(rows: _Rows, communicators: Sequence[Communicator]) -> Numbers:
+    """The communicator of each line, by number; -1 where it is not known."""
+    owners = rows["owner"].copy()
+    completions = Completions(communicators)
+    left = np.flatnonzero((owners == _NONE) & (rows["tid"] != _NONE))
+    threads = np.stack([rows[name][left] for name in ("process", "tid", "file")], axis=1)
+    distinct, number = np.unique(threads, axis=0, return_inverse=True)
+    for place, (process, tid, file) in enumerate(distinct.tolist()):
+        members = left[number.reshape(-1) == place]
+        owners[members] = completions.owners(process, tid, file, rows["line"][members])
+    return owners
+
+
+def _of_kind(records: Sequence[Topology], kinds: type | tuple[type, ...], rows: _Rows) -> _Rows:
+    """The rows of records of some kinds."""
+    return _chosen(rows, np.array([isinstance(record, kinds) for record in records], bool)[rows["record"]])
+
+
+def _first_of_each(rows: _Rows, records: int) -> tuple[_Rows, Numbers]:
+    """The first row of each record of a process and communicator, and the number of lines that say it."""
+    owners = int(rows["owner"].max(initial=0)) + 2
+    key = (rows["process"] * owners + rows["owner"] + 1) * max(records, 1) + rows["record"]
+    _, first, number = np.unique(key, return_index=True, return_inverse=True)
+    times = np.zeros(len(first), np.int64)
+    np.add.at(times, number.reshape(-1), rows["times"])
+    order = np.argsort(first)
+    return _chosen(rows, first[order]), times[order]
+
+
+def _fields(
+    records: Sequence[Any], kind: pa.DataType, names: Sequence[str], number: Numbers
+) -> dict[str, pa.Array]:
+    """Fields of records, by the number of the record; null where a record has none."""
+    return {name: taken([getattr(record, name, None) for record in records], kind, number) for name in names}
+
+
+def _rings(
+    rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
+) -> tuple[_Rows, dict[str, pa.Array]]:
     """One row per line."""
-
-    def __init__(self) -> None:
-        self._shared = _Shared()
-        self._records: list[RingOrder | RingNeighbours] = []
-        self._ranks: list[str | None] = []
-
-    def add(self, group: _Group, ring: RingOrder | RingNeighbours) -> None:
-        """Add the rows of ``group``."""
-        ranks = None
-        if isinstance(ring, RingOrder):
-            size = None if group.owner is None else group.owner.nranks
-            # NCCL cuts long lines, and the first ranks of a ring in natural order look like a smaller ring.
-            ranks = _join(ring.ranks) if size in (None, len(ring.ranks)) else None
-        for line in group.lines.tolist():
-            self._shared.append(group, line)
-            self._records.append(ring)
-            self._ranks.append(ranks)
-
-    def table(self, processes: Sequence[Process], files: Sequence[str]) -> pa.Table:
-        """The table ``nccl_rings``."""
-        columns = self._shared.columns(processes, files)
-        columns["ranks"] = from_values(self._ranks, pa.string())
-        for name in ("channel", "channels", "rank", "previous", "next"):
-            columns[name] = from_values([getattr(ring, name, None) for ring in self._records], pa.int64())
-        return _in_order("nccl_rings", columns)
+    rows = _of_kind(records, (RingOrder, RingNeighbours), rows)
+    sizes = np.array([*(c.nranks if c.nranks is not None else _NONE for c in communicators), _NONE], np.int64)
+    orders = [record.ranks if isinstance(record, RingOrder) else None for record in records]
+    lengths = np.array([_NONE if order is None else len(order) for order in orders], np.int64)
+    size, number = sizes[rows["owner"]], rows["record"]
+    # NCCL cuts long lines, and the first ranks of a ring in natural order look like a smaller ring.
+    ordered = np.where((size == _NONE) | (size == lengths[number]), number, _NONE)
+    columns = _fields(records, pa.int64(), ("channel", "channels", "rank", "previous", "next"), number)
+    texts = [None if order is None else _join(order) for order in orders]
+    return rows, columns | {"ranks": taken(texts, pa.string(), ordered)}
 
 
-class _Trees:
+def _trees(
+    rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
+) -> tuple[_Rows, dict[str, pa.Array]]:
     """One row per tree and rank of a communicator, however many lines and forms say it."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[object, ...], tuple[_Group, TreeLine]] = {}
-
-    def add(self, group: _Group, tree: TreeLine) -> None:
-        """Add one rank of one tree."""
-        known = self._first.setdefault(_identity(group, tree), (group, tree))
-        if _begins_before(group, known[0]):
-            self._first[_identity(group, tree)] = (group, tree)
-
-    def table(self, processes: Sequence[Process], files: Sequence[str]) -> pa.Table:
-        """The table ``nccl_trees``."""
-        shared, trees = _Shared(), [tree for _, tree in self._first.values()]
-        for group, _ in self._first.values():
-            shared.append(group, int(group.lines[0]))
-        columns = shared.columns(processes, files)
-        for name in ("tree", "rank", "parent"):
-            columns[name] = from_values([getattr(tree, name) for tree in trees], pa.int64())
-        columns["children"] = from_values([_join(tree.children) for tree in trees], pa.string())
-        return _in_order("nccl_trees", columns)
+    del communicators
+    numbers: dict[TreeLine, int] = {}
+    members: list[list[int]] = []
+    for record in records:
+        lines = () if isinstance(record, Link | RingOrder | RingNeighbours) else record
+        members.append([numbers.setdefault(tree, len(numbers)) for tree in lines])
+    times = np.array([len(trees) for trees in members], np.int64)
+    begins, trees = np.cumsum(times) - times, np.array([n for trees in members for n in trees], np.int64)
+    repeats = times[rows["record"]]
+    within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    each = _chosen(rows, np.repeat(np.arange(len(repeats)), repeats))
+    each["record"] = trees[begins[each["record"]] + within] if len(trees) else each["record"]
+    found, _ = _first_of_each(each, len(numbers))
+    columns = _fields(list(numbers), pa.int64(), ("tree", "rank", "parent"), found["record"])
+    children = [_join(tree.children) for tree in numbers]
+    return found, columns | {"children": taken(children, pa.string(), found["record"])}
 
 
-class _Links:
+def _links(
+    rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
+) -> tuple[_Rows, dict[str, pa.Array]]:
     """One row per link of a communicator, with the number of lines that say it."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[object, ...], tuple[_Group, Link]] = {}
-        self._counts: dict[tuple[object, ...], int] = {}
-
-    def add(self, group: _Group, link: Link) -> None:
-        """Add the lines of ``group``."""
-        identity = _identity(group, link)
-        known = self._first.setdefault(identity, (group, link))
-        if _begins_before(group, known[0]):
-            self._first[identity] = (group, link)
-        self._counts[identity] = self._counts.get(identity, 0) + len(group.lines) + group.unlisted
-
-    def table(self, processes: Sequence[Process], files: Sequence[str]) -> pa.Table:
-        """The table ``nccl_links``."""
-        shared, links = _Shared(), [link for _, link in self._first.values()]
-        for group, _ in self._first.values():
-            shared.append(group, int(group.lines[0]))
-        columns = shared.columns(processes, files)
-        for name in ("channel", "connection", "from_rank", "to_rank"):
-            columns[name] = from_values([getattr(link, name) for link in links], pa.int64())
-        for name in ("from_device", "to_device", "transport", "kind", "direction"):
-            columns[name] = from_values([getattr(link, name) for link in links], pa.string())
-        columns["lines"] = from_values(list(self._counts.values()), pa.int64())
-        return _in_order("nccl_links", columns)
+    del communicators
+    found, times = _first_of_each(_of_kind(records, Link, rows), len(records))
+    number = found["record"]
+    columns = _fields(records, pa.int64(), ("channel", "connection", "from_rank", "to_rank"), number)
+    texts = ("from_device", "to_device", "transport", "kind", "direction")
+    columns |= _fields(records, pa.string(), texts, number)
+    return found, columns | {"lines": as_arrow(times, pa.int64())}
 
 
-def _identity(group: _Group, record: TreeLine | Link) -> tuple[object, ...]:
-    return (group.process, None if group.owner is None else group.owner.index, record)
-
-
-def _begins_before(group: _Group, other: _Group) -> bool:
-    return (group.file, group.lines[0]) < (other.file, other.lines[0])
-
-
-def _in_order(name: str, columns: dict[str, pa.Array]) -> pa.Table:
+def _table(
+    name: str,
+    rows: _Rows,
+    columns: dict[str, pa.Array],
+    known: tuple[Sequence[Process], Sequence[Communicator], Sequence[str]],
+) -> pa.Table:
     """The table ``name``, its rows in the order of files and lines."""
-    return conform(name, pa.table(columns).sort_by([("file", "ascending"), ("line", "ascending")]))
+    processes, communicators, files = known
+    shared = {
+        "host": taken([process.host for process in processes], pa.string(), rows["process"]),
+        "pid": taken([process.pid for process in processes], pa.int64(), rows["process"]),
+        "comm": taken([c.comm for c in communicators], pa.string(), rows["owner"]),
+        "comm_epoch": taken([c.epoch for c in communicators], pa.int64(), rows["owner"]),
+        "file": taken(files, pa.string(), rows["file"]),
+        "line": as_arrow(rows["line"], pa.int64()),
+    }
+    table = pa.table(shared | columns)
+    return conform(name, table.sort_by([("file", "ascending"), ("line", "ascending")]))
 
 
 def _join(ranks: tuple[int, ...]) -> str:
