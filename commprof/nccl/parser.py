@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -144,6 +144,23 @@ def parse_sources(
     return reader.result()
 
 
+class _Tables(Mapping[str, pa.Table]):
+    """Tables by name, some of which may still be made in a thread."""
+
+    def __init__(self, tables: dict[str, pa.Table | Future[pa.Table]]) -> None:
+        self._tables = tables
+
+    def __getitem__(self, name: str) -> pa.Table:
+        table = self._tables[name]
+        return table.result() if isinstance(table, Future) else table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+
 class _Reader:
     """One parse: blocks go through the scanner into the assembly, and the whole is put together at the end."""
 
@@ -219,8 +236,8 @@ class _Reader:
             assembly.census.kinds(self.files, counted["lines"], self.overlong),
         )
 
-    def _tables(self, operations: Operations, versions: Versions) -> dict[str, pa.Table]:
-        """The tables beside ``nccl_ops``."""
+    def _tables(self, operations: Operations, versions: Versions) -> _Tables:
+        """The tables beside ``nccl_ops``. Choices are attributed to operations in a thread, while others are written."""
         assembly, registry = self.assembly, self.assembly.registry
         known = (registry.processes, registry.communicators, self.files)
         communicators = communicators_table(
@@ -228,15 +245,18 @@ class _Reader:
         )
         tuning = assembly.chronicle.tuning.table(*known)
         choosing = assembly.chronicle.tuning.processes()
-        with ThreadPoolExecutor(1) as thread:
-            attributed = thread.submit(attribute_in_windows, tuning, operations.calls(choosing, NEEDED))
-            topology = assembly.chronicle.topology.tables(*known)
-        return {
-            "nccl_communicators": communicators,
-            **topology,
-            "nccl_tuning": attributed.result(),
-            "nccl_messages": assembly.chronicle.messages.table(*known),
-        }
+        assembly.rows.finish()
+        thread = ThreadPoolExecutor(1)
+        attributed = thread.submit(attribute_in_windows, tuning, operations.calls(choosing, NEEDED))
+        thread.shutdown(wait=False)
+        return _Tables(
+            {
+                "nccl_communicators": communicators,
+                **assembly.chronicle.topology.tables(*known),
+                "nccl_tuning": attributed,
+                "nccl_messages": assembly.chronicle.messages.table(*known),
+            }
+        )
 
     def _findings(self, membership: Membership, worlds: tuple[World, ...], types_hidden: bool) -> Findings:
         communicators, counts = self.assembly.registry.communicators, self.assembly.counts

@@ -63,6 +63,7 @@ class RowStore:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._late: dict[int, int] = {}
+        self._is_finished = False
 
     def append(self, rows: Mapping[str, Column]) -> None:
         """Add rows: one column for each of ``ROW_TYPES``."""
@@ -81,7 +82,7 @@ class RowStore:
         self._late[row] = line
 
     def batches(self) -> Iterator[Rows]:
-        """All rows in order, some hundred thousand at a time; more may be appended only when it is exhausted."""
+        """All rows in order, some hundred thousand at a time. None can be added then."""
         start = 0
         for batch in self._batches():
             rows: Rows = {
@@ -97,11 +98,17 @@ class RowStore:
             start += batch.num_rows
             yield rows
 
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        if self._writer is not None:
+    def finish(self) -> None:
+        """No rows will be added: from now on several threads may read them."""
+        if self._writer is not None and not self._is_finished:
             if self._pending:
                 self._spill()
             self._writer.close()
+        self._is_finished = True
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        self.finish()
+        if self._writer is not None:
             # Not mapped: pages of the file would count as memory of this process.
             with pa.OSFile(str(self._path()), "rb") as source, pa.ipc.open_file(source) as reader:
                 for number in range(reader.num_record_batches):

@@ -224,7 +224,8 @@ class _Block:
         self.data, self.lexicon = data, lexicon
         lines = np.frombuffer(seen.lines, np.int32).reshape(-1, 5)
         self.size = len(lines)
-        self.lines, self.head, self.text = lines, lines[:, 3], lines[:, 4]
+        self.lines = lines
+        self.head, self.text = lines[:, 3].astype(np.int64), lines[:, 4].astype(np.int64)
         self.operations = np.frombuffer(seen.operations, np.int64).reshape(-1, 5)
         self.witness, self.tallies = _Witness(), Tallies()
 
@@ -300,7 +301,7 @@ class _Block:
     def _operations(self, meanings: npt.NDArray[np.int8]) -> tuple[Rows, list[Tail]]:
         rows = self.operations[meanings[self.operations[:, 0]] == OPERATION]
         line = rows[:, 0]
-        numbers, tail = numbered(self.text[line].astype(np.int64))
+        numbers, tail = numbered(self.text[line])
         columns: Rows = {
             "line": line,
             "head": self.heads[self.head[line]],
@@ -333,7 +334,7 @@ class _Block:
         ]
         lines = np.flatnonzero(meanings >= REMARK)
         heads = self.heads[self.head[lines]]
-        numbers, text = numbered(self.text[lines].astype(np.int64))
+        numbers, text = numbered(self.text[lines])
         stage = np.searchsorted(np.array(events, np.int64), lines)
         key = (stage * (int(heads.max(initial=0)) + 1) + heads) * max(len(numbers), 1) + text
         is_link = meanings[lines] == LINK

@@ -28,7 +28,7 @@ class TopologyRows:
     """Collects the lines of :func:`commprof.nccl.topology.read_topology` for the tables of rings, trees and links."""
 
     def __init__(self) -> None:
-        self._columns = {name: array("q") for name in _COLUMNS}
+        self._numbers = array("q")  # as many for each line as there are columns
         self._records: dict[Topology, int] = {}
 
     def add(
@@ -55,15 +55,14 @@ class TopologyRows:
         """
         owner, thread = _NONE if communicator is None else communicator, _NONE if tid is None else tid
         number = self._records.setdefault(record, len(self._records))
-        values = (process, owner, thread, file, line, lines, number)
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column.append(value)
+        self._numbers.extend((process, owner, thread, file, line, lines, number))
 
     def tables(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> dict[str, pa.Table]:
         """The tables ``nccl_rings``, ``nccl_trees`` and ``nccl_links``."""
-        rows = {name: np.array(column, np.int64) for name, column in self._columns.items()}
+        numbers = np.array(self._numbers, np.int64).reshape(-1, len(_COLUMNS))
+        rows = {name: numbers[:, place] for place, name in enumerate(_COLUMNS)}
         rows = _chosen(rows, np.lexsort((rows["line"], rows["file"])))
         rows["owner"] = _owners(rows, communicators)
         records = list(self._records)
