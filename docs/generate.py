@@ -6,11 +6,15 @@ import ast
 import json
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from commprof import schema
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from commprof.analysis.relations.evaluation import RunViews
     from zero_runtime.configuration.key_table import Key
 
 DOCS = Path(__file__).resolve().parent
@@ -52,6 +56,87 @@ def schema_page() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def relations_page() -> str:
+    """docs/relations.md: every relation with its grain, inputs and columns, as its file declares them."""
+    from commprof.analysis.relations import graph
+    from commprof.analysis.relations.evaluation import BY, RunViews
+
+    lines = [
+        "# Relations",
+        "",
+        "Generated from `commprof/analysis/relations/*.sql` by `make docs`; do not edit.",
+        "",
+        "A relation is derived from the tables of a run ([schema](schema.md)) by one SQL text. Answers are",
+        "questions to relations. Ask your own:",
+        "",
+        '    commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op"',
+        "",
+        "In a notebook a relation is lazy: DuckDB evaluates it when its rows are asked for.",
+        "",
+        '    run = commprof.open("latest")',
+        '    run.relation("operations", by=["op", "purpose"]).df()   # or .pl(), .arrow()',
+        "",
+        "Relations that are *summed* have one row per combination of the columns that are requested. Request",
+        "few: all of them make nearly one row per call. They are: "
+        + ", ".join(f"`{name}`" for name in BY)
+        + ".",
+    ]
+    views = RunViews(_EmptyRun())  # type: ignore[arg-type] # all that is asked of a run
+    for name in graph.names():
+        relation = graph.relation(name)
+        summed = " *Summed.*" if "{by}" in relation.sql or "{requested}" in relation.sql else ""
+        inputs = ", ".join(dict.fromkeys(f"`{each.name}`" for each in relation.inputs))
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            relation.title,
+            "",
+            fill(f"Grain: {relation.grain}.{summed} Inputs: {inputs}.", 100),
+        ]
+        lines += ["", fill(relation.notes, 100)] if relation.notes else []
+        lines += _columns_of(views, name)
+    for name, (title, grain) in graph.MADE.items():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            title,
+            "",
+            f"Grain: {grain}. Evaluated in Python.",
+            *_columns_of(views, name),
+        ]
+    return "\n".join([*lines, ""])
+
+
+class _EmptyRun:
+    """A run without rows, of which relations have their columns."""
+
+    path = ROOT
+
+    def scan(self, name: str, most_rows: int | None = None) -> pa.Table:
+        return self.table(name)
+
+    def table(self, name: str) -> pa.Table:
+        from commprof.trace.tables import empty_table
+
+        return empty_table(name)
+
+
+def _columns_of(views: RunViews, name: str) -> list[str]:
+    found = views.relation(name)
+    kinds = dict(zip(found.columns, found.types, strict=True))
+    recorded = schema.COLLECTIVES.names
+    has_records = set(recorded) <= set(kinds)
+    own = [
+        f"`{column}` {str(kind).lower()}"
+        for column, kind in kinds.items()
+        if not has_records or column not in recorded
+    ]
+    text = ", ".join([*(["those of [collectives](schema.md#collectives)"] if has_records else []), *own])
+    return ["", fill(f"Columns: {text}.", 100, break_on_hyphens=False)]
 
 
 def command_line_page() -> str:
@@ -149,6 +234,7 @@ def first_line(path: Path) -> str:
 
 PAGES = {
     "schema.md": schema_page,
+    "relations.md": relations_page,
     "cli.md": command_line_page,
     "config.md": config_page,
     "ARCHITECTURE.md": architecture_page,

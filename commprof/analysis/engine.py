@@ -105,7 +105,7 @@ def _answer(what: str, text: str, tables: Mapping[str, pa.Table | Scan]) -> pa.T
     registered: list[str] = []
     try:
         for name, rows in tables.items():
-            registered += _register(engine, name, rows)
+            registered += register(engine, name, rows)
         return engine.sql(text).to_arrow_table()
     except duckdb.Error as error:
         first = str(error).strip().partition("\n")[0]
@@ -118,8 +118,8 @@ def _answer(what: str, text: str, tables: Mapping[str, pa.Table | Scan]) -> pa.T
             engine.unregister(name)  # so that no table outlives its question
 
 
-def _register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
-    """Make ``rows`` known as ``name``; returns the names that were taken for it."""
+def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
+    """Make ``rows`` known to ``engine`` as ``name``; returns the names that were taken for it."""
     if not isinstance(rows, Scan):
         engine.register(name, rows)
         return [name]

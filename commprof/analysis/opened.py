@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
 
 from commprof.analysis import api
+from commprof.analysis.relations.evaluation import RunViews
 from commprof.ledger.levels import Verdict
 from commprof.trace.reader import Run
 
@@ -28,6 +30,7 @@ class OpenedRun:
 
     def __init__(self, path: Path | str) -> None:
         self.run: Run = api.open_run(path)
+        self._views = RunViews(self.run)
 
     def __repr__(self) -> str:
         health = self.run.health
@@ -263,6 +266,19 @@ class OpenedRun:
     def table(self, name: str) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.table`."""
         return api.table(self.run, name)
+
+    def relation(self, name: str, by: Sequence[str] | None = None) -> duckdb.DuckDBPyRelation:
+        """A table of ``docs/schema.md`` or a relation of ``docs/relations.md``, evaluated when it is asked for.
+
+        ``.df()`` gives pandas, ``.pl()`` polars, ``.arrow()`` Arrow; ``.filter()``, ``.aggregate()`` and others refine it.
+
+        Args:
+            by: the columns to sum by, of a relation that can be summed; default: all of them.
+
+        Raises:
+            UsageError: there is none of this name, or no such column.
+        """
+        return self._views.relation(name, by)
 
     def query(self, sql: str) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.query`."""

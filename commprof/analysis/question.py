@@ -1,25 +1,31 @@
-"""Somebody's own question: one SELECT over the tables of a run, in DuckDB, which reaches nothing but these tables."""
+"""Somebody's own question: one SELECT over the tables and relations of a run, in DuckDB, which reaches nothing else."""
 
 from __future__ import annotations
+
+import re
 
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis.engine import connect
+from commprof.analysis.relations import graph
+from commprof.analysis.relations.evaluation import RunViews
 from commprof.errors import UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
 
 
 def query(run: Run, sql: str) -> pa.Table:
-    """The answer to ``sql``, one statement that only reads. Its tables are those of ``docs/schema.md``.
+    """The answer to ``sql``, one statement that only reads, over the tables of ``docs/schema.md`` and the relations of
+    ``docs/relations.md``.
 
-    Files, extensions and the network are out of its reach, so a question that somebody sent cannot do harm.
+    Other files, extensions and the network are out of its reach, so a question that somebody sent cannot do harm.
 
     Raises:
         UsageError: it is not one SELECT, names another table, or DuckDB cannot carry it out.
     """
-    with connect() as engine:
+    every_column = re.search(r"(select|,|\.)\s*\*", sql, re.IGNORECASE)
+    views = RunViews(run, None if every_column else re.findall(r"\w+", sql.lower()))
+    with views.engine as engine:
         try:
             statements = engine.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -27,14 +33,17 @@ def query(run: Run, sql: str) -> pa.Table:
                     f"{len(statements)} statements that are not one SELECT were given; ask one question: select op, "
                     "count(*) from collectives group by op"
                 )
-            for name in sorted(set(engine.get_table_names(sql)) & set(TABLES)):
-                engine.register(name, run.table(name))
+            for name in sorted(set(engine.get_table_names(sql)) & {*TABLES, *graph.names(), *graph.MADE}):
+                views.add(name)
+            allowed = ", ".join("'" + file.replace("'", "''") + "'" for file in views.files)
+            engine.execute(f"SET allowed_paths = [{allowed}]")
             engine.execute("SET enable_external_access = false; SET lock_configuration = true")
             return _with_integers(engine.sql(sql).to_arrow_table())
         except duckdb.Error as error:
-            told = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise UsageError(
-                f"the question cannot be answered: {told}. The tables are: {', '.join(TABLES)}"
+                f"the question cannot be answered: {reason}. The tables are: {', '.join(TABLES)}. The relations are: "
+                f"{', '.join((*graph.names(), *graph.MADE))}"
             ) from None
 
 

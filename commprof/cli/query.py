@@ -27,8 +27,8 @@ def query(
 ) -> int:
     """Ask a run a question of your own, in SQL.
 
-    The tables and their columns are those of docs/schema.md: commprof query latest "select op, count(*), sum(payload_bytes)
-    from collectives group by op". The question reaches nothing but these tables.
+    Tables are those of docs/schema.md, relations those of docs/relations.md; the question reaches nothing else:
+    commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op".
     """
     if csv and as_json:
         raise UsageError("--csv and --json are two forms of one answer; choose one")

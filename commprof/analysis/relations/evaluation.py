@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Final
 
@@ -16,24 +16,51 @@ from commprof.schema import TABLES
 from commprof.trace.reader import Run, Scan
 
 BY: Final = (  # columns of the relations that can be summed by any of them
-    *("attempt", "step", "after_step", "micro_step", "phase", "op", "intended_op", "purpose", "bucket", "owner"),
-    *("dtype", "reduce_op", "pg", "group_desc", "group_ranks", "group_size", "backend", "device", "api", "call_site"),
+    *(
+        "attempt",
+        "step",
+        "after_step",
+        "micro_step",
+        "phase",
+        "op",
+        "intended_op",
+        "purpose",
+        "bucket",
+        "owner",
+    ),
+    *(
+        "dtype",
+        "reduce_op",
+        "pg",
+        "group_desc",
+        "group_ranks",
+        "group_size",
+        "backend",
+        "device",
+        "api",
+        "call_site",
+    ),
     *("root", "sender", "receiver", "call_bytes"),
 )
+_MOST_IN_MEMORY: Final = 100_000  # rows of a table; the engine reads more from the files
 
 
 class RunViews:
     """The tables and relations of a run in one connection.
+
+    Args:
+        by: the columns that the relations are summed by which can be; the fewer the quicker. Default: :data:`BY`.
 
     Attributes:
         engine: the connection.
         files: the files that the tables lie in which were not read into memory.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, by: Collection[str] | None = None) -> None:
         self.engine = connect()
         self.files: list[str] = []
         self._run = run
+        self._by = BY if by is None else tuple(name for name in BY if name in by)
         self._made: set[str] = set()
 
     def add(self, name: str) -> None:
@@ -46,7 +73,7 @@ class RunViews:
             return
         self._made.add(name)
         if name in TABLES:
-            rows = self._run.scan(name)
+            rows = self._run.scan(name, _MOST_IN_MEMORY)
             if isinstance(rows, Scan):
                 self.files += map(str, rows.files)
             register(self.engine, name, rows)
@@ -55,15 +82,14 @@ class RunViews:
             found = self.engine.sql(query_text("split_groups")).to_arrow_table()
             self.engine.register(name, group_members(found))
         elif name == "process_exposure":
-            tables = (self._run.table(each) for each in ("steps", "stalls"))
-            steps, stalls = tables
+            steps, stalls = (self._run.table(each) for each in ("steps", "stalls"))
             self.engine.register(
-                name, standstill(self._run.scan("collectives"), steps, ("purpose",), stalls)
+                name, standstill(self._run.scan("collectives", _MOST_IN_MEMORY), steps, ("purpose",), stalls)
             )
         elif name in graph.names():
             for table in graph.tables_of(name):
                 self.add(table)
-            self.engine.execute(f"create temp view {name} as {graph.statement(name, BY)}")
+            self.engine.execute(f"create temp view {name} as {graph.statement(name, self._by)}")
         else:
             raise UsageError(_unknown(name))
 
@@ -95,6 +121,7 @@ def _unknown(name: str) -> str:
     every = [*TABLES, *graph.names(), *graph.MADE]
     near = get_close_matches(name, every, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"a run has no table or relation {name!r}: {hint}the tables are {', '.join(TABLES)}; the relations are " + (
-        ", ".join((*graph.names(), *graph.MADE))
+    return (
+        f"a run has no table or relation {name!r}: {hint}the tables are {', '.join(TABLES)}; the relations are "
+        + (", ".join((*graph.names(), *graph.MADE)))
     )

@@ -16,9 +16,17 @@ from functools import cache
 from importlib import resources
 from typing import Final, NamedTuple
 
-MADE: Final = (
-    "group_members",
-)  # made by Python: the ranks of each text of group_ranks, with their positions
+MADE: Final = {  # what Python makes of the tables: what it is, and what one row is
+    "group_members": (
+        "The ranks of each group of which an all_to_all has recorded splits, with their positions in the group.",
+        "one row per text of group_ranks and rank",
+    ),
+    "process_exposure": (
+        "How long the program of each process was blocked on collectives, and how long they ran beside it: see "
+        "[times](times.md).",
+        "one row per process, training step and purpose; step is -1 before the first step, null between steps",
+    ),
+}
 KEYS: Final = ("attempt", "pg", "group_ranks", "group_size", "op", "backend", "call_bytes")
 _OF_PAIRS: Final = ("sender", "receiver")
 _HEAD: Final = re.compile(r"-- ?(.*)")

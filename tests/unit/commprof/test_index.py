@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api, index, record
+from commprof.analysis import api, fingerprint, index, record
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis.density import binned, folded
 from commprof.analysis.spans import own_parts
@@ -225,7 +225,7 @@ def test_one_group_has_no_lanes_and_neither_have_ranks_of_one_each(run, tmp_path
 def test_an_index_of_another_version_is_built_again(tmp_path, in_file, monkeypatch):
     path = small_run(tmp_path / "run")
     with monkeypatch.context() as before:
-        before.setattr(index, "VERSION", index.VERSION - 1)
+        before.setattr(fingerprint, "VERSION", fingerprint.VERSION - 1)
         api.index(path)
     index._shelf.forget(path)
     assert not api.has_index(path)

@@ -1,0 +1,148 @@
+"""Relations: what a user can ask for by name, against plain loops over the records."""
+
+from collections import defaultdict
+
+import pytest
+
+import commprof
+from commprof.analysis import api
+from commprof.analysis.relations import graph
+from commprof.analysis.relations.evaluation import BY
+from commprof.errors import UsageError
+from commprof.schema import TABLES, Op, parse_splits
+from support.detailed_runs import detailed_run
+from support.runs import SyntheticRun
+
+GROUP = (2, 0, 3, 1)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return detailed_run(seed=5).write(tmp_path / "run")
+
+
+def uneven_run(path):
+    """Four ranks that exchange by splits, in an order of the group that is not that of the ranks."""
+    run = SyntheticRun(4)
+    splits = [[0, 8, 16, 24], [4, 4, 4, 4], [32, 0, 0, 0], [1, 2, 3, 4]]
+    for number in range(3):
+        for rank in range(4):
+            sizes = [size * (number + 1) for size in splits[rank]]
+            run.add_collective(
+                "all_to_all",
+                ranks=(rank,),
+                payload_bytes=sum(sizes),
+                group=GROUP,
+                input_splits=",".join(map(str, sizes)),
+            )
+    return run.write(path)
+
+
+def by_collective(records):
+    """The records of each collective of a run whose group names are used once."""
+    found = defaultdict(list)
+    for row in records:
+        if row["op"] not in (Op.SEND, Op.RECV):
+            found[row["attempt"], row["pg"], row["group_ranks"], row["pg_seq"]].append(row)
+    return found
+
+
+def test_every_relation_has_a_head_and_inputs_that_exist():
+    for name in graph.names():
+        relation = graph.relation(name)
+        assert relation.title.endswith(".") and relation.grain.startswith("one row per"), name
+        for each in relation.inputs:
+            assert each.name in {*TABLES, *graph.names(), *graph.MADE}, (name, each)
+        assert set(graph.tables_of(name)) <= {*TABLES, *graph.MADE}
+
+
+@pytest.mark.parametrize("name", [*graph.names(), *graph.MADE])
+def test_every_relation_can_be_asked_for(run, name):
+    frame = commprof.open(run).relation(name).df()
+    assert list(frame.columns)
+    if name not in ("differing_records", "exchanges", "group_members", "messages", "summed_operations"):
+        assert len(frame)
+
+
+def test_deduplicated_collectives_are_those_of_a_loop_over_the_records(run):
+    opened = commprof.open(run)
+    expected = by_collective(opened.run.table("collectives").to_pylist())
+    rows = opened.relation("deduplicated_collectives").df().to_dict("records")
+    assert len(rows) == len(expected)
+    for row in rows:
+        members = expected[row["attempt"], row["pg"], row["group_ranks"], row["pg_seq"]]
+        lowest = min(members, key=lambda member: member["rank"])
+        assert row["records"] == len(members)
+        assert row["op"] == lowest["op"] and row["step"] == lowest["step"]
+        assert row["payload_bytes"] == max(member["payload_bytes"] for member in members)
+
+
+def test_operations_by_some_columns_are_sums_of_those_by_all(run):
+    opened = commprof.open(run)
+    whole = opened.relation("operations").df()
+    for by in (["op"], ["op", "purpose"], ["step", "group_ranks"]):
+        few = opened.relation("operations", by=by).df()
+        for name in ("collectives", "records", "payload_bytes"):
+            assert few[name].sum() == whole[name].sum()
+        assert set(by) <= set(few.columns) and "call_site" not in few.columns
+
+
+def test_exchanges_are_the_recorded_splits(tmp_path):
+    opened = commprof.open(uneven_run(tmp_path / "run"))
+    expected = {
+        (row["pg_seq"], row["rank"], receiver): float(size)
+        for row in opened.run.table("collectives").to_pylist()
+        for receiver, size in zip(GROUP, parse_splits(row["input_splits"], 4), strict=True)
+    }
+    rows = opened.relation("exchanges").df().to_dict("records")
+    assert {(row["pg_seq"], row["sender"], row["receiver"]): row["sent_bytes"] for row in rows} == expected
+    matrix = api.matrix(opened.run)
+    for row in matrix.to_dict("records"):
+        between = (row["sender"], row["receiver"])
+        assert row["wire_bytes"] == sum(
+            size for (_, *pair), size in expected.items() if tuple(pair) == between
+        )
+
+
+def test_a_rank_that_missed_the_last_collective_does_not_change_the_others(tmp_path):
+    run = detailed_run(seed=5)
+    last = max(
+        (row for row in run.rows["collectives"] if row["op"] not in (Op.SEND, Op.RECV) and row["rank"] == 1),
+        key=lambda row: (row["pg"], row["group_ranks"], row["pg_seq"]),
+    )
+    before = api.traffic(run.write(tmp_path / "before"), by=("op",)).set_index("op")
+    run.rows["collectives"].remove(last)
+    after = api.traffic(run.write(tmp_path / "after"), by=("op",)).set_index("op")
+    assert after["collectives"].equals(before["collectives"])
+    assert after["payload_bytes"].equals(before["payload_bytes"])
+    assert before["records"].sum() - after["records"].sum() == 1
+
+
+def test_a_query_may_name_relations(run):
+    found = api.query(run, "select op, sum(collectives) as n from operations group by op order by op")
+    traffic = api.traffic(run, by=("op",))
+    assert found["n"].tolist() == traffic["collectives"].tolist()
+    every = api.query(run, "select * from operations")
+    assert set(BY) <= set(every.columns)
+
+
+def test_a_query_over_files_reaches_only_the_files_of_the_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("commprof.analysis.relations.evaluation._MOST_IN_MEMORY", 0)
+    found = api.query(run, "select count(*) as n from collectives")
+    assert found["n"][0] == len(api.open_run(run).table("collectives"))
+    for other in (run / "run.json", tmp_path / "other.csv"):
+        with pytest.raises(UsageError, match="cannot be answered"):
+            api.query(run, f"select * from read_text('{other}'), collectives limit 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "message"),
+    [
+        ("operationz", None, "did you mean 'operations'"),
+        ("operations", ["rank"], "cannot be summed by 'rank'"),
+    ],
+)
+def test_an_unknown_name_is_told_in_one_line(run, name, by, message):
+    with pytest.raises(UsageError, match=message) as told:
+        commprof.open(run).relation(name, by=by)
+    assert "\n" not in str(told.value)
