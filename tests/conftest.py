@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks must not meet a parent's OpenMP pool
@@ -17,3 +18,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # What is generated is tried at whatever pace a loaded machine has: no test depends on time.
 settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any pace")
+
+
+@pytest.fixture(autouse=True)
+def _no_answers_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that asks in its own process works its answers out, and leaves none in the user's cache directory."""
+    monkeypatch.setattr("commprof.analysis.answer_files.cache_directory", lambda: None)

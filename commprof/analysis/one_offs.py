@@ -1,4 +1,4 @@
-"""One-off traffic of a run, and beside it what comes back in each step: the traffic that the report shows. Pure."""
+"""One-off traffic of a run: what was sent in single training steps and does not come back in the others. Pure."""
 
 from __future__ import annotations
 
@@ -8,32 +8,18 @@ import pandas as pd
 
 from commprof.analysis.detailed_answers import ONE_OFFS
 from commprof.analysis.frames import from_rows
-from commprof.analysis.steady import EXECUTED, Steady, steady
+from commprof.analysis.steady import TRAFFIC_KEY, steady_traffic
 
-KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
-BY: Final = ("attempt", "step", "group_size", *KEY)  # of the traffic that these questions ask for
-_MEANS: Final = ("records", "host_ns", EXECUTED)
-
-
-def steady_traffic(traffic: pd.DataFrame, times: pd.DataFrame) -> Steady:
-    """What of ``traffic`` comes back in each training step, and what does not (:mod:`commprof.analysis.steady`).
-
-    Args:
-        traffic: :func:`commprof.analysis.api.traffic` by :data:`BY` at least.
-        times: columns attempt, step and duration_ns of the training steps.
-    """
-    ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
-    whole = sorted((int(attempt), int(step)) for attempt, step in ended.itertuples(index=False))
-    return steady(_plain(traffic[traffic["step"] >= 0]), (*KEY, "group_size"), whole, _MEANS)
+BY: Final = ("attempt", "step", "group_size", *TRAFFIC_KEY)  # of the traffic that this question asks for
 
 
 def one_offs(traffic: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     """The one-off traffic as a frame, step by step: see :func:`commprof.analysis.api.one_offs`."""
     rows = [
         row | {name: round(row[name]) for name in ("collectives", "payload_bytes")}
-        for row in steady_traffic(traffic, times).one_offs
+        for row in steady_traffic(_plain(traffic), _plain(times)).one_offs
     ]
-    rows.sort(key=lambda row: (row["attempt"], row["step"], *(str(row[name] or "~") for name in KEY)))
+    rows.sort(key=lambda row: (row["attempt"], row["step"], *(str(row[name] or "~") for name in TRAFFIC_KEY)))
     return from_rows(rows, ONE_OFFS.columns)
 
 

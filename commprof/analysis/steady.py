@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 COUNTED: Final = ("collectives", "payload_bytes", "wire_bytes")
 EXECUTED: Final = "executed_wire_bytes"  # not known of a sum unless it is of all
+TRAFFIC_KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
+_TRAFFIC_MEANS: Final = ("records", "host_ns", EXECUTED)
 
 Step: TypeAlias = tuple[int, int]  # attempt and step
 Row: TypeAlias = Mapping[str, Any]
@@ -78,6 +80,19 @@ def steady(
     for values, by_step in sums.items():
         _judge(dict(zip(key, values, strict=True)), by_step, found)
     return found
+
+
+def steady_traffic(traffic: Sequence[Row], times: Sequence[Row]) -> Steady:
+    """What of ``traffic`` comes back in each training step, and what does not.
+
+    Args:
+        traffic: rows of :func:`commprof.analysis.api.traffic` by attempt, step, group_size and :data:`TRAFFIC_KEY` at
+            least, with None for what is null.
+        times: attempt, step and duration_ns of the training steps; None for that of one that did not end.
+    """
+    whole = sorted((row["attempt"], row["step"]) for row in times if row["duration_ns"] is not None)
+    inside = [row for row in traffic if row["step"] >= 0]
+    return steady(inside, (*TRAFFIC_KEY, "group_size"), whole, _TRAFFIC_MEANS)
 
 
 def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], found: Steady) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MOST: Final = 12
 _HEADINGS: Final = (
@@ -28,11 +26,10 @@ _HINT: Final = (
 )
 
 
-def algorithm_parts(algorithms: pd.DataFrame) -> list[Rows | str]:
+def algorithm_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     """The choices that moved the most payload; nothing where no log says them."""
-    if not len(algorithms):
+    if not rows:
         return []
-    rows = rendering.records(algorithms)
     cells: list[tuple[str, ...]] = [
         (
             rendering.text(row["op"]),

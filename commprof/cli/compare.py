@@ -11,7 +11,7 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import asked
+from commprof.cli.runs import asked, each_path, has_ended
 from commprof.schema import OPS
 
 if TYPE_CHECKING:
@@ -50,15 +50,44 @@ def compare(
     ] = False,
 ) -> int:
     """Compare runs: what each setting asked for, issued and sent, what it took, and what to set."""
+    from commprof.analysis import answer_files
+
+    answers = answer_files.remembered("compare", each_path(runs), lambda: _asked(runs))
+    if as_json:
+        rendering.show_json(answers["advised"])
+    else:
+        show_answers(answers)
+    return 0
+
+
+def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
+    """The :func:`answers` about ``runs``, and whether they hold for as long as no file of a run changes."""
     with needed("analysis", "to compare runs"):
         from commprof.analysis import api
     found, compared = asked(runs, api.compare_both)
-    if as_json:
-        rendering.show_json(with_advice(with_exposed(compared), compared.advice))
-    else:
-        show_comparison(with_exposed(compared), compared.traffic, compared.groups)
-        rendering.show(*incomplete(found), "", *map(rendering.paragraph, compared.advice.sentences))
-    return 0
+    return answers(found, compared), all(map(has_ended, found))
+
+
+def answers(runs: Sequence[Run], compared: Comparison) -> dict[str, Any]:
+    """What is shown of a comparison, in values of JSON."""
+    settings = with_exposed(compared)
+    found: dict[str, Any] = rendering.plain(
+        {
+            "settings": settings,
+            "traffic": compared.traffic,
+            "groups": compared.groups,
+            "notes": incomplete(runs),
+            "sentences": compared.advice.sentences,
+            "advised": with_advice(settings, compared.advice),
+        }
+    )
+    return found
+
+
+def show_answers(answers: Mapping[str, Any]) -> None:
+    """Print :func:`answers`: the settings, what is missing, and what to set."""
+    show_comparison(answers["settings"], answers["traffic"], answers["groups"])
+    rendering.show(*answers["notes"], "", *map(rendering.paragraph, answers["sentences"]))
 
 
 def with_exposed(compared: Comparison) -> pd.DataFrame:
@@ -82,14 +111,18 @@ def with_advice(frame: pd.DataFrame, advice: Advice) -> list[dict[str, Any]]:
     ]
 
 
-def show_comparison(frame: pd.DataFrame, traffic: pd.DataFrame, groups: pd.DataFrame) -> None:
+def show_comparison(
+    rows: Sequence[Mapping[str, Any]],
+    traffic: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
     """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered.
 
     Args:
         traffic: the answer of ``api.traffic_by_setting`` to the same runs.
         groups: the answer of ``api.traffic_by_group`` to the same runs.
     """
-    rows, sent = rendering.records(frame), (rendering.records(traffic), rendering.records(groups))
+    sent = traffic, groups
     labels = [str(row["label"]) for row in rows]
     parts = _tables(rows, *sent, labels)
     if not all(rendering.fits(part) for part in parts):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _HEADINGS: Final = (
     Heading("purpose"),
@@ -27,9 +24,8 @@ _LEGEND: Final = (
 )
 
 
-def per_step_parts(per_step: pd.DataFrame) -> list[Rows | str]:
+def per_step_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     """The exposed time of a training step; nothing where no step ended, and a sentence where it is not known."""
-    rows = rendering.records(per_step)
     if not rows:
         return []
     whole = rows[-1]
@@ -75,7 +71,9 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def step_texts(steps: pd.DataFrame, exposure: pd.DataFrame) -> dict[tuple[int, int], str]:
+def step_texts(
+    steps: Sequence[Mapping[str, Any]], exposure: Sequence[Mapping[str, Any]]
+) -> dict[tuple[int, int], str]:
     """By attempt and step: what the heading of a step says of its time.
 
     Args:
@@ -84,9 +82,9 @@ def step_texts(steps: pd.DataFrame, exposure: pd.DataFrame) -> dict[tuple[int, i
     """
     from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
 
-    overlapped = {(row["attempt"], row["step"]): overlapped_time(row) for row in rendering.records(exposure)}
+    overlapped = {(row["attempt"], row["step"]): overlapped_time(row) for row in exposure}
     found = {}
-    for row in rendering.records(steps):
+    for row in steps:
         exposed, key = exposed_time(row), (row["attempt"], row["step"])
         if exposed is not None:
             share = exposed_share(row, "duration_ns") or rendering.MISSING

@@ -12,11 +12,11 @@ from commprof.cli import rendering, resources
 from commprof.cli.algorithms import algorithm_parts
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import RunArgument, opened
+from commprof.cli.runs import RunArgument, remembered
 from commprof.cli.untagged import untagged_parts
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from commprof.trace.reader import Run
 
 BY: Final = (
     "attempt",
@@ -61,40 +61,54 @@ def report(
     ] = False,
 ) -> int:
     """Show what a run sent: by operation, group and purpose, in counts, bytes and times, and what is missing."""
-    found = opened(run)
+    found = remembered("report", run, _answers)
+    answers, late = found["answers"], found["late"]
+    if as_json:
+        rendering.show_json(answers)
+        return 0
+    facts, traffic, steps = answers["overview"], answers["traffic"], answers["steps"]
+    rendering.show(title(facts), "")
+    if not traffic:
+        rendering.show("No collective was recorded.")
+    else:
+        said = exposed.step_texts(steps, answers["exposure"]) if per_step else None
+        rendering.show(*outside_parts(answers["outside_steps"], traffic))
+        rendering.show(*traffic_parts(traffic, steps, said))
+        rendering.show(*exposed.per_step_parts(answers["exposure_per_step"]))
+        rendering.show(*algorithm_parts(answers["algorithms"]), *untagged_parts(answers["untagged"]))
+    rendering.show(*resources.resource_parts(answers["resources"]))
+    rendering.show(
+        *straggler_parts(late), *moved_parts(answers["moved"], facts["moved_reason"]), health(facts)
+    )
+    return 0
+
+
+def _answers(run: Run) -> dict[str, Any]:
+    """What a report says of ``run``: the answers of its JSON, and who comes late, in a sentence."""
     with needed("analysis", "to analyse a run"):
         from commprof.analysis import api
 
-        facts = api.overview(found)
-        traffic = api.traffic(found, by=BY)
-        one_offs = api.one_offs(found)
-        untagged = api.untagged(found)
-        algorithms = api.algorithms(found)
-        steps = api.step_times(found)
-        outside = found.table("outside_steps").to_pylist()
-        moved = api.moved(found)
-        exposure = api.exposure(found, by=("attempt", "step"))
-        exposure_per_step = api.exposure_per_step(found)
-        resource_use = api.resource_use(found)
-        stragglers = api.stragglers(found) if facts["records"] <= _MOST_COMPARED else None
-    if as_json:
-        answers = {"overview": facts, "traffic": traffic, "steps": steps, "moved": moved}
-        answers["outside_steps"] = outside
-        answers |= {"exposure": exposure, "exposure_per_step": exposure_per_step, "resources": resource_use}
-        answers |= {"one_offs": one_offs, "untagged": untagged, "algorithms": algorithms}
-        rendering.show_json({**answers, "stragglers": stragglers})
-        return 0
-    rendering.show(title(facts), "")
-    if not len(traffic):
-        rendering.show("No collective was recorded.")
+        facts = api.overview(run)
+        stragglers = api.stragglers(run) if facts["records"] <= _MOST_COMPARED else None
+        answers = {
+            "overview": facts,
+            "traffic": api.traffic(run, by=BY),
+            "steps": api.step_times(run),
+            "moved": api.moved(run),
+            "outside_steps": run.table("outside_steps").to_pylist(),
+            "exposure": api.exposure(run, by=("attempt", "step")),
+            "exposure_per_step": api.exposure_per_step(run),
+            "resources": api.resource_use(run),
+            "one_offs": api.one_offs(run),
+            "untagged": api.untagged(run),
+            "algorithms": api.algorithms(run),
+            "stragglers": stragglers,
+        }
+    if stragglers is None:
+        late = f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
     else:
-        said = exposed.step_texts(steps, exposure) if per_step else None
-        rendering.show(*outside_parts(outside, rendering.records(traffic)))
-        rendering.show(*traffic_parts(traffic, steps, said), *exposed.per_step_parts(exposure_per_step))
-        rendering.show(*algorithm_parts(algorithms), *untagged_parts(untagged))
-    rendering.show(*resources.resource_parts(resource_use))
-    rendering.show(*straggler_parts(stragglers), *moved_parts(moved), health(facts))
-    return 0
+        late = stragglers.attrs["statement"]
+    return {"answers": answers, "late": late}
 
 
 def title(facts: Mapping[str, Any]) -> str:
@@ -137,45 +151,42 @@ def _pipeline(facts: Mapping[str, Any]) -> str:
 
 
 def traffic_parts(
-    traffic: pd.DataFrame, steps: pd.DataFrame, per_step: Mapping[tuple[int, int], str] | None
+    rows: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    per_step: Mapping[tuple[int, int], str] | None,
 ) -> list[Rows | str]:
     """The tables of a report: initialisation, then the mean of the whole steps; the legend last.
 
     Args:
+        rows: traffic by :data:`BY`.
         per_step: each step instead of the mean, with this said of it, by attempt and step.
     """
-    rows = rendering.records(traffic)
     parts: list[Rows | str] = []
     before = [row for row in rows if row["step"] < 0 and rendering.is_missing(row["after_step"])]
     if before:
         parts.append(_table("Before the first step, in total", before, 1))
-    whole = {
-        (row["attempt"], row["step"])
-        for row in rendering.records(steps)
-        if not rendering.is_missing(row["duration_ns"])
-    }
+    whole = {(row["attempt"], row["step"]) for row in steps if not rendering.is_missing(row["duration_ns"])}
     if per_step is not None:
-        parts.extend(_step_table(step, rows, per_step) for step in rendering.records(steps))
+        parts.extend(_step_table(step, rows, per_step) for step in steps)
     elif whole:
-        parts.extend(_steady_parts(traffic, steps))
+        parts.extend(_steady_parts(rows, steps))
     torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
     if torn and per_step is None:
         parts.append(_table("In steps that did not end, in total", torn, 1))
     return [*parts, rendering.paragraph(LEGEND) + "\n"]
 
 
-def _steady_parts(traffic: pd.DataFrame, steps: pd.DataFrame) -> Iterator[Rows]:
+def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> Iterator[Rows]:
     """What comes back in each step, and what does not."""
-    from commprof.analysis.one_offs import KEY, steady_traffic
-    from commprof.analysis.steady import when
+    from commprof.analysis.steady import TRAFFIC_KEY, steady_traffic, when
 
     found = steady_traffic(traffic, steps)
-    count, ended = len(found.warm), int(steps["duration_ns"].notna().sum())
+    count, ended = len(found.warm), sum(not rendering.is_missing(row["duration_ns"]) for row in steps)
     which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < ended else "")
     yield _table(f"Per training step, {which}", found.per_step, 1, _rhythm)
     once: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in found.one_offs:
-        once.setdefault(tuple(row[name] for name in KEY), []).append(row)
+        once.setdefault(tuple(row[name] for name in TRAFFIC_KEY), []).append(row)
     if once:
         cells = [
             (
@@ -330,19 +341,15 @@ def _measures(op: str, sums: Mapping[str, float | None], steps: int, both: bool)
     )
 
 
-def straggler_parts(stragglers: pd.DataFrame | None) -> list[str]:
+def straggler_parts(statement: str | None) -> list[str]:
     """Which rank the others wait for; nothing where no rank is to be named."""
-    if stragglers is None:
-        statement = f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
-    else:
-        statement = stragglers.attrs["statement"]
     return [rendering.paragraph(f"Late ranks: {statement}") + "\n"] if statement else []
 
 
-def moved_parts(moved: pd.DataFrame) -> list[Rows | str]:
-    """What the machine's counters say."""
-    if not len(moved):
-        return [f"Moved bytes: none known. {moved.attrs.get('reason') or ''}".rstrip(), ""]
+def moved_parts(moved: Sequence[Mapping[str, Any]], reason: str | None) -> list[Rows | str]:
+    """What the machine's counters say, and why that is not the whole run, where it is not."""
+    if not moved:
+        return [f"Moved bytes: none known. {reason or ''}".rstrip(), ""]
     headings = [
         Heading("host"),
         Heading("interface"),
@@ -358,11 +365,10 @@ def moved_parts(moved: pd.DataFrame) -> list[Rows | str]:
             rendering.number_of_bytes(row["received_bytes"]),
             f"{float(row['seconds']):.1f} s",
         )
-        for row in rendering.records(moved)
+        for row in moved
         if row["sent_bytes"] or row["received_bytes"]
     ]
     title = "Moved: counters of the whole machine, all its processes"
-    reason = moved.attrs.get("reason")
     return [Rows(headings, rows, title=title), *([f"Not the whole run: {reason}.", ""] if reason else [])]
 
 

@@ -9,9 +9,7 @@ from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import pandas as pd
+    from collections.abc import Callable, Mapping, Sequence
 
 _HEADINGS: Final = (
     Heading("resource"),
@@ -22,13 +20,12 @@ _HEADINGS: Final = (
 )
 
 
-def resource_parts(use: pd.DataFrame) -> list[Rows | str]:
+def resource_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     """What the steps after the first used; nothing where none of it is known.
 
     Args:
-        use: the answer of ``api.resource_use``.
+        rows: the answer of ``api.resource_use``.
     """
-    rows = rendering.records(use)
     later = [row for row in rows if row["step"] > min(each["step"] for each in rows)] or rows
     cells = [
         _cells(name, [row[column] for row in rows], [row[column] for row in later], shown)

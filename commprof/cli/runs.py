@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -40,6 +40,33 @@ def opened(text: str) -> Run:
 
         finalise_first(path)
         return open_run(path)
+
+
+def remembered(question: str, text: str, answer: Callable[[Run], Any]) -> Any:
+    """What ``answer`` says of the run that ``text`` names, in values of JSON; from a file where it was asked before.
+
+    Raises:
+        TraceError: there is none, or it cannot be read.
+        MissingExtraError: the packages that read tables are not installed.
+    """
+    from commprof.analysis import answer_files
+    from commprof.cli.rendering import plain
+    from commprof.trace.directory import resolve
+
+    path = resolve(text)
+
+    def ask() -> tuple[Any, bool]:
+        run = opened(str(path))
+        return plain(answer(run)), has_ended(run)
+
+    return answer_files.remembered(question, [path], ask)
+
+
+def has_ended(run: Run) -> bool:
+    """Whether what is said of ``run`` now holds for as long as its files do not change."""
+    from commprof.trace.manifest import RUNNING
+
+    return run.health.state != RUNNING and not run.pending
 
 
 def finalise_first(run: Path) -> None:

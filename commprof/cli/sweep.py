@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.recording import recording_options
@@ -162,15 +161,14 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
 
 
 def _compare(runs: Sequence[Path]) -> None:
-    from commprof.cli.compare import incomplete, show_comparison, with_exposed
+    from commprof.cli.compare import answers, show_answers
 
     with needed("analysis", "to compare the runs"):
         from commprof.analysis import api
 
         opened = [api.open_run(run) for run in runs]
         compared = api.compare_both(opened)
-    show_comparison(with_exposed(compared), compared.traffic, compared.groups)
-    rendering.show(*incomplete(opened), "", *map(rendering.paragraph, compared.advice.sentences))
+    show_answers(answers(opened, compared))
     sys.stdout.flush()
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MOST: Final = 8
 _HEADINGS: Final = (
@@ -26,11 +24,10 @@ _HINT: Final = (
 _UNKNOWN: Final = "not known"
 
 
-def untagged_parts(untagged: pd.DataFrame) -> list[Rows | str]:
+def untagged_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     """The places that sent the most without a purpose; nothing where there is none."""
-    if not len(untagged):
+    if not rows:
         return []
-    rows = rendering.records(untagged)
     cells = [
         (
             _place(row["call_site"]),
@@ -48,7 +45,7 @@ def untagged_parts(untagged: pd.DataFrame) -> list[Rows | str]:
     return [Rows(_HEADINGS, cells, title=title), rendering.paragraph(_HINT) + "\n"]
 
 
-def _sums(rows: list[dict[str, Any]]) -> tuple[str, str]:
+def _sums(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return (
         rendering.count(sum(row["collectives"] for row in rows)),
         rendering.number_of_bytes(sum(row["payload_bytes"] for row in rows)),

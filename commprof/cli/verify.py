@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import RunArgument, opened
+from commprof.cli.runs import RunArgument, remembered
 from commprof.exit_codes import State
 
 if TYPE_CHECKING:
-    from commprof.ledger.levels import LedgerRow, Unexplained, Verdict
+    from commprof.ledger.levels import LedgerRow, Unexplained
+    from commprof.trace.reader import Run
 
 STATES: Final = {
     State.CLOSED: "closed: everything is explained, or labelled as no part of training",
@@ -47,32 +48,37 @@ def verify(
 
     Exits with 0 when the ledger is closed, 1 when it has a mismatch, and 3 when a part cannot be told.
     """
-    found = opened(run)
-    with needed("analysis", "to verify a run"):
-        from commprof.analysis import api
-
-        verdict = api.verify(found)
+    verdict = remembered("verify", run, _verdict)
+    exit_code = int(verdict["exit_code"])
     if as_json:
-        rendering.show_json({"run": str(found.path), **verdict.as_dict()})
-        return verdict.exit_code
+        rendering.show_json(verdict)
+        return exit_code
+    from commprof.ledger.levels import LedgerRow, Unexplained
+
+    state = STATES[State(verdict["state"])]
     rendering.show(
-        rendering.facts(
-            [("run", str(found.path)), ("ledger", STATES[verdict.state]), *verdict.sources.items()]
-        ),
+        rendering.facts([("run", verdict["run"]), ("ledger", state), *verdict["sources"].items()]),
         "",
-        *_tables(verdict),
-        *_listing(verdict),
-        *map(rendering.paragraph, verdict.sentences),
+        *_tables([LedgerRow(**row) for row in verdict["rows"]]),
+        *_listing([Unexplained(**item) for item in verdict["unexplained"]]),
+        *map(rendering.paragraph, verdict["sentences"]),
         "",
         rendering.paragraph(LEGEND),
     )
-    return verdict.exit_code
+    return exit_code
 
 
-def _tables(verdict: Verdict) -> list[Rows]:
-    before = [row for row in verdict.rows if not row.steps]
-    apart = [row for row in verdict.rows if _is_apart(row)]
-    inside = [row for row in verdict.rows if row.steps and not _is_apart(row)]
+def _verdict(run: Run) -> dict[str, Any]:
+    with needed("analysis", "to verify a run"):
+        from commprof.analysis import api
+
+        return {"run": str(run.path), **api.verify(run).as_dict()}
+
+
+def _tables(rows: Sequence[LedgerRow]) -> list[Rows]:
+    before = [row for row in rows if not row.steps]
+    apart = [row for row in rows if _is_apart(row)]
+    inside = [row for row in rows if row.steps and not _is_apart(row)]
     tables = []
     if before:
         tables.append(_table("Before the first step, in total", before, 1))
@@ -171,11 +177,11 @@ def _bytes(value: float | None, steps: int) -> str:
     return rendering.MISSING if value is None else rendering.number_of_bytes(round(value / steps))
 
 
-def _listing(verdict: Verdict) -> list[str]:
-    if not verdict.unexplained:
+def _listing(unexplained: Sequence[Unexplained]) -> list[str]:
+    if not unexplained:
         return []
-    pairs = [pair for item in verdict.unexplained[:_MOST_LISTED] for pair in _described(item)]
-    more = len(verdict.unexplained) - _MOST_LISTED
+    pairs = [pair for item in unexplained[:_MOST_LISTED] for pair in _described(item)]
+    more = len(unexplained) - _MOST_LISTED
     last = [f"and {more:,} more; commprof verify --json lists all"] if more > 0 else []
     return ["Unexplained and missing", rendering.facts(pairs), *last, ""]
 

@@ -9,6 +9,7 @@ from commprof.analysis import answers
 from commprof.analysis.frames import from_rows
 from commprof.analysis.resource_use import resource_use
 from commprof.cli import rendering
+from commprof.cli.rendering import plain
 from commprof.cli.resources import resource_parts
 from commprof.schema import SAMPLES
 from commprof_dash.charts import resources as charts
@@ -66,7 +67,7 @@ def test_a_step_that_never_ended_has_no_shares():
 
 def test_the_report_leaves_the_first_step_out_of_medians():
     steps = times(*({"rss_bytes": size * MIB, "cpu_ns": 100} for size in (90, 10, 30, 20)))
-    (table,) = resource_parts(resource_use(steps, samples()))
+    (table,) = resource_parts(plain(resource_use(steps, samples())))
     assert table.title == "Resources over the run, 3 steps after the first"
     memory, cores = table.rows
     assert memory == (
@@ -76,7 +77,7 @@ def test_the_report_leaves_the_first_step_out_of_medians():
 
 
 def test_nothing_is_said_of_what_is_not_known():
-    assert resource_parts(resource_use(times({}, {}), samples())) == []
+    assert resource_parts(plain(resource_use(times({}, {}), samples()))) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,12 @@ def loaded(statement: str) -> set[str]:
     """The modules that a new interpreter has loaded after ``statement``."""
     program = f"import json, sys\n{statement}\nprint(); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},  # nothing was asked before
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
