@@ -78,8 +78,7 @@ class Assembly:
         self._count(columns, events, len(scan.groups["line"]))
         self._note_forms(scan, heads, operations)
         self.chronicle.begin_block(self.file, self.lines)
-        remarks = self.chronicle.repeated(scan, heads)
-        columns["communicator"] = self.chronicle.communicators(columns, self._comms, events, remarks)
+        columns["communicator"] = self.chronicle.communicators(columns, self._comms, events, scan, heads)
         columns["twin_line"], late = self._twins.join(columns, columns["thread"], self.rows.num_rows)
         for row, line in late:
             self.rows.set_twin(row, line)

@@ -7,14 +7,14 @@ asked once for each such stretch and not for each line.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from commprof.nccl import lines as nccl_lines
-from commprof.nccl.communicators import Registry
+from commprof.nccl.communicators import Process, Registry
 from commprof.nccl.heads import Origin
 from commprof.nccl.messages import Message, MessageRows
 from commprof.nccl.repeats import numbered
@@ -30,6 +30,8 @@ Numbers = npt.NDArray[np.int64]
 _NOBODY: Final = Origin(b"", 0, 0, None, True)
 _MOST_REMEMBERED: Final = 20_000
 _LIFE: Final = (nccl_lines.InitLine, nccl_lines.EndLine)
+_TUNING_RECORDS: Final = (TuningLine, TuningModelLine)
+_PLACES: Final = 1 << 40  # no place in a block is larger
 
 
 class Event(NamedTuple):
@@ -49,14 +51,46 @@ class _Stretch(NamedTuple):
     rows: Numbers
 
 
-class Remark(NamedTuple):
-    """What a line without a communicator says, and how often."""
+class _Remark(NamedTuple):
+    """A warning or a trace, or a line of topology or tuning that was read by itself."""
 
     place: int
     origin: Origin
     record: Topology | TuningLine | TuningModelLine | Message
     times: int
     form: str | None
+
+
+class _Links(NamedTuple):
+    """Lines of topology of one thread between two events of its process: ``begin`` to ``end`` of the block's."""
+
+    place: int
+    process: Process
+    tid: int
+    begin: int
+    end: int
+
+
+class _Said:
+    """What the distinct remarks of a block say, by number; None where they are of another kind."""
+
+    def __init__(self, remarks: Sequence[nccl_lines.RemarkLine | None]) -> None:
+        self.forms = [None if remark is None else remark.form for remark in remarks]
+        self.tuning: list[TuningLine | TuningModelLine | None] = []
+        self.messages: list[Message | None] = []
+        self.topology: list[Topology | None] = []
+        for remark in remarks:
+            record = None if remark is None else remark.record
+            self.tuning.append(record if isinstance(record, _TUNING_RECORDS) else None)
+            self.messages.append(record if isinstance(record, Message) else None)
+            others = (Message, *_TUNING_RECORDS)
+            self.topology.append(None if isinstance(record, others) else record)  # type: ignore[arg-type]
+
+
+def _rows(scan: Scan, of_kind: Sequence[object]) -> list[Numbers]:
+    """Line, head, text and times of the remarks of a block whose texts are of a kind: those that are not None."""
+    chosen = np.array([record is not None for record in of_kind], bool)[scan.remarks["text"]]
+    return [scan.remarks[name][chosen] for name in ("line", "head", "text", "times")]
 
 
 class Chronicle:
@@ -77,51 +111,39 @@ class Chronicle:
         """The block to come stands in ``file`` behind so many lines."""
         self.file, self.lines = file, lines
 
-    def repeated(self, scan: Scan, heads: list[Origin]) -> list[Remark]:
-        """The remarks of regular lines, each read once."""
-        records = [self._remark(text.rstrip(b"\r\n")) for text in scan.texts]
-        others = self._tune(scan, heads, records)
-        columns = (scan.remarks[name][others].tolist() for name in ("line", "head", "text", "times"))
+    def _messages(self, scan: Scan, heads: list[Origin], said: _Said) -> list[_Remark]:
+        """The warnings and traces of regular lines."""
+        columns = (column.tolist() for column in _rows(scan, said.messages))
         return [
-            Remark(line * PER_LINE, heads[head], remark.record, times, remark.form)
+            _Remark(line * PER_LINE, heads[head], message, times, said.forms[text])
             for line, head, text, times in zip(*columns, strict=True)
-            if (remark := records[text]) is not None
+            if (message := said.messages[text]) is not None
         ]
 
-    def _tune(
-        self, scan: Scan, heads: list[Origin], records: list[nccl_lines.RemarkLine | None]
-    ) -> npt.NDArray[np.bool_]:
-        """Keep all remarks about tuning, which no communicator's life has to do with; says which remarks are others."""
-        is_tuning = [
-            remark is not None and isinstance(remark.record, TuningLine | TuningModelLine)
-            for remark in records
-        ]
-        chosen = np.array(is_tuning, bool)[scan.remarks["text"]]
-        if not chosen.any():
-            return ~chosen
-        line, head, text, times = (scan.remarks[name][chosen] for name in ("line", "head", "text", "times"))
+    def _writers(self, head: Numbers, text: Numbers, heads: list[Origin], said: _Said) -> dict[int, Process]:
+        """The processes of some heads, by number of the head. What they say tells of their version."""
+        writers = {number: self.registry.process(heads[number], self.file) for number in numbered(head)[0]}
+        for code in numbered(head * len(said.forms) + text)[0]:
+            form = said.forms[code % len(said.forms)]
+            if form is not None:
+                writers[code // len(said.forms)].forms.add(form)
+        return writers
+
+    def _tune(self, scan: Scan, heads: list[Origin], said: _Said) -> None:
+        """Keep all remarks about tuning, which no communicator's life has to do with."""
+        line, head, text, times = _rows(scan, said.tuning)
+        if not len(line):
+            return
         self.counts["tuning"] += int(times.sum())
-        owners = {number: self.registry.process(heads[number], self.file) for number in numbered(head)[0]}
-        for code in numbered(head.astype(np.int64) * len(records) + text)[0]:
-            remark = records[code % len(records)]
-            if remark is not None and remark.form is not None:
-                owners[code // len(records)].forms.add(remark.form)
         process, tid = np.zeros((2, len(heads)), np.int64)
-        for number, owner in owners.items():
+        for number, owner in self._writers(head, text, heads, said).items():
             process[number], tid[number] = owner.index, heads[number].tid
-        number_of = np.array(
-            [
-                self.tuning.number(remark.record)
-                if remark is not None and isinstance(remark.record, TuningLine | TuningModelLine)
-                else -1
-                for remark in records
-            ]
-        )
+        numbers = (-1 if record is None else self.tuning.number(record) for record in said.tuning)
+        number_of = np.fromiter(numbers, np.int64)
         kept = np.repeat(np.flatnonzero(number_of[text] >= 0), times[number_of[text] >= 0])
         files = np.full(len(kept), self.file)
         lines = line[kept] + self.lines + 1
         self.tuning.extend(process[head[kept]], tid[head[kept]], files, lines, number_of[text[kept]])
-        return ~chosen
 
     def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
         """What a message says, whoever prints it."""
@@ -133,7 +155,12 @@ class Chronicle:
         return self._said[text]
 
     def communicators(
-        self, columns: Rows, comms: Mapping[bytes, int], events: list[Event], remarks: list[Remark]
+        self,
+        columns: Rows,
+        comms: Mapping[bytes, int],
+        events: list[Event],
+        scan: Scan,
+        heads: list[Origin],
     ) -> Numbers:
         """The communicator of each row, after the registry was told everything in the order of the log.
 
@@ -141,20 +168,28 @@ class Chronicle:
             columns: rows of a block.
             comms: addresses of communicators by text, with the numbers that the rows have for them.
             events: the other messages of the block.
-            remarks: what its regular lines say about no communicator.
+            scan: the block, of which the remarks are kept.
+            heads: its heads.
         """
+        said = _Said([self._remark(text) for text in scan.texts])
+        self._tune(scan, heads, said)
         lives = [event for event in events if isinstance(event.message, _LIFE)]
         communicator = np.full(len(columns["line"]), -1, np.int64)
         stretches = self._stretches(columns, comms, lives)
-        remarks = remarks + [
-            Remark(event.place, event.message.origin, event.message.record, 1, event.message.form)
+        remarks = self._messages(scan, heads, said) + [
+            _Remark(event.place, event.message.origin, event.message.record, 1, event.message.form)
             for event in events
             if isinstance(event.message, nccl_lines.RemarkLine)
         ]
-        entries: list[_Stretch | Event | Remark] = [*stretches, *lives, *remarks]
+        topology = _Topology(self, scan, heads, said, [*stretches, *lives])
+        entries: list[_Stretch | Event | _Remark | _Links]
+        entries = [*stretches, *lives, *remarks, *topology.links]
         entries.sort(key=lambda entry: entry.place)
         texts = list(comms)
         for entry in entries:
+            if isinstance(entry, _Links):
+                topology.find_owners(entry)
+                continue
             line = entry.place // PER_LINE + self.lines + 1
             if isinstance(entry, _Stretch):
                 process = self.registry.processes[entry.process]
@@ -162,7 +197,7 @@ class Chronicle:
                 owner.operations += len(entry.rows) - 1
                 communicator[entry.rows] = owner.index
                 continue
-            if isinstance(entry, Remark):
+            if isinstance(entry, _Remark):
                 self._keep(entry, line)
                 continue
             message = entry.message
@@ -171,9 +206,10 @@ class Chronicle:
                 self.registry.init(process, message, self.file, line)
             elif isinstance(message, nccl_lines.EndLine):
                 self.registry.end(self.registry.process(message.origin, self.file), message)
+        topology.keep()
         return communicator
 
-    def _keep(self, remark: Remark, line: int) -> None:
+    def _keep(self, remark: _Remark, line: int) -> None:
         """Put a remark where those of its kind are collected."""
         process, tid = self.registry.process(remark.origin, self.file), remark.origin.tid
         record, times, file = remark.record, remark.times, self.file
@@ -182,7 +218,7 @@ class Chronicle:
         if isinstance(record, Message):
             self.counts["message"] += times
             self.messages.add(process.index, None, record, file, line, times, tid, remark.origin.device)
-        elif isinstance(record, TuningLine | TuningModelLine):
+        elif isinstance(record, _TUNING_RECORDS):
             self.counts["tuning"] += times
             self.tuning.add(process.index, None, record, file, line, times, tid)
         else:
@@ -190,6 +226,22 @@ class Chronicle:
             owner = self.registry.current_initialisation(process, tid, record)
             number = None if owner is None else owner.index
             self.topology.add(process.index, number, record, file, line, times, tid)
+
+    def _address(self, life: Event, comms: Mapping[bytes, int]) -> int:
+        """A number for the process and the address of an Init line or an end, as rows have it; -1 where no row does."""
+        message = life.message
+        code = comms.get(message.comm) if isinstance(message, _LIFE) else None
+        if code is None or not isinstance(message, _LIFE):
+            return -1
+        return self.registry.process(message.origin, self.file).index * len(comms) + code
+
+    def place_in_process(self, event: _Stretch | Event) -> int:
+        """A number that grows with the process and the place of what changes its communicators."""
+        if isinstance(event, _Stretch):
+            return event.process * _PLACES + event.place
+        origin = getattr(event.message, "origin", None)
+        index = 0 if origin is None else self.registry.process(origin, self.file).index
+        return index * _PLACES + event.place
 
     def _stretches(self, columns: Rows, comms: Mapping[bytes, int], lives: list[Event]) -> list[_Stretch]:
         """The rows of each communicator, cut where it may become another one."""
@@ -201,16 +253,13 @@ class Chronicle:
         rows, key = rows[order], key[order]
         place, nranks = columns["place"][rows], columns["nranks"][rows]
         cut = np.append(True, key[1:] != key[:-1])
-        for event in lives:
-            message = event.message
-            code = comms.get(message.comm) if isinstance(message, _LIFE) else None
-            if code is None or not isinstance(message, _LIFE):
-                continue
-            wanted = self.registry.process(message.origin, self.file).index * len(comms) + code
-            low, high = np.searchsorted(key, wanted), np.searchsorted(key, wanted, "right")
-            at = low + np.searchsorted(place[low:high], event.place)
-            if at < high:
-                cut[at] = True
+        # Where the rows of its address go on behind each life, by one number for address and row.
+        step = len(columns["place"]) + 1
+        wanted = np.array([self._address(event, comms) for event in lives], np.int64)
+        behind = np.searchsorted(columns["place"], np.array([event.place for event in lives], np.int64))
+        at = np.searchsorted(key * step + rows, (wanted * step + behind)[wanted >= 0])
+        at = at[at < len(key)]
+        cut[at] = True
         # CALL lines do not say how many ranks there are: they go with the COLL line in front of them.
         told = np.where(cut | (nranks != NONE), np.arange(len(rows)), 0)
         size = nranks[np.maximum.accumulate(told)]
@@ -226,3 +275,76 @@ class Chronicle:
             )
             for begin, end in zip(begins, np.append(begins[1:], len(rows)), strict=True)
         ]
+
+
+class _Topology:
+    """The lines of topology of a block, whose communicators are those that begin when they stand there."""
+
+    def __init__(
+        self,
+        chronicle: Chronicle,
+        scan: Scan,
+        heads: list[Origin],
+        said: _Said,
+        events: Sequence[_Stretch | Event],
+    ) -> None:
+        """
+        Args:
+            chronicle: what they are kept in.
+            scan: the block.
+            heads: its heads.
+            said: its remarks.
+            events: what changes the communicators of a process.
+        """
+        self._chronicle, self._said = chronicle, said
+        line, head, text, times = _rows(scan, said.topology)
+        writers = chronicle._writers(head, text, heads, said)
+        process = np.zeros(len(heads), np.int64)
+        process[list(writers)] = [writer.index for writer in writers.values()]
+        # Numbers that grow with the process and the place
+        changes = np.sort(np.array([chronicle.place_in_process(event) for event in events], np.int64))
+        stage = np.searchsorted(changes, process[head] * _PLACES + line * PER_LINE)
+        key = stage * len(heads) + head
+        order = np.argsort(key, kind="stable")
+        self._line, self._text, self._times = line[order], text[order], times[order]
+        self._process, self._tid = (
+            process[head[order]],
+            np.array([h.tid for h in heads], np.int64)[head[order]],
+        )
+        self._owner = np.full(len(order), -1, np.int64)
+        begins = np.flatnonzero(np.diff(key[order], prepend=-1))
+        self.links = [
+            _Links(at * PER_LINE, writers[number], heads[number].tid, begin, end)
+            for at, number, begin, end in zip(
+                self._line[begins].tolist(),
+                head[order][begins].tolist(),
+                begins.tolist(),
+                np.append(begins[1:], len(order))[: len(begins)].tolist(),
+                strict=True,
+            )
+        ]
+
+    def find_owners(self, links: _Links) -> None:
+        """Find the communicator of some lines; call it when all that stands before them was told to the registry."""
+        registry = self._chronicle.registry
+        running = registry.running_initialisation(links.process, links.tid)
+        if running is not None:
+            self._owner[links.begin : links.end] = running.index
+            return
+        for place in range(links.begin, links.end):
+            record = self._said.topology[self._text[place]]
+            owner = registry.current_initialisation(links.process, links.tid, record)
+            self._owner[place] = -1 if owner is None else owner.index
+
+    def keep(self) -> None:
+        """Put all of them where they are collected."""
+        if not len(self._line):
+            return
+        chronicle = self._chronicle
+        chronicle.counts["topology"] += int(self._times.sum())
+        topology = chronicle.topology
+        numbers = (-1 if record is None else topology.number(record) for record in self._said.topology)
+        number_of = np.fromiter(numbers, np.int64)
+        files, lines = np.full(len(self._line), chronicle.file), self._line + chronicle.lines + 1
+        number = number_of[self._text]
+        topology.extend(self._process, self._owner, self._tid, files, lines, self._times, number)

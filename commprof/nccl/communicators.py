@@ -171,10 +171,10 @@ class Registry:
             tid: the thread that printed it.
             record: what the line says; without it only a communicator without rivals is given.
         """
+        communicator = self.running_initialisation(process, tid)
+        if communicator is not None:
+            return communicator
         running = self._initialising.get(self._number(process), [])
-        for thread, communicator in reversed(running):
-            if thread == tid:
-                return communicator
         if running:
             rivals = [communicator for _, communicator in running]
         else:
@@ -183,6 +183,13 @@ class Registry:
                 return None
         fitting = [communicator for communicator in rivals if _may_print(communicator, record)]
         return fitting[0] if len(fitting) == 1 else None
+
+    def running_initialisation(self, process: Process, tid: int) -> Communicator | None:
+        """The initialisation that began last in a thread and has not completed."""
+        for thread, communicator in reversed(self._initialising.get(self._number(process), [])):
+            if thread == tid:
+                return communicator
+        return None
 
     def _follow(self, communicator: Communicator, place: Place, stage: str) -> None:
         """Keep track of which initialisations are running in which thread."""

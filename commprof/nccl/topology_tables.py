@@ -54,8 +54,15 @@ class TopologyRows:
             tid: the thread that printed it.
         """
         owner, thread = _NONE if communicator is None else communicator, _NONE if tid is None else tid
-        number = self._records.setdefault(record, len(self._records))
-        self._numbers.extend((process, owner, thread, file, line, lines, number))
+        self._numbers.extend((process, owner, thread, file, line, lines, self.number(record)))
+
+    def number(self, record: Topology) -> int:
+        """The number of a record for :meth:`extend`."""
+        return self._records.setdefault(record, len(self._records))
+
+    def extend(self, *columns: Numbers) -> None:
+        """Add many lines: processes, communicators and threads (-1: not known), files, lines, how many, records."""
+        self._numbers.frombytes(np.stack(columns, axis=1).astype(np.int64).tobytes())
 
     def tables(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
