@@ -85,22 +85,44 @@ num_texts(const Scanner *self)
 }
 
 static uint64_t
+mix(uint64_t hash, uint64_t word)
+{
+    hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
+    return hash ^ hash >> 32;
+}
+
+static uint64_t
+word_at(Place text)
+{
+    uint64_t word;
+    memcpy(&word, text, 8);
+    return word;
+}
+
+static uint64_t
 hash_of(char tag, Place text, size_t length)
 {
-    uint64_t hash = (uint64_t)length * 0x9E3779B97F4A7C15u + (uint8_t)tag, word;
-    for (; length >= 8; text += 8, length -= 8) {
-        memcpy(&word, text, 8);
-        hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
-        hash ^= hash >> 32;
+    uint64_t first = (uint64_t)length * 0x9E3779B97F4A7C15u + (uint8_t)tag, second = 0x9E3779B97F4A7C15u;
+    size_t at = 0;
+    for (; at + 16 <= length; at += 16) { /* two chains, which a processor computes side by side */
+        first = mix(first, word_at(text + at));
+        second = mix(second, word_at(text + at + 8));
     }
-    if (length) {
-        word = 0;
+    if (length >= 16) { /* some bytes count twice */
+        first = mix(first, word_at(text + length - 16));
+        second = mix(second, word_at(text + length - 8));
+    }
+    else if (length >= 8) {
+        first = mix(first, word_at(text));
+        second = mix(second, word_at(text + length - 8));
+    }
+    else if (length) {
+        uint64_t word = 0;
         memcpy(&word, text, length);
-        hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
-        hash ^= hash >> 32;
+        first = mix(first, word);
     }
-    hash *= 0x9E3779B97F4A7C15u;
-    return hash ^ hash >> 29;
+    first = mix(first, second);
+    return first ^ first >> 29;
 }
 
 static int
@@ -285,14 +307,49 @@ call_fields(Place at, Place end, Operation *found)
     return at != NULL && at < end && *at == ',' ? at : NULL;
 }
 
-/* Whether a text without a head may say something: lines.HEADLESS_MARKS. */
+/* Whether a mark that every line without a head has which says something begins at `at`. */
+static int
+is_headless_mark(Place at, Place end)
+{
+    switch (*at) {
+    case ':':
+        return LITERAL(at, end, ": o") != NULL;
+    case '[':
+        return LITERAL(at, end, "[nranks=") != NULL;
+    case 'N':
+        return LITERAL(at, end, "NCCL version") || LITERAL(at, end, "NCCL CALL nccl");
+    case ' ':
+        return LITERAL(at, end, " created ncclComm_ ") != NULL;
+    default:
+        return 0;
+    }
+}
+
+/* Whether a text without a head may say something. */
 static int
 may_speak_headless(Place text, Place end)
 {
-    for (Place at = text; at < end; at++) {
-        if ((*at == ':' && LITERAL(at, end, ": o")) || (*at == '[' && LITERAL(at, end, "[nranks=")) ||
-            (*at == 'N' && (LITERAL(at, end, "NCCL version") || LITERAL(at, end, "NCCL CALL nccl"))) ||
-            (*at == ' ' && LITERAL(at, end, " created ncclComm_ "))) {
+    Place at = text;
+#ifdef VECTORS
+    const __m128i colon = _mm_set1_epi8(':'), o = _mm_set1_epi8('o'), bracket = _mm_set1_epi8('[');
+    const __m128i big_n = _mm_set1_epi8('N'), big_c = _mm_set1_epi8('C'), space = _mm_set1_epi8(' ');
+    const __m128i c = _mm_set1_epi8('c'), n = _mm_set1_epi8('n');
+    for (; end - at >= 18; at += 16) { /* a mark is longer than two bytes */
+        __m128i bytes = _mm_loadu_si128((const __m128i *)at);
+        __m128i next = _mm_loadu_si128((const __m128i *)(at + 1)), third = _mm_loadu_si128((const __m128i *)(at + 2));
+        __m128i marks = _mm_and_si128(_mm_cmpeq_epi8(bytes, colon), _mm_cmpeq_epi8(third, o));
+        marks = _mm_or_si128(marks, _mm_and_si128(_mm_cmpeq_epi8(bytes, bracket), _mm_cmpeq_epi8(next, n)));
+        marks = _mm_or_si128(marks, _mm_and_si128(_mm_cmpeq_epi8(bytes, big_n), _mm_cmpeq_epi8(next, big_c)));
+        marks = _mm_or_si128(marks, _mm_and_si128(_mm_cmpeq_epi8(bytes, space), _mm_cmpeq_epi8(next, c)));
+        for (unsigned bits = (unsigned)_mm_movemask_epi8(marks); bits; bits &= bits - 1) {
+            if (is_headless_mark(at + __builtin_ctz(bits), end)) {
+                return 1;
+            }
+        }
+    }
+#endif
+    for (; at < end; at++) {
+        if (is_headless_mark(at, end)) {
             return 1;
         }
     }

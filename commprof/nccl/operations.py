@@ -1,6 +1,6 @@
 """Operation lines as rows of the ``nccl_ops`` table.
 
-Rows come as numbers, some hundred thousand at a time. What only the whole log can tell (ranks, versions, sizes of
+Rows come as numbers, some ten thousand at a time. What only the whole log can tell (ranks, versions, sizes of
 communicators) is joined to them here, by the number of the communicator.
 """
 
@@ -49,7 +49,7 @@ class Versions(NamedTuple):
 
 
 class OperationTable:
-    """The table ``nccl_ops`` out of rows of numbers, some hundred thousand rows at a time.
+    """The table ``nccl_ops`` out of rows of numbers, some ten thousand rows at a time.
 
     Strings are dictionaries: they are few, and repeated millions of times.
     """
@@ -180,7 +180,7 @@ class Operations:
         self.num_rows = rows.num_rows
 
     def batches(self, names: Sequence[str] = NCCL_OPS.names) -> Iterator[pa.Table]:
-        """The rows in order, some hundred thousand at a time; strings are dictionaries."""
+        """The rows in order, some ten thousand at a time; strings are dictionaries."""
         for rows in self._rows.batches():
             yield self._table.table(rows, names)
 
@@ -208,7 +208,7 @@ class Operations:
         return self._whole
 
     def write(self, path: Path) -> None:
-        """Write the rows as Parquet, some hundred thousand at a time."""
+        """Write the rows as Parquet, some ten thousand at a time."""
         schema = arrow_schema("nccl_ops")
         texts = [item.name for item in schema if pa.types.is_string(item.type)]
         # Differences are few bits, which leaves little to compress.
@@ -228,7 +228,7 @@ class Operations:
                 pq.write_table(empty_table("nccl_ops"), path)
 
     def write_csv(self, path: Path) -> None:
-        """Write the rows as CSV, some hundred thousand at a time."""
+        """Write the rows as CSV, some ten thousand at a time."""
         with pa_csv.CSVWriter(path, arrow_schema("nccl_ops")) as writer:
             for part in self.batches():
                 writer.write_table(conform("nccl_ops", part))

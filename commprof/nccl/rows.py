@@ -44,12 +44,12 @@ ROW_TYPES: Final[dict[str, pa.DataType]] = {
     "launch": pa.int64(),
 }
 _SCHEMA: Final = pa.schema(list(ROW_TYPES.items()))
-_MOST_IN_MEMORY: Final = 1 << 17
+_MOST_IN_MEMORY: Final = 1 << 15
 Rows = dict[str, Column]
 
 
 class RowStore:
-    """Keeps batches of rows in order; beyond some hundred thousand of them, in a file that is gone with the store."""
+    """Keeps batches of rows in order; beyond some ten thousand of them, in a file that is gone with the store."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         """
@@ -82,7 +82,7 @@ class RowStore:
         self._late[row] = line
 
     def batches(self) -> Iterator[Rows]:
-        """All rows in order, some hundred thousand at a time. None can be added then."""
+        """All rows in order, some ten thousand at a time. None can be added then."""
         start = 0
         for batch in self._batches():
             rows: Rows = {
