@@ -39,6 +39,12 @@ $(STAMPS)/chromium: $(STAMPS)/venv
 		|| echo "make: no Chromium, and it could not be installed: the browser tests will be skipped" >&2
 	@touch $@
 
+$(STAMPS)/java: $(STAMPS)/venv
+	@command -v java >/dev/null 2>&1 || test -n "$$JAVA_HOME" \
+		|| sh tools/apt_install.sh openjdk-17-jre-headless || sh tools/apt_install.sh default-jre-headless \
+		|| echo "make: no Java, and it could not be installed: the tests on Spark will be skipped" >&2
+	@touch $@
+
 .PHONY: setup
 setup: $(STAMPS)/install ## make .venv with commprof, zero_runtime and the dashboard
 
@@ -78,11 +84,11 @@ define pytest
 endef
 
 .PHONY: test
-test: lint types contracts $(STAMPS)/chromium ## what .ci/run calls: everything but the long sets
+test: lint types contracts $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: everything but the long sets
 	$(call pytest,not long and )
 
 .PHONY: test-all
-test-all: lint types contracts $(STAMPS)/chromium ## everything, the long sets too
+test-all: lint types contracts $(STAMPS)/chromium $(STAMPS)/java ## everything, the long sets too
 	$(call pytest,)
 
 # The sets that depend on torch's insides, with another torch than .venv has: what records, what finds the ranks, what

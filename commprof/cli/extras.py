@@ -20,6 +20,7 @@ PACKAGES: Final[dict[str, dict[str, str]]] = {
         "waitress": "waitress",
     },
     "export": {},  # those of analysis
+    "spark": {"pyspark": "pyspark"},
     "sampling": {"pynvml": "nvidia-ml-py", "py_spy": "py-spy"},
     "train": {"torch": "torch", "numpy": "numpy"},
 }

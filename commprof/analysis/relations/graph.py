@@ -138,11 +138,21 @@ def statement(name: str, by: Sequence[str] = (), select: str = "select * from {n
         by: the columns that are requested of relations with ``{by}``.
         select: the question to ask of it.
     """
-    steps: dict[str, str] = {}
-    clauses = _clauses(by)
-    _add(name, name, {}, steps, clauses)
-    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in steps.items())
+    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in steps(name, by).items())
     return f"with {chain}\n{select.format(name=name)}"
+
+
+def steps(name: str, by: Sequence[str] = ()) -> dict[str, str]:
+    """The SQL text of each relation that ``name`` is made of, in order, with ``name`` last.
+
+    A text names tables of :func:`tables_of`, and earlier ones.
+
+    Args:
+        by: the columns that are requested of relations with ``{by}``.
+    """
+    found: dict[str, str] = {}
+    _add(name, name, {}, found, _clauses(by))
+    return found
 
 
 def _add(

@@ -15,9 +15,10 @@ from commprof.analysis.standstill import standstill
 from commprof.analysis.traffic import EVERY_COLUMN, operations, traffic
 from commprof.analysis.transfers import ALSO, timed
 from commprof.ledger.backends import execution
-from commprof.schema import TABLES, Op
+from commprof.schema import Op
 from commprof.trace.reader import Scan
 from commprof.trace.tables import empty_table, table_from_rows, write_parquet
+from support.random_records import random_records, random_steps
 
 QUERIES = Path(__file__).parents[2] / "support" / "queries"
 COMBINATIONS = [
@@ -44,68 +45,6 @@ def listed(names, table: str = "") -> str:
 
 def rows_of(table: pa.Table, names: list[str]) -> list[tuple]:
     return sorted((tuple(row.values()) for row in table.select(names).to_pylist()), key=repr)
-
-
-def random_records(seed: int, count: int) -> pa.Table:
-    """Records of four ranks whose numbers, groups, roots and times are drawn anew for each: nothing need agree."""
-    draw = random.Random(seed)
-    rows = []
-    for number in range(count):
-        row: dict[str, object] = {}
-        for column in TABLES["collectives"].columns:
-            if column.nullable and draw.random() < 0.3:
-                row[column.name] = None
-            elif column.values:
-                row[column.name] = draw.choice(list(column.values)[:3])
-            elif column.type == "string":
-                row[column.name] = draw.choice("ab")
-            elif column.type == "bool":
-                row[column.name] = draw.random() < 0.5
-            else:
-                row[column.name] = draw.randrange(3)
-        issue = draw.randrange(1_000)
-        row |= {
-            "seq": number,
-            "op": draw.choice(
-                [Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.BARRIER, Op.REDUCE, Op.SEND, Op.RECV, Op.GATHER]
-            ),
-            "rank": draw.randrange(4),
-            "pid": draw.randrange(2),
-            "peer": draw.randrange(-1, 4),
-            "pg_seq": draw.randrange(8),
-            "step": draw.randrange(-1, 4),
-            "group_size": draw.choice([1, 4]),
-            "payload_bytes": draw.randrange(1 << 40),
-            "device": draw.choice([None, "cpu", "cuda:0"]),
-            # of which the plain question knows nothing: test_analysis_matrix.py holds them to what is worked out by hand
-            "input_splits": None,
-            "output_splits": None,
-            "issue_ns": issue,
-            "return_ns": draw.choice([None, issue + 8 * draw.randrange(9)]),
-        }
-        row |= {
-            name: draw.choice([None, issue + draw.randrange(-20, 200)])
-            for name in ("wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
-        }
-        row["exposed_ns"] = draw.choice([None, draw.randrange(-5, 150)])
-        rows.append(row)
-    return table_from_rows("collectives", rows)
-
-
-def random_steps(seed: int) -> pa.Table:
-    draw = random.Random(seed)
-    rows = []
-    for process in range(3 * 4 * 2):
-        time = draw.randrange(200)
-        for step in range(draw.randrange(5)):
-            begin, time = time, time + draw.randrange(1, 300)
-            ended = draw.random() < 0.9
-            place = {"attempt": process // 8, "rank": process // 2 % 4, "pid": process % 2, "step": step}
-            rows.append({**place, "begin_ns": begin, "end_ns": time if ended else None, "micro_steps": 1})
-            if not ended:
-                break
-            time += draw.choice([0, 0, 40])
-    return table_from_rows("steps", rows)
 
 
 def scanned(records: pa.Table, folder: Path) -> Scan:

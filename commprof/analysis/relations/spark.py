@@ -1,0 +1,267 @@
+"""Evaluates relations on Spark, by the SQL texts that DuckDB runs, for runs that one machine does not hold.
+
+The tables of a run become temporary views, which are read where their files lie. Each relation that another one names more
+than once is evaluated once and kept by Spark (``localCheckpoint``): Spark evaluates a common table expression anew wherever
+it is named, and the plan of ``operations`` as one statement would take minutes to optimise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from commprof.analysis.engine import evaluate as evaluate_by_duckdb
+from commprof.analysis.engine import group_members, query_text
+from commprof.analysis.memory import limit_bytes
+from commprof.analysis.relations import graph
+from commprof.errors import MissingExtraError, TraceError, UsageError
+from commprof.schema import TABLES
+from commprof.trace.directory import COLLECTIVES_DIRECTORY
+from commprof.trace.reader import Run, Scan
+from commprof.trace.tables import empty_table
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+LOCAL: Final = "local[*]"
+_TYPES: Final = {
+    "int8": "tinyint",
+    "int16": "smallint",
+    "int32": "int",
+    "int64": "bigint",
+    "float64": "double",
+    "bool": "boolean",
+    "string": "string",
+}
+_JAVA: Final = "Java 17 or newer"
+
+
+def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:
+    """The Spark session of this process; it is started when there is none.
+
+    Args:
+        master: URL of the cluster; default: that of ``spark-submit``, else all cores of this machine.
+        settings: Spark's own, in the place of the usual ones.
+
+    Raises:
+        MissingExtraError: pyspark is not installed. UsageError: there is no Java, or Spark does not start.
+    """
+    # It says so of every pandas from 3.0 on; relations do not pass through pandas.
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        raise MissingExtraError("pyspark", "spark", "to evaluate relations on Spark") from None
+    chosen = master or (None if _is_submitted() else LOCAL)
+    if not has_java() and not (chosen or "").startswith("sc://"):
+        raise UsageError(
+            f"Spark needs {_JAVA}, and no java is in JAVA_HOME or on PATH; install it (Debian: apt-get install "
+            "openjdk-17-jre-headless), or use --engine duckdb"
+        )
+    builder = SparkSession.builder.appName("commprof")
+    if (chosen or "").startswith("sc://"):
+        return builder.remote(chosen).getOrCreate()
+    usual: dict[str, str] = {
+        "spark.sql.session.timeZone": "UTC",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+    }
+    if chosen is not None:
+        builder = builder.master(chosen)
+    if (chosen or "").startswith("local"):
+        usual |= {
+            "spark.driver.memory": f"{limit_bytes() >> 20}m",
+            "spark.driver.host": "localhost",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.ui.enabled": "false",
+        }
+    for name, value in {**usual, **(settings or {})}.items():
+        builder = builder.config(name, value)
+    try:
+        return builder.getOrCreate()
+    except Exception as error:  # whatever Py4J, the JVM or the cluster say
+        raise UsageError(f"Spark does not start at {chosen}: {_first_line(error)}") from None
+
+
+def has_java() -> bool:
+    """Whether there is a Java that Spark would start."""
+    home = os.environ.get("JAVA_HOME")
+    return shutil.which("java", path=os.path.join(home, "bin") if home else None) is not None  # noqa: PTH118
+
+
+def _is_submitted() -> bool:
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+class SparkRelations:
+    """The tables and relations of one run in a Spark session of their own.
+
+    Args:
+        session: of :func:`start`. Views of several runs do not meet: each run has a session of its own beside it.
+        tables: the tables, where they are in memory or in files of this machine; others are empty.
+        place: a directory that Spark reads (``s3a://...``), in the form of a run, in the place of ``tables``.
+    """
+
+    def __init__(
+        self,
+        session: SparkSession,
+        tables: Mapping[str, pa.Table | Scan] | None = None,
+        place: str | None = None,
+    ) -> None:
+        self.session = session.newSession() if hasattr(session, "newSession") else session
+        self._tables = tables or {}
+        self._place = place
+        self._made: set[str] = set()
+
+    def evaluate(self, name: str, by: Sequence[str] = ()) -> DataFrame:
+        """The rows of relation ``name``, with the columns and types that DuckDB gives them.
+
+        Args:
+            by: the columns that are requested of it.
+
+        Raises:
+            TraceError: a table cannot be read, or holds numbers that cannot be summed.
+        """
+        with _explained(name):
+            for table in graph.tables_of(name):
+                self._add(table)
+            texts = graph.steps(name, by)
+            for step, text in texts.items():
+                if step == name:
+                    break
+                rows = self.session.sql(text)
+                if _uses(step, texts) > 1:
+                    rows = rows.localCheckpoint()
+                rows.createOrReplaceTempView(step)
+            return _as(schema_of(name, by), self.session.sql(texts[name]))
+
+    def table(self, name: str, by: Sequence[str] = ()) -> pa.Table:
+        """The rows of relation ``name``, in memory.
+
+        Raises:
+            TraceError: a table cannot be read, or holds numbers that cannot be summed.
+        """
+        rows = self.evaluate(name, by)
+        with _explained(name):
+            return rows.toArrow().cast(schema_of(name, by))
+
+    def _add(self, name: str) -> None:
+        """Make table ``name`` a view."""
+        if name in self._made:
+            return
+        if name == "group_members":
+            self._add("collectives")
+            found = group_members(self.session.sql(query_text("split_groups")).toArrow())
+            self._view("group_members", found)
+        elif self._place is not None:
+            self._read(name)
+        else:
+            self._register(name)
+        self._made.add(name)
+
+    def _view(self, name: str, rows: pa.Table) -> None:
+        self._frame(rows).createOrReplaceTempView(name)
+
+    def _frame(self, rows: pa.Table) -> DataFrame:
+        fields = ", ".join(f"{field.name} {_type(field.type)}" for field in rows.schema)
+        if not len(rows):
+            return self.session.createDataFrame([], fields)
+        return self.session.createDataFrame(rows.replace_schema_metadata(None), fields)
+
+    def _register(self, name: str) -> None:
+        rows = self._tables.get(name)
+        if not isinstance(rows, Scan):
+            self._view(name, empty_table(name) if rows is None else rows)
+            return
+        files = self._parquet(name, [_url(str(file)) for file in rows.files])
+        (files.unionByName(self._frame(rows.rest)) if len(rows.rest) else files).createOrReplaceTempView(name)
+
+    def _read(self, name: str) -> None:
+        folder = COLLECTIVES_DIRECTORY if name == "collectives" else f"{name}.parquet"
+        try:
+            rows = self._parquet(name, [f"{self._place}/{folder}"])
+        except Exception as error:
+            if "PATH_NOT_FOUND" not in str(error) or name == "collectives":
+                raise
+            self._view(name, empty_table(name))
+        else:
+            rows.createOrReplaceTempView(name)
+
+    def _parquet(self, name: str, places: list[str]) -> DataFrame:
+        """Files of table ``name``; columns that their version of the schema did not have are null."""
+        columns = ", ".join(f"{column.name} {_TYPES[column.type]}" for column in TABLES[name].columns)
+        return self.session.read.schema(columns).option("mergeSchema", "false").parquet(*places)
+
+
+def relations_of(session: SparkSession, run: Run) -> SparkRelations:
+    """The relations of an opened run: small tables come from memory, files of large ones are read by Spark."""
+    names = {table for name in graph.names() for table in graph.tables_of(name)} - set(graph.MADE)
+    return SparkRelations(session, {name: run.scan(name) for name in sorted(names)})
+
+
+def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
+    """The columns and types of relation ``name`` as DuckDB evaluates it."""
+    tables = {table: empty_table(table) for table in graph.tables_of(name) if table in TABLES}
+    return evaluate_by_duckdb(name, tables, by).schema
+
+
+def _uses(step: str, texts: Mapping[str, str]) -> int:
+    """How often the texts name ``step``, through their own names for it too."""
+    found = 0
+    for text in texts.values():
+        named = len(re.findall(rf"(?:from|join) {step}\b", text))
+        for alias in re.findall(rf"(\w+) as \(select \* from {step}\)", text):
+            named += len(re.findall(rf"(?:from|join) {alias}\b", text)) - 1
+        found += named
+    return found
+
+
+def _as(schema: pa.Schema, rows: DataFrame) -> DataFrame:
+    """``rows`` with the types of ``schema``: the engines choose the width of a literal or of a sum differently."""
+    from pyspark.sql.functions import col
+
+    return rows.select([col(field.name).cast(_type(field.type)).alias(field.name) for field in schema])
+
+
+def _type(kind: pa.DataType) -> str:
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision},{kind.scale})"
+    return {
+        "int8": "tinyint",
+        "int16": "smallint",
+        "int32": "int",
+        "int64": "bigint",
+        "double": "double",
+    }.get(str(kind), "boolean" if pa.types.is_boolean(kind) else "string")
+
+
+def _url(path: str) -> str:
+    """The URL of a file of this machine: Spark takes a bare path to be one of the cluster's, and ``[`` for a pattern."""
+    return "file://" + re.sub(r"([\[\]{}*?\\])", r"\\\1", path)
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Say what Spark could not do in one line."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise TraceError(
+            f"the relation {name!r} cannot be evaluated on Spark: {_first_line(error)}. Some file of the run is damaged, or "
+            "cannot be read where Spark runs"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    text: Any = str(error).strip()
+    return " ".join(text.partition("\n")[0].split())[:400]
