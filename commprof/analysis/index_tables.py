@@ -14,6 +14,7 @@ from commprof.align.reference_clock import ReferenceClock
 from commprof.analysis.density import Numbers, binned, folded
 from commprof.analysis.lanes import Cells, keep_lanes
 from commprof.analysis.span_source import ORDER, SpanSource
+from commprof.errors import TraceError
 from commprof.schema import OPS
 from commprof.trace.reader import Run
 
@@ -169,6 +170,11 @@ def _bins(ranks: int, records: int) -> int:
 
 def numbers_of_ops(names: Sequence[str]) -> Numbers:
     """The place of each of ``names`` among the operations."""
+    unknown = sorted({*names} - {*OPS})
+    if unknown:
+        raise TraceError(
+            f"{unknown[0]!r} is no operation that this commprof knows; install the version that recorded it"
+        )
     return np.array([OPS.index(name) for name in names], np.int64)
 
 

@@ -36,6 +36,8 @@ def query(
     with needed("analysis", "to query a run"):
         from commprof.analysis import api
     frame = api.query(found, sql)
+    for text in found.health.damaged:
+        say(text)
     if csv:
         sys.stdout.write(api.frame_csv(frame))
     elif as_json:

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from commprof.align.collectives import has_raised
 from commprof.analysis.api import AnyRun, Run
-from commprof.errors import UsageError
+from commprof.errors import TraceError, UsageError
 from commprof.export.chakra_messages import GlobalMetadata, Node, delimited
 from commprof.export.files import ExportedFile, Progress, Sink, Staging, staged
 from commprof.export.one_clock import OneClock, RankRows
@@ -247,6 +247,10 @@ def _operation(
     _attribute(node, "pg_name", string_val=group_number(row))
     _attribute(node, "group_desc", string_val=row["group_desc"] or "")
     if kind == _COLLECTIVE:
+        if op not in _COLLECTIVES:
+            raise TraceError(
+                f"{op!r} is no operation that this commprof knows; install the version that recorded it"
+            )
         _attribute(node, "comm_type", int64_val=_COLLECTIVES[op])
         if row["peer"] >= 0:
             _attribute(node, "root", int32_val=row["peer"])

@@ -184,8 +184,7 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
     ):
         if number:
             found.append(f"{number:,} {text}")
-    if health.gone:
-        found.append(f"{', '.join(health.gone)} {'is' if len(health.gone) == 1 else 'are'} missing")
+    found += health.damaged
     if health.missing_ranks:
         found.append(f"ranks {', '.join(map(str, health.missing_ranks))} left no records")
     return found

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from commprof.trace.content import read_content
+
 CONFIG_NAME: Final = "config.json"
 _MOST_KEYS: Final = 3
 
@@ -17,8 +19,8 @@ def config_note(run: Path, config: Mapping[str, Any] | None) -> str | None:
     One of them was edited after the run was recorded. A config.json that is absent or cannot be read says nothing.
     """
     try:
-        copy = json.loads((run / CONFIG_NAME).read_text("utf-8"))
-    except (OSError, ValueError):
+        copy = json.loads(read_content(run / CONFIG_NAME))
+    except (OSError, ValueError, RecursionError):
         return None
     if config is None or not isinstance(copy, dict) or copy == config:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.errors import TraceError
+from commprof.schema import OPS
 from commprof.trace.aggregates import recorded_part, sums_of
 from commprof.trace.columns import CollectiveColumns, encoded_schema
 from commprof.trace.engines import engines_of
@@ -24,6 +26,7 @@ from commprof.trace.tables import conform
 
 _IDENTITY: Final = ("rank", "attempt", "pid")
 _COUNTED: Final = ("lost", "faults")
+_OP: Final = re.compile(r"[a-z][a-z0-9_]{,40}")  # what an operation of a later version may be named
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +73,18 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
         elsewhere: after which steps other ranks evaluated or saved: the phase.
 
     Raises:
-        TraceError: the name is no rank file's, the files are another rank's, or the records file is damaged beyond
-            its tail.
+        TraceError: the name is no rank file's, the files are another rank's, the records file is damaged beyond its tail, or
+            one of the two is missing so that nothing can be said of the other.
         SchemaError: another version wrote it.
     """
     identity = parse_stem(stem.name)
     if identity is None:
         raise TraceError(f"{stem.name} is not the name of a rank's file (rank-00000-0-<pid>)")
-    events_path = stem.with_name(stem.name + EVENTS_SUFFIX)
-    events = read_events(events_path)
-    _check_owner(events_path, identity, events)
-    signatures = _signatures(events)
-    records = Records(
-        stem.with_name(stem.name + RECORDS_SUFFIX),
-        identity[:3],
-        np.fromiter(signatures, np.uint32, len(signatures)),
-    )
+    events, signatures, records = _opened(stem, identity)
+    if _lacks_end(events, records):  # it may have ended between the two looks
+        events, signatures, records = _opened(stem, identity)
     tally = records.count()
+    _check_pair(stem, events, signatures, records, tally)
     step_table = _step_table(events, elsewhere or {}, records)
     groups = _groups(events)
     columns = CollectiveColumns(
@@ -102,11 +100,64 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
     tables, left_out = _side_tables(identity, events, groups, step_table)
     left_out += len(events.interned("signature")) - len(signatures)
     entry = _entry(identity, events, records.totals, tables, tally, left_out)
+    entry["cut"] = _cut(stem, events, records, tally)
     config = events.last("config")
     begin = events.last("begin") or {}
     return RankTrace(
         identity, tables, entry, begin, config, engines_of(events), step_table.outside, records, columns
     )
+
+
+def _opened(stem: Path, identity: RankFile) -> tuple[Events, dict[int, Mapping[str, Any]], Records]:
+    """The events of a rank, the signatures among them, and its records."""
+    path = stem.with_name(stem.name + EVENTS_SUFFIX)
+    events = read_events(path)
+    _check_owner(path, identity, events)
+    signatures = _signatures(events)
+    numbers = np.fromiter(signatures, np.uint32, len(signatures))
+    return (
+        events,
+        signatures,
+        Records(stem.with_name(stem.name + RECORDS_SUFFIX), identity[:3], numbers),
+    )
+
+
+def _lacks_end(events: Events, records: Records) -> bool:
+    """Whether the rank closed its records and its events do not say so, which were written before."""
+    totals = records.totals
+    return totals is not None and not totals.get("stopped_reason") and events.last("end") is None
+
+
+def _check_pair(
+    stem: Path, events: Events, signatures: Mapping[int, Any], records: Records, tally: Tally
+) -> None:
+    """See that the two files together say what the rank recorded, and that this version knows it."""
+    used = tally.records + tally.torn
+    if used and events.last("begin") is None:
+        raise TraceError(
+            f"{stem.name}{EVENTS_SUFFIX} is missing or damaged, and says what the {used:,} records in "
+            f"{stem.name}{RECORDS_SUFFIX} are: copy it again from where the run was recorded"
+        )
+    for number, row in events.interned("signature").items():
+        op = None if number in signatures else row.get("op")
+        if not isinstance(op, str) or op in OPS or not _OP.fullmatch(op):
+            continue
+        raise TraceError(
+            f"{stem.name}{EVENTS_SUFFIX} names the operation {op!r}, which this commprof does not know; install the "
+            "version that recorded it"
+        )
+    if events.last("end") is not None and not records.path.exists():
+        raise TraceError(
+            f"{stem.name}{RECORDS_SUFFIX} is missing, which the rank closed when it ended: copy it again from where the run "
+            "was recorded"
+        )
+
+
+def _cut(stem: Path, events: Events, records: Records, tally: Tally) -> list[str]:
+    """Those of the rank's two files that lack their last part although the rank had written it."""
+    said = whole_number((records.totals or {}).get("records")) or 0
+    are_cut = {RECORDS_SUFFIX: said > tally.records + tally.torn, EVENTS_SUFFIX: _lacks_end(events, records)}
+    return [f"{stem.name}{suffix}" for suffix, is_cut in are_cut.items() if is_cut]
 
 
 def _signatures(events: Events) -> dict[int, Mapping[str, Any]]:

@@ -21,7 +21,8 @@ class Health:
     process ended. ``summed``: collectives of which only sums were kept. ``outside``: collectives that the groups
     counted outside the steps that were asked for. Both over all ranks. ``recorder_ns``: time that recording cost a rank,
     mean over those that say so. ``wall_ns``: how long the run took. ``gone``: files of records that the run had and that
-    are missing now; their ranks count as not recorded.
+    are missing now; their ranks count as not recorded. ``damaged``: a sentence for each file of a rank that is missing, cut
+    off or cannot be read, which are the first of ``notes``.
     """
 
     records: int
@@ -40,6 +41,7 @@ class Health:
     recorder_ns: int | None = None
     wall_ns: int | None = None
     gone: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 def assess(
@@ -56,7 +58,7 @@ def assess(
         entries: one per rank file (``Manifest.ranks``).
         groups: rows of the ``groups`` table.
         alive: some process of the run still works.
-        damaged: a sentence for each file that could not be read.
+        damaged: a sentence for each file of a rank that is missing or could not be read.
         gone: the ``file`` of each entry whose records are missing.
     """
     latest = max((entry["attempt"] for entry in entries), default=0)
@@ -67,6 +69,7 @@ def assess(
     )
     held = [entry for entry in entries if entry.get("file") not in gone]
     missing = tuple(rank for rank in range(expected) if rank not in recorded)
+    damaged = (*damaged, *_cut_off(held))
     state = _state(manifest, entries, missing, alive)
     of_run = [*manifest.notes[:_MOST_NOTES]]
     if len(manifest.notes) > _MOST_NOTES:
@@ -90,8 +93,18 @@ def assess(
         outside=_total(entries, "outside"),
         recorder_ns=round(sum(spent) / len(spent)) if spent else None,
         wall_ns=took if took > 0 else None,
+        damaged=damaged,
         gone=tuple(f"{COLLECTIVES_DIRECTORY}/{stem}.parquet" for stem in gone),
     )
+
+
+def _cut_off(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"rank {entry['rank']}: {name} lacked its last part when it was read, which the rank had written: copy the run "
+        "again from where it was recorded"
+        for entry in entries
+        for name in entry.get("cut") or ()
+    ]
 
 
 def _total(entries: Sequence[Mapping[str, Any]], name: str) -> int:

@@ -93,8 +93,8 @@ _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
 class Manifest:
     """What ``run.json`` says. Times are CLOCK_REALTIME in nanoseconds.
 
-    ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen,
-    raised, incomplete, faults, recorder_ns, stopped_reason, ended, finalised, file (that of its records in
+    ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen, raised,
+    incomplete, faults, recorder_ns, stopped_reason, ended, finalised, cut, file (that of its records in
     ``collectives/``). ``tables`` are the other tables that were written when the run was finalised; None where an
     earlier version did that.
     """
@@ -250,9 +250,10 @@ def wrong_entry(entry: Any) -> str | None:
     for name in ("file", "host", "stopped_reason"):
         if not isinstance(entry.get(name), str | None):
             return f"{name} is {type(entry[name]).__name__}, expected text"
-    notes = entry.get("notes") or []
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-        return "notes is not a list of texts"
+    for name in ("notes", "cut"):
+        texts = entry.get(name) or []
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            return f"{name} is not a list of texts"
     return None
 
 

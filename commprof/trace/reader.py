@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -184,12 +184,14 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if damaged and not traces and not manifest.ranks:
         raise TraceError(f"{run} cannot be read: {'; '.join(damaged)}")
     alive = still_working(run, manifest, traces)
-    edited = config_note(run, manifest.config)
     gone = gone_records(run, manifest)
-    damaged += [*gone.values(), *_irregular(run), *([edited] if edited else [])]
+    damaged += gone.values()
     opened = Run(run, manifest, _unknown_health(manifest), traces)
     entries = entries_of(manifest, traces)
     opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged, gone)
+    edited = config_note(run, manifest.config)
+    beside = [*_irregular(run), *([edited] if edited else [])]
+    opened.health = replace(opened.health, notes=(*opened.health.notes, *beside))
     _fill_in(manifest, traces)
     manifest.ranks = entries
     return opened

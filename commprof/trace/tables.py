@@ -183,7 +183,17 @@ def read_parquet(path: Path, name: str) -> pa.Table:
         raise TraceError(
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
         ) from None
-    return conform(name, arrow).replace_schema_metadata(metadata)
+    return _conforming(path, name, arrow).replace_schema_metadata(metadata)
+
+
+def _conforming(path: Path, name: str, arrow: pa.Table) -> pa.Table:
+    """What :func:`conform` makes of the rows of file ``path``."""
+    try:
+        return conform(name, arrow)
+    except SchemaError as error:
+        raise SchemaError(
+            f"{path} cannot be read: {error}. Read it with the commprof that wrote it, or copy it again from there"
+        ) from None
 
 
 def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
@@ -198,7 +208,7 @@ def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
             check_version(path, file.schema_arrow.metadata or {})
             for batch in file.iter_batches(batch_size=_PART_ROWS):
                 batch.validate(full=True)
-                yield conform(name, pa.table(batch))
+                yield _conforming(path, name, pa.table(batch))
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(
             f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"

@@ -93,7 +93,7 @@ def test_missing_records_of_a_rank_leave_the_ledger_open(run, capsys):
     for _ in ("as listed", "finalised by an earlier version"):
         code, said = told(capsys, "verify", str(run))
         assert code == 3 and "10 records of 1 rank," in said and "Mismatch" not in said
-        assert f"Cannot tell: collectives/{file.name} is missing." in said
+        assert f"Cannot tell: rank 1: collectives/{file.name} is missing, and 10 records with it" in said
         assert "ranks 1 of 2" in told(capsys, "report", str(run))[1]
         assert "1 of 2 ranks, 10 records" in told(capsys, "finalise", str(run))[1]
         forget_tables(run)
