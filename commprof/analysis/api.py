@@ -665,20 +665,28 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     )
 
 
-class _MeasuredRun(NamedTuple):
-    measured: comparison.Measured
-    ranks: rank_bytes_module.RankTotals
+class _Compared(NamedTuple):
+    """One run of a comparison: as it was given, opened, and how it differs from the others."""
+
+    given: AnyRun
+    run: Run
+    name: str
+    setting: settings_module.Setting
 
 
-def _measured(runs: Sequence[AnyRun]) -> list[_MeasuredRun]:
+def _compared(runs: Sequence[AnyRun]) -> list[_Compared]:
     from commprof.analysis import settings as settings_module
 
     opened = [_opened(run) for run in runs]
     manifests, names = [run.manifest for run in opened], run_names(opened)
     found = settings_module.settings_of(manifests, names)
+    return [_Compared(runs[i], opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
+
+
+def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
     return [
-        _named(_of_run(runs[i], "measured", _measure, opened[i]), names[i], found[i])
-        for i in settings_module.in_order(manifests)
+        _of_run(one.given, "measured", _measure, one.run)._replace(name=one.name, setting=one.setting)
+        for one in runs
     ]
 
 
@@ -692,17 +700,16 @@ def _of_run(run: AnyRun, question: str, answer: Callable[[Run], _Answer], opened
     return kept(opened.path, question, lambda: answer(opened))
 
 
-def _measure(run: Run) -> _MeasuredRun:
+def _measure(run: Run) -> comparison.Measured:
     """What a comparison needs of one run; its name and setting depend on the others."""
     from commprof.analysis import comparison, counters, expectation, shapes, steps, sums, usage
-    from commprof.analysis import rank_bytes as rank_bytes_module
     from commprof.analysis import settings as settings_module
 
     operations = sums.operations(run, sums.HELD_COLUMNS)
     times = sums.step_times(run)
     manifest = run.manifest
     totals = steps.step_totals(run.table("steps"), operations, times, manifest.world_size)
-    measured = comparison.Measured(
+    return comparison.Measured(
         name="",
         setting=settings_module.Setting("", {}),
         step_totals=totals,
@@ -713,13 +720,21 @@ def _measure(run: Run) -> _MeasuredRun:
         shape=shapes.shape(operations),
         moved_bytes=counters.moved_per_step(moved(run), int(times["duration_ns"].notna().sum())),
     )
-    return _MeasuredRun(measured, rank_bytes_module.rank_totals("", totals, operations))
 
 
-def _named(found: _MeasuredRun, name: str, setting: settings_module.Setting) -> _MeasuredRun:
-    return _MeasuredRun(
-        found.measured._replace(name=name, setting=setting), found.ranks._replace(label=setting.label)
-    )
+def _rank_totals(
+    runs: Sequence[_Compared], measured: Sequence[comparison.Measured]
+) -> list[rank_bytes_module.RankTotals]:
+    from commprof.analysis import rank_bytes as rank_bytes_module
+    from commprof.analysis import sums
+
+    def answer(totals: steps.StepTotals) -> Callable[[Run], rank_bytes_module.RankTotals]:
+        return lambda run: rank_bytes_module.rank_totals("", totals, sums.operations(run, sums.HELD_COLUMNS))
+
+    return [
+        _of_run(one.given, "ranks", answer(of.step_totals), one.run)._replace(label=one.setting.label)
+        for one, of in zip(runs, measured, strict=True)
+    ]
 
 
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -730,14 +745,14 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
     first step, which warms up. ``interval_over`` says what the 95 % interval is over: ``repeats`` (Student's t over the
     medians of the runs) or ``steps`` (order statistics of one run).
     """
-    return compare_both(runs).settings
+    return compare_both(runs, ranks=False).settings
 
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
     from commprof.analysis import comparison
 
-    return comparison.traffic_by_setting([one.measured for one in _measured(runs)])
+    return comparison.traffic_by_setting(_measured(_compared(runs)))
 
 
 def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -747,7 +762,7 @@ def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """
     from commprof.analysis import comparison
 
-    return comparison.traffic_by_group([one.measured for one in _measured(runs)])
+    return comparison.traffic_by_group(_measured(_compared(runs)))
 
 
 class Comparison(NamedTuple):
@@ -761,15 +776,19 @@ class Comparison(NamedTuple):
     advice: Advice
 
 
-def compare_both(runs: Sequence[AnyRun]) -> Comparison:
-    """All that is said of the same runs side by side, reading each run once."""
+def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
+    """All that is said of the same runs side by side, reading each run once.
+
+    Args:
+        ranks: whether to answer :func:`rank_bytes` too, which takes a fifth of the time; it is empty otherwise.
+    """
     from commprof.analysis import advice as advice_module
     from commprof.analysis import comparison, recommendation
     from commprof.analysis import rank_bytes as rank_bytes_module
     from commprof.analysis import resources as resources_module
 
-    found = _measured(runs)
-    measured = [one.measured for one in found]
+    found = _compared(runs)
+    measured = _measured(found)
     rows = comparison.rows(measured)
     weighed = advice_module.weigh(advice_module.candidates(measured, rows))
     return Comparison(
@@ -777,7 +796,7 @@ def compare_both(runs: Sequence[AnyRun]) -> Comparison:
         comparison.traffic_by_setting(measured),
         comparison.traffic_by_group(measured),
         resources_module.resources(measured),
-        rank_bytes_module.rank_bytes([one.ranks for one in found]),
+        rank_bytes_module.rank_bytes(_rank_totals(found, measured) if ranks else []),
         recommendation.advise(weighed),
     )
 
@@ -789,12 +808,12 @@ def advice(runs: Sequence[AnyRun]) -> Advice:
     sentences and its evidence. The rules are in ``analysis/advice.py`` and ``docs/analysis.md``; the order of
     the runs changes nothing.
     """
-    return compare_both(runs).advice
+    return compare_both(runs, ranks=False).advice
 
 
 def resources(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Memory and samples per second, one row per setting; ``samples_from`` says where the samples of a step are from."""
-    return compare_both(runs).resources
+    return compare_both(runs, ranks=False).resources
 
 
 def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:

@@ -16,6 +16,8 @@ from commprof.schema import Column
 # pandas 3 has a type for text; in pandas 2 "str" would turn a null into the text "None".
 TEXT: Final = "str" if int(pd.__version__.partition(".")[0]) >= 3 else "object"
 
+pa.array([], pa.int64()).to_pandas()  # Arrow knows pandas from here on, whatever cli.runs told it before
+
 
 def _dtype(column: Column) -> Any:  # a pandas extension dtype or the name of one
     if column.type.startswith("int"):

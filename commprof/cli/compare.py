@@ -50,42 +50,45 @@ def compare(
     ] = False,
 ) -> int:
     """Compare runs: what each setting asked for, issued and sent, what it took, and what to set."""
-    from commprof.analysis import answer_files
-
-    answers = answer_files.remembered("compare", each_path(runs), lambda: _asked(runs))
+    answers = comparison_of(runs)
     if as_json:
         rendering.show_json(answers["advised"])
     else:
-        show_answers(answers)
+        show(answers)
     return 0
 
 
-def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
-    """The :func:`answers` about ``runs``, and whether they hold for as long as no file of a run changes."""
-    with needed("analysis", "to compare runs"):
-        from commprof.analysis import api
-    found, compared = asked(runs, api.compare_both)
-    return answers(found, compared), all(map(has_ended, found))
+def comparison_of(runs: list[str]) -> dict[str, Any]:
+    """What is shown of a comparison of ``runs``, in values of JSON; from a file where it was asked before."""
+    from commprof.analysis import answer_files
 
-
-def answers(runs: Sequence[Run], compared: Comparison) -> dict[str, Any]:
-    """What is shown of a comparison, in values of JSON."""
-    settings = with_exposed(compared)
-    found: dict[str, Any] = rendering.plain(
-        {
-            "settings": settings,
-            "traffic": compared.traffic,
-            "groups": compared.groups,
-            "notes": incomplete(runs),
-            "sentences": compared.advice.sentences,
-            "advised": with_advice(settings, compared.advice),
-        }
-    )
+    found: dict[str, Any] = answer_files.remembered("compare", each_path(runs), lambda: _asked(runs))
     return found
 
 
-def show_answers(answers: Mapping[str, Any]) -> None:
-    """Print :func:`answers`: the settings, what is missing, and what to set."""
+def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
+    """What is shown of ``runs``, and whether that holds for as long as no file of them changes."""
+    with needed("analysis", "to compare runs"):
+        from commprof.analysis import api
+    found, compared = asked(runs, lambda opened: api.compare_both(opened, ranks=False))
+    settings = with_exposed(compared)
+    answers = {
+        "settings": settings,
+        "traffic": compared.traffic,
+        "groups": compared.groups,
+        "notes": incomplete(found),
+        "sentences": compared.advice.sentences,
+        "advised": with_advice(settings, compared.advice),
+    }
+    return rendering.plain(answers), all(map(has_ended, found))
+
+
+def show(answers: Mapping[str, Any]) -> None:
+    """Print the settings, what is missing of their runs, and what to set.
+
+    Args:
+        answers: of :func:`comparison_of`.
+    """
     show_comparison(answers["settings"], answers["traffic"], answers["groups"])
     rendering.show(*answers["notes"], "", *map(rendering.paragraph, answers["sentences"]))
 

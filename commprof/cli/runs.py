@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,11 @@ RunArgument = Annotated[
 ]
 
 
-def opened(text: str) -> Run:
+def opened(text: str, frames: bool = True) -> Run:
     """The run that ``text`` names. One that has ended and was not finalised is finalised first, which is said in one line.
+
+    Args:
+        frames: whether the command makes frames; else pandas is not loaded.
 
     Raises:
         TraceError: there is none, or it cannot be read.
@@ -39,11 +43,38 @@ def opened(text: str) -> Run:
         from commprof.trace.reader import open_run
 
         finalise_first(path)
+        if not frames:
+            _leave_out_pandas()
         return open_run(path)
 
 
-def remembered(question: str, text: str, answer: Callable[[Run], Any]) -> Any:
+def _leave_out_pandas() -> None:
+    """Have Arrow take pandas for missing, which it would load for the first list that it makes an array of (0.2 s)."""
+    import pyarrow as pa
+
+    if "pandas" not in sys.modules:
+        sys.meta_path.insert(0, _NoPandas)
+        try:
+            pa.array([])
+        finally:
+            sys.meta_path.remove(_NoPandas)
+
+
+class _NoPandas:
+    """Among those that Python asks where a module is: says of pandas that it is not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """The place of ``name``: nobody else is asked for pandas."""
+        if name == "pandas":
+            raise ModuleNotFoundError(name=name)
+
+
+def remembered(question: str, text: str, answer: Callable[[Run], Any], frames: bool = True) -> Any:
     """What ``answer`` says of the run that ``text`` names, in values of JSON; from a file where it was asked before.
+
+    Args:
+        frames: as for :func:`opened`.
 
     Raises:
         TraceError: there is none, or it cannot be read.
@@ -56,7 +87,7 @@ def remembered(question: str, text: str, answer: Callable[[Run], Any]) -> Any:
     path = resolve(text)
 
     def ask() -> tuple[Any, bool]:
-        run = opened(str(path))
+        run = opened(str(path), frames)
         return plain(answer(run)), has_ended(run)
 
     return answer_files.remembered(question, [path], ask)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from commprof.cli.console import say
-from commprof.cli.extras import needed
 from commprof.cli.recording import recording_options
 from commprof.cli.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
 from commprof.engine import Engine
@@ -161,14 +160,9 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
 
 
 def _compare(runs: Sequence[Path]) -> None:
-    from commprof.cli.compare import answers, show_answers
+    from commprof.cli.compare import comparison_of, show
 
-    with needed("analysis", "to compare the runs"):
-        from commprof.analysis import api
-
-        opened = [api.open_run(run) for run in runs]
-        compared = api.compare_both(opened)
-    show_answers(answers(opened, compared))
+    show(comparison_of([str(run) for run in runs]))
     sys.stdout.flush()
 
 

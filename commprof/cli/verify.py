@@ -48,7 +48,7 @@ def verify(
 
     Exits with 0 when the ledger is closed, 1 when it has a mismatch, and 3 when a part cannot be told.
     """
-    verdict = remembered("verify", run, _verdict)
+    verdict = remembered("verify", run, _verdict, frames=False)
     exit_code = int(verdict["exit_code"])
     if as_json:
         rendering.show_json(verdict)
