@@ -70,7 +70,8 @@ def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
     """What is shown of ``runs``, and whether that holds for as long as no file of them changes."""
     with needed("analysis", "to compare runs"):
         from commprof.analysis import api
-    found, compared = asked(runs, lambda opened: api.compare_both(opened, ranks=False))
+
+        found, compared = asked(runs, lambda opened: api.compare_both(opened, ranks=False))
     settings = with_exposed(compared)
     answers = {
         "settings": settings,

@@ -164,8 +164,9 @@ def _check(directory: Path, runs: list[str]) -> int:
     with needed("export", "to check an export"):
         from commprof.export.csv import check_csv
         from commprof.export.provenance import PROVENANCE
-    found = [opened(run) for run in runs or _sources(directory / PROVENANCE)]
-    problems = check_csv(directory, found)
+
+        found = [opened(run) for run in runs or _sources(directory / PROVENANCE)]
+        problems = check_csv(directory, found)
     for problem in problems:
         say(problem)
     if problems:

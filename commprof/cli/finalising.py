@@ -29,14 +29,14 @@ def finalise(
     records and more) lies beside the run, or in the cache directory of the user where that cannot be written to.
     """
     with needed("analysis", "to finalise a run"):
-        from commprof.analysis import api
+        from commprof.analysis.index import index_of
         from commprof.trace.finaliser import finalise as finalise_run
     for path in each_path(runs):
         health = finalise_run(path)
         if health.state == "running":
             say(f"{shown(path)}  still works, and was left alone")
             continue
-        indexed = ", indexed" if api.index(path)["in_file"] else ""
+        indexed = ", indexed" if index_of(path, write=True).path is not None else ""
         keep_summaries(path)
         say(f"{shown(path)}  finalised{indexed}: {counts(health)}")
     return 0

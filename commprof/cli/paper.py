@@ -32,6 +32,7 @@ def paper(
     """
     with needed("export", "to make figures"):
         from commprof.export.paper import write_paper
-    files = write_paper(directory, out, force)
+
+        files = write_paper(directory, out, force)
     say(f"{out}  {len(files)} files: {', '.join(file.path.name for file in files)}")
     return 0

@@ -35,7 +35,8 @@ def query(
     found = opened(run)
     with needed("analysis", "to query a run"):
         from commprof.analysis import api
-    frame = api.query(found, sql)
+
+        frame = api.query(found, sql)
     for text in found.health.damaged:
         say(text)
     if csv:

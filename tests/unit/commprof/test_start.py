@@ -78,3 +78,48 @@ def test_each_name_of_the_questions_is_there():
     assert all(getattr(api, name) is not None for name in api.__all__)
     with pytest.raises(AttributeError, match="no_such_question"):
         api.no_such_question  # noqa: B018 - that it is looked up is what is tested
+
+
+WITHOUT = """
+import sys
+from types import SimpleNamespace
+
+def find_spec(name, path=None, target=None):
+    if name in ("pandas", "duckdb"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
+from commprof.cli import execute
+sys.exit(execute(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "RUN"],
+        ["compare", "RUN"],
+        ["query", "RUN", "select count(*) from collectives"],
+        ["finalise", "RUN"],
+        ["export", "RUN", "--out", "OUT"],
+        ["verify", "RUN"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_the_packages_for_tables_a_command_says_in_one_line_what_to_install(run, tmp_path, words):
+    places = {"RUN": str(run), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *(places.get(word, word) for word in words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},
+    )
+    if words[0] == "verify":  # needs neither
+        assert "ledger" in done.stdout
+        assert not done.stderr
+    else:
+        assert done.returncode == 1, done.stderr
+        (line,) = done.stderr.strip().splitlines()
+        assert "is needed to" in line
+        assert "pip install" in line
