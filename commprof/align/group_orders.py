@@ -7,15 +7,17 @@ itself agree.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from commprof.align.agreement import IssuedCall, call_text, ranks_text, reference_of, when_text
 
 Group: TypeAlias = tuple[str, str]  # name and ranks
 Key = TypeVar("Key")
+_Numbers: TypeAlias = tuple[int, ...]
+_MOST_LISTED: Final = 10  # groups of a rank whose subsets are listed: a thousand of them
 
 
 class GroupCall(NamedTuple):
@@ -131,19 +133,62 @@ class OrderDifference(NamedTuple):
 
 def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], frozenset[int]]:
     """The sets of two groups or more that some two ranks share, and all ranks that are in every group of each set."""
-    groups = list(members)
-    of_rank: dict[int, int] = defaultdict(int)  # a bit for each group
-    for number, group in enumerate(groups):
-        for rank in members[group]:
-            of_rank[rank] |= 1 << number
-    alike = Counter(of_rank.values())  # most ranks of a large job are in the same groups as others
-    shared = {one & other for one, other in combinations(alike, 2)}
-    shared |= {bits for bits, ranks in alike.items() if ranks > 1}
-    found = {}
-    for bits in shared:
-        if bits.bit_count() > 1:
-            chosen = frozenset(group for number, group in enumerate(groups) if bits >> number & 1)
-            found[chosen] = frozenset(rank for rank, mine in of_rank.items() if mine & bits == bits)
+    same: dict[frozenset[int], list[Key]] = defaultdict(list)  # groups of the same ranks count as one
+    for group, ranks in members.items():
+        same[frozenset(ranks)].append(group)
+    groups = list(same.values())
+    of_rank: dict[int, list[int]] = defaultdict(list)
+    for number, ranks in enumerate(same):
+        for rank in ranks:
+            of_rank[rank].append(number)
+    alike: dict[_Numbers, list[int]] = defaultdict(list)  # the ranks that are in the same groups
+    for rank, numbers in of_rank.items():
+        alike[tuple(numbers)].append(rank)
+    ranks_of: dict[_Numbers, list[int]] = {
+        shared: [] for shared in _shared_numbers(alike) if sum(len(groups[number]) for number in shared) > 1
+    }
+    if max(map(len, alike), default=0) <= _MOST_LISTED:
+        for numbers, mine in alike.items():
+            for subset in _subsets(numbers):
+                if subset in ranks_of:
+                    ranks_of[subset] += mine
+    else:
+        for shared in ranks_of:
+            for numbers, mine in alike.items():
+                ranks_of[shared] += mine if {*shared} <= {*numbers} else []
+    return {
+        frozenset(group for number in shared for group in groups[number]): frozenset(ranks)
+        for shared, ranks in ranks_of.items()
+    }
+
+
+def _shared_numbers(alike: Mapping[_Numbers, Sequence[int]]) -> set[_Numbers]:
+    """What any two ranks share, where ``alike`` has the ranks of each membership: in time that grows with their number.
+
+    How many memberships hold each subset of one is counted; those that share just this subset with it follow by inclusion
+    and exclusion. Where a rank is in many groups it has too many subsets, and pairs of memberships are compared.
+    """
+    found = {numbers for numbers, ranks in alike.items() if len(ranks) > 1}
+    if max(map(len, alike), default=0) > _MOST_LISTED:
+        return found | {tuple(sorted({*one} & {*other})) for one, other in combinations(alike, 2)}
+    holding = Counter(subset for numbers in alike for subset in _subsets(numbers))
+    for numbers in alike:
+        subsets = _subsets(numbers)
+        exact = [holding[subset] for subset in subsets]
+        for bit in range(len(numbers)):
+            for place in range(len(exact)):
+                if not place >> bit & 1:
+                    exact[place] -= exact[place | 1 << bit]
+        exact[-1] -= 1  # itself
+        found.update(subset for subset, count in zip(subsets, exact, strict=True) if count > 0)
+    return found
+
+
+def _subsets(numbers: _Numbers) -> list[_Numbers]:
+    """All subsets of ``numbers``, at the place whose bits say which of them are in it."""
+    found: list[_Numbers] = [()]
+    for number in numbers:
+        found += [(*subset, number) for subset in found]
     return found
 
 

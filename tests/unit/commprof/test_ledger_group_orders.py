@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from commprof.align import group_orders
 from commprof.ledger.verification import verify
 from commprof.sampling.dump import take_dump
 from support.runs import SyntheticRun
@@ -275,3 +276,49 @@ def test_a_planted_swap_is_found_exactly(seed, tmp_path):
         assert [call.call.step for call in of_rank] == [calls[second][2], calls[first][2]]
         assert orders[tuple(others)] == of_rank[::-1]
     assert len(found_in(run, tmp_path / "run")) == len(found)
+
+
+def shared_by_pairs(members):
+    """The rule itself: what each pair of ranks shares, and who is in all of it."""
+    ranks = sorted(set().union(*members.values()))
+    found = {}
+    for one in ranks:
+        for other in ranks:
+            groups = frozenset(
+                group for group, inside in members.items() if one in inside and other in inside
+            )
+            if one < other and len(groups) > 1:
+                found[groups] = frozenset(
+                    rank for rank in ranks if all(rank in members[group] for group in groups)
+                )
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("most", [0, 2, 10])
+def test_shared_groups_are_what_each_pair_of_ranks_shares(monkeypatch, seed, most):
+    """Where the subsets of the groups of a rank are listed (up to ``most``) and where pairs are compared."""
+    monkeypatch.setattr(group_orders, "_MOST_LISTED", most)
+    chance = random.Random(seed)
+    ranks = range(chance.randint(1, 12))
+    members = {
+        (str(number), "ranks"): set(chance.sample(ranks, chance.randint(1, len(ranks))))
+        for number in range(chance.randint(1, 7))
+    }
+    members |= {
+        (f"again {pg}", text): inside for (pg, text), inside in members.items() if chance.random() < 0.2
+    }
+    assert group_orders.shared_groups(members) == shared_by_pairs(members)
+
+
+def test_shared_groups_of_a_grid_of_ranks():
+    tensor, pipeline, data = 2, 2, 4
+    members = {("world", "0-15"): set(range(16))}
+    for rank in range(16):
+        t, p, d = rank % tensor, rank // tensor % pipeline, rank // (tensor * pipeline)
+        for axis, place in (("tensor", (p, d)), ("pipeline", (t, d)), ("data", (t, p))):
+            members.setdefault((axis, str(place)), set()).add(rank)
+    assert len(members) == 1 + 8 + 8 + 4
+    found = group_orders.shared_groups(members)
+    assert found == shared_by_pairs(members)
+    assert sorted(map(len, found.values())) == [2] * 16 + [data] * 4
