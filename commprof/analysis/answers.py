@@ -17,6 +17,9 @@ _MEASURES: Final = (
     Column("records", "int64", "records of all ranks behind them"),
     Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
     Column(
+        "padding_bytes", "int64", "of payload_bytes, padding; null where no runtime says it", True, "bytes"
+    ),
+    Column(
         "wire_bytes",
         "float64",
         "wire, modelled as issued: mean bytes that a rank of the group sends, a message its bytes, over the collectives",
@@ -58,6 +61,14 @@ GROUPINGS: Final[dict[str, Column]] = {
         *map(_of_schema, ("phase", "op", "intended_op", "purpose")),
         *map(_of_schema, ("bucket", "owner", "dtype", "reduce_op", "backend", "device")),
         *map(_of_schema, ("pg", "group_desc", "group_ranks", "group_size", "api", "call_site")),
+        Column(
+            "span",
+            "string",
+            "whether the bytes stay within a host: by the hosts of the ranks of the group, or of the two ranks of a "
+            "message; null where they are not known",
+            True,
+            values=("within_host", "between_hosts"),
+        ),
     )
 }
 
@@ -108,7 +119,7 @@ STEP_TIMES: Final = Table(
 
 # What exposure() can be asked by. Its steps are those that the time was spent in.
 EXPOSURE_BY: Final[dict[str, Column]] = {
-    **GROUPINGS,
+    **{name: column for name, column in GROUPINGS.items() if name != "span"},
     "step": Column(
         "step",
         "int32",

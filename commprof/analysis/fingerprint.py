@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 
-VERSION: Final = 15  # of what is derived: the index and the summaries
+VERSION: Final = 16  # of what is derived: the index and the summaries
 _INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets", "groups", "stalls")
 
 

@@ -36,11 +36,13 @@ HELD_COLUMNS: Final = (
     "sender",
     "receiver",
     "call_bytes",
+    "span",
 )
 MEASURES: Final = {
     "collectives": "bigint",
     "records": "bigint",
     "payload_bytes": "bigint",
+    "padding_bytes": "bigint",
     "wire_share": "decimal(38, 0)",
     "executed_share": "decimal(38, 0)",
     "unexecuted": "bigint",

@@ -34,6 +34,7 @@ compared as (
         cast(sum(calls) as bigint) as records,
         max(payload_bytes) as payload_bytes,
         max(tensors) as tensors,
+        max(padding_bytes) as padding_bytes,
         sum(case when returned > 0 then host_ns end) / count(case when returned > 0 then 1 end) as host_ns,
         sum(case when timed > 0 then exposed_ns end) / count(case when timed > 0 then 1 end) as exposed_ns,
         cast(sum(timed) as bigint) as timed,
@@ -42,6 +43,7 @@ compared as (
                 and min(payload_bytes) = max(payload_bytes)
                 and min(check_sum) = max(check_sum)
                 and min(check_squares) = max(check_squares)
+                and min(coalesce(padding_bytes, -1)) = max(coalesce(padding_bytes, -1))
                 and max(splits) = 0
                 and max(case when returned in (0, calls) and timed in (0, calls) then 0 else 1 end) = 0
             then 1
@@ -56,6 +58,7 @@ select
     c.records,
     c.payload_bytes,
     c.tensors,
+    c.padding_bytes,
     c.host_ns,
     c.exposed_ns,
     c.timed,

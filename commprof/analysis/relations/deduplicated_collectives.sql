@@ -30,6 +30,7 @@ select
     min_by(peer, rank) as root,
     count(*) as records,
     max(num_tensors) as tensors,
+    max(padding_bytes) as padding_bytes,
     cast(case
         when min_by(op, rank) = 'all_to_all' then round(avg(cast(payload_bytes as double)))
         else max(payload_bytes)

@@ -40,7 +40,7 @@ BY: Final = (  # columns of the relations that can be summed by any of them
         "api",
         "call_site",
     ),
-    *("root", "sender", "receiver", "call_bytes"),
+    *("root", "sender", "receiver", "call_bytes", graph.SPAN),
 )
 _MOST_IN_MEMORY: Final = 100_000  # rows of a table; the engine reads more from the files
 

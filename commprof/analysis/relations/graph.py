@@ -28,6 +28,7 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
     ),
 }
 KEYS: Final = ("attempt", "pg", "group_ranks", "group_size", "op", "backend", "call_bytes")
+SPAN: Final = "span"  # follows from the other columns
 _OF_PAIRS: Final = ("sender", "receiver")
 _HEAD: Final = re.compile(r"-- ?(.*)")
 _INPUT: Final = re.compile(r"(?:(\w+)=)?(\w+)(?:\((\w+)=(\w+)\))?")
@@ -188,7 +189,7 @@ def _add(
 
 def _clauses(by: Sequence[str]) -> dict[str, str]:
     """What is put into texts for the columns ``by``: with a comma after each, and as conditions of a join."""
-    columns = tuple(dict.fromkeys((*KEYS, *by)))
+    columns = [name for name in dict.fromkeys((*KEYS, *by)) if name != SPAN]
     of_records = [name for name in columns if name not in _OF_PAIRS]
     return {
         "by": "".join(f"{name}, " for name in of_records),

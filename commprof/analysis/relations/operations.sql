@@ -3,7 +3,7 @@
 -- grain: one row per combination of the requested columns and wire_ranks
 -- inputs: agreement, differing_members=collective_members(records=differing_records),
 --   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members),
---   messages, summed_operations
+--   messages, summed_operations, rank_hosts, group_spans
 -- Sums of these rows are again sums of operations. wire_bytes is wire_share / wire_ranks; both are integers, so that a sum
 -- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.backends), which is
 -- known of gloo; unexecuted counts the operations of which it is not known. call_bytes is the payload of one call of
@@ -11,7 +11,9 @@
 --
 -- root is the root of a collective, -1 for none. A message has a sender and a receiver. An all_to_all with recorded splits
 -- has its bytes in rows of its pairs of ranks, with collectives 0, a sender and a receiver; where the splits are not known,
--- sender and receiver are -1. host_ns and exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
+-- sender and receiver are -1. span is within_host or between_hosts: of a message or pair by the hosts of its two ranks, else
+-- by those of the group; null where that is not known. padding_bytes is null where no runtime says it. host_ns and
+-- exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
 with known_exchanges as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from differing_exchanges
@@ -93,27 +95,43 @@ of_sums as (
 ),
 counted as (
     select
-        {by_and_pairs} collectives, records, tensors, payload_bytes, host_ns, exposed_ns, timed, cast(null as bigint) as sent_bytes
+        {by_and_pairs} collectives, records, tensors, payload_bytes, padding_bytes, host_ns, exposed_ns, timed,
+        cast(null as bigint) as sent_bytes
     from of_agreed
     union all
     select
-        {by_and_pairs} 1 as collectives, records, tensors, payload_bytes, host_ns, exposed_ns, timed, sent_bytes
+        {by_and_pairs} 1 as collectives, records, tensors, payload_bytes, padding_bytes, host_ns, exposed_ns, timed, sent_bytes
     from of_differing
     union all
     select
-        {by_and_pairs} 0 as collectives, 0 as records, 0 as tensors, 0 as payload_bytes, 0.0 as host_ns, 0.0 as exposed_ns,
+        {by_and_pairs} 0 as collectives, 0 as records, 0 as tensors, 0 as payload_bytes, null as padding_bytes,
+        0.0 as host_ns, 0.0 as exposed_ns,
         0 as timed, sent_bytes
     from of_pairs
     union all
     select
         {by_and_pairs} counted as collectives, 1 as records, counted * num_tensors as tensors, counted * payload_bytes as payload_bytes,
-        call_ns as host_ns, cast(exposed_ns as double) as exposed_ns,
+        counted * padding_bytes as padding_bytes, call_ns as host_ns, cast(exposed_ns as double) as exposed_ns,
         case when exposed_ns is null then 0 else 1 end as timed, null as sent_bytes
     from of_messages
     union all
     select
-        {by_and_pairs} collectives, records, 0 as tensors, payload_bytes, host_ns, exposed_ns, 0 as timed, null as sent_bytes
+        {by_and_pairs} collectives, records, 0 as tensors, payload_bytes, null as padding_bytes, host_ns, exposed_ns, 0 as timed, null as sent_bytes
     from of_sums
+),
+located as (
+    select
+        c.*,
+        case
+            when c.sender is not null and a.host is not null and b.host is not null
+            then case when a.host = b.host then 'within_host' else 'between_hosts' end
+            when c.op = 'recv' and g.span = 'between_hosts' then null -- of a recv from any source
+            when c.sender is null or c.sender < 0 then g.span
+        end as span
+    from counted c
+    left join rank_hosts a on a.attempt = c.attempt and a.rank = c.sender
+    left join rank_hosts b on b.attempt = c.attempt and b.rank = c.receiver
+    left join group_spans g on g.attempt = c.attempt and g.group_ranks = c.group_ranks
 ),
 -- Of gloo's reduce, for one call: bytes of a segment, and segments of a rank's chunk. The same as in commprof.ledger.backends.
 segmented as (
@@ -122,7 +140,7 @@ segmented as (
         greatest(1, least(1048576, cast(
             ceil(call_bytes / (2.0 * greatest(group_size, 1))) as bigint
         ))) as segment_bytes
-    from counted c
+    from located c
 ),
 chunked as (
     select
@@ -176,6 +194,7 @@ select
     cast(sum(collectives) as bigint) as collectives,
     cast(sum(records) as bigint) as records,
     cast(sum(payload_bytes) as bigint) as payload_bytes,
+    cast(sum(padding_bytes) as bigint) as padding_bytes,
     cast(sum(cast(wire_share as decimal(38, 0))) as decimal(38, 0)) as wire_share,
     cast(sum(cast(executed_share as decimal(38, 0))) as decimal(38, 0)) as executed_share,
     cast(sum(case when executed_share is null then 1 else 0 end) as bigint) as unexecuted,

@@ -28,6 +28,7 @@ select
     count(*) as calls,
     cast(sum(payload_bytes) as bigint) as payload_bytes,
     cast(sum(num_tensors) as bigint) as tensors,
+    cast(sum(padding_bytes) as bigint) as padding_bytes,
     cast(sum(mixed) as bigint) as check_sum,
     cast(sum(mixed * mixed % 2147483647) as bigint) as check_squares,
     min(pg_seq) as first_seq,

@@ -51,6 +51,7 @@ shared as (
         count(*) as records,
         max(num_tensors) as tensors,
         max(payload_bytes) as largest_bytes,
+        max(padding_bytes) as padding_bytes,
         avg(payload_bytes) as mean_bytes,
         avg(return_ns - issue_ns) as host_ns,
         avg(exposed_ns) as exposed_ns,
@@ -145,6 +146,7 @@ operations as (
         reduce_op, backend, device, group_desc, group_size, api, call_site, records, tensors,
         1 as collectives,
         case when op = 'all_to_all' then cast(round(mean_bytes) as bigint) else largest_bytes end as payload_bytes,
+        padding_bytes,
         host_ns, exposed_ns, timed, root, null as sender, null as receiver
     from shared
     union all
@@ -154,6 +156,7 @@ operations as (
         counted * num_tensors as tensors,
         counted as collectives,
         counted * payload_bytes as payload_bytes,
+        counted * padding_bytes as padding_bytes,
         cast(return_ns - issue_ns as double) as host_ns, cast(exposed_ns as double) as exposed_ns,
         case when exposed_ns is null then 0 else 1 end as timed,
         -1 as root,
@@ -164,7 +167,7 @@ operations as (
     select
         attempt, pg, group_ranks, step, null as after_step, null as micro_step, phase, op, intended_op, purpose, null as bucket, null as owner,
         null as dtype, null as reduce_op, null as backend, null as device, null as group_desc, group_size, null as api,
-        null as call_site, records, 0 as tensors, collectives, payload_bytes, host_ns, exposed_ns,
+        null as call_site, records, 0 as tensors, collectives, payload_bytes, null as padding_bytes, host_ns, exposed_ns,
         0 as timed, -1 as root, null as sender, null as receiver
     from summed
 )

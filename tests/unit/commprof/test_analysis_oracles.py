@@ -90,7 +90,8 @@ def test_operations_added_up_by_some_columns_are_those_of_the_plain_question(see
                 assert all((answer[name] - expected[name]).dropna().abs() <= 1)
                 assert answer[name].isna().equals(expected[name].isna())
     # call_bytes splits one reduce of gloo among ranks; test_analysis_executed_ranks.py holds it to gloo's algorithm.
-    assert set(EVERY_COLUMN) - {"call_bytes"} <= set(plain.column_names)
+    # span is held to what is worked out by hand in test_analysis_traffic.py.
+    assert set(EVERY_COLUMN) - {"call_bytes", "span"} <= set(plain.column_names)
 
 
 @pytest.mark.parametrize("seed", range(3))

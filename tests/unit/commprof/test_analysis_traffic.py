@@ -24,7 +24,8 @@ def only(run: SyntheticRun) -> dict:
 def test_a_collective_of_four_ranks_counts_once():
     run = SyntheticRun(world_size=4)
     run.add_collective("all_reduce", payload_bytes=1000)
-    assert only(run) | {"exposed_ns": None} == {
+    assert only(run) | {"exposed_ns": None, "padding_bytes": None} == {
+        "padding_bytes": None,
         "collectives": 1,
         "records": 4,
         "payload_bytes": 1000,
@@ -257,3 +258,52 @@ def test_against_an_independent_count(seed):
         row = frame.loc[key]
         assert (row["collectives"], row["records"], row["payload_bytes"]) == (collectives, records, payload)
         assert row["wire_bytes"] == pytest.approx(wire, rel=1e-12)
+
+
+def two_hosts(run: SyntheticRun, unknown: tuple[int, ...] = ()) -> SyntheticRun:
+    """The groups of ``run`` on two hosts: ranks 0 and 1, and the others."""
+    run.rows["groups"] = run.table("groups").to_pylist()
+    for row in run.rows["groups"]:
+        row["host"] = None if row["rank"] in unknown else "ab"[row["rank"] > 1]
+    return run
+
+
+@pytest.mark.parametrize("unknown", [(), (3,)])
+def test_bytes_within_a_host_are_told_from_those_between_hosts(unknown):
+    run = SyntheticRun(world_size=4)
+    run.add_collective("all_reduce", payload_bytes=1000)
+    run.add_collective("all_reduce", payload_bytes=10, group=(0, 1), pg="1")
+    run.add_collective("all_gather", payload_bytes=20, group=(2, 3), pg="2")
+    run.add_collective("send", payload_bytes=7, ranks=(0,), peer=1)
+    run.add_collective("send", payload_bytes=5, ranks=(1,), peer=2)
+    run.add_collective("recv", payload_bytes=5, ranks=(2,), peer=1)
+    run.add_collective("send", payload_bytes=3, ranks=(2,), peer=3)
+    frame = ask(two_hosts(run, unknown), "span", "op").set_index(["op", "span"])["payload_bytes"]
+    found = {key: size for key, size in frame.dropna().to_dict().items() if size}
+    sure = "within_host" if not unknown else None
+    found = {(op, None if pd.isna(span) else span): size for (op, span), size in found.items()}
+    expected = {
+        ("all_reduce", "between_hosts"): 1000,
+        ("all_reduce", "within_host"): 10,
+        ("all_gather", sure): 20,
+        ("send", "within_host"): 7,
+        ("send", "between_hosts"): 5,
+    }
+    expected[("send", sure)] = expected.get(("send", sure), 0) + 3
+    assert found == expected
+
+
+def test_padding_is_summed_where_a_runtime_says_it():
+    run = SyntheticRun(world_size=2)
+    run.add_collective("all_gather", payload_bytes=64, padding_bytes=8, purpose="parameter_gather")
+    run.add_collective("all_gather", payload_bytes=64, padding_bytes=0, purpose="parameter_gather")
+    run.add_collective("all_gather", payload_bytes=64, ranks=(0,), purpose="metric", pg_seq=2)
+    run.add_collective(
+        "all_gather", payload_bytes=64, padding_bytes=4, ranks=(1,), purpose="metric", pg_seq=2
+    )
+    run.add_collective("broadcast", payload_bytes=64)
+    frame = ask(run, "op", "purpose")
+    found = {(row.op, row.purpose): row.padding_bytes for row in frame.itertuples()}
+    assert found["all_gather", "parameter_gather"] == 8
+    assert found["all_gather", "metric"] == 4
+    assert all(pd.isna(size) for (op, _), size in found.items() if op == "broadcast")

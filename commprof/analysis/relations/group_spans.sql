@@ -1,0 +1,21 @@
+-- Whether the ranks of a group are on one host or on several.
+--
+-- grain: one row per attempt and text of group_ranks
+-- inputs: groups, rank_hosts
+-- span is within_host where every rank of the group was recorded on the same host, and between_hosts where two ranks were
+-- recorded on different hosts; null where neither is known.
+with members as (
+    select attempt, group_ranks, rank, max(group_size) as group_size
+    from groups
+    group by attempt, group_ranks, rank
+)
+select
+    m.attempt,
+    m.group_ranks,
+    case
+        when count(distinct h.host) > 1 then 'between_hosts'
+        when count(h.host) = max(m.group_size) then 'within_host'
+    end as span
+from members m
+left join rank_hosts h on h.attempt = m.attempt and h.rank = m.rank
+group by m.attempt, m.group_ranks
