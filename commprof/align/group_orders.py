@@ -142,8 +142,8 @@ def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], froze
         for rank in ranks:
             of_rank[rank].append(number)
     alike: dict[_Numbers, list[int]] = defaultdict(list)  # the ranks that are in the same groups
-    for rank, numbers in of_rank.items():
-        alike[tuple(numbers)].append(rank)
+    for rank, mine in of_rank.items():
+        alike[tuple(mine)].append(rank)
     ranks_of: dict[_Numbers, list[int]] = {
         shared: [] for shared in _shared_numbers(alike) if sum(len(groups[number]) for number in shared) > 1
     }
