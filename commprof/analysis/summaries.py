@@ -32,6 +32,8 @@ def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> 
     Raises:
         TraceError, OSError: they cannot be written.
     """
+    for left in path.glob(f".{SUMMARIES_DIRECTORY}-*"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     folder = Path(mkdtemp(prefix=f".{SUMMARIES_DIRECTORY}-", dir=path))
     try:
         folder.chmod(0o755)

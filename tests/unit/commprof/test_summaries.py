@@ -66,6 +66,14 @@ def test_summaries_that_cannot_be_written_leave_nothing_behind(run, monkeypatch)
     assert sorted(path.name for path in run.iterdir()) == before
 
 
+def test_what_a_killed_process_left_is_removed(run):
+    left = run / f".{SUMMARIES_DIRECTORY}-abc"
+    left.mkdir()
+    (left / "operations.parquet").write_bytes(b"half")
+    assert sums.summarise(run)
+    assert not left.exists() and summaries.read(run)
+
+
 def test_a_large_run_gets_none(run, monkeypatch):
     monkeypatch.setattr(sums, "_MOST_SUMMARISED", 5)
     assert not sums.summarise(run)
