@@ -25,7 +25,8 @@ from commprof.analysis.memory import give_back
 from commprof.analysis.standstill import standstills
 from commprof.analysis.sum_tables import BUCKET_SUMS, TransferTimes, append, keep_operations
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
-from commprof.trace.reader import Run
+from commprof.trace.reader import Run, Scan
+from commprof.trace.tables import empty_table
 
 BUCKET_FLUSHES: Final = "bucket_flushes"
 BUCKET_MEANS: Final = "bucket_means"
@@ -126,14 +127,27 @@ def standing(run: Run) -> dict[str, pa.Table]:
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
     stalls = run.table("stalls")
-    stood = standstills(collectives, of_steps, list(EXPOSURES), stalls)
-    counted = exposure.counts(collectives, max(EXPOSURES, key=len), stalls)
-    found = {
-        name: exposure.answer(collectives, of_steps, by, stalls, each, counted)
-        for (by, name), each in zip(EXPOSURES.items(), stood, strict=True)
-    }
+    found = standing_of(process_times(collectives, of_steps, stalls), of_steps, stalls)
     give_back()  # what it took of each file is not needed again
     return found
+
+
+def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
+    """What :func:`standing_of` is made of. Those of several processes are those of each, one after the other."""
+    return [
+        *standstills(collectives, of_steps, list(EXPOSURES), stalls),
+        exposure.counts(collectives, max(EXPOSURES, key=len), stalls),
+    ]
+
+
+def standing_of(times: list[pa.Table], of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
+    """:func:`standing`, from the :func:`process_times` of all processes."""
+    *stood, counted = times
+    unused = empty_table("collectives")
+    return {
+        name: exposure.answer(unused, of_steps, by, stalls, each, counted)
+        for (by, name), each in zip(EXPOSURES.items(), stood, strict=True)
+    }
 
 
 def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:

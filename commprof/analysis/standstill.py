@@ -34,7 +34,7 @@ from commprof.trace.tables import arrow_schema, read_columns
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-_PROCESS: Final = ("attempt", "rank", "pid")
+PROCESS: Final = ("attempt", "rank", "pid")
 _TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
 _FURTHEST: Final = 1 << 61  # sums and differences of two such times are integers still
 _SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
@@ -100,24 +100,24 @@ def standstills(
     stalls: pa.Table | None = None,
 ) -> list[pa.Table]:
     """:func:`standstill` by each of ``several`` lists of columns, with one look at the records."""
-    several = [[name for name in by if name not in (*_PROCESS, "step")] for by in several]
-    stalled = {} if stalls is None else {key: rows for rows, key in _by_process(stalls)}
+    several = [[name for name in by if name not in (*PROCESS, "step")] for by in several]
+    stalled = {} if stalls is None else {key: rows for rows, key in by_process(stalls)}
     seen = ("is_async", "layer", "purpose") if stalled else ()
-    columns = list(dict.fromkeys((*_PROCESS, "device", *_TIMES, *seen, *(n for by in several for n in by))))
+    columns = list(dict.fromkeys((*PROCESS, "device", *_TIMES, *seen, *(n for by in several for n in by))))
     of_process = {
-        key: rows for rows, key in _by_process(steps.select([*_PROCESS, "step", "begin_ns", "end_ns"]))
+        key: rows for rows, key in by_process(steps.select([*PROCESS, "step", "begin_ns", "end_ns"]))
     }
     found = [
         _of_process(rows, key, of_process.get(key), stalled.get(key), several)
         for part in _parts(collectives, columns)
-        for rows, key in _by_process(part)
+        for rows, key in by_process(part)
     ]
     return [_as_one(by, [tables[place] for tables in found]) for place, by in enumerate(several)]
 
 
 def _as_one(by: Sequence[str], tables: Sequence[pa.Table]) -> pa.Table:
     schema = arrow_schema("collectives")
-    fields = [schema.field(name) for name in (*by, *_PROCESS)]
+    fields = [schema.field(name) for name in (*by, *PROCESS)]
     fields += [pa.field(name, kind) for name, kind in _MEASURES]
     answer = pa.schema([field.with_nullable(True).remove_metadata() for field in fields])
     return pa.concat_tables([answer.empty_table(), *(table.cast(answer) for table in tables)])
@@ -136,11 +136,11 @@ def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Tabl
     yield collectives.rest.select(columns)
 
 
-def _by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
+def by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
     """The rows of each process, and which it is."""
     if not len(rows):
         return
-    keys = [rows[name].to_numpy() for name in _PROCESS]
+    keys = [rows[name].to_numpy() for name in PROCESS]
     if all(key[0] == key.min() == key.max() for key in keys):
         yield rows, tuple(int(key[0]) for key in keys)
         return
@@ -201,7 +201,7 @@ def _by(
     columns = {name: chosen[name] for name in by} if chosen is not None else {}
     columns |= {
         name: pa.array(np.full(len(cells), value, np.int64))
-        for name, value in zip(_PROCESS, process, strict=True)
+        for name, value in zip(PROCESS, process, strict=True)
     }
     columns["step"] = cuts.steps.take(pa.array(cells % places))
     sums = [
@@ -211,7 +211,7 @@ def _by(
     # what is surely exposed does not overlap
     values[:, -1] = np.maximum(0, values[:, -1] - values[:, 0] - values[:, 1])
     columns |= {name: pa.array(values[:, place]) for place, name in enumerate(_SUMS)}
-    return _added_up(pa.table(columns), [*by, *_PROCESS, "step"])
+    return _added_up(pa.table(columns), [*by, *PROCESS, "step"])
 
 
 def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:

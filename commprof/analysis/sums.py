@@ -45,8 +45,12 @@ __all__ = [
     "reducing",
     "step_times",
 ]
+FLUSHED: Final = "flushed"  # buckets without what reduced them, where another engine has found them
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
 _MOST_SUMMARISED: Final = 300_000  # records; more would delay the end of a job, and get an index on demand
+SUMMARISED: Final = tuple(
+    dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS))
+)  # of a summary of operations
 _MOST_KEPT: Final = 16  # answers with one index
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
@@ -124,16 +128,26 @@ def summarise(path: Path) -> bool:
         run, stamp = open_run(path), fingerprint(path)
         if run.pending or not 0 < run.health.records + run.health.summed <= _MOST_SUMMARISED:
             return False
-        wanted = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS)))
-        tables = {(OPERATIONS, *wanted): _operations(run, wanted)}
-        tables |= {(name,): rows for name, rows in standing(run).items()}
-        run.kept |= tables
-        step_times(run)
-        tables |= {(name,): run.kept[name,] for name in ("step_times",)} | {(BUCKET_FLUSHES,): _flushed(run)}
+        tables = summary_tables(run)
         summaries.keep(path, tables, stamp)
     except (CommprofError, OSError):
         return False
     return True
+
+
+def summary_tables(run: Run) -> dict[tuple[str, ...], pa.Table]:
+    """The summaries of ``run`` by name and columns; those that ``run.kept`` has are taken from there.
+
+    Raises:
+        TraceError: a file of the run is damaged.
+    """
+    tables = {(OPERATIONS, *SUMMARISED): _operations(run, SUMMARISED)}
+    if not all((name,) in run.kept for name in EXPOSURES.values()):
+        run.kept |= {(name,): rows for name, rows in standing(run).items()}
+    run.kept |= tables
+    step_times(run)
+    tables |= {(name,): run.kept[name,] for name in (*EXPOSURES.values(), "step_times")}
+    return tables | {(BUCKET_FLUSHES,): _flushed(run)}
 
 
 def step_times(run: Run) -> pd.DataFrame:
@@ -222,7 +236,9 @@ def _flushed(run: Run) -> pa.Table:
         if len(run.table("buckets")):
             sent = _operations(run, (*buckets_module.COLUMNS, "backend"))
             groups = buckets_module.groups_of(sent)
-            flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"), groups)
+            flushed = kept.pop((FLUSHED,), None)
+            if flushed is None:
+                flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"), groups)
             found = buckets_module.bucket_flushes(flushed, sent, groups)
         else:
             found = from_rows([], FLUSHES.columns)

@@ -25,6 +25,7 @@ VERBS: Final = {
     "paper": "paper:paper",
     "import": "importing:import_",
     "finalise": "finalising:finalise",
+    "analyse": "analyse:analyse",
     "dashboard": "dashboard:dashboard",
     "calibrate": "calibrate:calibrate",
     "dump": "dump:dump",

@@ -11,21 +11,25 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
+from commprof.analysis.engine import ask as ask_duckdb
 from commprof.analysis.engine import evaluate as evaluate_by_duckdb
 from commprof.analysis.engine import group_members, query_text
 from commprof.analysis.memory import limit_bytes
 from commprof.analysis.relations import graph
+from commprof.analysis.standstill import PROCESS, by_process
 from commprof.errors import MissingExtraError, TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.reader import Run, Scan
-from commprof.trace.tables import empty_table
+from commprof.trace.tables import arrow_schema, empty_table
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -40,6 +44,7 @@ _TYPES: Final = {
     "bool": "boolean",
     "string": "string",
 }
+_ARROW_TYPES: Final = {**_TYPES, "double": "double", "bool": "boolean", "binary": "binary"}
 _JAVA: Final = "Java 17 or newer"
 
 
@@ -65,6 +70,7 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
             f"Spark needs {_JAVA}, and no java is in JAVA_HOME or on PATH; install it (Debian: apt-get install "
             "openjdk-17-jre-headless), or use --engine duckdb"
         )
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else its workers are the python3 on PATH
     builder = SparkSession.builder.appName("commprof")
     if (chosen or "").startswith("sc://"):
         return builder.remote(chosen).getOrCreate()
@@ -76,6 +82,7 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
     if chosen is not None:
         builder = builder.master(chosen)
     if (chosen or "").startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         usual |= {
             "spark.driver.memory": f"{limit_bytes() >> 20}m",
             "spark.driver.host": "localhost",
@@ -139,6 +146,12 @@ class SparkRelations:
                 rows = self.session.sql(text)
                 if _uses(step, texts) > 1:
                     rows = rows.localCheckpoint()
+                    if rows.isEmpty():  # what is made of it need not be planned, let alone evaluated
+                        rows = self._nothing(
+                            ", ".join(
+                                f"{field.name} {field.dataType.simpleString()}" for field in rows.schema
+                            )
+                        )
                 rows.createOrReplaceTempView(step)
             return _as(schema_of(name, by), self.session.sql(texts[name]))
 
@@ -151,6 +164,54 @@ class SparkRelations:
         rows = self.evaluate(name, by)
         with _explained(name):
             return rows.toArrow().cast(schema_of(name, by))
+
+    def ask(self, question: str, tables: Mapping[str, pa.Table]) -> pa.Table:
+        """The answer to ``question`` (``queries/<question>.sql``) over the collectives and ``tables``.
+
+        Raises:
+            TraceError: the collectives cannot be read, or hold numbers that cannot be summed.
+        """
+        tables = {name: _plain(rows) for name, rows in tables.items()}
+        with _explained(question):
+            self._add("collectives")
+            for name, rows in tables.items():
+                self._view(name, rows)
+            expected = ask_duckdb(question, {"collectives": empty_table("collectives"), **tables}).schema
+            return _as(expected, self.session.sql(query_text(question))).toArrow().cast(expected)
+
+    def of_processes(
+        self,
+        columns: Sequence[str],
+        beside: Mapping[str, pa.Table],
+        function: Callable[..., list[pa.Table]],
+    ) -> list[pa.Table]:
+        """What ``function`` says of the collectives of each process and its rows of the tables ``beside``, concatenated.
+
+        It runs where Spark runs: commprof has to be installed there. The ``columns`` of the collectives are shuffled.
+
+        Args:
+            function: of a module, as it travels by its name; takes the records and the tables ``beside``.
+
+        Raises:
+            TraceError: the collectives cannot be read, or ``function`` cannot work on them.
+        """
+        from pyspark.sql.functions import col
+
+        rows = [name for name in TABLES["collectives"].names if name in {*PROCESS, *columns}]
+        with _explained(function.__name__):
+            self._add("collectives")
+            records = self.session.table("collectives").select([col(name) for name in rows])
+            others = self._frame(_by_process(beside))
+            pairs = records.groupBy(*PROCESS).cogroup(others.groupBy(*PROCESS))
+            work = partial(_of_process, function, rows, tuple(beside))
+            found = pairs.applyInArrow(work, "place int, rows binary").toArrow()
+        tables: dict[int, list[pa.Table]] = {}
+        for place, content in zip(found["place"].to_pylist(), found["rows"].to_pylist(), strict=True):
+            tables.setdefault(place, []).append(_unpacked(content))
+        if not tables:
+            none = [empty_table("collectives").select(rows), *(part.slice(0, 0) for part in beside.values())]
+            return function(*none)
+        return [pa.concat_tables(tables[place]) for place in sorted(tables)]
 
     def _add(self, name: str) -> None:
         """Make table ``name`` a view."""
@@ -172,8 +233,14 @@ class SparkRelations:
     def _frame(self, rows: pa.Table) -> DataFrame:
         fields = ", ".join(f"{field.name} {_type(field.type)}" for field in rows.schema)
         if not len(rows):
-            return self.session.createDataFrame([], fields)
+            return self._nothing(fields)
         return self.session.createDataFrame(rows.replace_schema_metadata(None), fields)
+
+    def _nothing(self, fields: str) -> DataFrame:
+        """A table without rows, which Spark knows to have none when it plans."""
+        kinds = (field.split(" ", 1) for field in fields.split(", "))
+        columns = ", ".join(f"cast(null as {kind}) as {name}" for name, kind in kinds)
+        return self.session.sql(f"select {columns} where false")
 
     def _register(self, name: str) -> None:
         rows = self._tables.get(name)
@@ -206,6 +273,63 @@ def relations_of(session: SparkSession, run: Run) -> SparkRelations:
     return SparkRelations(session, {name: run.scan(name) for name in sorted(names)})
 
 
+def _by_process(tables: Mapping[str, pa.Table]) -> pa.Table:
+    """One row per process: its rows of each of ``tables``, packed."""
+    parts: dict[tuple[int, ...], dict[str, bytes]] = {}
+    for name, rows in tables.items():
+        for part, key in by_process(rows):
+            parts.setdefault(key, {})[name] = _packed(part)
+    none = {name: _packed(rows.slice(0, 0)) for name, rows in tables.items()}
+    columns: dict[str, pa.Array] = {
+        name: pa.array([key[place] for key in parts], pa.int64()) for place, name in enumerate(PROCESS)
+    }
+    columns |= {
+        name: pa.array([part.get(name, none[name]) for part in parts.values()], pa.binary())
+        for name in tables
+    }
+    return pa.table(columns)
+
+
+def _of_process(
+    function: Callable[..., list[pa.Table]],
+    columns: Sequence[str],
+    names: Sequence[str],
+    records: pa.Table,
+    beside: pa.Table,
+) -> pa.Table:
+    """Runs in a worker of Spark, with the collectives of one process and its row of :func:`_by_process`."""
+    found: list[pa.Table] = []
+    if len(records):
+        schema = arrow_schema("collectives")
+        typed = records.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+        others = [_unpacked(beside[name][0].as_py()) if len(beside) else empty_table(name) for name in names]
+        found = function(typed, *others)
+    content = [_packed(table) for table in found]
+    return pa.table(
+        {"place": pa.array(range(len(content)), pa.int32()), "rows": pa.array(content, pa.binary())}
+    )
+
+
+def _plain(rows: pa.Table) -> pa.Table:
+    """``rows`` with text as text, where it is numbers into its distinct values."""
+    fields = [
+        pa.field(field.name, field.type.value_type if pa.types.is_dictionary(field.type) else field.type)
+        for field in rows.schema
+    ]
+    return rows.cast(pa.schema(fields))
+
+
+def _packed(rows: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return bytes(sink.getvalue())
+
+
+def _unpacked(content: bytes) -> pa.Table:
+    return pa.ipc.open_stream(content).read_all()
+
+
 def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
     """The columns and types of relation ``name`` as DuckDB evaluates it."""
     tables = {table: empty_table(table) for table in graph.tables_of(name) if table in TABLES}
@@ -233,13 +357,7 @@ def _as(schema: pa.Schema, rows: DataFrame) -> DataFrame:
 def _type(kind: pa.DataType) -> str:
     if pa.types.is_decimal(kind):
         return f"decimal({kind.precision},{kind.scale})"
-    return {
-        "int8": "tinyint",
-        "int16": "smallint",
-        "int32": "int",
-        "int64": "bigint",
-        "double": "double",
-    }.get(str(kind), "boolean" if pa.types.is_boolean(kind) else "string")
+    return _ARROW_TYPES[str(kind)]
 
 
 def _url(path: str) -> str:
@@ -263,5 +381,8 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    text: Any = str(error).strip()
+    text = str(error).strip()
+    if "Traceback (most recent call last)" in text:  # of a Python worker: its last line says what it was
+        raised = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
+        text = raised[-1] if raised else text
     return " ".join(text.partition("\n")[0].split())[:400]

@@ -1,0 +1,153 @@
+"""The same relation by DuckDB and on Spark, over generated runs of 512 ranks: start-up, and seconds per million records.
+
+Each engine has a process of its own, which starts, evaluates over a small run first (plans, compiled code), then over each
+size. The marginal cost of a size is its time less that of the size before, over the records between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import pyarrow as pa
+from results import arguments, publish
+
+from commprof.analysis.engine import evaluate
+from commprof.schema import TABLES
+from commprof.trace.reader import Scan
+from commprof.trace.tables import arrow_schema, empty_table, write_parquet
+
+PER_STEP: Final = 100
+BY: Final = ("step", "op", "purpose")
+SMALL: Final = 20  # records per rank of the run that warms up
+ENGINES: Final = ("duckdb", "spark")
+_OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_PURPOSES: Final = ("gradient_reduce", "parameter_gather", "gradient_norm", None)
+
+
+def of_rank(rank: int, world: int, count: int) -> pa.Table:
+    """``count`` records of a rank; all ranks agree on all but times."""
+    rng = np.random.default_rng(rank)
+    place = np.arange(count) % PER_STEP
+    kind = place % len(_OPS)
+    issue = np.cumsum(rng.integers(5_000, 55_000, count))
+    ends = issue + rng.integers(3_000, 20_000, count)
+    values: dict[str, Any] = {
+        "seq": np.arange(count),
+        "step": np.arange(count) // PER_STEP,
+        "pg_seq": np.arange(count),
+        "payload_bytes": 4096 * (1 + place % 37),
+        "issue_ns": issue,
+        "return_ns": ends,
+        "wait_end_ns": ends + 500,
+        "exposed_ns": ends + 500 - issue,
+    }
+    constant: dict[str, Any] = {
+        "rank": rank, "pid": 1000 + rank, "pg": "0", "group_ranks": f"0-{world - 1}", "group_size": world,
+        "group_rank": rank, "backend": "nccl", "device": "cpu", "dtype": "float32", "num_tensors": 1, "peer": -1,
+        "phase": "backward", "status": "ok", "layer": "process_group",
+    }  # fmt: skip
+    texts = {"op": (_OPS, kind), "purpose": (_PURPOSES, kind)}
+    columns = []
+    for column, field in zip(TABLES["collectives"].columns, arrow_schema("collectives"), strict=True):
+        if column.name in values:
+            columns.append(pa.array(values[column.name]).cast(field.type))
+        elif column.name in texts:
+            names, which = texts[column.name]
+            columns.append(pa.array(names).take(pa.array(which)))
+        elif column.nullable and column.name not in constant:
+            columns.append(pa.nulls(count, field.type))
+        else:
+            plain: Any = {"string": "x", "bool": False}.get(column.type, 0)
+            columns.append(pa.repeat(pa.scalar(constant.get(column.name, plain), field.type), count))
+    return pa.table(columns, schema=arrow_schema("collectives"))
+
+
+def write(folder: Path, ranks: int, count: int) -> Scan:
+    """A file for each rank."""
+    folder.mkdir()
+    for rank in range(ranks):
+        write_parquet(folder / f"rank-{rank:05}-0-{1000 + rank}.parquet", of_rank(rank, ranks, count))
+    return scan_of(folder)
+
+
+def scan_of(folder: Path) -> Scan:
+    return Scan(tuple(sorted(folder.glob("*.parquet"))), empty_table("collectives"))
+
+
+def measure(engine: str, folders: list[str], memory: str) -> dict[str, Any]:
+    """Seconds of the start, and of the relation over each of ``folders``, in this process."""
+    os.environ["COMMPROF_MEMORY_LIMIT"] = memory
+    others = {name: empty_table(name) for name in ("aggregates", "groups")}
+    begin = time.perf_counter()
+    session: Any = None
+    if engine == "spark":
+        from commprof.analysis.relations import spark
+
+        session = spark.start("local[2]", {"spark.sql.shuffle.partitions": "8"})
+    started = time.perf_counter() - begin
+    times, rows = [], []
+    for folder in folders:
+        tables = {"collectives": scan_of(Path(folder)), **others}
+        begin = time.perf_counter()
+        if session is None:
+            found = evaluate("operations", tables, BY)
+        else:
+            found = spark.SparkRelations(session, tables).table("operations", BY)
+        times.append(time.perf_counter() - begin)
+        exact = found.drop_columns(["host_ns", "exposed_ns"]).sort_by([(name, "ascending") for name in BY])
+        rows.append(exact.to_pandas().astype(str).to_csv(index=False))
+    return {"start": started, "seconds": times, "rows": rows}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"]:
+        print(json.dumps(measure(sys.argv[2], sys.argv[4:], sys.argv[3])))
+        return
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("--records", type=int, default=10_000_000, help="of the largest run")
+    parser.add_argument(
+        "--sizes", type=int, default=2, help="runs, each of four times the records of the one before"
+    )
+    parser.add_argument("--memory", default="12GiB")
+    options = parser.parse_args()
+    table = []
+    with tempfile.TemporaryDirectory(prefix="spark-scale-") as directory:
+        base = Path(directory)
+        sizes = [options.records // 4**place for place in reversed(range(options.sizes))]
+        counts = [SMALL, *(size // options.ranks for size in sizes)]
+        for count in counts:
+            write(base / str(count), options.ranks, count)
+        folders = [str(base / str(count)) for count in counts]
+        results: dict[str, Any] = {}
+        for engine in ENGINES:
+            command = [sys.executable, __file__, "measure", engine, options.memory, *folders]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            results[engine] = json.loads(done.stdout.splitlines()[-1])
+        assert results["duckdb"]["rows"] == results["spark"]["rows"], "the engines differ"
+        for place in range(1, len(counts)):
+            for engine, found in results.items():
+                seconds = found["seconds"]
+                between = options.ranks * (counts[place] - counts[place - 1])
+                marginal = (seconds[place] - seconds[place - 1]) / between * 1e6
+                table.append(
+                    (f"{options.ranks * counts[place]:,}", engine, f"{found['start']:.1f}", f"{seconds[place]:.1f}",
+                     f"{marginal:.2f}")
+                )  # fmt: skip
+    headings = ("records", "engine", "start, s", "operations, s", "marginal, s per million records")
+    title = f"Operations by DuckDB and on Spark local[2], {options.ranks} ranks, {options.memory}"
+    publish(options, title, headings, table, {name: found["seconds"] for name, found in results.items()})
+
+
+if __name__ == "__main__":
+    main()
