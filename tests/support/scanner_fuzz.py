@@ -8,6 +8,7 @@ the sanitizers.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import random
@@ -44,7 +45,7 @@ def main() -> None:
             text = mutate(lines, rng.randint(1, 40), rng.randrange(1 << 30))
             for place in {0, len(text), *(rng.randrange(len(text) + 1) for _ in range(20))}:
                 for cut in (text[:place], text[place:]):
-                    block = array("B", cut)  # which has no byte more
+                    block = (ctypes.c_ubyte * len(cut)).from_buffer_copy(cut)  # which has no byte more
                     found = [scanner.scan(block) for scanner in scanners]
                     assert all(other == found[0] for other in found), cut
                     kinds = array("b", (rng.randrange(-1, 3) for _ in range(len(found[0][0]) // 20)))
