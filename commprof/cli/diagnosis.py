@@ -104,21 +104,23 @@ def _entry_point() -> Iterator[Finding]:
 
 def _compiled_parts() -> Iterator[Finding]:
     from commprof.compiled import COMPILED_VARIABLE
-    from commprof.recorder import compiled_calls
 
-    if _process_group() is None:
-        return
-    if compiled_calls.MODULE is not None:
-        yield Finding("installed", Level.OK, "the recorder's hottest parts are compiled")
-    elif os.environ.get(COMPILED_VARIABLE) == "0":
-        yield Finding(
-            "installed", Level.OK, f"the recorder's hottest parts are those in Python: {COMPILED_VARIABLE}=0"
-        )
-    else:
-        text = (
-            "the recorder's hottest parts are those in Python, which cost a collective 1 us more: install commprof again "
-            "where a C compiler and the headers of this Python are"
-        )
+    again = "install commprof again where a C compiler and the headers of this Python are"
+    if os.environ.get(COMPILED_VARIABLE) == "0":
+        again = f"{COMPILED_VARIABLE}=0 says so"
+    if _process_group() is not None:
+        from commprof.recorder import compiled_calls
+
+        text = "the recorder's hottest parts are compiled"
+        if compiled_calls.MODULE is None:
+            text = f"the recorder's hottest parts are those in Python, which cost a collective 1 us more: {again}"
+        yield Finding("installed", Level.OK, text)
+    if importlib.util.find_spec("pyarrow") is not None:
+        from commprof.nccl import scan
+
+        text = "the scanner of NCCL logs is compiled"
+        if scan.MODULE is None:
+            text = f"NCCL logs are read line by line, which takes many times longer: {again}"
         yield Finding("installed", Level.OK, text)
 
 

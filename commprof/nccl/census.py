@@ -89,7 +89,9 @@ class Tallies:
             kind, message = line_kinds.kind_of_line(raw)
             if message is not None:
                 self.note(kind, line_kinds.form_of_message(message))
-        if not messages and message is None:
+        if self._has_earlier(kind, line):
+            self.lines[kind] += 1
+        elif not messages and message is None:
             self.add(kind, 1, [headless_example(line, raw)])
         else:
             self.add(kind, 1, [example_of(line, raw, message)])
@@ -98,7 +100,7 @@ class Tallies:
         """Add lines of one kind, with the first of them."""
         self.lines[kind] += lines
         earlier = self._examples.setdefault(kind, [])
-        if len(earlier) == MOST_EXAMPLES and all(each.line > earlier[-1].line for each in examples):
+        if all(self._has_earlier(kind, each.line) for each in examples):
             return
         known = sorted([*earlier, *examples], key=lambda example: example.line)
         kept: list[Example] = []
@@ -106,6 +108,11 @@ class Tallies:
             if example.message is None or all(example.message != other.message for other in kept):
                 kept.append(example)
         self._examples[kind] = kept[:MOST_EXAMPLES]
+
+    def _has_earlier(self, kind: str, line: int) -> bool:
+        """Whether enough examples of a kind stand in front of a line."""
+        known = self._examples.get(kind, ())
+        return len(known) == MOST_EXAMPLES and known[-1].line < line
 
     def tallies(self) -> dict[str, Tally]:
         """What was added, by kind."""

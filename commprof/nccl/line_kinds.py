@@ -139,6 +139,7 @@ KNOWN: Final = tuple(_BEGINNINGS)
 _ANY_KNOWN: Final = re.compile(rb"|".join(rb"(%s)" % rb"|".join(texts) for texts in _BEGINNINGS.values()))
 UNDERSTOOD: Final = frozenset({READ, BLANK, *KNOWN})
 _LOOKED_AT: Final = 300
+_TORN_LINES: Final = (nccl_lines.TornLine, nccl_lines.FragmentLine)
 _DIGITS_ALIKE: Final = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
@@ -196,7 +197,7 @@ def kind_of_headless(raw: bytes) -> str:
 
 def kind_of_messages(messages: Sequence[nccl_lines.Line]) -> str:
     """What a line is in which these messages were read."""
-    if any(isinstance(message, nccl_lines.TornLine | nccl_lines.FragmentLine) for message in messages):
+    if any(isinstance(message, _TORN_LINES) for message in messages):
         return TORN
     if any(isinstance(message, nccl_lines.UnknownOpLine) for message in messages):
         return UNKNOWN_OPERATION
