@@ -307,7 +307,7 @@ call_fields(Place at, Place end, Operation *found)
     return at != NULL && at < end && *at == ',' ? at : NULL;
 }
 
-/* Whether a mark that every line without a head has which says something begins at `at`. */
+/* Whether a mark begins at `at`. Every line that says something without a head holds one. */
 static int
 is_headless_mark(Place at, Place end)
 {

@@ -96,7 +96,7 @@ def test_the_compiled_parts_travel_where_they_were_built(wheel, wheel_names):
     if not segments.IS_COMPILED:
         pytest.skip("no C compiler, or no headers of Python")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    for part in ("commprof/trace/_slots", "commprof/recorder/_calls"):
+    for part in ("commprof/trace/_slots", "commprof/recorder/_calls", "commprof/nccl/_scanner"):
         assert part + suffix in wheel_names
     assert not wheel.filename.endswith("-none-any.whl")
 
