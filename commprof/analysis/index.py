@@ -90,7 +90,14 @@ class Index:
             try:
                 return self._engine.sql(sql, params=list(values)).to_arrow_table()
             except duckdb.Error as error:
-                raise TraceError(f"the index of {self.run} cannot be read: {_first_line(error)}") from None
+                again = command_line("finalise", self.run)
+                what = f"the index of {self.run}" if self.path is None else f"{self.path}"
+                do = (
+                    ""
+                    if self.path is None
+                    else f". Remove it: answers need no index, and {again} makes it again"
+                )
+                raise TraceError(f"{what} cannot be read: {_first_line(error)}{do}") from None
 
     def opened(self) -> Run:
         """The run itself, for its other tables."""

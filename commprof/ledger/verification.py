@@ -33,6 +33,7 @@ from commprof.ledger.survey import Survey
 from commprof.ledger.turns import Turn, before_steps, demands_in_turn, turns_of
 from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
+from commprof.trace.pending import NO_MANIFEST
 
 
 def verify(run: RecordedRun) -> Verdict:
@@ -119,6 +120,7 @@ def verify(run: RecordedRun) -> Verdict:
         *sentences.unread_sentences(left_out, moved),
         *([sentences.moved_sentence(together)] if together else []),
         *([f"{edited}."] if edited else []),
+        *([f"Note: {NO_MANIFEST}."] if NO_MANIFEST in run.health.notes else []),
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Note: {each.sentence}." for each in in_other_order),

@@ -8,6 +8,7 @@ from typing import Any, Final
 from commprof.errors import MissingExtraError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
 from commprof.schema import COLLECTIVES, UNKNOWN_SPLITS, Layer, Status, parse_ranks
+from commprof.trace.directory import COLLECTIVES_DIRECTORY
 
 _COLUMNS: Final = (
     *(name for name in What._fields),
@@ -30,8 +31,10 @@ _COLUMNS: Final = (
 _TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns")
 
 
-def read_archive(run: Path) -> list[RankCalls]:
+def read_archive(run: Path) -> tuple[list[RankCalls], dict[int, str]]:
     """What each rank of the last attempt had issued, by rank; from several processes of a rank, the last one's.
+
+    And of each rank whose records are missing, which file that is.
 
     Raises:
         TraceError: the run cannot be read.
@@ -48,9 +51,14 @@ def read_archive(run: Path) -> list[RankCalls]:
     groups = _groups(opened.table("groups").to_pylist())
     attempt = max((entry["attempt"] for entry in opened.manifest.ranks), default=0)
     found: dict[int, RankCalls] = {}
+    gone: dict[int, str] = {}
     for entry in opened.manifest.ranks:
         rank, pid = entry["rank"], entry["pid"]
         if entry["attempt"] != attempt:
+            continue
+        file = f"{COLLECTIVES_DIRECTORY}/{entry.get('file')}.parquet"
+        if file in opened.health.gone:
+            gone[rank] = f"{file} is missing"
             continue
         mine = table.filter(
             (pc.field("rank") == rank) & (pc.field("attempt") == attempt) & (pc.field("pid") == pid)
@@ -71,7 +79,7 @@ def read_archive(run: Path) -> list[RankCalls]:
             ended=bool(entry.get("ended")),
             groups=groups.get((rank, attempt, pid), {}),
         )
-    return [found[rank] for rank in sorted(found)]
+    return [found[rank] for rank in sorted(found)], gone
 
 
 def _call(row: dict[str, Any], version: int) -> Call:

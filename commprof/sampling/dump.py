@@ -88,9 +88,9 @@ def take_dump(
     """
     files = latest_files(run)
     if not files:
-        ended = read_archive(run) if (run / COLLECTIVES_DIRECTORY).is_dir() else []
+        ended, gone = read_archive(run) if (run / COLLECTIVES_DIRECTORY).is_dir() else ([], {})
         reports = [RankReport(calls, _past_state(calls)) for calls in ended]
-        return _dump(run, Situation(reports, end=_end(run)), with_stacks=False)
+        return _dump(run, Situation(reports, damaged=gone, end=_end(run)), with_stacks=False)
     begin = time.monotonic()
     looked, damaged = _read(files)
     reports = [look.report for look in looked]

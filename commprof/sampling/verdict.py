@@ -73,7 +73,9 @@ def _judged(situation: Situation) -> Verdict:
         )
     failed = situation.is_past and (situation.end.exit_code or situation.absent())
     if all(report.state is State.ENDED for report in reports) and not failed:
-        return Verdict(Kind.ENDED, "nothing hangs: every rank ended its recording in order")
+        who = "every rank whose records can be read" if situation.damaged else "every rank"
+        told = _notes(situation) if situation.damaged else ()
+        return Verdict(Kind.ENDED, f"nothing hangs: {who} ended its recording in order", told)
     notes = _notes(situation)
     if not situation.is_past and any(report.moved for report in reports):
         return Verdict(Kind.MOVING, _say_moving(situation), notes)

@@ -25,6 +25,9 @@ from commprof.trace.tables import arrow_schema, read_metadata
 from commprof.trace.wire import reading_files, sample_files
 
 _LOCK_SECONDS: Final = 120
+NO_MANIFEST: Final = (
+    f"{MANIFEST_NAME} was missing: the command, the config, the environment and the versions are not known"
+)
 ENTRY_KEY: Final = b"commprof.rank"
 STEMS_KEY: Final = b"commprof.rank_files"
 SIDE_TABLES: Final = (
@@ -61,9 +64,7 @@ def load_manifest(run: Path) -> Manifest:
         files = [file for file in run.rglob("rank-*") if file.is_file()]
         manifest = Manifest(
             started_realtime_ns=min((file.stat().st_mtime_ns for file in files), default=0),
-            notes=[
-                f"{MANIFEST_NAME} was missing: the command, the environment and the versions are not known"
-            ],
+            notes=[NO_MANIFEST],
         )
     known = {entry.get("file") for entry in manifest.ranks}
     for file in sorted((run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")):
