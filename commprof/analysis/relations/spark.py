@@ -65,21 +65,20 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
     except ImportError:
         raise MissingExtraError("pyspark", "spark", "to evaluate relations on Spark") from None
     chosen = master or (None if _is_submitted() else LOCAL)
-    if not has_java() and not (chosen or "").startswith("sc://"):
+    is_remote = (chosen or "").startswith("sc://")
+    if not has_java() and not is_remote:
         raise UsageError(
             f"Spark needs {_JAVA}, and no java is in JAVA_HOME or on PATH; install it (Debian: apt-get install "
             "openjdk-17-jre-headless), or use --engine duckdb"
         )
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else its workers are the python3 on PATH
     builder = SparkSession.builder.appName("commprof")
-    if (chosen or "").startswith("sc://"):
-        return builder.remote(chosen).getOrCreate()
     usual: dict[str, str] = {
         "spark.sql.session.timeZone": "UTC",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "ERROR",
     }
-    if chosen is not None:
+    if chosen is not None and not is_remote:
         builder = builder.master(chosen)
     if (chosen or "").startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -89,6 +88,8 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.ui.enabled": "false",
         }
+    if is_remote:
+        builder, usual = SparkSession.builder.remote(chosen), {}
     for name, value in {**usual, **(settings or {})}.items():
         builder = builder.config(name, value)
     try:

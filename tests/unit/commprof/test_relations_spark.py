@@ -211,3 +211,17 @@ def test_relations_that_are_named_more_than_once_are_evaluated_once():
 def test_an_empty_table_has_the_columns_that_duckdb_gives(session):
     tables = {name: empty_table(name) for name in TABLES}
     compare(session, tables, ["summed_operations"])
+
+
+def test_a_server_that_does_not_answer_is_one_line(monkeypatch):
+    pytest.importorskip("pyspark")
+    from pyspark.sql import SparkSession
+
+    from commprof.analysis.relations import spark
+
+    def refuse(builder):
+        raise RuntimeError("no server at 127.0.0.1:1\nat line 2")
+
+    monkeypatch.setattr(SparkSession.Builder, "getOrCreate", refuse)
+    with pytest.raises(UsageError, match=r"does not start at sc://127.0.0.1:1: no server at 127.0.0.1:1$"):
+        spark.start("sc://127.0.0.1:1")
