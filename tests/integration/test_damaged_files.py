@@ -22,7 +22,7 @@ from support.damaged_files import contents, unfinalised_run
 from support.detailed_runs import aligned_run
 
 CHANGING = re.compile(r"[\d.]+ (ns|µs|ms|s|B|KiB)\b|taken .*|provenance.*")  # from one call to the next
-QUERY = "select op, phase, count(*) as records from collectives group by op, phase"
+QUERY = "select op, phase, count(*) as records from collectives group by op, phase order by op, phase"
 # The parts of a run: a table or another file of it. Each damage of a few stands for all in the quick set.
 FILES = {
     "finalised": [
@@ -65,6 +65,8 @@ CASES = [
     for kind, names in FILES.items()
     for name in names
     for damage in damaged_files.DAMAGES
+    if (kind, damage.__name__)
+    != ("aligned", "missing")  # such a run was not aligned, as far as anybody can know
 ]
 
 
@@ -148,6 +150,8 @@ def test_a_damaged_file_is_named_and_kept(copied, bases, whole_answers, capsys, 
         is_named = any(each in out + err for each in names_of(name))
         is_told = is_named or (verb == "export" and any(each in exported for each in names_of(name)))
         is_answered = (code, out) == whole[1:3]
+        # Readings of the machine go without what cannot be read of them: the report says how much they cover.
+        is_answered |= code == whole[1] and name in ("wire.jsonl", "samples.jsonl")
         assert is_told or is_answered, (verb, code, out, err)
         if verb == "verify" and name.startswith("collectives/"):
             assert "ledger mismatch" not in " ".join(out.split())
