@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from commprof.errors import TraceError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
 from commprof.schema import COMMIT, LAYERS, RECORD, RECORD_FIELDS, STATUSES, Status, after_end, parse_ranks
+from commprof.trace.content import open_content
 from commprof.trace.events import Events, read_events
 from commprof.trace.issue_order import issued_number, raised_numbers
 from commprof.trace.layout import (
@@ -132,12 +133,13 @@ def read_tail(path: Path, most: int = WINDOW) -> Tail:
         TraceError: it cannot be read. SchemaError: another version wrote it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        stream = open_content(path)
     except FileNotFoundError:
         return Tail(0, b"", None)
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
     try:
+        descriptor = stream.fileno()
         head = os.pread(descriptor, _HEAD_BYTES, 0)
         if len(head) < HEADER.size:
             return Tail(0, b"", None)
@@ -148,7 +150,7 @@ def read_tail(path: Path, most: int = WINDOW) -> Tail:
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
     finally:
-        os.close(descriptor)
+        stream.close()
     return Tail(
         total, data[: len(data) // RECORD.size * RECORD.size], parse_totals(head, header.header_bytes)
     )
