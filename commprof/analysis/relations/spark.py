@@ -235,7 +235,8 @@ class SparkRelations:
         fields = ", ".join(f"{field.name} {_type(field.type)}" for field in rows.schema)
         if not len(rows):
             return self._nothing(fields)
-        return self.session.createDataFrame(rows.replace_schema_metadata(None), fields)
+        whole = rows.combine_chunks()  # PySpark 4.3 makes no rows of a table whose first chunk is empty
+        return self.session.createDataFrame(whole.replace_schema_metadata(None), fields)
 
     def _nothing(self, fields: str) -> DataFrame:
         """A table without rows, which Spark knows to have none when it plans."""

@@ -154,6 +154,17 @@ def test_numbers_that_cannot_be_summed_are_one_line(session):
     assert "\n" not in str(raised.value)
 
 
+def test_a_table_that_begins_with_an_empty_chunk_has_its_rows(session):
+    """As the table of a run has that was put together from the files of its ranks."""
+    tables = detailed_run(steps=2).tables(*TABLES)
+    records = tables["collectives"]
+    tables["collectives"] = pa.concat_tables(
+        [empty_table("collectives"), records.slice(0, 9), records.slice(9)]
+    )
+    assert len(evaluate("rank_operations", tables, ("op",)))
+    compare(session, tables, ["rank_operations"], [("op",)])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_random_records_give_the_same_rows_of_every_relation(session, seed):
