@@ -30,7 +30,7 @@ class OpenedRun:
 
     def __init__(self, path: Path | str) -> None:
         self.run: Run = api.open_run(path)
-        self._views = RunViews(self.run)
+        self._views: RunViews | None = None  # a connection, which most questions do not need
 
     def __repr__(self) -> str:
         health = self.run.health
@@ -278,6 +278,8 @@ class OpenedRun:
         Raises:
             UsageError: there is none of this name, or no such column.
         """
+        if self._views is None:
+            self._views = RunViews(self.run)
         return self._views.relation(name, by)
 
     def query(self, sql: str) -> pd.DataFrame:
