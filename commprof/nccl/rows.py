@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -60,7 +62,7 @@ class RowStore:
         self._scratch = scratch
         self._pending: list[pa.RecordBatch] = []
         self._pending_rows = 0
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: Path | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._late: dict[int, int] = {}
         self._is_finished = False
@@ -118,8 +120,9 @@ class RowStore:
 
     def _path(self) -> Path:
         if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="commprof-", dir=self._scratch)
-        return Path(self._directory.name) / "rows.arrow"
+            self._directory = Path(tempfile.mkdtemp(prefix="commprof-", dir=self._scratch))
+            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)  # goes with the rows
+        return self._directory / "rows.arrow"
 
     def _spill(self) -> None:
         try:
