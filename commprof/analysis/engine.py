@@ -8,8 +8,9 @@ DuckDB, and that is all this module does.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -18,7 +19,7 @@ import duckdb
 import pyarrow as pa
 
 from commprof.analysis.memory import engine_settings
-from commprof.analysis.relations.graph import statement, tables_of
+from commprof.analysis.relations.graph import statement, steps, tables_of
 from commprof.errors import TraceError
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Scan
@@ -45,6 +46,8 @@ def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnectio
 
 
 _connection: Final = _Connection()
+_AGREEMENT: Final = "agreement"
+_numbers: Final = itertools.count()
 
 
 @cache
@@ -83,7 +86,28 @@ def evaluate(name: str, tables: Mapping[str, pa.Table | Scan], by: Sequence[str]
             **tables,
             "group_members": group_members(ask("split_groups", {"collectives": tables["collectives"]})),
         }
-    return _answer(f"the relation {name!r}", statement(name, by), tables)
+    return _answer(f"the relation {name!r}", "", tables, lambda engine: _evaluated(engine, name, by))
+
+
+def _evaluated(engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str]) -> pa.Table:
+    known = keep_agreement(engine, name, by)
+    try:
+        return engine.sql(statement(name, by, known=known)).to_arrow_table()
+    finally:
+        for table in known.values():
+            engine.execute(f"drop table {table}")
+
+
+def keep_agreement(engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str]) -> dict[str, str]:
+    """Evaluate what ``name`` needs of the relation agreement into a temporary table, for :func:`statement`.
+
+    How many rows it has decides how the engine joins them with the records: from a guess it takes several times the memory.
+    """
+    if name == _AGREEMENT or _AGREEMENT not in steps(name, by):
+        return {}
+    table = f"{_AGREEMENT}_{next(_numbers)}"
+    engine.execute(f"create temp table {table} as {statement(_AGREEMENT, by)}")
+    return {_AGREEMENT: table}
 
 
 def group_members(groups: pa.Table) -> pa.Table:
@@ -100,13 +124,19 @@ def group_members(groups: pa.Table) -> pa.Table:
     return pa.table([pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)], names)
 
 
-def _answer(what: str, text: str, tables: Mapping[str, pa.Table | Scan]) -> pa.Table:
+def _answer(
+    what: str,
+    text: str,
+    tables: Mapping[str, pa.Table | Scan],
+    act: Callable[[duckdb.DuckDBPyConnection], pa.Table] | None = None,
+) -> pa.Table:
+    """The answer to ``text``, or what ``act`` gives, with ``tables`` in the engine."""
     engine = _connection.engine
     registered: list[str] = []
     try:
         for name, rows in tables.items():
             registered += register(engine, name, rows)
-        return engine.sql(text).to_arrow_table()
+        return engine.sql(text).to_arrow_table() if act is None else act(engine)
     except duckdb.Error as error:
         first = str(error).strip().partition("\n")[0]
         raise TraceError(

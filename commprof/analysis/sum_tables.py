@@ -10,7 +10,7 @@ import pyarrow as pa
 from commprof.analysis import buckets
 from commprof.analysis.bandwidth_answers import BANDWIDTH_TIMES as TIMES
 from commprof.analysis.combinations import KIND, Combinations
-from commprof.analysis.engine import group_members, query_text
+from commprof.analysis.engine import group_members, keep_agreement, query_text
 from commprof.analysis.relations.graph import statement
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.schema import COLLECTIVES
@@ -78,14 +78,16 @@ def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
             "group_members", group_members(cursor.sql(query_text("split_groups")).to_arrow_table())
         )
         every = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
-        cursor.execute(f"create temp table every_operation as {statement('operations', every)}")
+        known = keep_agreement(cursor, "operations", every)
+        cursor.execute(f"create temp table every_operation as {statement('operations', every, known=known)}")
         of_buckets = "where bucket is not null and purpose = 'gradient_reduce'"
         for name, by, where in ((OPERATIONS, HELD_COLUMNS, ""), (BUCKET_SUMS, buckets.COLUMNS, of_buckets)):
             names = ", ".join((*by, "wire_ranks"))
             cursor.execute(
                 f"create table {name} as select {names}, {SUMS} from every_operation {where} group by {names}"
             )
-        cursor.execute("drop table every_operation")
+        for table in ("every_operation", *known.values()):
+            cursor.execute(f"drop table {table}")
 
 
 class TransferTimes:

@@ -8,7 +8,7 @@ from typing import Final
 
 import duckdb
 
-from commprof.analysis.engine import connect, group_members, query_text, register
+from commprof.analysis.engine import connect, group_members, keep_agreement, query_text, register
 from commprof.analysis.relations import graph
 from commprof.analysis.standstill import standstill
 from commprof.errors import TraceError, UsageError
@@ -89,7 +89,8 @@ class RunViews:
         elif name in graph.names():
             for table in graph.tables_of(name):
                 self.add(table)
-            self.engine.execute(f"create temp view {name} as {graph.statement(name, self._by)}")
+            text = graph.statement(name, self._by, known=keep_agreement(self.engine, name, self._by))
+            self.engine.execute(f"create temp view {name} as {text}")
         else:
             raise UsageError(_unknown(name))
 
@@ -111,7 +112,7 @@ class RunViews:
                 raise UsageError(f"{name} cannot be summed by {wrong[0]!r}; choose from {', '.join(BY)}")
             for table in graph.tables_of(name):
                 self.add(table)
-            return self.engine.sql(graph.statement(name, by))
+            return self.engine.sql(graph.statement(name, by, known=keep_agreement(self.engine, name, by)))
         except duckdb.Error as error:
             first = str(error).strip().partition("\n")[0]
             raise TraceError(f"{name} of {self._run.path} cannot be evaluated: {first}") from None

@@ -11,7 +11,7 @@ The texts use what DuckDB and Spark have in common: no QUALIFY, no lists, no lat
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Final, NamedTuple
@@ -132,14 +132,26 @@ def _tables(name: str, replaced: dict[str, tuple[str, ...]]) -> dict[str, None]:
     return found
 
 
-def statement(name: str, by: Sequence[str] = (), select: str = "select * from {name}") -> str:
+def statement(
+    name: str,
+    by: Sequence[str] = (),
+    select: str = "select * from {name}",
+    known: Mapping[str, str] | None = None,
+) -> str:
     """One SQL statement over the tables :func:`tables_of` that evaluates relation ``name``.
 
     Args:
         by: the columns that are requested of relations with ``{by}``.
         select: the question to ask of it.
+        known: relations that were evaluated before by these columns, and the table that each is in.
     """
-    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in steps(name, by).items())
+    texts = steps(name, by)
+    texts |= {step: f"select * from {table}" for step, table in (known or {}).items() if step in texts}
+    needed = {name}
+    for step in reversed(texts):
+        if step in needed:
+            needed |= {other for other in texts if re.search(rf"\b{other}\b", texts[step])}
+    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in texts.items() if step in needed)
     return f"with {chain}\n{select.format(name=name)}"
 
 
