@@ -138,6 +138,14 @@ def precision_of(case: Case) -> str:
     return next((name for name in ("fp16", "bf16") if case.config.get(name, {}).get("enabled")), "fp32")
 
 
+def compute_precision(case: Case) -> str:
+    """What the case computes in: the precision of its parameters, or that of ``torch_autocast`` (bf16 by default)."""
+    autocast = case.config.get("torch_autocast", {})
+    if not autocast.get("enabled"):
+        return precision_of(case)
+    return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
+
+
 def difference(case: Case) -> str | None:
     """How the run differs by a row of docs/deepspeed-differences.md; None where it should not."""
     return shown_difference(case.config, case.succeeded)
