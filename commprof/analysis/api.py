@@ -543,8 +543,14 @@ def untagged(run: AnyRun) -> pd.DataFrame:
 
     A place is the program's own line, as ``call_site`` has it; null where only sums were kept, or no Python called.
     """
+    from commprof.analysis import sums
     from commprof.analysis import untagged as untagged_module
 
+    run = _opened(run)
+    if not sums.operations(run, ("purpose",))[
+        "purpose"
+    ].null_count:  # these sums are at hand, those by place are not
+        return untagged_module.none()
     return untagged_module.untagged(traffic(run, by=untagged_module.BY))
 
 

@@ -7,8 +7,14 @@ from typing import Final
 import pandas as pd
 
 from commprof.analysis.detailed_answers import UNTAGGED
+from commprof.analysis.frames import from_rows
 
 BY: Final = ("purpose", "phase", "op", "api", "call_site")  # what traffic() is to be asked by
+
+
+def none() -> pd.DataFrame:
+    """The answer for a run whose collectives all have a purpose."""
+    return from_rows([], UNTAGGED.columns)
 
 
 def untagged(traffic: pd.DataFrame) -> pd.DataFrame:
