@@ -15,11 +15,10 @@ import pyarrow as pa
 
 from commprof import __version__
 from commprof.analysis import buckets, summaries
-from commprof.analysis.bucket_contents import described
 from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.index_sums import process_times, standing_of
-from commprof.analysis.sum_tables import OPERATIONS
-from commprof.analysis.sums import FLUSHED, SUMMARISED, summary_tables
+from commprof.analysis.sum_tables import BUCKET_FLUSHES, OPERATIONS
+from commprof.analysis.sums import SUMMARISED, summary_tables
 from commprof.errors import TraceError, UsageError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
 from commprof.trace.reader import Run
@@ -104,11 +103,9 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
     times = relations.of_processes(_TIMES, {"steps": steps, "stalls": stalls}, process_times)
     found = {(OPERATIONS, *SUMMARISED): operations}
     found |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
-    flushed = run.table("buckets")
-    if len(flushed):
-        groups = buckets.groups_of(operations)
-        tables = {"described": described(flushed.column, groups), "members": groups.table()}
-        found[FLUSHED,] = relations.ask("buckets", tables)
+    if len(run.table("buckets")):
+        flushes = relations.table(BUCKET_FLUSHES, known={OPERATIONS: operations})
+        found[BUCKET_FLUSHES,] = buckets.in_order(flushes)
     return found
 
 

@@ -8,8 +8,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.analysis.bucket_contents import GROUP, KEY, described
-from commprof.analysis.bucket_groups import BucketGroups, bucket_groups
 from commprof.analysis.detailed_answers import (
     BUCKET_FLUSHES,
     BUCKET_MEANS,
@@ -17,16 +15,17 @@ from commprof.analysis.detailed_answers import (
     BUCKET_PARAMETERS,
     BUCKETS_PER_STEP,
 )
-from commprof.analysis.engine import ask
+from commprof.analysis.engine import ask, evaluate
 from commprof.analysis.frames import as_declared, from_arrow, from_rows
+from commprof.analysis.relations.graph import relation
 from commprof.analysis.steady import EXECUTED, steady, warm_steps
-from commprof.analysis.traffic import traffic
-from commprof.schema import Column, Op, Purpose, parse_ranks
-from commprof.trace.reader import Scan
+from commprof.schema import parse_ranks
+from commprof.trace.reader import Run, Scan
 
-_KEY: Final = [*KEY, GROUP]
-# Of the operations that bucket_flushes asks for:
-COLUMNS: Final = (*KEY, "op", "intended_op", "purpose", "group_ranks", "group_size")
+KEY: Final = ("attempt", "step", "micro_step", "bucket")
+# Of the operations that bucket_flushes is made of:
+COLUMNS: Final = relation(BUCKET_FLUSHES.name).requested
+_FEWEST_SCANNED: Final = 100_000  # rows that the engine reads from the files
 _MEAN_KEY: Final = ["micro_step", "bucket", "group_ranks"]
 _COUNTS: Final = ["collectives", "payload_bytes"]
 _SENT: Final = [*_COUNTS, "wire_bytes"]
@@ -39,69 +38,28 @@ class BucketContent(NamedTuple):
     operations: pd.DataFrame
 
 
-def groups_of(operations: pa.Table) -> BucketGroups:
-    """Which ranks reduce buckets together, by ``operations`` with :data:`COLUMNS` at least."""
-    reducing = operations.filter(
-        pc.and_(pc.is_valid(operations["bucket"]), pc.equal(operations["purpose"], Purpose.GRADIENT_REDUCE))
-    )
-    pairs = reducing.group_by(["attempt", "group_ranks"]).aggregate([]).to_pylist()
-    return bucket_groups((row["attempt"], row["group_ranks"]) for row in pairs)
-
-
-def flushed(buckets: pa.Table, collectives: pa.Table | Scan, groups: BucketGroups) -> pa.Table:
-    """One row per bucket and group, without what reduced it (``queries/buckets.sql``)."""
-    held = described(buckets.column, groups)
-    return ask("buckets", {"described": held, "collectives": collectives, "members": groups.table()})
-
-
-def bucket_flushes(flushed: pa.Table, operations: pa.Table, groups: BucketGroups) -> pd.DataFrame:
-    """One row per bucket and group, with what reduced it.
+def bucket_flushes(run: Run, operations: pa.Table) -> pa.Table:
+    """The relation ``bucket_flushes`` of ``run``, in order.
 
     Args:
-        flushed: see :func:`flushed`.
-        operations: with :data:`COLUMNS`; those of other purposes or of no bucket count not.
-        groups: those of ``flushed``.
+        operations: of the run, with :data:`COLUMNS` at least.
     """
-    found = from_arrow(
-        flushed,
-        [
-            *(
-                column
-                for column in BUCKET_FLUSHES.columns
-                if column.name not in ("op", "intended_op", *_SENT, EXECUTED)
-            ),
-            Column(GROUP, "int64", "its number"),
-        ],
-    )
-    by = _numbered(traffic(operations, COLUMNS), groups)
-    of_bucket = by.assign(unknown=by[EXECUTED].isna()).groupby(_KEY, as_index=False)
-    sums = of_bucket[[*_SENT, EXECUTED, "unknown"]].sum()
-    sums[EXECUTED] = sums[EXECUTED].mask(sums["unknown"] > 0)
-    joined = found.merge(sums.assign(is_sent=True), on=_KEY, how="left")
-    for name in ("op", "intended_op"):
-        joined = joined.merge(_names(by, name), on=_KEY, how="left")
-    for name in _SENT:
-        joined[name] = joined[name].fillna(0)
-    joined[EXECUTED] = joined[EXECUTED].where(joined["is_sent"].notna(), 0.0)
-    return as_declared(joined, BUCKET_FLUSHES.columns)
+    tables = {
+        "buckets": run.scan("buckets", _FEWEST_SCANNED),
+        "collectives": run.scan("collectives", _FEWEST_SCANNED),
+    }
+    return in_order(evaluate(BUCKET_FLUSHES.name, tables, known={"operations": operations}))
 
 
-def _numbered(operations: pd.DataFrame, groups: BucketGroups) -> pd.DataFrame:
-    """Those that reduce buckets, with :data:`GROUP`, and the wire bytes of a rank of all that group, the mean over them."""
-    by = operations[operations["bucket"].notna() & (operations["purpose"] == Purpose.GRADIENT_REDUCE)]
-    pairs = by[["attempt", "group_ranks"]].drop_duplicates()
-    numbers = [
-        groups.number_of(int(attempt), str(text))
-        for attempt, text in zip(pairs["attempt"].tolist(), pairs["group_ranks"].tolist(), strict=True)
-    ]
-    by = by.merge(pairs.assign(**{GROUP: numbers}), on=["attempt", "group_ranks"])
-    sizes = [len(parse_ranks(text)) for text in groups.texts]
-    senders = by["group_size"].where(by["op"] != Op.SEND, 1)
-    of_rank = senders.astype(float) / by[GROUP].map(dict(enumerate(sizes))).astype(float)
-    return by.assign(**{name: by[name] * of_rank for name in ("wire_bytes", EXECUTED)})
+def in_order(flushes: pa.Table) -> pa.Table:
+    """Buckets in the order of their numbers, and of the lowest rank of their group; first where that is not known."""
+    texts = flushes["group_ranks"].combine_chunks().dictionary_encode()
+    lowest = pa.array([parse_ranks(text)[0] for text in texts.dictionary.to_pylist()], pa.int32())
+    placed = flushes.append_column("lowest_rank", pc.fill_null(lowest.take(texts.indices), -1))
+    return flushes.take(pc.sort_indices(placed, [(name, "ascending") for name in (*KEY, "lowest_rank")]))
 
 
-def _names(rows: pd.DataFrame, name: str, key: list[str] = _KEY) -> pd.DataFrame:
+def _names(rows: pd.DataFrame, name: str, key: list[str]) -> pd.DataFrame:
     """The values of column ``name`` for each bucket, joined where there are several."""
     some = rows[[*key, name]].dropna(subset=[name]).drop_duplicates().sort_values([*key, name])
     several = some.duplicated(key, keep=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -18,8 +18,9 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.bucket_groups import bucket_groups
 from commprof.analysis.memory import engine_settings
-from commprof.analysis.relations.graph import statement, steps, tables_of
+from commprof.analysis.relations.graph import requested, statement, steps, tables_of
 from commprof.errors import TraceError
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Scan
@@ -71,43 +72,76 @@ def ask(question: str, tables: Mapping[str, pa.Table | Scan], **clauses: str) ->
     return _answer(f"the question of {question!r}", text.format(**clauses) if clauses else text, tables)
 
 
-def evaluate(name: str, tables: Mapping[str, pa.Table | Scan], by: Sequence[str] = ()) -> pa.Table:
+def evaluate(
+    name: str,
+    tables: Mapping[str, pa.Table | Scan],
+    by: Sequence[str] = (),
+    known: Mapping[str, pa.Table] | None = None,
+) -> pa.Table:
     """The rows of relation ``name`` over ``tables`` of the schema.
 
     Args:
         tables: those of :func:`commprof.analysis.relations.graph.tables_of`, but for the ones that are made here.
         by: the columns that are requested of it.
+        known: rows of relations that it is made of, evaluated before by the columns that it needs at least.
 
     Raises:
         TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
     """
-    if "group_members" in tables_of(name):
-        tables = {
-            **tables,
-            "group_members": group_members(ask("split_groups", {"collectives": tables["collectives"]})),
-        }
-    return _answer(f"the relation {name!r}", "", tables, lambda engine: _evaluated(engine, name, by))
+    known = known or {}
+    needed = set(tables_of(name))
+    made = {
+        table: made_of(table, lambda question: ask(question, {"collectives": tables["collectives"]}))
+        for table in MADE
+        if table in needed
+    }
+    held = {step: f"known_{step}" for step in known}
+    registered = {**tables, **made, **{held[step]: rows for step, rows in known.items()}}
+    return _answer(
+        f"the relation {name!r}", "", registered, lambda engine: _evaluated(engine, name, by, held)
+    )
 
 
-def _evaluated(engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str]) -> pa.Table:
-    known = keep_agreement(engine, name, by)
+def _evaluated(
+    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], held: Mapping[str, str]
+) -> pa.Table:
+    agreement = keep_agreement(engine, name, by, held)
     try:
-        return engine.sql(statement(name, by, known=known)).to_arrow_table()
+        return engine.sql(statement(name, by, known={**held, **agreement})).to_arrow_table()
     finally:
-        for table in known.values():
+        for table in agreement.values():
             engine.execute(f"drop table {table}")
 
 
-def keep_agreement(engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str]) -> dict[str, str]:
+def keep_agreement(
+    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], known: Collection[str] = ()
+) -> dict[str, str]:
     """Evaluate what ``name`` needs of the relation agreement into a temporary table, for :func:`statement`.
 
     How many rows it has decides how the engine joins them with the records: from a guess it takes several times the memory.
+
+    Args:
+        known: relations that were evaluated before.
     """
-    if name == _AGREEMENT or _AGREEMENT not in steps(name, by):
+    by = requested(name, by)
+    if name == _AGREEMENT or _AGREEMENT not in steps(name, by, known):
         return {}
     table = f"{_AGREEMENT}_{next(_numbers)}"
     engine.execute(f"create temp table {table} as {statement(_AGREEMENT, by)}")
     return {_AGREEMENT: table}
+
+
+def made_of(name: str, ask_records: Callable[[str], pa.Table]) -> pa.Table:
+    """The table ``name`` of :data:`MADE`.
+
+    Args:
+        ask_records: gives the answer to a question (``queries/*.sql``) about the collectives of the run.
+
+    Raises:
+        TraceError: a text has no ranks.
+    """
+    question, make = MADE[name]
+    return make(ask_records(question))
 
 
 def group_members(groups: pa.Table) -> pa.Table:
@@ -122,6 +156,12 @@ def group_members(groups: pa.Table) -> pa.Table:
     kinds = (pa.string(), pa.int32(), pa.int32())
     names = ["group_ranks", "rank", "position"]
     return pa.table([pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)], names)
+
+
+MADE: Final[Mapping[str, tuple[str, Callable[[pa.Table], pa.Table]]]] = {  # of what question, and how
+    "bucket_groups": ("reducing_groups", bucket_groups),
+    "group_members": ("split_groups", group_members),
+}
 
 
 def _answer(

@@ -32,9 +32,10 @@ import pyarrow as pa
 
 from commprof.analysis.engine import connect
 from commprof.analysis.fingerprint import fingerprint
-from commprof.analysis.index_sums import Flushing, fill_sums, flushing, standing
+from commprof.analysis.index_sums import fill_sums, standing
 from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
+from commprof.analysis.sum_tables import keep_operations
 from commprof.errors import TraceError
 from commprof.printable import command_line
 from commprof.trace.directory import INDEX_NAME, MANIFEST_NAME, resolve
@@ -327,12 +328,12 @@ def _write_to(file: Path, run: Run, progress: Progress) -> None:
                 laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
                 facts, records = {"fingerprint": fingerprint(run.path)}, run.health.records
                 seen = beside.submit(_fill_overview, engine, run, facts, laid)
-                flushed = beside.submit(_flushing, engine, run)
+                summed = beside.submit(keep_operations, engine, run)
                 found = fill_sums(
                     engine,
                     run,
                     stood,
-                    flushed,
+                    summed,
                     lambda done, of: progress((of + done) * records // of // 2, records),
                 )
                 seen.result()
@@ -346,12 +347,6 @@ def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[s
     """:func:`fill_overview` on another thread than that which uses ``engine``."""
     with engine.cursor() as cursor:
         fill_overview(cursor, run, facts, laid)
-
-
-def _flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> Flushing:
-    """:func:`flushing` on another thread than that which uses ``engine``."""
-    with engine.cursor() as cursor:
-        return flushing(cursor, run)
 
 
 def _remove(left: Path) -> None:

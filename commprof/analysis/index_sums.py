@@ -13,23 +13,17 @@ from contextlib import closing
 from typing import Final, NamedTuple
 
 import duckdb
-import pandas as pd
 import pyarrow as pa
 
 from commprof.align.arrivals import NEEDED
-from commprof.analysis import arrivals, buckets, exposure, straggling, transfers
-from commprof.analysis.bucket_contents import KEY, described
-from commprof.analysis.bucket_groups import BucketGroups, bucket_groups
-from commprof.analysis.engine import query_text
+from commprof.analysis import arrivals, exposure, straggling, transfers
 from commprof.analysis.memory import give_back
 from commprof.analysis.standstill import standstills
-from commprof.analysis.sum_tables import BUCKET_SUMS, TransferTimes, append, keep_operations
+from commprof.analysis.sum_tables import TransferTimes, append, rows_of
 from commprof.analysis.whole_collectives import IndexedParts, columns_of
 from commprof.trace.reader import Run, Scan
 from commprof.trace.tables import empty_table
 
-BUCKET_FLUSHES: Final = "bucket_flushes"
-BUCKET_MEANS: Final = "bucket_means"
 STRAGGLING: Final = dict(
     zip(
         straggling.Straggling._fields,
@@ -60,14 +54,14 @@ def fill_sums(
     engine: duckdb.DuckDBPyConnection,
     run: Run,
     stood: Future[dict[str, pa.Table]],
-    flushed: Future[Flushing],
+    summed: Future[None],
     progress: Progress,
 ) -> dict[str, str]:
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
 
     Args:
         stood: will be what :func:`standing` says.
-        flushed: will be what :func:`flushing` says.
+        summed: has ended when the operations and buckets are there (:func:`~commprof.analysis.sum_tables.keep_operations`).
         progress: told how many parts of how many are done.
 
     Returns:
@@ -87,8 +81,7 @@ def fill_sums(
         times.end()
         give_back()  # what the parts took is left for what follows
         late = pool.submit(taken.answer)
-        keep_operations(engine, run)
-        _keep_buckets(engine, flushed.result())
+        summed.result()
         facts = _keep_straggling(engine, late.result())
         for name, rows in stood.result().items():
             append(engine, name, rows)
@@ -154,64 +147,3 @@ def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Stragg
     for field, name in STRAGGLING.items():
         append(engine, name, rows_of(getattr(found, field)))
     return {"straggling": json.dumps(found.ranks.attrs)}
-
-
-class Flushing(NamedTuple):
-    """The buckets of a run without what reduced them, and which ranks reduce buckets together."""
-
-    flushed: pa.Table
-    groups: BucketGroups
-
-
-def flushing(engine: duckdb.DuckDBPyConnection, run: Run) -> Flushing:
-    """The buckets of ``run``, without what reduced them (:func:`commprof.analysis.buckets.flushed`).
-
-    Args:
-        engine: whose database has the records of the run.
-
-    Raises:
-        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be read.
-    """
-    reducing = engine.execute(
-        "select distinct r.attempt, k.group_ranks from records r join kinds k using (kind) "
-        "where k.bucket is not null and k.purpose = 'gradient_reduce'"
-    ).fetchall()
-    groups = bucket_groups(reducing)
-    held = described(lambda name: _column(run, "buckets", name), groups)
-    own = (*KEY[:-1], "rank", "issue_ns", "return_ns", "wait_end_ns", "device_end_ns", "exposed_ns")
-    names = ", ".join((*(f"r.{name}" for name in own), "k.bucket", "k.purpose"))
-    which = "" if len(held) else "where false"  # nobody asks then
-    engine.execute(
-        f"create temp view collectives as select {names} from records r join kinds k using (kind) {which}"
-    )
-    engine.register("described", held)
-    engine.register("members", groups.table())
-    try:
-        return Flushing(engine.sql(query_text("buckets")).to_arrow_table(), groups)
-    finally:
-        engine.unregister("described")
-        engine.unregister("members")
-        engine.execute("drop view collectives")
-
-
-def _column(run: Run, table: str, name: str) -> pa.ChunkedArray:
-    """A column of a table of ``run``, text as numbers into its distinct values; nothing else is read."""
-    columns = [part[name] for part in run.parts(table, [name])]
-    columns = [
-        column.dictionary_encode() if pa.types.is_string(column.type) else column for column in columns
-    ]
-    return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
-
-
-def _keep_buckets(engine: duckdb.DuckDBPyConnection, found: Flushing) -> None:
-    """The buckets of the run with what reduced them, and those of a mean step."""
-    sums = engine.sql(f"select * from {BUCKET_SUMS}").to_arrow_table()
-    flushes = buckets.bucket_flushes(found.flushed, sums, found.groups)
-    append(engine, BUCKET_FLUSHES, rows_of(flushes))
-    append(engine, BUCKET_MEANS, rows_of(buckets.bucket_means(flushes)))
-    engine.execute(f"drop table {BUCKET_SUMS}")
-
-
-def rows_of(frame: pd.DataFrame) -> pa.Table:
-    """A frame as a table, without what pandas adds."""
-    return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

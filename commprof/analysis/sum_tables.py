@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 import duckdb
+import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis import buckets
 from commprof.analysis.bandwidth_answers import BANDWIDTH_TIMES as TIMES
 from commprof.analysis.combinations import KIND, Combinations
-from commprof.analysis.engine import group_members, keep_agreement, query_text
+from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
+from commprof.analysis.engine import MADE, keep_agreement, made_of, query_text, register
+from commprof.analysis.frames import from_arrow
 from commprof.analysis.relations.graph import statement
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.schema import COLLECTIVES
@@ -18,7 +21,8 @@ from commprof.trace.reader import Run
 
 OPERATIONS: Final = "operations"
 BANDWIDTH_TIMES: Final = "bandwidth_times"
-BUCKET_SUMS: Final = "bucket_sums"
+BUCKET_FLUSHES: Final = "bucket_flushes"
+BUCKET_MEANS: Final = "bucket_means"
 HELD_COLUMNS: Final = (
     "attempt",
     "step",
@@ -58,11 +62,12 @@ _NUMBERS: Final = {"group_size": pa.int32(), "payload_bytes": pa.int64()}
 _TIMES_KINDS: Final = pa.schema(
     [(name, _NUMBERS.get(name, pa.string())) for name in _TOLD if name not in _TIMES_OWN]
 )
+_FEWEST_SCANNED: Final = 100_000  # rows that the engine reads from the files
 _ROWS_AT_ONCE: Final = 200_000  # that are kept: an engine writes fewer twice
 
 
 def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
-    """Create the tables :data:`OPERATIONS` and :data:`BUCKET_SUMS` from the records in ``engine``'s database.
+    """Create the operations and gradient buckets of the index of ``run`` from the records in ``engine``'s database.
 
     Raises:
         TraceError: a table of the run is damaged. duckdb.Error: the database cannot be written.
@@ -74,18 +79,22 @@ def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
         )
         cursor.register("aggregates", run.table("aggregates"))
         cursor.register("groups", run.table("groups"))
-        cursor.register(
-            "group_members", group_members(cursor.sql(query_text("split_groups")).to_arrow_table())
-        )
+        register(cursor, "buckets", run.scan("buckets", _FEWEST_SCANNED))
+        for name in MADE:
+            rows = made_of(name, lambda question: cursor.sql(query_text(question)).to_arrow_table())
+            cursor.register(name, rows)
         every = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
         known = keep_agreement(cursor, "operations", every)
         cursor.execute(f"create temp table every_operation as {statement('operations', every, known=known)}")
-        of_buckets = "where bucket is not null and purpose = 'gradient_reduce'"
-        for name, by, where in ((OPERATIONS, HELD_COLUMNS, ""), (BUCKET_SUMS, buckets.COLUMNS, of_buckets)):
-            names = ", ".join((*by, "wire_ranks"))
-            cursor.execute(
-                f"create table {name} as select {names}, {SUMS} from every_operation {where} group by {names}"
-            )
+        names = ", ".join((*HELD_COLUMNS, "wire_ranks"))
+        cursor.execute(
+            f"create table {OPERATIONS} as select {names}, {SUMS} from every_operation group by {names}"
+        )
+        flushes = cursor.sql(statement(BUCKET_FLUSHES, known={"operations": "every_operation"}))
+        found = buckets.in_order(flushes.to_arrow_table())
+        append(cursor, BUCKET_FLUSHES, found)
+        means = buckets.bucket_means(from_arrow(found, FLUSHES.columns))
+        append(cursor, BUCKET_MEANS, rows_of(means))
         for table in ("every_operation", *known.values()):
             cursor.execute(f"drop table {table}")
 
@@ -130,3 +139,8 @@ def append(
         engine.execute(f"insert into {name} {sql}")
     finally:
         engine.unregister("rows_to_add")
+
+
+def rows_of(frame: pd.DataFrame) -> pa.Table:
+    """A frame as a table, without what pandas adds."""
+    return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

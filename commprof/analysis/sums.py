@@ -24,9 +24,9 @@ from commprof.analysis.engine import ask, query_text
 from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.index import Index, index_if_there
-from commprof.analysis.index_sums import BUCKET_FLUSHES, BUCKET_MEANS, EXPOSURES, rows_of, standing
+from commprof.analysis.index_sums import EXPOSURES, standing
 from commprof.analysis.steady import EXECUTED
-from commprof.analysis.sum_tables import HELD_COLUMNS, OPERATIONS, SUMS
+from commprof.analysis.sum_tables import BUCKET_FLUSHES, BUCKET_MEANS, HELD_COLUMNS, OPERATIONS, SUMS, rows_of
 from commprof.errors import CommprofError
 from commprof.ledger.backends import GLOO, NCCL
 from commprof.ledger.executed import executed_factors
@@ -45,7 +45,6 @@ __all__ = [
     "reducing",
     "step_times",
 ]
-FLUSHED: Final = "flushed"  # buckets without what reduced them, where another engine has found them
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
 _MOST_SUMMARISED: Final = 300_000  # records; more would delay the end of a job, and get an index on demand
 SUMMARISED: Final = tuple(
@@ -233,16 +232,12 @@ def _flushed(run: Run) -> pa.Table:
     """All buckets of a run without an index, worked out once and kept with it."""
     key, kept = (BUCKET_FLUSHES,), _kept(run, None)
     if key not in kept:
-        if len(run.table("buckets")):
+        rows = run.scan("buckets", _FEWEST_SCANNED)
+        if isinstance(rows, Scan) or len(rows):
             sent = _operations(run, (*buckets_module.COLUMNS, "backend"))
-            groups = buckets_module.groups_of(sent)
-            flushed = kept.pop((FLUSHED,), None)
-            if flushed is None:
-                flushed = buckets_module.flushed(run.table("buckets"), run.scan("collectives"), groups)
-            found = buckets_module.bucket_flushes(flushed, sent, groups)
+            kept[key] = buckets_module.bucket_flushes(run, sent)
         else:
-            found = from_rows([], FLUSHES.columns)
-        kept[key] = rows_of(found)
+            kept[key] = rows_of(from_rows([], FLUSHES.columns))
     return kept[key]
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import duckdb
 
-from commprof.analysis.engine import connect, group_members, keep_agreement, query_text, register
+from commprof.analysis.engine import MADE, connect, keep_agreement, made_of, query_text, register
 from commprof.analysis.relations import graph
 from commprof.analysis.standstill import standstill
 from commprof.errors import TraceError, UsageError
@@ -77,10 +77,10 @@ class RunViews:
             if isinstance(rows, Scan):
                 self.files += map(str, rows.files)
             register(self.engine, name, rows)
-        elif name == "group_members":
+        elif name in MADE:
             self.add("collectives")
-            found = self.engine.sql(query_text("split_groups")).to_arrow_table()
-            self.engine.register(name, group_members(found))
+            rows = made_of(name, lambda question: self.engine.sql(query_text(question)).to_arrow_table())
+            self.engine.register(name, rows)
         elif name == "process_exposure":
             steps, stalls = (self._run.table(each) for each in ("steps", "stalls"))
             self.engine.register(

@@ -3,7 +3,8 @@
 A relation is a file ``<name>.sql`` in this folder. Its head, in comments, says what it is, its ``grain`` (what one row is)
 and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An input
 ``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation with
-another input. A text with ``{by}`` is evaluated for the columns that are requested; the fewer, the cheaper.
+another input. A text with ``{by}`` is evaluated for the columns that are requested; the fewer, the cheaper. A relation may
+have a line ``requested`` with the columns that it requests of such inputs.
 
 The texts use what DuckDB and Spark have in common: no QUALIFY, no lists, no lateral joins, no engine's own functions.
 """
@@ -11,12 +12,17 @@ The texts use what DuckDB and Spark have in common: no QUALIFY, no lists, no lat
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Final, NamedTuple
 
 MADE: Final = {  # what Python makes of the tables: what it is, and what one row is
+    "bucket_groups": (
+        "The ranks that reduce gradient buckets together. Groups that share a rank are one: a bucket may be reduced along "
+        "several axes one after the other.",
+        "one row per attempt and rank whose records carry the number of a bucket",
+    ),
     "group_members": (
         "The ranks of each group of which an all_to_all has recorded splits, with their positions in the group.",
         "one row per text of group_ranks and rank",
@@ -43,7 +49,10 @@ class Input(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """A relation: its name, the first sentence of its head, the rest, what one row is, its inputs, and its SQL."""
+    """A relation: its name, the first sentence of its head, the rest, what one row is, its inputs, and its SQL.
+
+    ``requested`` are the columns by which it needs relations with ``{by}``, where it says so.
+    """
 
     name: str
     title: str
@@ -51,6 +60,7 @@ class Relation(NamedTuple):
     grain: str
     inputs: tuple[Input, ...]
     sql: str
+    requested: tuple[str, ...] = ()
 
 
 @cache
@@ -77,9 +87,9 @@ def relation(name: str) -> Relation:
     for line in lines[:length]:
         content = _HEAD.fullmatch(line).group(1)  # type: ignore[union-attr] # every line of the head begins so
         label, colon, rest = content.partition(": ")
-        if colon and label in ("grain", "inputs"):
+        if colon and label in ("grain", "inputs", "requested"):
             current, content = label, rest
-        elif not content.startswith("  ") and current in ("grain", "inputs"):
+        elif not content.startswith("  ") and current in ("grain", "inputs", "requested"):
             current = "notes"
         elif not content and current == "title":
             continue
@@ -91,6 +101,7 @@ def relation(name: str) -> Relation:
         " ".join(fields["grain"]),
         tuple(map(_input, _split(" ".join(fields["inputs"])))),
         "\n".join(lines[length:]),
+        tuple(_split(" ".join(fields["requested"]))) if "requested" in fields else (),
     )
 
 
@@ -106,6 +117,13 @@ def _input(text: str) -> Input:
         )
     alias, name, replaced, other = found.groups()
     return Input(alias or name, name, (replaced, other) if replaced else None)
+
+
+def requested(name: str, by: Sequence[str]) -> Sequence[str]:
+    """The columns by which relation ``name`` is evaluated where ``by`` is requested: its own, if it or an input has such."""
+    own = relation(name)
+    inputs = (requested(each.name, ()) for each in own.inputs if each.name in names())
+    return own.requested or next(filter(None, inputs), by)
 
 
 def tables_of(name: str) -> tuple[str, ...]:
@@ -145,27 +163,28 @@ def statement(
         select: the question to ask of it.
         known: relations that were evaluated before by these columns, and the table that each is in.
     """
-    texts = steps(name, by)
-    texts |= {step: f"select * from {table}" for step, table in (known or {}).items() if step in texts}
-    needed = {name}
-    for step in reversed(texts):
-        if step in needed:
-            needed |= {other for other in texts if re.search(rf"\b{other}\b", texts[step])}
-    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in texts.items() if step in needed)
+    known = known or {}
+    texts = {step: f"select * from {table}" for step, table in known.items()} | steps(name, by, known)
+    chain = ",\n".join(f"{step} as (\n{text}\n)" for step, text in texts.items())
     return f"with {chain}\n{select.format(name=name)}"
 
 
-def steps(name: str, by: Sequence[str] = ()) -> dict[str, str]:
+def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dict[str, str]:
     """The SQL text of each relation that ``name`` is made of, in order, with ``name`` last.
 
     A text names tables of :func:`tables_of`, and earlier ones.
 
     Args:
         by: the columns that are requested of relations with ``{by}``.
+        known: relations that were evaluated before, which have no text then, nor has what they alone are made of.
     """
     found: dict[str, str] = {}
-    _add(name, name, {}, found, _clauses(by))
-    return found
+    _add(name, name, {}, found, _clauses(requested(name, by)))
+    needed = {name}
+    for step in reversed(found):
+        if step in needed and step not in known:
+            needed |= {other for other in found if re.search(rf"\b{other}\b", found[step])}
+    return {step: text for step, text in found.items() if step in needed and step not in known}
 
 
 def _add(

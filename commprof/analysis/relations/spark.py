@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from commprof.analysis.engine import ask as ask_duckdb
+from commprof.analysis.engine import MADE, made_of, query_text
 from commprof.analysis.engine import evaluate as evaluate_by_duckdb
-from commprof.analysis.engine import group_members, query_text
 from commprof.analysis.memory import limit_bytes
 from commprof.analysis.relations import graph
 from commprof.analysis.standstill import PROCESS, by_process
@@ -128,11 +127,14 @@ class SparkRelations:
         self._place = place
         self._made: set[str] = set()
 
-    def evaluate(self, name: str, by: Sequence[str] = ()) -> DataFrame:
+    def evaluate(
+        self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
+    ) -> DataFrame:
         """The rows of relation ``name``, with the columns and types that DuckDB gives them.
 
         Args:
             by: the columns that are requested of it.
+            known: rows of relations that it is made of, evaluated before by the columns that it needs at least.
 
         Raises:
             TraceError: a table cannot be read, or holds numbers that cannot be summed.
@@ -140,7 +142,9 @@ class SparkRelations:
         with _explained(name):
             for table in graph.tables_of(name):
                 self._add(table)
-            texts = graph.steps(name, by)
+            for step, evaluated in (known or {}).items():
+                self._view(step, evaluated)
+            texts = graph.steps(name, by, known or {})
             for step, text in texts.items():
                 if step == name:
                     break
@@ -156,29 +160,17 @@ class SparkRelations:
                 rows.createOrReplaceTempView(step)
             return _as(schema_of(name, by), self.session.sql(texts[name]))
 
-    def table(self, name: str, by: Sequence[str] = ()) -> pa.Table:
-        """The rows of relation ``name``, in memory.
+    def table(
+        self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
+    ) -> pa.Table:
+        """The rows of relation ``name``, in memory: see :meth:`evaluate`.
 
         Raises:
             TraceError: a table cannot be read, or holds numbers that cannot be summed.
         """
-        rows = self.evaluate(name, by)
+        rows = self.evaluate(name, by, known)
         with _explained(name):
             return rows.toArrow().cast(schema_of(name, by))
-
-    def ask(self, question: str, tables: Mapping[str, pa.Table]) -> pa.Table:
-        """The answer to ``question`` (``queries/<question>.sql``) over the collectives and ``tables``.
-
-        Raises:
-            TraceError: the collectives cannot be read, or hold numbers that cannot be summed.
-        """
-        tables = {name: _plain(rows) for name, rows in tables.items()}
-        with _explained(question):
-            self._add("collectives")
-            for name, rows in tables.items():
-                self._view(name, rows)
-            expected = ask_duckdb(question, {"collectives": empty_table("collectives"), **tables}).schema
-            return _as(expected, self.session.sql(query_text(question))).toArrow().cast(expected)
 
     def of_processes(
         self,
@@ -218,10 +210,9 @@ class SparkRelations:
         """Make table ``name`` a view."""
         if name in self._made:
             return
-        if name == "group_members":
+        if name in MADE:
             self._add("collectives")
-            found = group_members(self.session.sql(query_text("split_groups")).toArrow())
-            self._view("group_members", found)
+            self._view(name, made_of(name, lambda question: self.session.sql(query_text(question)).toArrow()))
         elif self._place is not None:
             self._read(name)
         else:
@@ -312,15 +303,6 @@ def _of_process(
     )
 
 
-def _plain(rows: pa.Table) -> pa.Table:
-    """``rows`` with text as text, where it is numbers into its distinct values."""
-    fields = [
-        pa.field(field.name, field.type.value_type if pa.types.is_dictionary(field.type) else field.type)
-        for field in rows.schema
-    ]
-    return rows.cast(pa.schema(fields))
-
-
 def _packed(rows: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
@@ -334,7 +316,8 @@ def _unpacked(content: bytes) -> pa.Table:
 
 def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
     """The columns and types of relation ``name`` as DuckDB evaluates it."""
-    tables = {table: empty_table(table) for table in graph.tables_of(name) if table in TABLES}
+    named = ("collectives", *graph.tables_of(name))  # tables that Python makes are made of the former
+    tables = {table: empty_table(table) for table in named if table in TABLES}
     return evaluate_by_duckdb(name, tables, by).schema
 
 

@@ -1,7 +1,9 @@
 """Relations: what a user can ask for by name, against plain loops over the records."""
 
+import random
 from collections import defaultdict
 
+import pandas as pd
 import pytest
 
 import commprof
@@ -154,3 +156,64 @@ def test_an_unknown_name_is_told_in_one_line(run, name, by, message):
     with pytest.raises(UsageError, match=message) as told:
         commprof.open(run).relation(name, by=by)
     assert "\n" not in str(told.value)
+
+
+def reducing_run(path, seed):
+    """Four ranks in two groups, whose buckets are reduced by one to three operations; times are drawn anew."""
+    draw = random.Random(seed)
+    run = SyntheticRun(4)
+    for step in range(3):
+        for ranks in ((0, 1), (2, 3)):
+            for bucket in range(draw.randrange(1, 4)):
+                for rank in ranks:
+                    run.add(
+                        "buckets", rank=rank, attempt=0, pid=run.pid(rank), step=step, micro_step=0, bucket=bucket,
+                        numel=draw.choice([10, 10, 10, 12]), bytes=40, capacity=draw.choice([None, 20]), dtype="float32",
+                        parameters="a", flush_reason="full", time_ns=1,
+                    )  # fmt: skip
+                for _ in range(draw.randrange(4)):
+                    run.add_collective(
+                        draw.choice(["all_reduce", "reduce", "reduce_scatter"]), ranks=ranks, group=ranks,
+                        pg=f"pg{ranks[0]}", purpose="gradient_reduce", step=step, bucket=bucket, peer=ranks[0],
+                        payload_bytes=draw.randrange(1000), issue_ns=draw.randrange(1000), host_ns=draw.randrange(1000),
+                        exposed_ns=draw.choice([None, draw.randrange(100)]),
+                    )  # fmt: skip
+    return run.write(path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bucket_flushes_are_those_of_a_loop_over_the_records(tmp_path, seed):
+    opened = commprof.open(reducing_run(tmp_path / "run", seed))
+    tables = {name: opened.run.table(name).to_pylist() for name in ("buckets", "collectives")}
+    held, carried = defaultdict(list), defaultdict(list)
+    groups = {rank: "0-1" if rank < 2 else "2-3" for rank in range(4)}
+    for rows, found in ((tables["buckets"], held), (tables["collectives"], carried)):
+        for row in rows:
+            found[row["step"], row["bucket"], groups[row["rank"]]].append(row)
+    reducing = {group for _, _, group in carried}
+    flushes = opened.relation("bucket_flushes").df()
+    assert len(flushes) == len(held) and reducing == {"0-1", "2-3"}
+    for row in flushes.to_dict("records"):
+        key = (row["step"], row["bucket"], row["group_ranks"])
+        lowest, records = min(held[key], key=lambda each: each["rank"]), carried[key]
+        assert (row["numel"], row["ranks"]) == (lowest["numel"], 2)
+        assert row["alike"] == (len({each["numel"] for each in held[key]}) == 1)
+        of_rank = defaultdict(list)
+        for record in records:
+            of_rank[record["rank"]].append(record)
+        once = of_rank[lowest["rank"]]
+        assert ("" if pd.isna(row["op"]) else row["op"]) == ", ".join(sorted({each["op"] for each in once}))
+        assert (row["collectives"], row["payload_bytes"]) == (
+            len(once),
+            sum(each["payload_bytes"] for each in once),
+        )
+        wire = sum((1 if each["op"] == "all_reduce" else 0.5) * each["payload_bytes"] for each in once)
+        assert row["wire_bytes"] == wire
+        if not records:
+            assert pd.isna(row["duration_ns"]) and row["executed_wire_bytes"] == 0
+            continue
+        lasted = [
+            max(each["return_ns"] for each in some) - min(each["issue_ns"] for each in some)
+            for some in of_rank.values()
+        ]
+        assert row["duration_ns"] == pytest.approx(sum(lasted) / 2, abs=0.5)

@@ -1,16 +1,17 @@
-"""What buckets hold, put together in arrays, against the same told row by row."""
+"""What buckets hold, the relation against the same told row by row."""
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis.bucket_contents import GROUP, KEY, described
-from commprof.analysis.bucket_groups import UNKNOWN, bucket_groups
-from commprof.trace.tables import table_from_rows
+from commprof.analysis.bucket_groups import bucket_groups
+from commprof.analysis.engine import evaluate
+from commprof.schema import Purpose, parse_ranks
+from commprof.trace.tables import arrow_schema, table_from_rows
+
+KEY = ("attempt", "step", "micro_step", "bucket")
 
 HELD = ("numel", "bytes", "capacity", "dtype", "owners", "parameters", "flush_reason", "time_ns")
 
@@ -34,48 +35,58 @@ rows = st.lists(
 
 # Ranks 0 and 1 reduce together, and rank 2 by itself; of attempt 2 nothing is known.
 REDUCING = [(attempt, text) for attempt in (0, 1) for text in ("0-1", "2")]
-NUMBERS = {(attempt, rank): rank // 2 for attempt in (0, 1) for rank in range(3)}
+TEXTS = {(attempt, rank): ("0-1", "2")[rank // 2] for attempt in (0, 1) for rank in range(3)}
 
 
 def told_row_by_row(given):
     found = {}
     for row in sorted(given, key=lambda row: tuple(row[name] for name in (*KEY, "rank"))):
-        number = NUMBERS.get((row["attempt"], row["rank"]), UNKNOWN)
-        found.setdefault((*(row[name] for name in KEY), number), []).append(row)
-    for (*key, number), members in sorted(found.items()):
+        text = TEXTS.get((row["attempt"], row["rank"]))
+        found.setdefault((*(row[name] for name in KEY), text), []).append(row)
+    for (*key, text), members in found.items():
         said = {name: [row[name] for row in members if row[name] is not None] for name in HELD}
         yield dict(zip(KEY, key, strict=True)) | {
-            GROUP: number,
-            "group_ranks": None if number == UNKNOWN else ("0-1", "2")[number],
+            "group_ranks": text,
             **{name: values[0] if values else None for name, values in said.items()},
             "ranks": len(members),
             "alike": len(set(said["numel"])) < 2 and len(set(said["parameters"])) < 2,
         }
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=60)
 @given(rows)
-def test_each_bucket_is_told_once_with_what_the_lowest_rank_says(in_pieces, given):
-    table = table_from_rows("buckets", [row | {"pid": 100 + row["rank"]} for row in given])
-    halves = [table.slice(0, len(table) // 2), table.slice(len(table) // 2)]
-    pieces = [
-        pa.table({name: column.dictionary_encode() if pa.types.is_string(column.type) else column
-                  for name, column in zip(half.column_names, half.columns, strict=True)})
-        for half in halves
-    ]  # fmt: skip
-    whole = pa.concat_tables(pieces) if in_pieces else table
-    assert described(whole.column, bucket_groups(REDUCING)).to_pylist() == list(told_row_by_row(given))
+def test_each_bucket_is_told_once_with_what_the_lowest_rank_says(given):
+    records = [
+        {
+            "attempt": attempt,
+            "rank": rank,
+            "group_ranks": text,
+            "bucket": 0,
+            "purpose": Purpose.GRADIENT_REDUCE,
+        }
+        for attempt, text in REDUCING
+        for rank in parse_ranks(text)
+    ]
+    tables = {
+        "buckets": table_from_rows("buckets", [row | {"pid": 100 + row["rank"]} for row in given]),
+        "collectives": pa.Table.from_pylist(records, arrow_schema("collectives")),
+    }
+    found = {identity(row): row for row in evaluate("bucket_contents", tables).to_pylist()}
+    assert found == {identity(row): row for row in told_row_by_row(given)}
+
+
+def identity(row):
+    return tuple(row[name] for name in (*KEY, "group_ranks"))
 
 
 def test_groups_that_share_a_rank_reduce_together():
     """Two stages, each reduced along two axes of 2 x 2 ranks; in the second attempt there are pairs only."""
     stages = [(0, text) for text in ("0-1", "2-3", "0,2", "1,3", "4-5", "6-7", "4,6", "5,7")]
-    found = bucket_groups([*stages, (1, "0-1"), (1, "2-3")])
-    assert found.texts == ("0-1", "0-3", "2-3", "4-7")
-    assert [found.number_of(0, text) for text in ("2-3", "1,3", "5,7")] == [1, 1, 3]
-    assert [found.number_of(1, text) for text in ("0-1", "2-3", "4-7")] == [0, 2, UNKNOWN]
-    attempts, ranks = (np.array(values) for values in ((0, 0, 1, 1, 2), (3, 6, 3, 6, 0)))
-    numbers = found.numbers(attempts, ranks)
-    assert numbers.tolist() == [1, 3, 2, UNKNOWN, UNKNOWN]
-    assert found.texts_of(numbers).to_pylist() == ["0-3", "4-7", "2-3", None, None]
+    pairs = [*stages, (1, "0-1"), (1, "2-3")]
+    found = bucket_groups(
+        pa.table({"attempt": [pair[0] for pair in pairs], "group_ranks": [pair[1] for pair in pairs]})
+    )
+    told = {(row["attempt"], row["rank"]): row["group_ranks"] for row in found.to_pylist()}
+    assert told == {(0, rank): "0-3" if rank < 4 else "4-7" for rank in range(8)} | {
+        (1, rank): "0-1" if rank < 2 else "2-3" for rank in range(4)
+    }

@@ -1,0 +1,29 @@
+-- What each gradient bucket holds, as the lowest rank says that says anything.
+--
+-- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
+-- inputs: buckets, bucket_groups
+-- group_ranks is null for ranks none of whose records carries the number of a bucket. ranks counts those that flushed the
+-- bucket. alike is true where it has equal elements and parameters on all of them.
+with placed as (
+    select *, cast(rank as bigint) * 4294967296 + pid as place -- the order of the processes
+    from buckets
+)
+select
+    b.attempt,
+    b.step,
+    b.micro_step,
+    b.bucket,
+    g.group_ranks,
+    min_by(b.numel, b.place) as numel,
+    min_by(b.bytes, b.place) as bytes,
+    min_by(b.capacity, case when b.capacity is not null then b.place end) as capacity,
+    min_by(b.dtype, b.place) as dtype,
+    min_by(b.owners, case when b.owners is not null then b.place end) as owners,
+    min_by(b.parameters, case when b.parameters is not null then b.place end) as parameters,
+    min_by(b.flush_reason, case when b.flush_reason is not null then b.place end) as flush_reason,
+    count(*) as ranks,
+    min(b.numel) = max(b.numel) and coalesce(min(b.parameters) = max(b.parameters), true) as alike,
+    min_by(b.time_ns, b.place) as time_ns
+from placed b
+left join bucket_groups g on g.attempt = b.attempt and g.rank = b.rank
+group by b.attempt, b.step, b.micro_step, b.bucket, g.group_ranks
