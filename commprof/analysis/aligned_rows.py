@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from commprof.analysis.engine import connect, query_text
-from commprof.analysis.kept import Stamp, is_growing, stamp
+from commprof.analysis.fingerprint import Stamp, is_growing, stamp
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.printable import command_line

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from commprof.analysis.kept import is_growing, stamp
+from commprof.analysis.fingerprint import is_growing, stamp
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _SOURCES: Final = (".py", ".sql")
@@ -47,11 +47,16 @@ def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[A
 
 
 def cache_directory() -> Path | None:
-    """Where answers lie: below the user's cache directory, as the XDG specification has it; None where there is none."""
+    """Where answers lie: in the user's cache directory; None where there is none."""
+    return user_cache("answers")
+
+
+def user_cache(kind: str) -> Path | None:
+    """The directory for ``kind`` of files in the user's cache directory (XDG specification); None where there is none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path(os.environ.get("HOME", ""), ".cache")
-    return cache / "commprof" / "answers" if cache.is_absolute() else None
+    return cache / "commprof" / kind if cache.is_absolute() else None
 
 
 def _name(question: str, runs: Sequence[Path]) -> str | None:

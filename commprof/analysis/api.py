@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from commprof.analysis.buckets import BucketContent
     from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
     from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
-    from commprof.analysis.kept import stamp
+    from commprof.analysis.fingerprint import stamp
     from commprof.analysis.memory import engine_settings
     from commprof.analysis.record import Record
     from commprof.analysis.records import Filter
@@ -158,7 +158,7 @@ _ELSEWHERE: Final = {
     "frame_csv": "commprof.analysis.csv_text",
     "open_run": "commprof.trace.reader",
     "overlapped_time": "commprof.analysis.exposed_texts",
-    "stamp": "commprof.analysis.kept",
+    "stamp": "commprof.analysis.fingerprint",
     "write_csv": "commprof.analysis.csv_text",
     "write_csv_parts": "commprof.analysis.csv_text",
 }

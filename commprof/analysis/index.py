@@ -30,6 +30,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.answer_files import user_cache
 from commprof.analysis.engine import connect
 from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.index_sums import fill_sums, standing
@@ -200,12 +201,10 @@ def has_index(run: Path) -> bool:
 def _places(run: Path) -> list[Path]:
     """Where the file of the index may lie: beside the run, else in the user's cache directory."""
     places = [run / INDEX_NAME]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # as the XDG specification has it
-        cache = Path(os.environ.get("HOME", ""), ".cache")
-    if cache.is_absolute():
+    cache = user_cache("indexes")
+    if cache is not None:
         name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
-        places.append(cache / "commprof" / "indexes" / f"{name}{Path(INDEX_NAME).suffix}")
+        places.append(cache / f"{name}{Path(INDEX_NAME).suffix}")
     return places
 
 

@@ -5,49 +5,17 @@ Only of runs that are still: what is known of one that is being written depends 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
+from commprof.analysis.fingerprint import Stamp, is_growing, stamp
 
 Answer = TypeVar("Answer")
-Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 _MOST: Final = 2048  # answers
-_GROWING: Final = (RECORDS_SUFFIX, EVENTS_SUFFIX, ".jsonl")
-
-
-def stamp(run: Path) -> Stamp:
-    """Name, size, number and times of every file below ``run``: another one whenever any of them changes.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    return tuple(sorted(_files(os.fspath(run), "")))
-
-
-def _files(directory: str, prefix: str) -> list[tuple[str, int, int, int, int]]:
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            name = prefix + entry.name
-            try:
-                status = entry.stat()
-                found.append((name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
-                if entry.is_dir(follow_symlinks=False):
-                    found += _files(entry.path, f"{name}/")
-            except OSError:
-                continue  # gone since it was listed
-    return found
-
-
-def is_growing(held: Stamp) -> bool:
-    """Whether files are among ``held`` that a process writes to as it goes."""
-    return any(name.endswith(_GROWING) for name, *_ in held)
 
 
 class _Kept:
