@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from commprof import schema
 from commprof.align.arrivals import CAUSES
+from commprof.analysis import byte_columns
 from commprof.analysis.bandwidth_answers import BANDWIDTH_ANSWERS
+from commprof.analysis.byte_columns import between_hosts, padding
 from commprof.analysis.detailed_answers import DETAILED_ANSWERS
 from commprof.analysis.setting_answers import SETTING_ANSWERS
 from commprof.schema import Column, Table
@@ -16,9 +18,7 @@ _MEASURES: Final = (
     Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
     Column("records", "int64", "records of all ranks behind them"),
     Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
-    Column(
-        "padding_bytes", "int64", "of payload_bytes, padding; null where no runtime says it", True, "bytes"
-    ),
+    padding("int64"),
     Column(
         "wire_bytes",
         "float64",
@@ -32,6 +32,7 @@ _MEASURES: Final = (
         True,
         "bytes",
     ),
+    between_hosts(),
     Column(
         "host_ns", "int64", "time inside the issuing calls, mean over the ranks of a collective", True, "ns"
     ),
@@ -95,12 +96,14 @@ STEP_TIMES: Final = Table(
         Column("samples", "float64", "sum over the ranks", True),
         Column("collectives", "int64", "collectives, each counted once, without barriers"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
+        padding("int64"),
         Column(
             "wire_bytes",
             "float64",
             "wire, modelled as issued: mean bytes that a rank of the group sends",
             unit="bytes",
         ),
+        between_hosts(),
         Column(
             "exposed_ns",
             "int64",
@@ -259,6 +262,7 @@ STEP_TOTALS: Final = Table(
             "collectives", "float64", "mean of the warm steps times the steps, each collective counted once"
         ),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, summed over them", unit="bytes"),
+        padding(),
         Column(
             "wire_bytes",
             "float64",
@@ -272,6 +276,7 @@ STEP_TOTALS: Final = Table(
             True,
             "bytes",
         ),
+        between_hosts(),
     ),
 )
 
@@ -303,6 +308,7 @@ _PER_STEP: Final = (
         True,
         "bytes",
     ),
+    *byte_columns.PER_STEP,
 )
 
 TRAFFIC_BY_SETTING: Final = Table(

@@ -9,16 +9,17 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 
 from commprof.analysis.answers import COMPARISON, TRAFFIC_BY_GROUP, TRAFFIC_BY_SETTING, WIRE_OPS
+from commprof.analysis.byte_columns import PADDING
 from commprof.analysis.expectation import Requested
 from commprof.analysis.frames import from_rows
 from commprof.analysis.intervals import over_repeats
 from commprof.analysis.settings import Setting
+from commprof.analysis.steady import PARTLY_KNOWN
 from commprof.analysis.steps import StepTotals
 from commprof.analysis.usage import Usage
 from commprof.schema import Column, Op, Purpose
 
-_EXECUTED: Final = "executed_wire_bytes"
-_MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes", _EXECUTED)
+_MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes", *PARTLY_KNOWN, PADDING)
 _PURPOSE_KEY: Final = ("op", "intended_op", "purpose")
 _GROUP_KEY: Final = ("group_desc", "group_size", "op", "intended_op")
 _NO_PURPOSES: Final = (
@@ -56,7 +57,8 @@ def _merged(runs: Sequence[Measured], key: Sequence[str] = _PURPOSE_KEY) -> Step
     """The steps of all repeats together by ``key``, so that a longer repeat counts for as many steps as it has."""
     totals = pd.concat([run.step_totals.totals for run in runs], ignore_index=True)
     by = totals.groupby(list(key), dropna=False, as_index=False, sort=False)
-    merged = by.agg({"groups": "max"} | dict.fromkeys(_MEASURES[:-1], "sum") | {_EXECUTED: _if_all_known})
+    sums: dict[str, Any] = {"groups": "max", **dict.fromkeys(_MEASURES, "sum")}
+    merged = by.agg(sums | dict.fromkeys(PARTLY_KNOWN, _if_all_known) | {PADDING: _known})
     return StepTotals(sum(run.step_totals.steps for run in runs), merged)
 
 
@@ -64,8 +66,13 @@ def _if_all_known(values: pd.Series[Any]) -> float | None:
     return None if values.isna().any() else float(values.sum())
 
 
+def _known(values: pd.Series[Any]) -> float | None:
+    """The sum of those that are known; None where none is, and there are some."""
+    return None if len(values) and values.isna().all() else float(values.sum())
+
+
 def _per_step(totals: pd.DataFrame, measure: str, steps: int) -> float | None:
-    total = _if_all_known(totals[measure])
+    total = (_known if measure == PADDING else _if_all_known)(totals[measure])
     return total / steps if steps and total is not None else None
 
 

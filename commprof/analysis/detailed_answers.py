@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from commprof import schema
 from commprof.align.arrivals import CAUSES
+from commprof.analysis.byte_columns import between_hosts, padding
 from commprof.schema import Column, Table
 
 
@@ -54,8 +55,10 @@ ONE_OFFS: Final = Table(
         *(_of(schema.COLLECTIVES, name) for name in ("group_desc", "group_ranks", "group_size")),
         Column("collectives", "int64", "collectives beyond those of each step; a message is counted at its send"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, beyond that of each step", unit="bytes"),
+        padding(),
         Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic, beyond that of each step", unit="bytes"),
         Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+        between_hosts(),
     ),
     key=("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks"),
 )
@@ -68,7 +71,9 @@ UNTAGGED: Final = Table(
         Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
         Column("records", "int64", "records of all ranks behind them"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
+        padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic", unit="bytes"),
+        between_hosts(),
     ),
 )
 

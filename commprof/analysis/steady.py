@@ -18,10 +18,14 @@ from itertools import pairwise
 from math import nan
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from commprof.analysis.byte_columns import BETWEEN_HOSTS, PADDING
+
 COUNTED: Final = ("collectives", "payload_bytes", "wire_bytes")
-EXECUTED: Final = "executed_wire_bytes"  # not known of a sum unless it is of all
+EXECUTED: Final = "executed_wire_bytes"
+PARTLY_KNOWN: Final = (EXECUTED, BETWEEN_HOSTS)  # not known of a sum unless it is of all
+BESIDE: Final = (*PARTLY_KNOWN, PADDING)  # bytes that may not be known
 TRAFFIC_KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
-_TRAFFIC_MEANS: Final = ("records", "host_ns", EXECUTED)
+_TRAFFIC_MEANS: Final = ("records", "host_ns", *BESIDE)
 
 Step: TypeAlias = tuple[int, int]  # attempt and step
 Row: TypeAlias = Mapping[str, Any]
@@ -74,7 +78,7 @@ def steady(
         for name in into:
             if row[name] is not None and row[name] == row[name]:
                 into[name] = (into[name] or 0) + row[name]
-            elif name == EXECUTED:
+            elif name in PARTLY_KNOWN:
                 into[name] = nan
     found = Steady(warm, [], [], [])
     for values, by_step in sums.items():
@@ -116,15 +120,18 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], fou
             beyond = {
                 name: (sent[name] or 0) - (0 if expected is None else expected[name]) for name in COUNTED
             }
-            if EXECUTED in sent:
-                beyond[EXECUTED] = _beyond_executed(sent[EXECUTED], value, every)
+            for name in BESIDE:
+                if name in sent:
+                    beyond[name] = _beyond(name, sent[name], value, every)
             if beyond["collectives"] > 0 or beyond["payload_bytes"] > 0:
                 found.one_offs.append({**named, "attempt": step[0], "step": step[1], **beyond})
 
 
-def _beyond_executed(sent: float | None, value: Mapping[str, Any] | None, every: int | None) -> float | None:
-    """What the backend ran beyond what it runs in each step; None where one of them is not known."""
-    usual = 0.0 if value is None else value[EXECUTED]
+def _beyond(
+    name: str, sent: float | None, value: Mapping[str, Any] | None, every: int | None
+) -> float | None:
+    """The bytes ``name`` of a step beyond those of each step; None where one of them is not known."""
+    usual = 0.0 if value is None else value[name]
     if sent is None or sent != sent or usual is None:
         return None
     return sent - usual * (every or 0)

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_arrow, from_rows
-from commprof.analysis.steady import COUNTED, EXECUTED, Steady, Step, steady
+from commprof.analysis.steady import BESIDE, COUNTED, Steady, Step, steady
 
 COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
 
@@ -93,10 +93,10 @@ def step_totals(
         "step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks))
     ).to_pylist()
     whole = whole_steps(times)
-    judged = steady(rows, _KEY, whole, ("groups", EXECUTED))
+    judged = steady(rows, _KEY, whole, ("groups", *BESIDE))
     found = [
         {**row, "groups": ceil(row["groups"])}
-        | {name: None if row[name] is None else row[name] * len(whole) for name in (*COUNTED, EXECUTED)}
+        | {name: None if row[name] is None else row[name] * len(whole) for name in (*COUNTED, *BESIDE)}
         for row in judged.per_step
     ]
     found.sort(key=lambda row: tuple((row[name] is None, row[name]) for name in _KEY))

@@ -50,6 +50,8 @@ MEASURES: Final = {
     "wire_share": "decimal(38, 0)",
     "executed_share": "decimal(38, 0)",
     "unexecuted": "bigint",
+    "between_share": "decimal(38, 0)",
+    "unlocated": "bigint",
     "host_ns": "double",
     "exposed_ns": "double",
     "timed": "bigint",

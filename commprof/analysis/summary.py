@@ -10,10 +10,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.analysis.byte_columns import PADDING
 from commprof.analysis.expectation import requested_reduction
 from commprof.analysis.intervals import over_steps
 from commprof.analysis.pipeline_idle import idle_shares
 from commprof.analysis.settings import settings_of
+from commprof.analysis.steady import PARTLY_KNOWN
 from commprof.analysis.steps import durations_after_first, final_loss
 from commprof.trace.reader import Run
 
@@ -73,7 +75,9 @@ def overview(
     requested = requested_reduction(manifest.config, manifest.effective_config)
     # Column by column: a row of a frame turns its integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
-    executed = sums["executed_wire_bytes"]
+    executed, between, padding = (
+        None if pd.isna(sums[name]) else float(sums[name]) for name in (*PARTLY_KNOWN, PADDING)
+    )
     return {
         "name": run.path.name,
         "path": str(run.path),
@@ -109,8 +113,10 @@ def overview(
         "pipeline_idle_expected": idle.expected,
         "collectives": int(sums["collectives"]),
         "payload_bytes": int(sums["payload_bytes"]),
+        "padding_bytes": None if padding is None else int(padding),
         "wire_bytes": float(sums["wire_bytes"]),
-        "executed_wire_bytes": None if pd.isna(executed) else float(executed),
+        "executed_wire_bytes": executed,
+        "between_hosts_bytes": between,
         "moved_sent_bytes": None if reason else int(moved["sent_bytes"].sum()),
         "moved_received_bytes": None if reason else int(moved["received_bytes"].sum()),
         "moved_reason": reason,

@@ -31,7 +31,9 @@ BY: Final = (
     "group_size",
 )
 _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
-_SUMMED: Final = ("collectives", "records", "payload_bytes", "wire_bytes", "host_ns")
+_PADDING: Final = "padding_bytes"
+_BETWEEN: Final = "between_hosts_bytes"
+_SUMMED: Final = ("collectives", "records", "payload_bytes", _PADDING, "wire_bytes", "host_ns")
 _OUTSIDE: Final = {"evaluation": "evaluation", "checkpoint": "checkpoint", "other": "after the last step"}
 _OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire", "as issued")
 _EXECUTED: Final = "executed_wire_bytes"
@@ -43,12 +45,18 @@ _FIRST_HEADINGS: Final = (
     Heading("wire", number=True),
 )
 _AS_ISSUED: Final = Heading("as issued", number=True)
+_WHERE_ANY: Final = (
+    (_PADDING, Heading("padding", number=True)),
+    (_BETWEEN, Heading("between hosts", number=True)),
+)
 _IN_CALLS: Final = Heading("in calls", number=True)
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
     "each message, added up; the bytes of a message stand at its send. wire is of what the backend runs (gloo's behaviour "
     "is known, NCCL's from an aligned log); as issued: of the issued operation, where it differs or nobody knows what ran. "
+    "padding: of payload, bytes without data; between hosts: of the wire bytes as issued, those of groups and messages with "
+    "ranks on several hosts; each where there are any. "
     "in calls: time in the issuing calls, mean over the ranks, which is no exposed time. A dash: not known."
 )
 
@@ -289,14 +297,18 @@ def _table(
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):
                 into[column] = (into[column] or 0.0) + float(row[column])
-        # Where it is not known of one of them what the backend ran, it is not known of the sum.
-        before, executed = into.get(_EXECUTED, 0.0), row[_EXECUTED]
-        if before is None or rendering.is_missing(executed):
-            into[_EXECUTED] = None
-        else:
-            into[_EXECUTED] = before + float(executed)
+        # What the backend ran, and where, is not known of the sum where it is not known of one of them.
+        for column in (_EXECUTED, _BETWEEN):
+            before, value = into.get(column, 0.0), row[column]
+            into[column] = None if before is None or rendering.is_missing(value) else before + float(value)
     both = any(_differ(each, steps) for each in sums.values())
-    headings = (*_FIRST_HEADINGS, *([_AS_ISSUED] if both else []), _IN_CALLS)
+    shown = [(name, heading) for name, heading in _WHERE_ANY if any(each[name] for each in sums.values())]
+    headings = (
+        *_FIRST_HEADINGS,
+        *([_AS_ISSUED] if both else []),
+        *(heading for _, heading in shown),
+        _IN_CALLS,
+    )
     blank = [""] * (len(headings) - 1)
     cells: list[Sequence[str]] = []
     last = None
@@ -305,7 +317,7 @@ def _table(
         if purpose != last:
             cells.append((purpose if purpose != rendering.MISSING else "(no purpose given)", *blank))
             last = purpose
-        cells.append((f"  {op}", group, *_measures(op, sums[key], steps, both)))
+        cells.append((f"  {op}", group, *_measures(op, sums[key], steps, both, [name for name, _ in shown])))
         if intended not in (rendering.MISSING, op):
             cells.append((f"    for {intended}", *blank))
     return Rows(headings, cells, title=name)
@@ -324,7 +336,9 @@ def _group(row: Mapping[str, Any]) -> str:
     return ranks if name in _UNNAMED else f"{name} {ranks}"
 
 
-def _measures(op: str, sums: Mapping[str, float | None], steps: int, both: bool) -> tuple[str, ...]:
+def _measures(
+    op: str, sums: Mapping[str, float | None], steps: int, both: bool, shown: Sequence[str]
+) -> tuple[str, ...]:
     mean = {name: None if value is None else round(value / steps) for name, value in sums.items()}
     at_send = (
         op == "recv" and not sums["collectives"]
@@ -337,6 +351,7 @@ def _measures(op: str, sums: Mapping[str, float | None], steps: int, both: bool)
             for name in ("payload_bytes", _EXECUTED)
         ),
         *([rendering.number_of_bytes(mean["wire_bytes"]) if _differ(sums, steps) else ""] if both else []),
+        *(rendering.number_of_bytes(mean[name]) for name in shown),
         rendering.duration(mean["host_ns"]),
     )
 

@@ -270,6 +270,7 @@ class SyntheticRun:
             found[key] = {name: row.get(name) for name in schema.GROUPS.names} | {
                 "backend": f"cpu:{row['backend']}",
                 "unseen": 0,
+                "host": self.hosts.get(row["rank"]),
             }
         return list(found.values())
 

@@ -28,14 +28,19 @@ sent as (
         step,
         sum(collectives) as collectives,
         sum(payload_bytes) as payload_bytes,
-        sum(wire_bytes) as wire_bytes
+        sum(padding_bytes) as padding_bytes,
+        sum(wire_bytes) as wire_bytes,
+        case when sum(unlocated) = 0 then sum(between_hosts_bytes) end as between_hosts_bytes
     from (
         select
             attempt,
             step,
             sum(collectives) as collectives,
             sum(payload_bytes) as payload_bytes,
-            cast(sum(cast(wire_share as decimal(38, 0))) as double) / wire_ranks as wire_bytes
+            sum(padding_bytes) as padding_bytes,
+            cast(sum(cast(wire_share as decimal(38, 0))) as double) / wire_ranks as wire_bytes,
+            cast(sum(cast(between_share as decimal(38, 0))) as double) / wire_ranks as between_hosts_bytes,
+            sum(unlocated) as unlocated
         from operations
         where step >= 0 and op <> 'barrier'
         group by attempt, step, wire_ranks
@@ -56,7 +61,9 @@ select
     s.samples,
     cast(coalesce(t.collectives, 0) as bigint) as collectives,
     cast(coalesce(t.payload_bytes, 0) as bigint) as payload_bytes,
+    cast(t.padding_bytes as bigint) as padding_bytes,
     coalesce(t.wire_bytes, 0.0) as wire_bytes,
+    case when t.step is null then 0.0 else t.between_hosts_bytes end as between_hosts_bytes,
     case when w.step is null and t.step is null then 0 else w.exposed_ns end as exposed_ns,
     case when w.step is null and t.step is null then 0 else w.exposed_low_ns end as exposed_low_ns,
     case when w.step is null and t.step is null then 0 else w.exposed_high_ns end as exposed_high_ns,

@@ -23,13 +23,17 @@ select
     cast(count(distinct o.group_ranks) as bigint) as groups,
     cast(sum(o.collectives) as bigint) as collectives,
     cast(sum(o.payload_bytes) as bigint) as payload_bytes,
+    cast(sum(o.padding_bytes) as bigint) as padding_bytes,
     -- wire_share is what all ranks send together; of gather and scatter group_size times as much
     cast(sum(cast(o.wire_share as decimal(38, 0))) as double)
         / case when o.op in ('gather', 'scatter') then greatest(o.group_size, 1) else 1 end
         / {world_size} as wire_bytes,
     case when sum(o.unexecuted) = 0 then cast(sum(cast(o.executed_share as decimal(38, 0))) as double)
         / case when o.op in ('gather', 'scatter') then greatest(o.group_size, 1) else 1 end
-        / {world_size} end as executed_wire_bytes
+        / {world_size} end as executed_wire_bytes,
+    case when sum(o.unlocated) = 0 then cast(sum(cast(o.between_share as decimal(38, 0))) as double)
+        / case when o.op in ('gather', 'scatter') then greatest(o.group_size, 1) else 1 end
+        / {world_size} end as between_hosts_bytes
 from operations o
 join whole w on w.attempt = o.attempt and w.step = o.step
 where o.op <> 'barrier'

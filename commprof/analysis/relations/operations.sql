@@ -12,8 +12,9 @@
 -- root is the root of a collective, -1 for none. A message has a sender and a receiver. An all_to_all with recorded splits
 -- has its bytes in rows of its pairs of ranks, with collectives 0, a sender and a receiver; where the splits are not known,
 -- sender and receiver are -1. span is within_host or between_hosts: of a message or pair by the hosts of its two ranks, else
--- by those of the group; null where that is not known. padding_bytes is null where no runtime says it. host_ns and
--- exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
+-- by those of the group; null where that is not known. padding_bytes is null where no runtime says it.
+-- between_share is the part of wire_share whose span is between_hosts; unlocated counts the operations that send bytes and
+-- whose span is not known. host_ns and exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
 with known_exchanges as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from differing_exchanges
@@ -198,6 +199,8 @@ select
     cast(sum(cast(wire_share as decimal(38, 0))) as decimal(38, 0)) as wire_share,
     cast(sum(cast(executed_share as decimal(38, 0))) as decimal(38, 0)) as executed_share,
     cast(sum(case when executed_share is null then 1 else 0 end) as bigint) as unexecuted,
+    cast(sum(cast(case when span = 'between_hosts' then wire_share else 0 end as decimal(38, 0))) as decimal(38, 0)) as between_share,
+    cast(sum(case when span is null and wire_share <> 0 then 1 else 0 end) as bigint) as unlocated,
     sum(host_ns) as host_ns,
     sum(exposed_ns) as exposed_ns,
     cast(sum(timed) as bigint) as timed,

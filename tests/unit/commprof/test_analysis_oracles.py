@@ -70,9 +70,15 @@ def with_executed(operations: pa.Table) -> pa.Table:
             ran = round(mean * row["wire_ranks"])
         shares.append(ran)
     unexecuted = [int(share is None) for share in shares]
-    return operations.append_column("executed_share", pa.array(shares, pa.int64())).append_column(
-        "unexecuted", pa.array(unexecuted, pa.int64())
-    )
+    unlocated = [int(share != 0) for share in operations["wire_share"].to_pylist()]  # no group says its hosts
+    for name, values in (
+        ("executed_share", shares),
+        ("unexecuted", unexecuted),
+        ("between_share", [0] * len(shares)),
+        ("unlocated", unlocated),
+    ):
+        operations = operations.append_column(name, pa.array(values, pa.int64()))
+    return operations
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -24,8 +24,8 @@ def only(run: SyntheticRun) -> dict:
 def test_a_collective_of_four_ranks_counts_once():
     run = SyntheticRun(world_size=4)
     run.add_collective("all_reduce", payload_bytes=1000)
-    assert only(run) | {"exposed_ns": None, "padding_bytes": None} == {
-        "padding_bytes": None,
+    unknown = {"exposed_ns": None, "padding_bytes": None, "between_hosts_bytes": None}
+    assert only(run) | unknown == unknown | {
         "collectives": 1,
         "records": 4,
         "payload_bytes": 1000,
@@ -291,6 +291,22 @@ def test_bytes_within_a_host_are_told_from_those_between_hosts(unknown):
     }
     expected[("send", sure)] = expected.get(("send", sure), 0) + 3
     assert found == expected
+
+
+@pytest.mark.parametrize("unknown", [(), (3,)])
+def test_bytes_between_hosts_are_a_part_of_the_wire_bytes_of_every_sum(unknown):
+    run = SyntheticRun(world_size=4)
+    run.add_collective("all_reduce", payload_bytes=1000)  # 2 x 3/4 x 1000 on the wire, on both hosts
+    run.add_collective("all_reduce", payload_bytes=10, group=(0, 1), pg="1")
+    run.add_collective("all_gather", payload_bytes=20, group=(2, 3), pg="2")
+    run.add_collective("send", payload_bytes=7, ranks=(0,), peer=1)
+    run.add_collective("send", payload_bytes=5, ranks=(1,), peer=2)
+    frame = ask(two_hosts(run, unknown), "op").set_index("op")["between_hosts_bytes"]
+    found = {op: None if pd.isna(size) else size for op, size in frame.items()}
+    # Where the host of rank 3 is not known, nobody knows of the all_gather; the others have ranks on both or on one.
+    assert found == {"all_reduce": 1500, "send": 5, "all_gather": None if unknown else 0}
+    total = only(two_hosts(run, unknown))["between_hosts_bytes"]
+    assert pd.isna(total) if unknown else total == 1505
 
 
 def test_padding_is_summed_where_a_runtime_says_it():
