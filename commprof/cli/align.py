@@ -204,6 +204,7 @@ def _divergence(divergence: Divergence) -> Rows:
 
 
 def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
+    from commprof.trace.pending import list_tables
     from commprof.trace.tables import write_table
 
     who = recording_process(run.path)
@@ -215,6 +216,7 @@ def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
             write_table(run.path, name, table)
         write_table(run.path, "matches", report.matches)
         write_table(run.path, "comm_matches", report.comm_matches)
+        list_tables(run.path, (*tables, "matches", "comm_matches"))
     except TraceError as error:
         say(f"the tables could not be kept in the run: {error}")
         return

@@ -34,6 +34,7 @@ from commprof.ledger.turns import Turn, before_steps, demands_in_turn, turns_of
 from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
 from commprof.trace.pending import NO_MANIFEST
+from commprof.trace.wire import DAMAGED_LINES
 
 
 def verify(run: RecordedRun) -> Verdict:
@@ -121,6 +122,7 @@ def verify(run: RecordedRun) -> Verdict:
         *([sentences.moved_sentence(together)] if together else []),
         *([f"{edited}."] if edited else []),
         *([f"Note: {NO_MANIFEST}."] if NO_MANIFEST in run.health.notes else []),
+        *(f"Note: {note}." for note in run.health.notes if note.endswith(DAMAGED_LINES)),
         *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Note: {each.sentence}." for each in in_other_order),

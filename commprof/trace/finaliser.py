@@ -46,7 +46,7 @@ from commprof.trace.pending import (
     unseen_rows,
 )
 from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
-from commprof.trace.wire import reading_files, sample_files, write_samples, write_wire
+from commprof.trace.wire import damaged_lines, reading_files, sample_files, write_samples, write_wire
 
 _MOST_THREADS: Final = 4  # each holds one part of a rank's records
 
@@ -68,6 +68,7 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         if not alive:
             _remove_converted(run)
             is_read = bool(reading_files(run) or sample_files(run))
+            manifest.notes = list(dict.fromkeys([*manifest.notes, *damaged_lines(run)]))
             write_wire(run)
             write_samples(run)
             _remove_unused_stacks(run)

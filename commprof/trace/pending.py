@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
 from commprof.trace.layout import rank_files
 from commprof.trace.liveness import recently_touched
-from commprof.trace.manifest import RUNNING, Manifest, read_manifest, wrong_entry
+from commprof.trace.manifest import RUNNING, Manifest, read_manifest, write_manifest, wrong_entry
 from commprof.trace.process import is_alive
 from commprof.trace.tables import arrow_schema, read_metadata
 from commprof.trace.wire import reading_files, sample_files
@@ -94,9 +94,25 @@ def require_tables(run: Path, manifest: Manifest, *names: str) -> None:
     for name in names:
         if name in (manifest.tables or ()) and not (run / f"{name}.parquet").exists():
             raise TraceError(
-                f"{name}.parquet of {run} is missing; it was written when the run was finalised; copy the run again with "
-                "all its files"
+                f"{name}.parquet of {run} is missing; it was written when the run was finalised or aligned; copy the run "
+                "again with all its files"
             )
+
+
+def list_tables(path: Path, names: Collection[str]) -> None:
+    """Name in ``run.json`` those of the tables ``names`` that have a file, so that it is noticed where one gets lost.
+
+    Raises:
+        TraceError: the directory cannot be written to.
+    """
+    if not (path / MANIFEST_NAME).exists():
+        return
+    manifest = load_manifest(path)
+    written = {name for name in names if (path / f"{name}.parquet").exists()}
+    tables = sorted({*(manifest.tables or ()), *written})
+    if tables != manifest.tables:
+        manifest.tables = tables
+        write_manifest(path, manifest)
 
 
 def gone_records(run: Path, manifest: Manifest) -> dict[str, str]:

@@ -43,7 +43,7 @@ from commprof.trace.tables import (
     read_table,
     version_of,
 )
-from commprof.trace.wire import read_readings, reading_files, sample_files
+from commprof.trace.wire import damaged_lines, read_readings, reading_files, sample_files
 
 _OUR_SUFFIXES: Final = frozenset({".json", ".jsonl", ".parquet", RECORDS_SUFFIX, EVENTS_SUFFIX})
 _MOST_ROWS_AT_ONCE: Final = 200_000  # a larger table is not handed over as one
@@ -190,7 +190,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     entries = entries_of(manifest, traces)
     opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged, gone)
     edited = config_note(run, manifest.config)
-    beside = [*_irregular(run), *([edited] if edited else [])]
+    unread = [] if alive else damaged_lines(run)
+    beside = [*unread, *_irregular(run), *([edited] if edited else [])]
     opened.health = replace(opened.health, notes=(*opened.health.notes, *beside))
     _fill_in(manifest, traces)
     manifest.ranks = entries

@@ -19,6 +19,7 @@ from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
 
 LAUNCHER_READINGS: Final = "wire.jsonl"  # at intervals
 STEP_READINGS: Final = "wire"  # a directory
+DAMAGED_LINES: Final = "are damaged and were left out"
 
 
 def reading_files(run: Path) -> list[Path]:
@@ -75,13 +76,48 @@ def read_readings(sources: Sequence[Path], name: str = "wire") -> pa.Table:
     """
     rows: list[dict[str, Any]] = []
     for source in sources:
-        try:
-            lines = read_content(source).splitlines()
-        except OSError as error:
-            raise TraceError(f"{source} cannot be read: {error.strerror}") from None
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows.append(row)
+        rows += _rows_of(source)[0]
     return fitted(name, rows).table
+
+
+def damaged_lines(run: Path) -> list[str]:
+    """A sentence for each file of readings that is no table yet and has lines that :func:`read_readings` leaves out.
+
+    A last line that was cut off while it was written is not counted.
+
+    Raises:
+        TraceError: a file cannot be read.
+    """
+    found = []
+    for name, files in (("wire", reading_files(run)), ("samples", sample_files(run))):
+        for file in files:
+            rows, lines = _rows_of(file)
+            fitting = fitted(name, rows)
+            damaged = lines - len(rows) + fitting.left_out
+            if damaged:
+                hosts = sorted(set(fitting.table["host"].to_pylist()))
+                of = f" of host {', '.join(hosts)}" if hosts else ""
+                found.append(f"{file.relative_to(run)}{of}: {damaged:,} of {lines:,} lines {DAMAGED_LINES}")
+    return found
+
+
+def _rows_of(source: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a file of readings, and how many lines it has, without a last one that was cut off."""
+    try:
+        content = read_content(source)
+    except OSError as error:
+        raise TraceError(f"{source} cannot be read: {error.strerror}") from None
+    rows: list[dict[str, Any]] = []
+    lines = content.splitlines()
+    counted = sum(1 for line in lines if line.strip())
+    is_cut = bool(lines) and not content.endswith(b"\n")
+    for place, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if is_cut and place == len(lines) - 1:
+                counted -= 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows, counted

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from commprof.cli.application import invoke
-from commprof.errors import LogError, UsageError
+from commprof.errors import LogError, TraceError, UsageError
 from commprof.trace.reader import open_run
 from support import planted_nccl
 from support.runs import SyntheticRun
@@ -39,6 +39,17 @@ def test_without_a_log_it_reads_those_of_the_run(tmp_path, capsys):
     assert kept.table("matches").num_rows == 24
     assert kept.table("comm_matches").num_rows == 2
     assert kept.table("nccl_ops").num_rows == 22
+
+
+def test_a_lost_table_of_an_alignment_is_named(tmp_path, capsys):
+    path, _ = a_run(tmp_path)
+    assert invoke(["align", str(path)]) == 0
+    assert {"matches", "comm_matches", "nccl_ops"} <= set(
+        json.loads((path / "run.json").read_text())["tables"]
+    )
+    (path / "matches.parquet").unlink()
+    with pytest.raises(TraceError, match=r"matches.parquet of .* is missing; it was written when .* aligned"):
+        open_run(path).table("matches")
 
 
 def test_the_first_divergence_is_shown_side_by_side(tmp_path, capsys):

@@ -71,8 +71,8 @@ def test_a_missing_table_is_named(run, capsys, name):
     for verb in ("report", "verify"):
         code, said = told(capsys, verb, str(run))
         assert code == 1 and said == (
-            f"commprof: error: {name}.parquet of {run} is missing; it was written when the run was finalised; copy the run "
-            "again with all its files"
+            f"commprof: error: {name}.parquet of {run} is missing; it was written when the run was finalised or aligned; "
+            "copy the run again with all its files"
         )
     forget_tables(run)
     assert execute(["report", str(run)]) == 0
@@ -116,3 +116,27 @@ def test_records_of_steps_without_their_table_are_no_mismatch(tmp_path, capsys):
         and "mismatch" not in said
         and "the table of the training steps (steps.parquet) is missing" in said
     )
+
+
+@pytest.mark.parametrize("finalises", [True, False])
+def test_damaged_lines_of_readings_are_counted_by_file_and_host(tmp_path, capsys, finalises):
+    run = tmp_path / "run"
+    create_run(run, Manifest(started_realtime_ns=1_700_000_000_000_000_000, nproc=1, world_size=1))
+    write_rank(run, 0, 1)
+    good = json.dumps(READING)
+    (run / "wire.jsonl").write_text(f'{good}\n{{"host": "h", \x00\n7\n{good}\n{{"cut off')
+    sample = {"host": "g", "source": "proc", "device": "0", "name": "x", "value": 1.0, "time_ns": 1}
+    (run / "samples-g.jsonl").write_text(
+        json.dumps(sample) + "\n" + json.dumps(sample | {"time_ns": "x"}) + "\n"
+    )
+    if finalises:
+        finalise(run)
+        finalise(run)
+    expected = [
+        "wire.jsonl of host h: 2 of 4 lines are damaged and were left out",
+        "samples-g.jsonl of host g: 1 of 2 lines are damaged and were left out",
+    ]
+    assert [note for note in open_run(run).health.notes if "lines" in note] == expected
+    for verb in ("report", "verify"):
+        _, said = told(capsys, verb, str(run))
+        assert all(said.count(sentence) == 1 for sentence in expected), said
