@@ -53,6 +53,7 @@ def answer(
     stalls: pa.Table,
     standing: pa.Table | None = None,
     counted: pa.Table | None = None,
+    participating: pa.Table | None = None,
 ) -> pa.Table:
     """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
 
@@ -60,6 +61,7 @@ def answer(
         stalls: the intervals in which C++ waited.
         standing: what :func:`standstill` says by these columns, where that is known.
         counted: :func:`counts` by these columns at least, where they are known.
+        participating: how many ranks have part in each combination without the step, where that is known.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -74,16 +76,24 @@ def answer(
             )
     lasting = [name for name in by if name in _OF_DURATIONS]
     per_rank = "rank" in by
+    partition = [name for name in by if name != "step"]
+    if counted is None:
+        counted = counts(collectives, by, stalls)
+    if participating is None:
+        participating = ask("exposure_ranks", {"counts": counted}, partition=_listed(partition))
     return ask(
         "exposure",
         {
             "standstill": standstill(collectives, steps, by, stalls) if standing is None else standing,
-            "counts": counts(collectives, by, stalls) if counted is None else counted,
+            "counts": counted,
+            "participating": participating,
             "steps": steps,
         },
         by=_listed(by),
         of_row=_listed(by, "c."),
-        partition=_listed([name for name in by if name != "step"]),
+        partition=_listed(partition),
+        same_partition=" and ".join(f"p.{name} is not distinct from s.{name}" for name in partition)
+        or "1 = 1",
         group_by=f"group by {', '.join(by)}" if by else "",
         order_by=f"order by {', '.join(f'c.{name}' for name in by)}" if by else "",
         per_rank="rank," if per_rank else "",

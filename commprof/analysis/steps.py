@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.analysis.answers import STEP_TIMES, STEP_TOTALS
-from commprof.analysis.engine import ask
+from commprof.analysis.engine import ask, evaluate
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.steady import BESIDE, COUNTED, Steady, Step, steady
 
@@ -33,7 +33,12 @@ def answer(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Tabl
     Args:
         exposure: :func:`commprof.analysis.exposure.answer` by attempt and step.
     """
-    return ask("step_times", {"steps": steps, "exposure": exposure, "operations": operations})
+    return answer_of_sums(evaluate("step_sums", {"steps": steps}), exposure, operations)
+
+
+def answer_of_sums(sums: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Table:
+    """:func:`answer` from rows of the relation step_sums."""
+    return ask("step_times", {"step_sums": sums, "exposure": exposure, "operations": operations})
 
 
 def durations_after_first(times: pd.DataFrame) -> list[int]:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from commprof.analysis import buckets as buckets_module
 from commprof.analysis import exposure as exposure_module
-from commprof.analysis import steps, summaries, traffic
+from commprof.analysis import host_files, steps, summaries, traffic
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.detailed_answers import BUCKET_STEPS
@@ -110,7 +110,7 @@ def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
     """Where what is found is kept: with the opened run, or with its index, which other questions find open as well."""
     if index is None:
         if not run.kept:
-            run.kept.update(summaries.read(run.path))
+            run.kept.update(summaries.read(run.path) or host_files.answers(run))
         return run.kept
     if len(index.sums) > _MOST_KEPT:
         index.sums.clear()

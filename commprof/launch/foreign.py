@@ -7,6 +7,7 @@ of them; the first makes it and speaks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup
 from commprof.recorder.counters import is_first_of_host
 from commprof.recorder.placement import Place, is_unique, job_id, place
+from commprof.sampling.processes import local_ranks
 from commprof.trace import directory, manifest
 from commprof.trace.process import process_start_ns, start_ticks
 
@@ -108,8 +110,12 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
     is_command = job.program.kind is Kind.COMMAND
     if outcome.exit_code and not is_command:
         say(describe_failure(outcome))
+    if place.rank != 0 and is_first_of_host(os.environ):
+        _keep_host(run)
     if place.rank == 0:
         _await_siblings(parent)
+        if summary.has_several_hosts(run):  # each does so at this moment
+            summary.keep_host(run)
         failed = None if is_command else outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
         job_log.end(log, run, say)
@@ -136,7 +142,7 @@ def _run_child(
     if place.rank == 0:
         outcome = sample_and_wait(run, group, job.recording, say)
     elif is_first_of_host(os.environ):
-        with sampled(run, job.recording, say):
+        with sampled(run, job.recording, say), summary.prepared():
             outcome = group.wait()
     else:
         outcome = group.wait()
@@ -178,6 +184,15 @@ def _await_directory(run: Path, since_ns: int) -> None:
             pass
         time.sleep(0.02)
     run.mkdir(parents=True, exist_ok=True)
+
+
+def _keep_host(run: Path, seconds: float = 5.0) -> None:
+    """Keep the file of this host, when the other ranks of it have ended, too."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(CommprofError, OSError):
+        while local_ranks(run) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    summary.keep_host(run)
 
 
 def _await_siblings(parent: int, seconds: float = 5.0) -> None:

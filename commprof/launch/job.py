@@ -253,7 +253,7 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
 
 def sample_and_wait(run: Path, group: RankGroup, recording: Options, say: Callable[[str], None]) -> Outcome:
     """Wait for ``group`` while the machine's counters, and what else was asked for, are written into ``run``."""
-    with observed(run, recording, say):
+    with observed(run, recording, say), summary.prepared():
         return group.wait()
 
 

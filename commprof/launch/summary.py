@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from commprof.analysis.units import format_ns
 from commprof.errors import CommprofError, MissingExtraError
 from commprof.launch import injection
 from commprof.printable import command_line
+from commprof.trace.layout import rank_files
+from commprof.trace.liveness import host_of
 from commprof.trace.manifest import read_manifest
+
+_IMPORT_AFTER_S: Final = 2.0  # a job that ends sooner waits for its own imports
 
 
 def shown(path: Path) -> str:
@@ -43,11 +52,54 @@ def last_line(run: Path) -> str:
 
 
 def keep_summaries(run: Path) -> None:
-    """Keep beside ``run``, which has ended, what most answers begin with. Never raises: answers do without it."""
+    """Keep beside ``run``, which has ended, what most answers begin with; of a large one what those about this host do.
+
+    Never raises: answers do without it.
+    """
     with contextlib.suppress(Exception):
         from commprof.analysis.sums import summarise
 
-        summarise(run)
+        if not summarise(run):
+            keep_host(run)
+
+
+def keep_host(run: Path) -> None:
+    """Keep beside ``run`` the file of this host, whose ranks have ended. Never raises: answers do without it."""
+    with contextlib.suppress(Exception):
+        from commprof.analysis import host_files
+
+        host_files.keep_host(run, socket.gethostname())
+
+
+def has_several_hosts(run: Path) -> bool:
+    """Whether ranks of several hosts have recorded into ``run``, which is not finalised."""
+    try:
+        return len({host_of(stem) for _, stem in rank_files(run)}) > 1
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Inside, a thread imports what :func:`keep_summaries` needs, so that the end of a job does not wait for it (1 s)."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_import, args=(ended,), name="commprof-imports")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _import(ended: threading.Event) -> None:
+    if ended.wait(_IMPORT_AFTER_S):
+        return
+    with contextlib.suppress(OSError):  # of this thread alone: the ranks go first
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    with contextlib.suppress(Exception):
+        import_module("commprof.trace.finaliser")
+        import_module("commprof.analysis.sums")
 
 
 def _exit_code(run: Path) -> int:

@@ -18,6 +18,7 @@ INDEX_NAME: Final = (
 SUMMARIES_DIRECTORY: Final = (
     "relations"  # what most answers begin with, made from the rest when the run ended
 )
+HOSTS_DIRECTORY: Final = "hosts"  # the same of each host, made by its own launcher
 SAMPLES_NAME: Final = "samples.jsonl"  # what the launcher's samplers read, while the job runs
 EVERY_SAMPLES: Final = "samples*.jsonl"  # and those of other hosts
 STACKS_DIRECTORY: Final = "stacks"  # one file for each process, in which it writes its stacks on request

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,17 @@ from typing import Any, Final
 
 from commprof.errors import SchemaError, TraceError
 from commprof.trace.collective_files import remove_partial, write_collectives
-from commprof.trace.decoder import RankTrace
+from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, STACKS_DIRECTORY
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
+from commprof.trace.liveness import host_of
 from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, write_manifest
 from commprof.trace.pending import (
     ENTRY_KEY,
     SIDE_TABLES,
     STEMS_KEY,
+    beside_each_other,
     collectives_file,
     entries_of,
     finalised_stems,
@@ -45,9 +47,11 @@ from commprof.trace.pending import (
     take_config,
     unseen_rows,
 )
-from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
+from commprof.trace.process import is_alive
+from commprof.trace.tables import arrow_schema, read_metadata, read_parquet, write_parquet
 from commprof.trace.wire import damaged_lines, reading_files, sample_files, write_samples, write_wire
 
+_OUTSIDE_KEY: Final = b"commprof.outside"
 _MOST_THREADS: Final = 4  # each holds one part of a rank's records
 
 
@@ -87,6 +91,31 @@ def finalise(path: str | os.PathLike[str]) -> Health:
         )
 
 
+def convert_host(path: str | os.PathLike[str], host: str) -> list[RankTrace]:
+    """Write the records of the ranks of ``host`` as Parquet, where the run has several hosts and all of these have ended.
+
+    The launcher of each host does so at once. The rest of :func:`finalise` is left to the one that speaks for the job, which
+    finds these files written.
+
+    Returns:
+        The ranks; none where nothing was to be done.
+
+    Raises:
+        TraceError: a file cannot be read or written. SchemaError: another version wrote it.
+    """
+    run = Path(path)
+    with locked(run, fcntl.LOCK_SH):  # who finalises waits
+        hosts = {stem: host_of(stem) for _, stem in rank_files(run)}
+        mine = [stem for stem in hosts if hosts[stem] == host]
+        if not mine or len(set(hosts.values())) < 2:
+            return []
+        traces = beside_each_other(run, [read_rank(stem) for stem in mine])
+        if any(not trace.entry["ended"] and is_alive(trace.begin) for trace in traces):
+            return []
+        entries = _write_ranks(run, traces)
+    return [replace(trace, entry=entry) for trace, entry in zip(traces, entries, strict=True)]
+
+
 def finalise_ended(path: str | os.PathLike[str]) -> Health | None:
     """Finalise ``path`` where that is due: it has ended and was not finalised. What the commands do before they read a run.
 
@@ -113,9 +142,7 @@ def finalise_ended(path: str | os.PathLike[str]) -> Health | None:
 
 
 def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None:
-    # Compressing and comparing release the interpreter's lock, so threads share the work.
-    with ThreadPoolExecutor(min(len(traces), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
-        entries = list(pool.map(lambda trace: _write_rank(run, trace), traces))
+    entries = _write_ranks(run, traces)
     require_tables(run, manifest, *SIDE_TABLES)
     for name in SIDE_TABLES:
         _extend(run, name, traces)
@@ -126,12 +153,29 @@ def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None
     _remove_converted(run)
 
 
+def _write_ranks(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
+    # Compressing and comparing release the interpreter's lock, so threads share the work.
+    with ThreadPoolExecutor(min(len(traces), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
+        return list(pool.map(lambda trace: _write_rank(run, trace), traces))
+
+
 def _write_rank(run: Path, trace: RankTrace) -> dict[str, Any]:
-    """Write one rank's collectives; its entry in the manifest, which names the file."""
+    """Write one rank's collectives, unless its host has done so; its entry in the manifest, which names the file."""
     entry = {**trace.entry, "file": trace.identity.stem}
     file = collectives_file(run, trace.identity.stem)
-    write_collectives(file, trace.parts, {ENTRY_KEY: json.dumps(entry).encode()})
+    outside = json.dumps(sorted(trace.outside.items()))  # the records say it of each step, of other ranks too
+    metadata = {ENTRY_KEY: json.dumps(entry).encode(), _OUTSIDE_KEY: outside.encode()}
+    if not _holds(file, metadata):
+        write_collectives(file, trace.parts, metadata)
     return entry
+
+
+def _holds(file: Path, metadata: Mapping[bytes, bytes]) -> bool:
+    """Whether ``file`` is there, which is never seen before it is whole, and was written with this ``metadata``."""
+    try:
+        return metadata.items() <= read_metadata(file).items()
+    except TraceError:
+        return False
 
 
 def _sync(directory: Path) -> None:

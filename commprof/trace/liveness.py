@@ -80,6 +80,12 @@ def _launcher(run: Path) -> dict[str, Any] | None:
     return launcher if isinstance(launcher, dict) else None
 
 
+def host_of(stem: Path) -> str | None:
+    """The host of the rank whose files are ``<stem>.records`` and ``<stem>.events``; None where they do not say."""
+    host = _ends(stem.with_name(stem.name + EVENTS_SUFFIX))[0].get("host")
+    return host if isinstance(host, str) else None
+
+
 def _ends(events: Path) -> tuple[dict[str, Any], bool]:
     """What the first line of ``events`` says of the process, and whether the last one says that recording has ended."""
     try:

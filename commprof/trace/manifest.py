@@ -21,9 +21,11 @@ from commprof.trace.directory import (
     COLLECTIVES_DIRECTORY,
     DUMPS_DIRECTORY,
     EVERY_SAMPLES,
+    HOSTS_DIRECTORY,
     INDEX_NAME,
     MANIFEST_NAME,
     STACKS_DIRECTORY,
+    SUMMARIES_DIRECTORY,
     is_run,
 )
 from commprof.trace.layout import parse_stem
@@ -39,6 +41,8 @@ _OUR_NAMES: Final = frozenset(
         MANIFEST_NAME,
         COLLECTIVES_DIRECTORY,
         INDEX_NAME,
+        SUMMARIES_DIRECTORY,
+        HOSTS_DIRECTORY,
         "config.json",
         "nccl",
         "wire",

@@ -142,7 +142,12 @@ def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
             if type(error) is not TraceError:
                 raise
             damaged.append(f"rank {identity.rank} (pid {identity.pid}) cannot be read: {error}")
-    return [_with_others(run, trace, traces) for trace in traces], damaged
+    return beside_each_other(run, traces), damaged
+
+
+def beside_each_other(run: Path, traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """``traces`` as they read together: see :func:`_with_others`."""
+    return [_with_others(run, trace, traces) for trace in traces]
 
 
 def _with_others(run: Path, trace: RankTrace, traces: Sequence[RankTrace]) -> RankTrace:

@@ -100,11 +100,9 @@ class Run:
         most = _MOST_ROWS if most_rows is None else most_rows
         if sum(map(count_rows, files)) <= most:
             return self.table(name)
-        versions = [version_of(file, name) for file in files]
-        if None in versions:
-            return self.table(name)
         rest = merge(name, [arrow_schema(name).empty_table(), *self._pending(name)])
-        return Scan(tuple(files), rest, set(versions) == {SCHEMA_VERSION})
+        scan = scan_of(files, name, rest)
+        return self.table(name) if scan is None else scan
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """The rows of table ``name``, some at a time and none kept: those of :meth:`table`, in its order.
@@ -161,6 +159,16 @@ class Run:
             return [trace.collectives() for trace in self.pending]
         held = stems_in(self.path, name) if self.pending else set()
         return [t.tables[name] for t in self.pending if name in t.tables and t.identity.stem not in held]
+
+
+def scan_of(files: Sequence[Path], name: str, rest: pa.Table) -> Scan | None:
+    """The rows of table ``name`` that lie in ``files``, and ``rest``; None where a file has to be converted.
+
+    Raises:
+        TraceError: a file is damaged.
+    """
+    versions = {version_of(file, name) for file in files}
+    return None if None in versions else Scan(tuple(files), rest, versions == {SCHEMA_VERSION})
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -1,7 +1,7 @@
 -- What collectives cost the program in time, and what they hid behind its work, for each combination of the grouping columns.
 --
 -- Input:  standstill (see standstill.py, grouped by the same columns), counts (see exposure_counts.sql, by these columns
---         at least), steps
+--         at least; without the column member it may be that of several hosts), participating (see exposure_ranks.sql), steps
 -- Times are means over the ranks that have part in the combination, whatever the step; a step takes as long as its slowest
 -- rank. exposed_share is the part of the training steps that ended, so what lies outside of them counts in exposed_ns and not
 -- in the share. exposed_ns and overlapped_ns are null where only bounds of them are known.
@@ -19,10 +19,6 @@ lasting as (
     from durations
     {group_by_duration}
 ),
-numbered as (
-    select c.*, dense_rank() over (partition by {partition} 1 order by member) as nth_rank
-    from counts c
-),
 joined as (
     select
         {by}
@@ -38,8 +34,7 @@ joined as (
         low_ns,
         high_ns,
         overlapped_ns,
-        case when exists_ns is null then 0 else exposed_ns end as inside_ns,
-        cast(null as bigint) as nth_rank
+        case when exists_ns is null then 0 else exposed_ns end as inside_ns
     from (
         select s.*, d.step_ns as exists_ns
         from standstill s
@@ -60,9 +55,8 @@ joined as (
         0 as low_ns,
         0 as high_ns,
         0 as overlapped_ns,
-        0 as inside_ns,
-        nth_rank
-    from numbered
+        0 as inside_ns
+    from counts
 ),
 summed as (
     select
@@ -79,10 +73,14 @@ summed as (
         sum(low_ns) as low_ns,
         sum(high_ns) as high_ns,
         sum(overlapped_ns) as overlapped_ns,
-        sum(inside_ns) as inside_ns,
-        max(nth_rank) as some_ranks
+        sum(inside_ns) as inside_ns
     from joined
     {group_by}
+),
+sized as (
+    select s.*, p.ranks
+    from summed s
+    left join participating p on {same_partition}
 ),
 complete as (
     select
@@ -90,9 +88,8 @@ complete as (
         s.timed > 0 or s.exposed_ns > 0 or s.bounded > 0 or s.high_ns > 0 as is_known,
         s.bounded > 0 or s.high_ns > 0 as has_bounds,
         (s.ended > 0 or s.overlapped_ns > 0) and s.ended >= s.records as all_end,
-        sum(unsampled) over (partition by {partition} 1) = 0 as all_sampled, -- what began in a step may run on in the next
-        max(some_ranks) over (partition by {partition} 1) as ranks
-    from summed s
+        sum(unsampled) over (partition by {partition} 1) = 0 as all_sampled -- what began in a step may run on in the next
+    from sized s
 )
 select
     {of_row}

@@ -1,25 +1,24 @@
 -- One row per training step and attempt.
 --
--- Input: steps, operations (sums of operations.sql by attempt, step and op), exposure (see exposure.sql, by attempt and step)
+-- Input: step_sums (the relation), operations (sums of operations.sql by attempt, step and op), exposure (see exposure.sql, by attempt and step)
 -- Begin and end are those of the lowest rank, since hosts do not share a clock; durations are compared, never moments.
 with of_step as (
     select
         attempt,
         step,
-        count(distinct rank) as ranks,
+        sum(ranks) as ranks,
         max_by(begin_ns, -rank) as begin_ns,
-        max_by(case when end_ns is null then -1 else end_ns end, -rank) as last_ns,
-        case when count(end_ns) = count(*) then max(end_ns - begin_ns - coalesce(outside_ns, 0)) end as duration_ns,
+        max_by(last_ns, -rank) as last_ns,
+        case when sum(ended) = sum(processes) then max(longest_ns) end as duration_ns,
         max(micro_steps) as micro_steps,
-        avg(loss) as loss,
-        avg(grad_norm) as grad_norm,
+        sum(loss) / nullif(sum(losses), 0) as loss,
+        sum(grad_norm) / nullif(sum(grad_norms), 0) as grad_norm,
         max(loss_scale) as loss_scale,
-        sum(samples) as samples,
-        avg(cpu_ns) as cpu_ns,
+        cast(sum(samples) as bigint) as samples,
+        cast(sum(cpu_ns) as double) / nullif(sum(cpus), 0) as cpu_ns,
         max(rss_bytes) as rss_bytes,
         max(device_bytes) as device_bytes
-    from steps
-    where step >= 0
+    from step_sums
     group by attempt, step
 ),
 sent as (

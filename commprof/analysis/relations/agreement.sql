@@ -12,6 +12,7 @@ with numbered as (
         pg,
         group_ranks,
         rank,
+        max(ranks) as ranks,
         case
             when sum(calls) = max(last_seq) - min(first_seq) + 1
                 and 2 * sum(sum_seq) = (max(last_seq) + min(first_seq)) * sum(calls)
@@ -22,22 +23,22 @@ with numbered as (
     group by attempt, pg, group_ranks, rank
 ),
 members as (
-    select attempt, pg, group_ranks, count(*) as ranks, min(complete) as complete
+    select attempt, pg, group_ranks, sum(ranks) as ranks, min(complete) as complete
     from numbered
     group by attempt, pg, group_ranks
 ),
 compared as (
     select
         {by}
-        count(*) as ranks,
+        sum(ranks) as ranks,
         min(calls) as collectives,
-        cast(sum(calls) as bigint) as records,
+        cast(sum(ranks * calls) as bigint) as records,
         max(payload_bytes) as payload_bytes,
         max(tensors) as tensors,
         max(padding_bytes) as padding_bytes,
-        sum(case when returned > 0 then host_ns end) / count(case when returned > 0 then 1 end) as host_ns,
-        sum(case when timed > 0 then exposed_ns end) / count(case when timed > 0 then 1 end) as exposed_ns,
-        cast(sum(timed) as bigint) as timed,
+        sum(case when returned > 0 then host_ns end) / sum(case when returned > 0 then ranks end) as host_ns,
+        sum(case when timed > 0 then exposed_ns end) / sum(case when timed > 0 then ranks end) as exposed_ns,
+        cast(sum(ranks * timed) as bigint) as timed,
         case
             when min(calls) = max(calls)
                 and min(payload_bytes) = max(payload_bytes)

@@ -3,7 +3,8 @@
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend, call_bytes
 --   and rank
 -- inputs: collectives
--- Messages (send, recv) are not in it.
+-- Messages (send, recv) are not in it. ranks is 1: how many ranks a row stands for, which is more where the ranks of a host
+-- were merged (host_operations).
 --
 -- check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every record, in any order. Two ranks
 -- with equal calls, payload_bytes, check_sum and check_squares issued the same collectives: another multiset has the same
@@ -25,6 +26,7 @@ with described as (
 select
     {by}
     rank,
+    cast(1 as int) as ranks,
     count(*) as calls,
     cast(sum(payload_bytes) as bigint) as payload_bytes,
     cast(sum(num_tensors) as bigint) as tensors,

@@ -19,10 +19,10 @@ from commprof.trace.tables import empty_table, table_from_rows
 from support import spark_session
 from support.detailed_runs import detailed_run
 from support.kinds_of_runs import KINDS, make_kinds
-from support.random_records import random_records
+from support.random_records import random_records, random_steps
 from support.runs import SyntheticRun
 
-TABLES = ("collectives", "aggregates", "groups", "buckets")
+TABLES = ("collectives", "aggregates", "groups", "buckets", "steps")
 BYS = ((), ("op",), ("step", "purpose"), BY)
 VERSION_1 = Path(__file__).parents[2] / "golden" / "schema_1"
 RELATIVE = 1e-12
@@ -53,7 +53,7 @@ def random_tables(seed: int, count: int = 300) -> dict[str, pa.Table]:
     texts = {"a": "0-1", "b": "3,2"}
     rows = [row | {"group_ranks": texts.get(row["group_ranks"], row["group_ranks"])} for row in rows]
     return (
-        {"collectives": table_from_rows("collectives", rows)}
+        {"collectives": table_from_rows("collectives", rows), "steps": random_steps(seed)}
         | summed_tables(seed)
         | bucket_tables(seed, rows)
     )

@@ -1,0 +1,60 @@
+-- What the ranks of a host issued: rank_operations, in which ranks that issued the same are one row.
+--
+-- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend and call_bytes,
+--   and set of ranks
+-- inputs: rank_operations
+-- A rank is in the set of the first rank with which it shares all its rows of the group, and no other; rank is that first
+-- rank, ranks is how many are in the set. host_ns and exposed_ns are the sums of the set, all else is that of each rank. The
+-- relation agreement says the same of these rows, of one host or of many, as of the rows of the single ranks.
+with compared as (
+    select
+        r.*,
+        min(rank) over (
+            partition by {by} calls, payload_bytes, tensors, padding_bytes, check_sum, check_squares, first_seq, last_seq,
+                sum_seq, splits, returned, timed
+        ) as like_rank
+    from rank_operations r
+),
+numbered as (
+    select
+        attempt,
+        pg,
+        group_ranks,
+        rank,
+        count(*) as combinations,
+        case when min(like_rank) = max(like_rank) then min(like_rank) else rank end as like_rank
+    from compared
+    group by attempt, pg, group_ranks, rank
+),
+sets as (
+    select
+        n.attempt,
+        n.pg,
+        n.group_ranks,
+        n.rank,
+        case when f.combinations = n.combinations then f.rank else n.rank end as first_rank
+    from numbered n
+    join numbered f
+        on f.attempt = n.attempt and f.pg = n.pg and f.group_ranks = n.group_ranks and f.rank = n.like_rank
+)
+select
+    {by_of_c}
+    s.first_rank as rank,
+    cast(count(*) as int) as ranks,
+    max(c.calls) as calls,
+    max(c.payload_bytes) as payload_bytes,
+    max(c.tensors) as tensors,
+    max(c.padding_bytes) as padding_bytes,
+    max(c.check_sum) as check_sum,
+    max(c.check_squares) as check_squares,
+    max(c.first_seq) as first_seq,
+    max(c.last_seq) as last_seq,
+    max(c.sum_seq) as sum_seq,
+    max(c.splits) as splits,
+    max(c.returned) as returned,
+    sum(c.host_ns) as host_ns,
+    max(c.timed) as timed,
+    sum(c.exposed_ns) as exposed_ns
+from rank_operations c
+join sets s on s.attempt = c.attempt and s.pg = c.pg and s.group_ranks = c.group_ranks and s.rank = c.rank
+group by {by_of_c} s.first_rank

@@ -1,0 +1,32 @@
+-- The training steps of the ranks, added up.
+--
+-- grain: one row per attempt and step; initialisation is not a step
+-- inputs: steps
+-- What is asked of steps can be asked of several such rows of one step, each of other ranks: longest_ns is the greatest, the
+-- moments are those of the lowest rank (rank), since hosts do not share a clock. last_ns is -1 where that rank did not end
+-- the step; processes counts the processes, ended those that ended it. loss, grad_norm and cpu_ns are sums over as many rows as
+-- losses, grad_norms and cpus say.
+select
+    attempt,
+    step,
+    min(rank) as rank,
+    cast(count(distinct rank) as int) as ranks,
+    cast(count(*) as int) as processes,
+    cast(count(end_ns) as int) as ended,
+    max_by(begin_ns, -(rank * cast(4294967296 as bigint) + pid)) as begin_ns,
+    max_by(case when end_ns is null then -1 else end_ns end, -(rank * cast(4294967296 as bigint) + pid)) as last_ns,
+    max(end_ns - begin_ns - coalesce(outside_ns, 0)) as longest_ns,
+    max(micro_steps) as micro_steps,
+    sum(loss) as loss,
+    cast(count(loss) as int) as losses,
+    sum(grad_norm) as grad_norm,
+    cast(count(grad_norm) as int) as grad_norms,
+    max(loss_scale) as loss_scale,
+    cast(sum(samples) as bigint) as samples,
+    cast(sum(cpu_ns) as bigint) as cpu_ns,
+    cast(count(cpu_ns) as int) as cpus,
+    max(rss_bytes) as rss_bytes,
+    max(device_bytes) as device_bytes
+from steps
+where step >= 0
+group by attempt, step

@@ -1,0 +1,93 @@
+"""A job of one launcher for each of two hosts: each writes the file of its host, and one finalises the run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from commprof.analysis import api, host_files
+from commprof.trace.directory import HOSTS_DIRECTORY, SUMMARIES_DIRECTORY
+from commprof.trace.reader import open_run
+from support import hosts as network
+
+WHY_NOT = network.why_impossible()
+pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from commprof import hooks
+
+dist.init_process_group("gloo")
+for step in range(4):
+    hooks.step(step)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(8))
+dist.barrier()
+hooks.step(step + 1)
+dist.destroy_process_group()
+"""
+
+
+def launch(directory: Path) -> list[str]:
+    """What `srun commprof run -- torchrun ...` does, with two ranks on each of two hosts; what each launcher has said."""
+    with network.hosts(2) as machines:
+        launchers = []
+        for number, machine in enumerate(machines):
+            variables = {
+                name: value
+                for name, value in network.environment(machines, number).items()
+                if not any(word in name for word in ("RANK", "WORLD", "MASTER"))
+            }
+            variables |= {
+                "SLURM_PROCID": str(number), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
+                "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
+            }  # fmt: skip
+            words = [
+                "-m",
+                "commprof",
+                "run",
+                "--out",
+                "run",
+                "--",
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+            ]
+            words += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
+            words += ["--master-addr", machines[0].address, "--master-port", str(network.PORT), "train.py"]
+            launchers.append(
+                machine.start(
+                    [sys.executable, *words], variables, cwd=directory,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )
+            )  # fmt: skip
+        said = [launcher.communicate(timeout=200)[0] for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0], said
+        return said
+
+
+def test_each_launcher_writes_the_file_of_its_host(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    said = launch(tmp_path)
+    path = tmp_path / "run"
+    run = open_run(path)
+    assert run.health.ranks_recorded == 4 and not run.pending, said
+    files = host_files.held(path)
+    assert len(files) == 2 == len(list((path / HOSTS_DIRECTORY).iterdir())), said
+    assert {file.host for file in files} == {entry["host"] for entry in run.manifest.ranks}
+    assert sorted(len(file.stems) for file in files) == [2, 2]
+    shutil.rmtree(path / SUMMARIES_DIRECTORY)  # a small run has them; the files of the hosts say the same
+    found = host_files.answers(open_run(path))
+    assert ("step_times",) in found
+    by = ("step", "op", "span")
+    answers = [(api.traffic(path, by), api.step_times(path), api.exposure_per_step(path))]
+    assert answers[0][0].query("op == 'all_reduce'")["collectives"].tolist() == [3] * 4
+    shutil.rmtree(path / HOSTS_DIRECTORY)
+    answers.append((api.traffic(path, by), api.step_times(path), api.exposure_per_step(path)))
+    for ours, theirs in zip(*answers, strict=True):
+        pd.testing.assert_frame_equal(ours, theirs)
