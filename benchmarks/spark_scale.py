@@ -35,16 +35,16 @@ _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _PURPOSES: Final = ("gradient_reduce", "parameter_gather", "gradient_norm", None)
 
 
-def of_rank(rank: int, world: int, count: int) -> pa.Table:
-    """``count`` records of a rank; all ranks agree on all but times."""
+def of_rank(rank: int, world: int, count: int, per_step: int = PER_STEP) -> pa.Table:
+    """``count`` records of a rank, ``per_step`` in each step; all ranks agree on all but times."""
     rng = np.random.default_rng(rank)
-    place = np.arange(count) % PER_STEP
+    place = np.arange(count) % per_step
     kind = place % len(_OPS)
     issue = np.cumsum(rng.integers(5_000, 55_000, count))
     ends = issue + rng.integers(3_000, 20_000, count)
     values: dict[str, Any] = {
         "seq": np.arange(count),
-        "step": np.arange(count) // PER_STEP,
+        "step": np.arange(count) // per_step,
         "pg_seq": np.arange(count),
         "payload_bytes": 4096 * (1 + place % 37),
         "issue_ns": issue,
