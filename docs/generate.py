@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from textwrap import fill
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from commprof import schema
@@ -103,7 +104,7 @@ def relations_page() -> str:
             "",
             f"## {name}",
             "",
-            title,
+            fill(title, 100),
             "",
             f"Grain: {grain}. Evaluated in Python.",
             *_columns_of(views, name),
@@ -115,6 +116,10 @@ class _EmptyRun:
     """A run without rows, of which relations have their columns."""
 
     path = ROOT
+    manifest = SimpleNamespace(hosts=())
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, ...], pa.Table] = {}
 
     def scan(self, name: str, most_rows: int | None = None) -> pa.Table:
         return self.table(name)

@@ -41,17 +41,9 @@ def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
     Raises:
         UsageError: it would not fit into the memory that there is.
     """
-    most = limit_bytes()
-    parts: list[dict[str, pa.ChunkedArray]] = []
-    rows = 0
-    for part in arrival_parts(run, steps):
-        rows += len(part)
-        if rows * _ROW_BYTES > most:
-            raise UsageError(
-                f"the arrivals of {run.path} take more than {rows * _ROW_BYTES >> 20:,} MiB in one frame, of {most >> 20:,} "
-                "MiB that commprof may use; ask for some steps (steps=(0, 99)), or take all with arrivals_parts"
-            )
-        parts.append(dict(zip(part.column_names, part.columns, strict=True)))
+    parts = [
+        dict(zip(part.column_names, part.columns, strict=True)) for part in _parts_within_limit(run, steps)
+    ]
     return pd.DataFrame(
         {
             column.name: from_arrow(
@@ -60,6 +52,29 @@ def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
             for column in ARRIVALS.columns
         }
     )
+
+
+def arrival_table(run: Run) -> pa.Table:
+    """All arrivals of ``run``, with the columns of the answer.
+
+    Raises:
+        UsageError: they would not fit into the memory that there is.
+    """
+    parts = [part.select(ARRIVALS.names) for part in _parts_within_limit(run, None)]
+    return pa.table({name: _joined([part[name] for part in parts]) for name in ARRIVALS.names})
+
+
+def _parts_within_limit(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
+    most = limit_bytes()
+    rows = 0
+    for part in arrival_parts(run, steps):
+        rows += len(part)
+        if rows * _ROW_BYTES > most:
+            raise UsageError(
+                f"the arrivals of {run.path} take more than {rows * _ROW_BYTES >> 20:,} MiB in one frame, of {most >> 20:,} "
+                "MiB that commprof may use; ask for some steps (steps=(0, 99)), or take all with arrivals_parts"
+            )
+        yield part
 
 
 def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:

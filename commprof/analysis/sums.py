@@ -155,7 +155,7 @@ def step_times(run: Run) -> pd.DataFrame:
     kept = _kept(run, index)
     if key not in kept:
         kept[key] = steps.answer(
-            run.table("steps"), _exposure(run, ("attempt", "step")), operations(run, steps.COLUMNS)
+            run.table("steps"), exposure_rows(run, ("attempt", "step")), operations(run, steps.COLUMNS)
         )
     return steps.as_frame(kept[key])
 
@@ -167,10 +167,10 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
         return exposure_module.exposure(
             run.scan("collectives"), run.table("steps"), wanted, run.table("stalls")
         )
-    return exposure_module.as_frame(_exposure(run, wanted), wanted)
+    return exposure_module.as_frame(exposure_rows(run, wanted), wanted)
 
 
-def _exposure(run: Run, by: tuple[str, ...]) -> pa.Table:
+def exposure_rows(run: Run, by: tuple[str, ...]) -> pa.Table:
     """What collectives cost by one of :data:`EXPOSURES`."""
     name = EXPOSURES[by]
     key, index = (name,), index_if_there(run.path)

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Final
 
 import duckdb
+import pyarrow as pa
 
 from commprof.analysis.engine import MADE, connect, keep_agreement, made_of, query_text, register
 from commprof.analysis.relations import graph
@@ -86,6 +87,8 @@ class RunViews:
             self.engine.register(
                 name, standstill(self._run.scan("collectives", _MOST_IN_MEMORY), steps, ("purpose",), stalls)
             )
+        elif name in graph.MADE:
+            self.engine.register(name, _made(self._run, name))
         elif name in graph.names():
             for table in graph.tables_of(name):
                 self.add(table)
@@ -116,6 +119,17 @@ class RunViews:
         except duckdb.Error as error:
             first = str(error).strip().partition("\n")[0]
             raise TraceError(f"{name} of {self._run.path} cannot be evaluated: {first}") from None
+
+
+def _made(run: Run, name: str) -> pa.Table:
+    """The table ``name`` of :data:`graph.MADE` that answers are made from as well."""
+    from commprof.analysis import index_sums, lateness_sums, sums  # which most questions do not need
+
+    if name == "arrivals":
+        return lateness_sums.arrival_table(run)
+    if name == "transfers":
+        return lateness_sums.times(run, None)
+    return sums.exposure_rows(run, next(by for by, each in index_sums.EXPOSURES.items() if each == name))
 
 
 def _unknown(name: str) -> str:

@@ -18,10 +18,23 @@ from importlib import resources
 from typing import Final, NamedTuple
 
 MADE: Final = {  # what Python makes of the tables: what it is, and what one row is
+    "arrivals": (
+        "When each rank came to each collective and message, on one clock, and what the others waited for the last one: see "
+        "[clocks](clocks.md).",
+        "one row per record that can have partners",
+    ),
     "bucket_groups": (
         "The ranks that reduce gradient buckets together. Groups that share a rank are one: a bucket may be reduced along "
         "several axes one after the other.",
         "one row per attempt and rank whose records carry the number of a bucket",
+    ),
+    "exposure_of_purposes": (
+        "Exposed and overlapped time of each training step by purpose, means over the ranks: see [times](times.md).",
+        "one row per attempt, step and purpose",
+    ),
+    "exposure_of_steps": (
+        "Exposed and overlapped time of each training step, means over the ranks: see [times](times.md).",
+        "one row per attempt and step",
     ),
     "group_members": (
         "The ranks of each group of which an all_to_all has recorded splits, with their positions in the group.",
@@ -31,6 +44,11 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
         "How long the program of each process was blocked on collectives, and how long they ran beside it: see "
         "[times](times.md).",
         "one row per process, training step and purpose; step is -1 before the first step, null between steps",
+    ),
+    "transfers": (
+        "How long each collective and message took, from when it could begin until it had ended; waits for late ranks are "
+        "not in it.",
+        "one row per collective or message with a payload, among two ranks or more",
     ),
 }
 KEYS: Final = ("attempt", "pg", "group_ranks", "group_size", "op", "backend", "call_bytes")

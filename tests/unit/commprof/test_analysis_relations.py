@@ -1,7 +1,7 @@
 """Relations: what a user can ask for by name, against plain loops over the records."""
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pandas as pd
 import pytest
@@ -217,3 +217,24 @@ def test_bucket_flushes_are_those_of_a_loop_over_the_records(tmp_path, seed):
             for some in of_rank.values()
         ]
         assert row["duration_ns"] == pytest.approx(sum(lasted) / 2, abs=0.5)
+
+
+def test_arrivals_transfers_and_exposure_are_those_of_the_answers(run):
+    opened = commprof.open(run)
+    query = "select rank, count(*) as n from arrivals where is_last group by rank order by rank"
+    last = api.query(run, query).to_dict("records")
+    expected = Counter(int(rank) for rank in opened.arrivals().query("is_last == True")["rank"])
+    assert {row["rank"]: row["n"] for row in last} == expected
+    times = opened.relation("transfers").df()
+    records = opened.run.table("collectives").to_pylist()
+    several = {
+        key for key, rows in by_collective(records).items() if len(rows) > 1 and rows[0]["payload_bytes"]
+    }
+    assert len(times[times["op"] != "send"]) == len(several)
+    for name, by in (
+        ("exposure_of_steps", ["attempt", "step"]),
+        ("exposure_of_purposes", ["attempt", "step", "purpose"]),
+    ):
+        rows = opened.relation(name).df()
+        assert rows["exposed_low_ns"].sum() == api.exposure(opened.run, by)["exposed_low_ns"].sum()
+        assert len(rows) == len(rows[by].drop_duplicates())
