@@ -39,6 +39,7 @@ from commprof.trace.reader import Run, Scan, open_run, scan_of
 from commprof.trace.tables import arrow_schema, empty_table, read_parquet
 
 COLUMNS: Final = (*HELD_COLUMNS, "api", "call_site")  # that the operations of a host are summed by
+_MOST_RECORDS: Final = 300_000  # of a host
 _KEY: Final = b"commprof.host"
 _PART: Final = "part"
 _ISSUED: Final = "host_operations"
@@ -163,13 +164,16 @@ def keep(run: Run, host: str, entries: Iterable[Mapping[str, Any]]) -> None:
 def keep_host(path: Path, host: str) -> None:
     """Write the file of ``host`` beside the records of the run at ``path``, when the ranks there have ended.
 
-    Of several hosts some may still work: the records of these ranks are made Parquet first.
+    Other hosts may still work: the records of these ranks are made Parquet first. A run on one host gets no such file, and
+    neither does a host with many records: it would delay the end of the job.
 
     Raises:
         TraceError: a file of the run is damaged, or cannot be written. OSError: the file cannot be written.
     """
     traces = convert_host(path, host)
     if traces:
+        if sum(trace.entry["records"] for trace in traces) > _MOST_RECORDS:
+            return
         stems = {trace.identity.stem for trace in traces}
         present = record_files(path)
         others = [pa.concat_tables([trace.tables[name] for trace in traces]) for name in ("steps", "stalls")]
@@ -177,7 +181,10 @@ def keep_host(path: Path, host: str) -> None:
         write(file_of(path, stems), host, {stem: present[stem] for stem in stems}, tables)
     elif not is_unfinalised(path):
         run = open_run(path)
-        keep(run, host, [entry for entry in run.manifest.ranks if entry.get("host") == host])
+        mine = [entry for entry in run.manifest.ranks if entry.get("host") == host]
+        is_small = sum(entry.get("records") or 0 for entry in mine) <= _MOST_RECORDS
+        if len(mine) < len(run.manifest.ranks) and is_small:
+            keep(run, host, mine)
 
 
 def file_of(run: Path, stems: Iterable[str]) -> Path:

@@ -52,19 +52,18 @@ def last_line(run: Path) -> str:
 
 
 def keep_summaries(run: Path) -> None:
-    """Keep beside ``run``, which has ended, what most answers begin with; of a large one what those about this host do.
-
-    Never raises: answers do without it.
-    """
+    """Keep beside ``run``, which has ended, what most answers begin with. Never raises: answers do without it."""
     with contextlib.suppress(Exception):
         from commprof.analysis.sums import summarise
 
-        if not summarise(run):
-            keep_host(run)
+        summarise(run)
 
 
 def keep_host(run: Path) -> None:
-    """Keep beside ``run`` the file of this host, whose ranks have ended. Never raises: answers do without it."""
+    """Keep beside ``run``, of several hosts, the file of this one, whose ranks have ended.
+
+    Never raises: answers do without it.
+    """
     with contextlib.suppress(Exception):
         from commprof.analysis import host_files
 

@@ -146,6 +146,19 @@ def test_a_host_that_cannot_be_evaluated_is_named(tmp_path, capsys):
     assert "node-2" in error and error.count("\n") == 1
 
 
+def test_the_launcher_of_a_host_keeps_its_file_alone_and_none_of_many_records(tmp_path, monkeypatch):
+    path = planted(tmp_path / "run", 4, hosts=2)
+    host_files.keep_host(path, "node-1")
+    assert [file.host for file in host_files.held(path)] == ["node-1"]
+    monkeypatch.setattr(host_files, "_MOST_RECORDS", 5)
+    host_files.keep_host(path, "node-0")
+    assert [file.host for file in host_files.held(path)] == ["node-1"]
+    monkeypatch.undo()
+    alone = planted(tmp_path / "alone", 4, hosts=1)
+    host_files.keep_host(alone, "node-0")
+    assert not (alone / HOSTS_DIRECTORY).exists()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_issued_the_same_are_one_row(seed):
     """By plain loops: the rows of two ranks in a group are compared one by one."""
