@@ -19,6 +19,7 @@ from commprof.schema import TABLES, Column
 # Each function imports what answers it, so that a command loads what its own questions need and nothing else.
 if TYPE_CHECKING:
     import pandas as pd
+    from pyspark.sql import SparkSession
 
     from commprof.analysis import comparison, steps
     from commprof.analysis import index as index_module
@@ -875,8 +876,11 @@ def table(run: AnyRun, name: str) -> pd.DataFrame:
     return from_arrow(_opened(run).table(name), TABLES[name].columns)
 
 
-def query(run: AnyRun, sql: str) -> pd.DataFrame:
-    """The answer to one SELECT over the tables of the schema, in DuckDB's SQL; it reaches nothing but them.
+def query(run: AnyRun, sql: str, session: SparkSession | None = None) -> pd.DataFrame:
+    """The answer to one SELECT over the tables and relations of a run; it reaches nothing but them.
+
+    Args:
+        session: of Spark (:func:`commprof.analysis.relations.spark.start`), which answers in Spark's SQL; default: DuckDB.
 
     Raises:
         UsageError: it is not one SELECT, names another table, or cannot be carried out.
@@ -884,9 +888,14 @@ def query(run: AnyRun, sql: str) -> pd.DataFrame:
     import pandas as pd
     import pyarrow as pa
 
-    from commprof.analysis.question import query as ask_question
+    if session is None:
+        from commprof.analysis.question import query as ask_duckdb
 
-    answer = ask_question(_opened(run), sql)
+        answer = ask_duckdb(_opened(run), sql)
+    else:
+        from commprof.analysis.relations.spark_question import query as ask_spark
+
+        answer = ask_spark(session, _opened(run), sql)
     exact = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
     frame: pd.DataFrame = answer.to_pandas(types_mapper=exact.get)
     return frame

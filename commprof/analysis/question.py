@@ -33,12 +33,12 @@ def query(run: Run, sql: str) -> pa.Table:
                     f"{len(statements)} statements that are not one SELECT were given; ask one question: select op, "
                     "count(*) from collectives group by op"
                 )
-            for name in sorted(set(engine.get_table_names(sql)) & {*TABLES, *graph.names(), *graph.MADE}):
+            for name in sorted(_named(engine, sql) & {*TABLES, *graph.names(), *graph.MADE}):
                 views.add(name)
             allowed = ", ".join("'" + file.replace("'", "''") + "'" for file in views.files)
             engine.execute(f"SET allowed_paths = [{allowed}]")
             engine.execute("SET enable_external_access = false; SET lock_configuration = true")
-            return _with_integers(engine.sql(sql).to_arrow_table())
+            return with_integers(engine.sql(sql).to_arrow_table())
         except duckdb.Error as error:
             reason = " ".join(str(error).split())
             raise UsageError(
@@ -47,7 +47,18 @@ def query(run: Run, sql: str) -> pa.Table:
             ) from None
 
 
-def _with_integers(answer: pa.Table) -> pa.Table:
+def _named(engine: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
+    """The tables that ``sql`` names; all of its words, where DuckDB cannot tell while the tables are not there.
+
+    It takes an aggregate in a subquery beside a common table expression to be of an outer table then.
+    """
+    try:
+        return set(engine.get_table_names(sql))
+    except duckdb.BinderException:
+        return set(re.findall(r"\w+", sql.lower()))
+
+
+def with_integers(answer: pa.Table) -> pa.Table:
     """``answer`` with sums of integers, which DuckDB makes wider than Arrow's integers, as 64 bits where they fit."""
     for place, item in enumerate(answer.schema):
         if pa.types.is_decimal(item.type) and item.type.scale == 0:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import unquote
 
 import typer
 
 from commprof.cli.console import say
+from commprof.cli.engines import Engine, Master, spark_session
 from commprof.cli.extras import needed
 from commprof.cli.runs import each_path, opened
 from commprof.errors import UsageError
 
 
-class Engine(StrEnum):
-    """What evaluates."""
-
-    DUCKDB = "duckdb"
-    SPARK = "spark"
+def _local(text: str) -> str:
+    """The path of a run of this machine, out of a path or a ``file://`` URL."""
+    scheme, mark, rest = text.partition("://")
+    if not mark:
+        return text
+    if scheme == "file" and rest.startswith("/"):
+        return unquote(rest)
+    raise UsageError(
+        f"{text} is not on this machine, and commprof analyse reads the small tables of a run here; copy or mount the run, "
+        f"or evaluate relations of it in Python: SparkRelations(session, place={text!r}) (docs/scale.md)"
+    )
 
 
 def analyse(
@@ -39,15 +46,7 @@ def analyse(
         ),
     ],
     engine: Annotated[Engine, typer.Option("--engine", help="What evaluates the relations.")] = Engine.DUCKDB,
-    master: Annotated[
-        str | None,
-        typer.Option(
-            "--master",
-            metavar="URL",
-            help="Spark cluster; default: that of spark-submit, else all cores of this machine.",
-            show_default=False,
-        ),
-    ] = None,
+    master: Master = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier analysis.")] = False,
 ) -> int:
     """Evaluate what most answers begin with, once, into a directory that opens as the run.
@@ -55,9 +54,8 @@ def analyse(
     report, compare, dashboard and export take DIR in the place of the run. Its records are not copied; DIR/collectives is a
     link to them. --engine spark needs Java 17 and pip install 'commprof[spark]' (docs/scale.md).
     """
-    if master is not None and engine is not Engine.SPARK:
-        raise UsageError("--master is of Spark; give --engine spark with it")
-    paths = each_path(runs)
+    session_of = spark_session(engine, master)
+    paths = each_path([_local(text) for text in runs])
     names = [path.resolve().name for path in paths]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -69,11 +67,7 @@ def analyse(
         from commprof.analysis import analysed
     for target in targets:
         analysed.check_target(target, force)
-    session = None
-    if engine is Engine.SPARK:
-        from commprof.analysis.relations import spark
-
-        session = spark.start(master)
+    session = session_of()
     for path, target in zip(paths, targets, strict=True):
         rows = analysed.analyse(opened(str(path)), target, session, force)
         counts = ", ".join(f"{number:,} {name}" for name, number in rows.items())

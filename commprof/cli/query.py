@@ -9,6 +9,7 @@ import typer
 
 from commprof.cli import rendering
 from commprof.cli.console import say
+from commprof.cli.engines import Engine, Master, spark_session
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
@@ -24,6 +25,10 @@ def query(
     ],
     csv: Annotated[bool, typer.Option("--csv", help="All rows as CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON.")] = False,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="What answers, each in its SQL.")
+    ] = Engine.DUCKDB,
+    master: Master = None,
 ) -> int:
     """Ask a run a question of your own, in SQL.
 
@@ -32,11 +37,12 @@ def query(
     """
     if csv and as_json:
         raise UsageError("--csv and --json are two forms of one answer; choose one")
+    session_of = spark_session(engine, master)
     found = opened(run)
     with needed("analysis", "to query a run"):
         from commprof.analysis import api
 
-        frame = api.query(found, sql)
+        frame = api.query(found, sql, session_of())
     for text in found.health.damaged:
         say(text)
     if csv:

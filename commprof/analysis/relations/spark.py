@@ -8,6 +8,7 @@ it is named, and the plan of ``operations`` as one statement would take minutes 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -91,10 +92,28 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
         builder, usual = SparkSession.builder.remote(chosen), {}
     for name, value in {**usual, **(settings or {})}.items():
         builder = builder.config(name, value)
+    logging.getLogger("SQLQueryContextLogger").setLevel(
+        logging.CRITICAL
+    )  # of PySpark; the exception says the same
     try:
-        return builder.getOrCreate()
+        with _quiet_start():
+            return builder.getOrCreate()
     except Exception as error:  # whatever Py4J, the JVM or the cluster say
-        raise UsageError(f"Spark does not start at {chosen}: {_first_line(error)}") from None
+        raise UsageError(f"Spark does not start at {chosen}: {first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """What the JVM prints on standard error, now and later, goes nowhere: six lines about itself at its start."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def has_java() -> bool:
@@ -143,7 +162,7 @@ class SparkRelations:
             for table in graph.tables_of(name):
                 self._add(table)
             for step, evaluated in (known or {}).items():
-                self._view(step, evaluated)
+                self.view(step, evaluated)
             texts = graph.steps(name, by, known or {})
             for step, text in texts.items():
                 if step == name:
@@ -159,6 +178,21 @@ class SparkRelations:
                         )
                 rows.createOrReplaceTempView(step)
             return _as(schema_of(name, by), self.session.sql(texts[name]))
+
+    def make(self, name: str, by: Sequence[str] = ()) -> None:
+        """Make the table or relation ``name`` known in the session.
+
+        Args:
+            by: the columns that are requested of it.
+
+        Raises:
+            TraceError: a table cannot be read.
+        """
+        if name in graph.names():
+            self.evaluate(name, by).createOrReplaceTempView(name)
+        else:
+            with _explained(name):
+                self._add(name)
 
     def table(
         self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
@@ -212,14 +246,15 @@ class SparkRelations:
             return
         if name in MADE:
             self._add("collectives")
-            self._view(name, made_of(name, lambda question: self.session.sql(query_text(question)).toArrow()))
+            self.view(name, made_of(name, lambda question: self.session.sql(query_text(question)).toArrow()))
         elif self._place is not None:
             self._read(name)
         else:
             self._register(name)
         self._made.add(name)
 
-    def _view(self, name: str, rows: pa.Table) -> None:
+    def view(self, name: str, rows: pa.Table) -> None:
+        """Make ``rows`` known in the session as ``name``."""
         self._frame(rows).createOrReplaceTempView(name)
 
     def _frame(self, rows: pa.Table) -> DataFrame:
@@ -238,7 +273,7 @@ class SparkRelations:
     def _register(self, name: str) -> None:
         rows = self._tables.get(name)
         if not isinstance(rows, Scan):
-            self._view(name, empty_table(name) if rows is None else rows)
+            self.view(name, empty_table(name) if rows is None else rows)
             return
         files = self._parquet(name, [_url(str(file)) for file in rows.files])
         (files.unionByName(self._frame(rows.rest)) if len(rows.rest) else files).createOrReplaceTempView(name)
@@ -250,7 +285,7 @@ class SparkRelations:
         except Exception as error:
             if "PATH_NOT_FOUND" not in str(error) or name == "collectives":
                 raise
-            self._view(name, empty_table(name))
+            self.view(name, empty_table(name))
         else:
             rows.createOrReplaceTempView(name)
 
@@ -360,12 +395,13 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (PySparkException, Py4JError) as error:
         raise TraceError(
-            f"the relation {name!r} cannot be evaluated on Spark: {_first_line(error)}. Some file of the run is damaged, or "
+            f"the relation {name!r} cannot be evaluated on Spark: {first_line(error)}. Some file of the run is damaged, or "
             "cannot be read where Spark runs"
         ) from None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What went wrong, out of the text of an error of Spark."""
     text = str(error).strip()
     if "Traceback (most recent call last)" in text:  # of a Python worker: its last line says what it was
         raised = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]

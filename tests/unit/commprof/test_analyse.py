@@ -65,3 +65,16 @@ def test_the_command_never_overwrites_unasked(run, tmp_path, capsys):
 def test_a_master_needs_spark(run, tmp_path, capsys):
     assert execute(["analyse", str(run), "--out", str(tmp_path / "out"), "--master", "local[1]"]) == 2
     assert "--engine spark" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["duckdb", "spark"])
+def test_a_path_of_an_object_store_is_one_line(tmp_path, capsys, engine):
+    words = ["analyse", "s3a://bucket/run", "--engine", engine, "--out", str(tmp_path / "out")]
+    assert execute(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "s3a://bucket/run is not on this machine" in said
+
+
+def test_a_file_url_is_a_path(run, tmp_path):
+    assert execute(["analyse", f"file://{run}", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "run.json").is_file()

@@ -85,3 +85,8 @@ def test_a_notebook_asks_the_same(run):
         assert getattr(opened, name)().equals(getattr(api, name)(run)), name
     with pytest.raises(UsageError):
         opened.query("drop table collectives")
+
+
+def test_an_aggregate_in_a_subquery_beside_a_common_table_expression_is_answered(run):
+    sql = "with late as (select rank from steps) select rank from late where rank in (select max(rank) from collectives)"
+    assert api.query(run, sql)["rank"].tolist() == [1]

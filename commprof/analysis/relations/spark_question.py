@@ -1,0 +1,167 @@
+"""Somebody's own question on Spark: one SELECT over the tables and relations of a run, which reaches nothing else.
+
+Spark would read any file that a question names, run programs (TRANSFORM) and call Java methods (reflect). So its parser
+reads the question first: it may only have the nodes below, name tables and relations of the run, and none of the refused
+functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from commprof.analysis.relations import graph
+from commprof.analysis.relations.evaluation import BY
+from commprof.analysis.relations.spark import SparkRelations, first_line
+from commprof.analysis.standstill import standstill
+from commprof.errors import TraceError, UsageError
+from commprof.schema import TABLES
+from commprof.trace.reader import Run
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# Classes of Spark's logical plans that read no more than what they are given.
+_NODES: Final = frozenset(
+    """
+    Aggregate CTERelationDef CTERelationRef Deduplicate Distinct Except Expand Filter Generate GlobalLimit Intersect Join
+    LateralJoin LocalLimit LocalRelation Offset OneRowRelation Pivot Project Sample Sort SubqueryAlias Tail Union
+    UnresolvedHaving UnresolvedInlineTable UnresolvedPivot UnresolvedRelation UnresolvedSubqueryColumnAliases
+    UnresolvedWith UnresolvedOrderBy Unpivot Window WithWindowDefinition
+    """.split()  # noqa: SIM905
+)
+# Anywhere in the text: they call Java, read files, or hide a name from the parser.
+_REFUSED: Final = frozenset(
+    [
+        "from_avro",
+        "from_protobuf",
+        "identifier",
+        "java_method",
+        "reflect",
+        "to_avro",
+        "to_protobuf",
+        "try_reflect",
+    ]
+)
+_OF_EXPOSURE: Final = (
+    *("step", "purpose", "layer", "device", "is_async"),
+    *(
+        "issue_ns",
+        "return_ns",
+        "wait_begin_ns",
+        "wait_end_ns",
+        "device_begin_ns",
+        "device_end_ns",
+        "exposed_ns",
+    ),
+)
+_KNOWN: Final = (*TABLES, *graph.names(), *graph.MADE)
+
+
+def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
+    """The answer of Spark to ``sql``, one SELECT over the tables and relations of ``run``.
+
+    Args:
+        session: of :func:`commprof.analysis.relations.spark.start`.
+
+    Raises:
+        UsageError: it is not one SELECT, reaches for something else, or Spark cannot carry it out. TraceError: a file of the
+        run is damaged.
+    """
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    if not hasattr(session, "_jsparkSession"):
+        raise UsageError(
+            "a Spark server (sc://) does not show how it reads a question, so that nothing can be refused; give the "
+            "--master of a cluster (spark://...), or use --engine duckdb"
+        )
+    words = set(re.findall(r"\w+", sql.lower()))
+    if words & _REFUSED:
+        raise UsageError(
+            f"the question cannot be answered: it has the word {min(words & _REFUSED)!r}, and Spark could reach beyond the "
+            "run by it; leave it out"
+        )
+    try:
+        named = _named(session, sql)
+        needed = {table for name in named & set(graph.names()) for table in graph.tables_of(name)} | named
+        tables = {name: run.scan(name) for name in sorted(needed & set(TABLES) | {"collectives"})}
+        relations = SparkRelations(session, tables)
+        by = BY if re.search(r"(select|,|\.)\s*\*", sql, re.IGNORECASE) else [x for x in BY if x in words]
+        for name in sorted(named, key=lambda name: name in graph.names()):
+            if name == "process_exposure":
+                beside = {each: run.table(each) for each in ("steps", "stalls")}
+                relations.view(name, relations.of_processes(_OF_EXPOSURE, beside, process_exposure)[0])
+            else:
+                relations.make(name, by)
+        return _plain(relations.session.sql(sql).toArrow())
+    except (PySparkException, Py4JError) as error:
+        raise UsageError(_unanswered(first_line(error))) from None
+    except pa.ArrowException as error:
+        raise TraceError(f"{run.path} cannot be read by Spark: {error}") from None
+
+
+def process_exposure(collectives: pa.Table, steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
+    """The relation of this name, of the records of some processes. Runs in a worker of Spark."""
+    return [standstill(collectives, steps, ("purpose",), stalls)]
+
+
+def _unanswered(reason: str) -> str:
+    relations = ", ".join((*graph.names(), *graph.MADE))
+    return f"the question cannot be answered: {reason}. The tables are: {', '.join(TABLES)}. The relations are: {relations}"
+
+
+def _named(session: SparkSession, sql: str) -> set[str]:
+    """The tables and relations that ``sql`` names.
+
+    Raises:
+        UsageError: it is more than a question to them. pyspark.errors.ParseException: it is no SQL.
+    """
+    plan = session._jsparkSession.sessionState().sqlParser().parsePlan(sql)  # type: ignore[attr-defined]
+    named: set[str] = set()
+    own: set[str] = set()  # of common table expressions
+    for node in _nodes(plan):
+        kind = node.nodeName()
+        name = type_name(node)
+        if name not in _NODES:
+            raise UsageError(
+                f"Spark reads {kind} in this, and only one SELECT over the run is answered: select op, count(*) from "
+                "collectives group by op"
+            )
+        if name == "UnresolvedRelation":
+            named.add(".".join(_items(node.multipartIdentifier())))
+        elif name == "UnresolvedWith":
+            own |= {str(pair._1()).lower() for pair in _items(node.cteRelations())}
+    named = {name.lower() for name in named}
+    others = sorted(named - own - set(_KNOWN))
+    if others:
+        raise UsageError(_unanswered(f"the run has no table {others[0]!r}"))
+    return named - own
+
+
+def type_name(node: Any) -> str:
+    """The name of the Scala class of ``node``."""
+    return str(node.getClass().getSimpleName())
+
+
+def _nodes(plan: Any) -> Iterator[Any]:
+    """``plan`` and all that it is made of: its inputs, common table expressions, and queries within expressions."""
+    yield plan
+    for parts in (plan.children(), plan.innerChildren(), plan.subqueries()):
+        for part in _items(parts):
+            yield from _nodes(part)
+
+
+def _items(sequence: Any) -> list[Any]:
+    """The items of a sequence of Scala."""
+    return [sequence.apply(place) for place in range(sequence.size())]
+
+
+def _plain(answer: pa.Table) -> pa.Table:
+    """``answer`` with whole decimals as 64-bit integers where they fit, as on DuckDB."""
+    from commprof.analysis.question import with_integers
+
+    return with_integers(answer)
