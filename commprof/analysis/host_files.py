@@ -34,7 +34,7 @@ from commprof.analysis.sum_tables import HELD_COLUMNS, OPERATIONS
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.finaliser import convert_host
-from commprof.trace.pending import is_unfinalised
+from commprof.trace.layout import rank_files
 from commprof.trace.reader import Run, Scan, open_run, scan_of
 from commprof.trace.tables import arrow_schema, empty_table, read_parquet
 
@@ -179,7 +179,7 @@ def keep_host(path: Path, host: str) -> None:
         others = [pa.concat_tables([trace.tables[name] for trace in traces]) for name in ("steps", "stalls")]
         tables = tables_of(_scan(path, stems), *others)
         write(file_of(path, stems), host, {stem: present[stem] for stem in stems}, tables)
-    elif not is_unfinalised(path):
+    elif not rank_files(path):  # who speaks for the job was quicker
         run = open_run(path)
         mine = [entry for entry in run.manifest.ranks if entry.get("host") == host]
         is_small = sum(entry.get("records") or 0 for entry in mine) <= _MOST_RECORDS
