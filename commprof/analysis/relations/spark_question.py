@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
+from commprof.analysis.engine import MADE
 from commprof.analysis.relations import graph
 from commprof.analysis.relations.evaluation import BY
 from commprof.analysis.relations.spark import SparkRelations, first_line
@@ -59,6 +60,7 @@ _OF_EXPOSURE: Final = (
     ),
 )
 _KNOWN: Final = (*TABLES, *graph.names(), *graph.MADE)
+_ON_ONE_MACHINE: Final = set(graph.MADE) - {*MADE, "process_exposure"}
 
 
 def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
@@ -87,6 +89,11 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
         )
     try:
         named = _named(session, sql)
+        if named & _ON_ONE_MACHINE:
+            raise UsageError(
+                f"Spark does not evaluate {min(named & _ON_ONE_MACHINE)!r}, which Python makes on one machine; "
+                "use --engine duckdb"
+            )
         needed = {table for name in named & set(graph.names()) for table in graph.tables_of(name)} | named
         tables = {name: run.scan(name) for name in sorted(needed & set(TABLES) | {"collectives"})}
         relations = SparkRelations(session, tables)

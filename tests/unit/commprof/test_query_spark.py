@@ -29,6 +29,7 @@ REFUSED = (
     ("select op from collectives where op in (select value from text.`/etc/passwd`)", "no table 'text"),
     ("with a as (select * from json.`/etc/passwd`) select * from a", "no table 'json"),
     ("select * from elsewhere", "no table 'elsewhere'"),
+    ("select count(*) from arrivals", "does not evaluate 'arrivals'"),
     ("select nope from steps", "nope"),
     ("selec 1", "PARSE_SYNTAX_ERROR"),
     ("create table x as select 1", "only one SELECT"),
