@@ -96,12 +96,12 @@ def check(case: recorded.Case) -> None:
 def slack(case: recorded.Case, name: str) -> float:
     """How far the norm of parameter ``name`` may be from the recorded one after 3 steps of 1e-3.
 
-    Attention does not depend on the bias of its keys: its gradient is rounding noise of 1e-10, another one wherever sums are
-    made in another order. Adam divides it by its eps: 8e-6 with DeepSpeed's own Adam, and with the eps of 1e-10 that Muon
-    gives it 4e-4 (1.2e-3 on a processor without AVX-512, whose sums are made in another order). A sum of gradients over ranks
-    doubles the noise: 2.4e-5 was seen, and 2.2e-5 without it on that processor. Adagrad divides the noise by itself, so that
-    its first step is the rate: 8e-4 was seen, 1.1e-3 with the kernels that use no vectors, and 5e-4 on one machine when only
-    the samples of a batch change places.
+    Attention does not depend on the bias of its keys: its gradient is rounding noise of 1e-10, another one wherever
+    sums are made in another order. Adam divides it by its eps: 8e-6 with DeepSpeed's own Adam, and with the eps of
+    1e-10 that Muon gives it 4e-4 (1.2e-3 on a processor without AVX-512, which sums in another order). A sum of
+    gradients over ranks doubles the noise: 2.4e-5 was seen, and 2.2e-5 without it on that processor. Adagrad divides
+    the noise by itself, so that its first step is the rate: 8e-4 was seen, 1.1e-3 with the kernels that use no
+    vectors, and 5e-4 on one machine when only the samples of a batch change places.
     """
     optimizer = case.config.get("optimizer", {}).get("type")
     if name.endswith("qkv.bias"):
