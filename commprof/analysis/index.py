@@ -52,6 +52,7 @@ _LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going m
 _MOST_MEMORY: Final = (
     400 << 20
 )  # that the engine takes while it builds an index; what does not fit goes to files
+_CORRUPT: Final = "Corrupt database file"  # begins what the engine says of a block whose checksum is another
 
 Progress = Callable[[int, int], None]
 
@@ -86,20 +87,26 @@ class Index:
         """The answer to ``sql``, with ``values`` in the place of its question marks.
 
         Raises:
-            TraceError: the file was damaged since.
+            TraceError: a block of the file is damaged. The file is removed then, so that the next question finds none.
         """
         with self._lock:
             try:
                 return self._engine.sql(sql, params=list(values)).to_arrow_table()
             except duckdb.Error as error:
-                again = command_line("finalise", self.run)
-                what = f"the index of {self.run}" if self.path is None else f"{self.path}"
-                do = (
-                    ""
-                    if self.path is None
-                    else f". Remove it: answers need no index, and {again} makes it again"
-                )
-                raise TraceError(f"{what} cannot be read: {_first_line(error)}{do}") from None
+                said = _first_line(error)
+        if self.path is None:
+            raise TraceError(f"the index of {self.run} cannot be read: {said}")
+        again = f"answers need no index, and {command_line('finalise', self.run)} makes it again"
+        if _CORRUPT not in said:
+            raise TraceError(f"{self.path} cannot be read: {said}. Remove it: {again}")
+        _shelf.forget(self.run)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            do = f"Remove it, which was not possible here ({error.strerror}): {again}"
+        else:
+            do = f"It was removed. Ask again: {again}"
+        raise TraceError(f"{self.path} has a damaged block: {said}. {do}")
 
     def opened(self) -> Run:
         """The run itself, for its other tables."""

@@ -509,6 +509,32 @@ def test_a_damaged_index_is_built_again(tmp_path, in_file, content):
     assert not (path / ".index.duckdb-left").exists()
 
 
+def test_an_index_with_a_damaged_block_is_removed_and_built_again(tmp_path, in_file):
+    path = small_run(tmp_path / "run")
+    api.index(path)
+    file = path / "index.duckdb"
+    whole = file.read_bytes()
+
+    def answers():
+        return [api.records_page(path).rows.to_dict("list"), api.timeline(path).bars.to_dict("list")]
+
+    right, found = answers(), 0
+    for block in range(3 * 4096, len(whole), 1 << 18):
+        index._shelf.forget(path)
+        file.write_bytes(whole[: block + 4096] + bytes(range(64)) + whole[block + 4160 :])
+        try:
+            assert answers() == right
+        except TraceError as error:
+            found += 1
+            text = str(error)
+            assert text.startswith(f"{file} has a damaged block: ") and "It was removed. Ask again" in text
+            assert not file.exists()
+            assert answers() == right
+    assert found
+    index._shelf.forget(path)
+    assert api.index(path)["in_file"]
+
+
 def test_a_directory_that_cannot_be_written_to(tmp_path, in_file, monkeypatch):
     path = small_run(tmp_path / "run")
 
