@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from commprof import __version__
-from commprof.analysis import buckets, summaries
+from commprof.analysis import buckets, standstill, summaries
 from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.index_sums import process_times, standing_of
 from commprof.analysis.sum_tables import BUCKET_FLUSHES, OPERATIONS
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PROVENANCE: Final = "analysis.json"
-_TIMES: Final = (
-    *("step", "purpose", "layer", "device", "is_async"),
-    *("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns"),
-)
 
 
 def check_target(out: Path, force: bool) -> None:
@@ -100,7 +96,7 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
     relations = relations_of(session, run)
     operations = relations.table("operations", SUMMARISED)
     steps, stalls = run.table("steps"), run.table("stalls")
-    times = relations.of_processes(_TIMES, {"steps": steps, "stalls": stalls}, process_times)
+    times = relations.of_processes(standstill.COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
     found = {(OPERATIONS, *SUMMARISED): operations}
     found |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
     if len(run.table("buckets")):

@@ -36,6 +36,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 PROCESS: Final = ("attempt", "rank", "pid")
 _TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
+COLUMNS: Final = ("step", "purpose", "layer", "device", "is_async", *_TIMES)  # of records, besides PROCESS
 _FURTHEST: Final = 1 << 61  # sums and differences of two such times are integers still
 _SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
 _MEASURES: Final = (("step", pa.int32()), *((name, pa.int64()) for name in _SUMS))

@@ -17,7 +17,7 @@ from commprof.analysis.engine import MADE
 from commprof.analysis.relations import graph
 from commprof.analysis.relations.evaluation import BY
 from commprof.analysis.relations.spark import SparkRelations, first_line
-from commprof.analysis.standstill import standstill
+from commprof.analysis.standstill import COLUMNS, standstill
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
@@ -46,18 +46,6 @@ _REFUSED: Final = frozenset(
         "to_protobuf",
         "try_reflect",
     ]
-)
-_OF_EXPOSURE: Final = (
-    *("step", "purpose", "layer", "device", "is_async"),
-    *(
-        "issue_ns",
-        "return_ns",
-        "wait_begin_ns",
-        "wait_end_ns",
-        "device_begin_ns",
-        "device_end_ns",
-        "exposed_ns",
-    ),
 )
 _KNOWN: Final = (*TABLES, *graph.names(), *graph.MADE)
 _ON_ONE_MACHINE: Final = set(graph.MADE) - {*MADE, "process_exposure"}
@@ -101,7 +89,7 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
         for name in sorted(named, key=lambda name: name in graph.names()):
             if name == "process_exposure":
                 beside = {each: run.table(each) for each in ("steps", "stalls")}
-                relations.view(name, relations.of_processes(_OF_EXPOSURE, beside, process_exposure)[0])
+                relations.view(name, relations.of_processes(COLUMNS, beside, process_exposure)[0])
             else:
                 relations.make(name, by)
         return _plain(relations.session.sql(sql).toArrow())
