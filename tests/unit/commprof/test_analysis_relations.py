@@ -238,3 +238,11 @@ def test_arrivals_transfers_and_exposure_are_those_of_the_answers(run):
         rows = opened.relation(name).df()
         assert rows["exposed_low_ns"].sum() == api.exposure(opened.run, by)["exposed_low_ns"].sum()
         assert len(rows) == len(rows[by].drop_duplicates())
+
+
+@pytest.mark.parametrize("column", ["op", "intended_op"])
+def test_what_reduces_a_bucket_may_be_any_operation(column):
+    """DuckDB and Spark share no function that joins texts in order, so the relation names each operation."""
+    text = graph.statement("bucket_flushes")
+    for op in Op:
+        assert f"max(case when {column} = '{op}' then {column} end)" in text
