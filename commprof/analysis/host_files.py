@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from commprof.analysis import exposure, steps
+from commprof.analysis import exposure, steps, summaries
 from commprof.analysis.engine import connect, evaluate, register
 from commprof.analysis.fingerprint import VERSION
 from commprof.analysis.index_sums import EXPOSURES, process_times
@@ -35,11 +36,11 @@ from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.finaliser import convert_host
 from commprof.trace.layout import rank_files
+from commprof.trace.pending import load_manifest
 from commprof.trace.reader import Run, Scan, open_run, scan_of
 from commprof.trace.tables import arrow_schema, empty_table, read_parquet
 
 COLUMNS: Final = (*HELD_COLUMNS, "api", "call_site")  # that the operations of a host are summed by
-_MOST_RECORDS: Final = 300_000  # of a host
 _KEY: Final = b"commprof.host"
 _PART: Final = "part"
 _ISSUED: Final = "host_operations"
@@ -165,14 +166,15 @@ def keep_host(path: Path, host: str) -> None:
     """Write the file of ``host`` beside the records of the run at ``path``, when the ranks there have ended.
 
     Other hosts may still work: the records of these ranks are made Parquet first. A run on one host gets no such file, and
-    neither does a host with many records: it would delay the end of the job.
+    neither does a host with many records of a short job, the end of which it would delay: :func:`keep_missing` makes it.
 
     Raises:
         TraceError: a file of the run is damaged, or cannot be written. OSError: the file cannot be written.
     """
     traces = convert_host(path, host)
     if traces:
-        if sum(trace.entry["records"] for trace in traces) > _MOST_RECORDS:
+        lasted_ns = time.time_ns() - load_manifest(path).started_realtime_ns
+        if not summaries.is_affordable(sum(trace.entry["records"] for trace in traces), lasted_ns):
             return
         stems = {trace.identity.stem for trace in traces}
         present = record_files(path)
@@ -182,9 +184,30 @@ def keep_host(path: Path, host: str) -> None:
     elif not rank_files(path):  # who speaks for the job was quicker
         run = open_run(path)
         mine = [entry for entry in run.manifest.ranks if entry.get("host") == host]
-        is_small = sum(entry.get("records") or 0 for entry in mine) <= _MOST_RECORDS
-        if len(mine) < len(run.manifest.ranks) and is_small:
+        records = sum(entry.get("records") or 0 for entry in mine)
+        is_affordable = summaries.is_affordable(records, run.health.wall_ns or 0)
+        if len(mine) < len(run.manifest.ranks) and is_affordable:
             keep(run, host, mine)
+
+
+def keep_missing(path: Path) -> int:
+    """Write the files of the hosts of the run at ``path`` that have none, however many records these have.
+
+    Returns:
+        How many were written: none of a run on one host, of one that still works, and of hosts with damaged records.
+
+    Raises:
+        TraceError: the run cannot be read. OSError: a file cannot be written.
+    """
+    run = open_run(path)
+    if run.pending or len({entry.get("host") for entry in run.manifest.ranks}) < 2:
+        return 0
+    written = 0
+    for host, entries in _without_file(run, {stem for file in held(path) for stem in file.stems}).items():
+        with suppress(TraceError):
+            keep(run, host, entries)
+            written += 1
+    return written
 
 
 def file_of(run: Path, stems: Iterable[str]) -> Path:
@@ -261,15 +284,21 @@ def answers(run: Run) -> dict[tuple[str, ...], pa.Table]:
             ) from None
 
 
-def _missing(run: Run, present: set[str], folder: Path) -> Iterator[HostFile]:
-    """Files of the hosts that have none, made in ``folder``."""
+def _without_file(run: Run, present: set[str]) -> dict[str, list[Mapping[str, Any]]]:
+    """The ranks of ``run`` by host whose records are there and not behind a file of a host (``present``)."""
     files = record_files(run.path)
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for entry in run.manifest.ranks:
         stem = entry.get("file")
         if stem in files and stem not in present:
             by_host.setdefault(entry.get("host") or "", []).append(entry)
-    for number, (host, entries) in enumerate(by_host.items()):
+    return by_host
+
+
+def _missing(run: Run, present: set[str], folder: Path) -> Iterator[HostFile]:
+    """Files of the hosts that have none, made in ``folder``."""
+    files = record_files(run.path)
+    for number, (host, entries) in enumerate(_without_file(run, present).items()):
         stems = {entry["file"]: files[entry["file"]] for entry in entries}
         path = folder / f"rank-{number}.parquet"
         try:

@@ -21,6 +21,14 @@ from commprof.trace.tables import write_parquet
 
 _STAMP: Final = b"commprof.fingerprint"
 _KEY: Final = b"commprof.key"
+_SMALL: Final = 300_000  # records, whatever the job took
+_RECORD_NS: Final = 9_000  # CPU time that a record takes, where each is a row of its own
+_SHARE: Final = 0.005  # of the time of a job that its end may take longer
+
+
+def is_affordable(records: int, lasted_ns: int) -> bool:
+    """Whether the end of a job that lasted ``lasted_ns`` may wait until ``records`` are evaluated."""
+    return records <= _SMALL or records * _RECORD_NS <= _SHARE * lasted_ns
 
 
 def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> None:

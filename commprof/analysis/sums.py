@@ -46,7 +46,6 @@ __all__ = [
     "step_times",
 ]
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
-_MOST_SUMMARISED: Final = 300_000  # records; more would delay the end of a job, and get an index on demand
 SUMMARISED: Final = tuple(
     dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS))
 )  # of a summary of operations
@@ -121,11 +120,13 @@ def summarise(path: Path) -> bool:
     """Evaluate what most answers about the run at ``path`` begin with, and keep it beside the records.
 
     Returns:
-        Whether that was done: a large run gets none, and neither does one that still works, or cannot be read or written.
+        Whether that was done: a large run of a short job gets none (it gets an index on demand), and neither does one that
+        still works, or cannot be read or written.
     """
     try:
         run, stamp = open_run(path), fingerprint(path)
-        if run.pending or not 0 < run.health.records + run.health.summed <= _MOST_SUMMARISED:
+        records = run.health.records + run.health.summed
+        if run.pending or not records or not summaries.is_affordable(records, run.health.wall_ns or 0):
             return False
         tables = summary_tables(run)
         summaries.keep(path, tables, stamp)

@@ -1,4 +1,4 @@
-"""``commprof finalise``: what a run recorded, as tables, with the index that makes the dashboard quick."""
+"""``commprof finalise``: what a run recorded, as tables, with the files of hosts and the index for quick answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.runs import each_path
-from commprof.launch.summary import counts, keep_summaries, shown
+from commprof.launch.summary import counts, keep_missing_hosts, keep_summaries, shown
 
 
 def finalise(
@@ -25,8 +25,9 @@ def finalise(
     """Finalise runs that have ended: make tables (Parquet) of what was recorded, and index the large ones.
 
     commprof run does so when its program has ended. This is for a run whose launcher was killed, or that another launcher
-    started. A run that still works is left alone, and so is one that is finalised. The index (index.duckdb, for 300,000
-    records and more) lies beside the run, or in the cache directory of the user where that cannot be written to.
+    started. A run that still works is left alone, and so is one that is finalised. In a run of several hosts, files of hosts
+    that are missing are made (RUN/hosts, docs/scale.md). The index (index.duckdb, for 300,000 records and more) lies beside
+    the run, or in the cache directory of the user where that cannot be written to.
     """
     with needed("analysis", "to finalise a run"):
         from commprof.analysis.index import index_of
@@ -36,7 +37,9 @@ def finalise(
         if health.state == "running":
             say(f"{shown(path)}  still works, and was left alone")
             continue
+        hosts = keep_missing_hosts(path)
+        made = f", {hosts:,} {'file' if hosts == 1 else 'files'} of hosts made" if hosts else ""
         indexed = ", indexed" if index_of(path, write=True).path is not None else ""
         keep_summaries(path)
-        say(f"{shown(path)}  finalised{indexed}: {counts(health)}")
+        say(f"{shown(path)}  finalised{made}{indexed}: {counts(health)}")
     return 0

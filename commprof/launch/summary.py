@@ -70,6 +70,18 @@ def keep_host(run: Path) -> None:
         host_files.keep_host(run, socket.gethostname())
 
 
+def keep_missing_hosts(run: Path) -> int:
+    """Keep beside ``run``, which has ended, the files of hosts that are missing, and say how many these were.
+
+    Never raises: answers do without them.
+    """
+    with contextlib.suppress(Exception):
+        from commprof.analysis import host_files
+
+        return host_files.keep_missing(run)
+    return 0
+
+
 def has_several_hosts(run: Path) -> bool:
     """Whether ranks of several hosts have recorded into ``run``, which is not finalised."""
     try:

@@ -7,7 +7,7 @@ from functools import partial
 import pandas as pd
 import pytest
 
-from commprof.analysis import api, host_files, sums
+from commprof.analysis import api, host_files, summaries, sums
 from commprof.analysis.engine import evaluate
 from commprof.cli import execute
 from commprof.errors import TraceError
@@ -150,13 +150,41 @@ def test_the_launcher_of_a_host_keeps_its_file_alone_and_none_of_many_records(tm
     path = planted(tmp_path / "run", 4, hosts=2)
     host_files.keep_host(path, "node-1")
     assert [file.host for file in host_files.held(path)] == ["node-1"]
-    monkeypatch.setattr(host_files, "_MOST_RECORDS", 5)
+    monkeypatch.setattr(summaries, "_SMALL", 5)
+    monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     host_files.keep_host(path, "node-0")
     assert [file.host for file in host_files.held(path)] == ["node-1"]
+    monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # so that the job was long enough
+    host_files.keep_host(path, "node-0")
+    assert sorted(file.host for file in host_files.held(path)) == ["node-0", "node-1"]
     monkeypatch.undo()
     alone = planted(tmp_path / "alone", 4, hosts=1)
     host_files.keep_host(alone, "node-0")
     assert not (alone / HOSTS_DIRECTORY).exists()
+
+
+def test_finalise_makes_the_files_that_are_missing_whatever_the_records(tmp_path, monkeypatch, capsys):
+    path = planted(tmp_path / "run", 2)
+    expected = answers(path)
+    _, missing, damaged = keep_all(path)
+    missing.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    monkeypatch.setattr(summaries, "_SMALL", 5)
+    monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
+    assert execute(["finalise", str(path)]) == 0
+    assert "finalised, 2 files of hosts made: 9 ranks" in capsys.readouterr().err
+    assert len(host_files.held(path)) == 3
+    spoil_records(path)
+    assert_same(answers(path), expected)
+    assert execute(["finalise", str(path)]) == 0
+    assert "made" not in capsys.readouterr().err
+
+
+def test_finalise_makes_the_files_of_the_other_hosts_where_records_of_one_are_damaged(tmp_path):
+    path = planted(tmp_path / "run", 2)
+    spoil_records(path, "node-1")
+    assert host_files.keep_missing(path) == 2
+    assert {file.host for file in host_files.held(path)} == {"node-0", "node-2"}
 
 
 @pytest.mark.parametrize("seed", range(3))

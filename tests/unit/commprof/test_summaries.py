@@ -74,10 +74,19 @@ def test_what_a_killed_process_left_is_removed(run):
     assert not left.exists() and summaries.read(run)
 
 
-def test_a_large_run_gets_none(run, monkeypatch):
-    monkeypatch.setattr(sums, "_MOST_SUMMARISED", 5)
+def test_a_large_run_of_a_short_job_gets_none(run, monkeypatch):
+    monkeypatch.setattr(summaries, "_SMALL", 5)
+    monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     assert not sums.summarise(run)
     assert not (run / SUMMARIES_DIRECTORY).exists()
+    monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # so that the job was long enough
+    assert sums.summarise(run)
+
+
+def test_a_large_run_is_affordable_where_it_takes_half_a_percent_of_the_job():
+    hour = 3600 * 10**9
+    assert summaries.is_affordable(300_000, 0) and not summaries.is_affordable(300_001, 0)
+    assert summaries.is_affordable(2_000_000, hour) and not summaries.is_affordable(2_000_001, hour)
 
 
 def test_a_copied_run_is_answered_from_its_records(run, tmp_path):
