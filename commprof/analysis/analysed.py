@@ -21,7 +21,7 @@ from commprof.analysis.sum_tables import BUCKET_FLUSHES, OPERATIONS
 from commprof.analysis.sums import SUMMARISED, summary_tables
 from commprof.errors import TraceError, UsageError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
-from commprof.trace.reader import Run
+from commprof.trace.reader import Run, open_run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -43,12 +43,35 @@ def check_target(out: Path, force: bool) -> None:
         raise UsageError(f"{out} exists already; give --force to replace it, or another --out")
 
 
-def analyse(run: Run, out: Path, session: SparkSession | None = None, force: bool = False) -> dict[str, int]:
+def analyse_place(place: str, out: Path, session: SparkSession, force: bool = False) -> dict[str, int]:
+    """Evaluate the summaries of the run at ``place``, which Spark reads and this machine does not: see :func:`analyse`.
+
+    Its records stay there. An answer that needs every record says so and where they are.
+
+    Args:
+        place: URL of the run (``s3a://...``).
+
+    Raises:
+        UsageError: ``out`` is taken. TraceError: there is no finalised run at ``place``, a file of it is damaged, or ``out``
+            cannot be written.
+    """
+    from commprof.analysis.relations import spark_store
+
+    with tempfile.TemporaryDirectory(prefix="commprof-fetched-") as folder:
+        fetched = Path(folder) / "run"
+        spark_store.fetch(session, place, fetched)
+        return analyse(open_run(fetched), out, session, force, place)
+
+
+def analyse(
+    run: Run, out: Path, session: SparkSession | None = None, force: bool = False, place: str | None = None
+) -> dict[str, int]:
     """Evaluate the summaries of ``run``, and put them with its small tables into directory ``out``, all or nothing.
 
     Args:
         session: of Spark (:func:`commprof.analysis.relations.spark.start`); default: DuckDB evaluates.
         force: replace an earlier analysis.
+        place: where the run lies; default: its path.
 
     Returns:
         The rows of each summary.
@@ -74,7 +97,7 @@ def analyse(run: Run, out: Path, session: SparkSession | None = None, force: boo
             facts = {
                 "analysed_by": f"commprof {__version__}",
                 "engine": engine,
-                "run": str(run.path.absolute()),
+                "run": place or str(run.path.absolute()),
                 "fingerprint": before,
                 "rows": rows,
             }

@@ -112,6 +112,7 @@ __all__ = [
     "record",
     "records_csv",
     "records_page",
+    "records_place",
     "reduction_levels",
     "requested",
     "resource_use",
@@ -629,6 +630,14 @@ def requested(run: AnyRun) -> pd.DataFrame:
     frame, reason = expectation.requested(run)
     frame.attrs["reason"] = reason
     return frame
+
+
+def records_place(path: Path | str) -> str | None:
+    """The URL of the run whose analysis ``path`` is, where its records lie there and not on this machine; else None."""
+    from commprof.trace.directory import elsewhere
+
+    there = elsewhere(Path(path))
+    return None if there is None else there.place
 
 
 def verify(run: AnyRun) -> Verdict:

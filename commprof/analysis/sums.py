@@ -31,6 +31,7 @@ from commprof.errors import CommprofError
 from commprof.ledger.backends import GLOO, NCCL
 from commprof.ledger.executed import executed_factors
 from commprof.schema import OPS
+from commprof.trace.directory import elsewhere
 from commprof.trace.reader import Run, Scan, open_run
 
 __all__ = [
@@ -274,10 +275,13 @@ def bucket_means(run: Run) -> pd.DataFrame:
 
 
 def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
-    """The records of ``run`` among which are those that reduced ``bucket``; of an index no others."""
+    """The records of ``run`` among which are those that reduced ``bucket``; of an index no others.
+
+    None where the records lie elsewhere: the operations of the bucket are not listed then.
+    """
     index = index_if_there(run.path)
     if index is None:
-        return run.scan("collectives")
+        return (run if elsewhere(run.path) is None else run.without_records()).scan("collectives")
     return index.ask(
         "select r.*, k.* exclude (kind) from records r join kinds k using (kind) "
         "where k.bucket = ? and r.step = ? and r.micro_step = ? and r.attempt = ?",

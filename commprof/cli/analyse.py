@@ -15,24 +15,23 @@ from commprof.cli.runs import each_path, opened
 from commprof.errors import UsageError
 
 
-def _local(text: str) -> str:
-    """The path of a run of this machine, out of a path or a ``file://`` URL."""
+def _place(text: str) -> tuple[str, bool]:
+    """The path of a run of this machine out of a path or a ``file://`` URL, or another URL; and whether it is such."""
     scheme, mark, rest = text.partition("://")
     if not mark:
-        return text
+        return text, False
     if scheme == "file" and rest.startswith("/"):
-        return unquote(rest)
-    raise UsageError(
-        f"{text} is not on this machine, and commprof analyse reads the small tables of a run here; copy or mount the run, "
-        f"or evaluate relations of it in Python: SparkRelations(session, place={text!r}) (docs/scale.md)"
-    )
+        return unquote(rest), False
+    return text.rstrip("/"), True
 
 
 def analyse(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="Run directories, directories of runs, or 'latest'.", show_default=False
+            metavar="RUN...",
+            help="Run directories, directories of runs, or 'latest'; with --engine spark also URLs that Spark reads.",
+            show_default=False,
         ),
     ],
     out: Annotated[
@@ -51,12 +50,22 @@ def analyse(
 ) -> int:
     """Evaluate what most answers begin with, once, into a directory that opens as the run.
 
-    report, compare, dashboard and export take DIR in the place of the run. Its records are not copied; DIR/collectives is a
-    link to them. --engine spark needs Java 17 and pip install 'commprof[spark]' (docs/scale.md).
+    report, compare, dashboard and export take DIR in the place of the run. Its records are not copied: DIR/collectives is a
+    link to them, and those of a run that only Spark reads (s3a://...) stay where they are. --engine spark needs Java 17 and
+    pip install 'commprof[spark]' (docs/scale.md).
     """
     session_of = spark_session(engine, master)
-    paths = each_path([_local(text) for text in runs])
-    names = [path.resolve().name for path in paths]
+    places = [_place(text) for text in runs]
+    stores = [text for text, is_url in places if is_url]
+    if stores and engine is not Engine.SPARK:
+        raise UsageError(
+            f"{stores[0]} is not on this machine, and DuckDB reads files of this machine; give --engine spark"
+        )
+    paths: list[Path | str] = [
+        *each_path([text for text, is_url in places if not is_url]),
+        *dict.fromkeys(stores),
+    ]
+    names = [path.rpartition("/")[2] if isinstance(path, str) else path.resolve().name for path in paths]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(
@@ -69,7 +78,10 @@ def analyse(
         analysed.check_target(target, force)
     session = session_of()
     for path, target in zip(paths, targets, strict=True):
-        rows = analysed.analyse(opened(str(path)), target, session, force)
+        if session is not None and isinstance(path, str):
+            rows = analysed.analyse_place(path, target, session, force)
+        else:
+            rows = analysed.analyse(opened(str(path)), target, session, force)
         counts = ", ".join(f"{number:,} {name}" for name, number in rows.items())
         say(f"{target}  {counts}")
     return 0

@@ -95,9 +95,12 @@ def _answers(run: Run) -> dict[str, Any]:
     """What a report says of ``run``: the answers of its JSON, and who comes late, in a sentence."""
     with needed("analysis", "to analyse a run"):
         from commprof.analysis import api
+        from commprof.trace.directory import elsewhere
 
         facts = api.overview(run)
-        stragglers = api.stragglers(run) if facts["records"] <= _MOST_COMPARED else None
+        there = elsewhere(run.path)
+        has_records = there is None and facts["records"] <= _MOST_COMPARED
+        stragglers = api.stragglers(run) if has_records else None
         answers = {
             "overview": facts,
             "traffic": api.traffic(run, by=BY),
@@ -112,7 +115,9 @@ def _answers(run: Run) -> dict[str, Any]:
             "algorithms": api.algorithms(run),
             "stragglers": stragglers,
         }
-    if stragglers is None:
+    if there is not None:
+        late = f"not looked for, since the records lie at {there.place}"
+    elif stragglers is None:
         late = f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
     else:
         late = stragglers.attrs["statement"]

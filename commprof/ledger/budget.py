@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from commprof.ledger.issue import COLUMNS, Issued, Message, StepKey, issued
 from commprof.ledger.levels import INIT, Unexplained, Verdict
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
-from commprof.ledger.request import RecordedRun
+from commprof.ledger.request import WholeRun
 from commprof.ledger.survey import COLUMNS as SURVEYED
 from commprof.ledger.survey import survey_of
 from commprof.ledger.verification import gaps, verify
@@ -33,7 +33,7 @@ class _Scope(NamedTuple):
     messages: Mapping[Message, int]
 
 
-def violations(run: RecordedRun, budget: Budget) -> list[Violation]:
+def violations(run: WholeRun, budget: Budget) -> list[Violation]:
     """Every limit of ``budget`` that ``run`` breaks, or that its records do not suffice to check."""
     scopes = _scopes(_issued_by(run))
     found = [
@@ -54,7 +54,7 @@ def violations(run: RecordedRun, budget: Budget) -> list[Violation]:
     return found
 
 
-def _issued_by(run: RecordedRun) -> Issued:
+def _issued_by(run: WholeRun) -> Issued:
     """The messages of each step from the records alone, without what the backend ran."""
     return issued(run.parts("collectives", COLUMNS), survey_of(run.parts("collectives", SURVEYED)))
 
@@ -151,7 +151,7 @@ def _nobody_asked(item: Unexplained) -> str:
     )
 
 
-def budget_of(run: RecordedRun) -> str:
+def budget_of(run: WholeRun) -> str:
     """The tightest budget that ``run`` itself meets, as TOML."""
     scopes = _scopes(_issued_by(run))
     verdict = verify(run)

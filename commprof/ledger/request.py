@@ -76,6 +76,12 @@ class RecordedRun(Protocol):
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Columns of a table of the schema, some rows at a time."""
 
+class WholeRun(RecordedRun, Protocol):
+    """A run with all of its steps."""
+
+    def without_records(self) -> RecordedRun:
+        """The same run with no row of ``collectives``."""
+
 
 def last_attempt(run: RecordedRun) -> int:
     """The number of the last attempt: those before it were stopped, whatever became of this one."""

@@ -21,7 +21,7 @@ from commprof.ledger.messages import Ends
 from commprof.ledger.rank_orders import COLUMNS as OF_ORDERS
 from commprof.ledger.rank_orders import RankOrders
 from commprof.ledger.readings import StepReadings
-from commprof.ledger.request import RecordedRun, Request, last_attempt, request_of
+from commprof.ledger.request import RecordedRun, Request, WholeRun, last_attempt, request_of
 from commprof.ledger.rows import Labelled, asked_of_steps, doubtful, ledger_rows, remarks, unexplained
 from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
 from commprof.ledger.sendings import Sendings, sendings
@@ -33,16 +33,19 @@ from commprof.ledger.survey import Survey
 from commprof.ledger.turns import Turn, before_steps, demands_in_turn, turns_of
 from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
+from commprof.trace.directory import elsewhere
 from commprof.trace.pending import NO_MANIFEST
 from commprof.trace.wire import DAMAGED_LINES
 
 
-def verify(run: RecordedRun) -> Verdict:
-    """Close the ledger of ``run``: requested, issued, executed and moved, and what none of them explains.
+def verify(whole: WholeRun) -> Verdict:
+    """Close the ledger of ``whole``, a run: requested, issued, executed and moved, and what none of them explains.
 
     Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
-    are told all the same. So it is where records are lost, torn or unseen.
+    are told all the same. So it is where records are lost, torn or unseen, or lie where they cannot be read.
     """
+    there = elsewhere(whole.path)
+    run: RecordedRun = whole if there is None else whole.without_records()
     survey, orders, group_orders, splits, ends = Survey(), RankOrders(), GroupOrders(run), Splits(run), Ends()
     columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
     for part in run.parts("collectives", columns):
@@ -73,6 +76,8 @@ def verify(run: RecordedRun) -> Verdict:
     )
     if request.reason is not None:
         findings = _without_request(findings)
+    if there is not None:  # what was requested would stand beside nothing
+        findings = {}
     rows = ledger_rows(findings)
     left_out = uncovered(run)
     wire = run.table("wire")
@@ -128,7 +133,11 @@ def verify(run: RecordedRun) -> Verdict:
         *(f"Note: {each.sentence}." for each in in_other_order),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"{contradiction}: {text}." for text in problems),
-        _total(request, issued_bytes, explained_bytes, left, labels, whole=not unrecorded),
+        *(
+            [_total(request, issued_bytes, explained_bytes, left, labels, whole=not unrecorded)]
+            if there is None
+            else []
+        ),
     ]
     return Verdict(
         state=state,
@@ -175,7 +184,9 @@ def _without_request(findings: Findings) -> Findings:
 def gaps(run: RecordedRun, records: int) -> list[str]:
     """What is missing from the records, so that nothing can be said of the whole."""
     health = run.health
-    found = [] if records or health.summed else ["no collective was recorded"]
+    there = elsewhere(run.path)
+    found = [] if records or health.summed or there is not None else ["no collective was recorded"]
+    found += [] if there is None else [f"the records lie at {there.place}, and were not read"]
     for number, text in (
         (health.lost, "collectives were lost while recording"),
         (health.unseen, "collectives were issued beside the layer that is recorded"),

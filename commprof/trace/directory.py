@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from commprof.errors import TraceError
 from commprof.trace.layout import rank_files
@@ -23,6 +23,7 @@ SAMPLES_NAME: Final = "samples.jsonl"  # what the launcher's samplers read, whil
 EVERY_SAMPLES: Final = "samples*.jsonl"  # and those of other hosts
 STACKS_DIRECTORY: Final = "stacks"  # one file for each process, in which it writes its stacks on request
 DUMPS_DIRECTORY: Final = "dumps"  # what the watchdog wrote of a job that hung
+ELSEWHERE_NAME: Final = "elsewhere.json"  # of an analysis whose records this machine does not have
 TRACES: Final = Path("traces")
 LATEST: Final = "latest"
 
@@ -67,6 +68,35 @@ def is_run(path: Path) -> bool:
         return bool(rank_files(path))
     except OSError:
         return False
+
+
+class Elsewhere(NamedTuple):
+    """Where the records of an analysed run lie, which this machine does not have.
+
+    Attributes:
+        place: URL of the directory of the run (``s3a://...``), as it was given to ``commprof analyse``.
+        stems: the files of its collectives, without their suffix.
+    """
+
+    place: str
+    stems: frozenset[str]
+
+
+def elsewhere(run: Path) -> Elsewhere | None:
+    """Where the records of ``run`` lie; None where they belong into the directory itself.
+
+    Raises:
+        TraceError: the file that says so is damaged.
+    """
+    if (run / COLLECTIVES_DIRECTORY).exists() or not (run / ELSEWHERE_NAME).is_file():
+        return None
+    try:
+        content = json.loads((run / ELSEWHERE_NAME).read_text("utf-8"))
+        return Elsewhere(str(content["run"]), frozenset(map(str, content["collectives"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(
+            f"{run / ELSEWHERE_NAME} does not say where the records lie ({error}); analyse the run again"
+        ) from None
 
 
 def find_runs(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from commprof.errors import TraceError
 from commprof.trace.decoder import RankTrace, read_rank
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, elsewhere
 from commprof.trace.layout import rank_files
 from commprof.trace.liveness import recently_touched
 from commprof.trace.manifest import RUNNING, Manifest, read_manifest, write_manifest, wrong_entry
@@ -119,6 +119,8 @@ def gone_records(run: Path, manifest: Manifest) -> dict[str, str]:
     """The files of records that ``manifest`` names and ``run`` lacks, with a sentence for each."""
     present = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
     present |= {stem.name for _, stem in rank_files(run)}
+    there = elsewhere(run)
+    present |= there.stems if there is not None else set()
     return {
         entry[
             "file"

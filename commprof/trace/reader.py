@@ -16,7 +16,7 @@ from commprof.errors import TraceError
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.config_copy import config_note
 from commprof.trace.decoder import RankTrace
-from commprof.trace.directory import COLLECTIVES_DIRECTORY, resolve
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, elsewhere, resolve
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 from commprof.trace.manifest import Manifest
@@ -114,8 +114,8 @@ class Run:
             TraceError: there is no such table, or its file is damaged.
         """
         wanted = list(columns or arrow_schema(name).names)
-        files = self._files(name)
-        if name in self._tables or sum(map(count_rows, files)) <= _MOST_ROWS_AT_ONCE:
+        files = [] if name in self._tables else self._files(name)
+        if sum(map(count_rows, files)) <= _MOST_ROWS_AT_ONCE:
             yield self.table(name).select(wanted)
             return
         schema = arrow_schema(name)
@@ -127,6 +127,11 @@ class Run:
                 yield part.replace_schema_metadata(schema.metadata).select(wanted)
         rest = merge(name, [schema.empty_table(), *self._beside(name), *self._pending(name)])
         yield rest.select(wanted)
+
+    def without_records(self) -> Run:
+        """The same run with no row of ``collectives``, for what is said of one whose records lie elsewhere."""
+        none = arrow_schema("collectives").empty_table()
+        return replace(self, kept=dict(self.kept), _tables={**self._tables, "collectives": none})
 
     def _read(self, name: str) -> pa.Table:
         schema = arrow_schema(name)
@@ -149,6 +154,12 @@ class Run:
         return [file for file in files if file.exists()]
 
     def _collective_files(self) -> list[Path]:
+        there = elsewhere(self.path)
+        if there is not None:
+            raise TraceError(
+                f"every record is needed, and those of {self.path} lie at {there.place}/{COLLECTIVES_DIRECTORY}; copy or "
+                f"mount that directory as {self.path / COLLECTIVES_DIRECTORY}"
+            )
         pending = {trace.identity.stem for trace in self.pending}
         files = sorted((self.path / COLLECTIVES_DIRECTORY).glob("rank-*.parquet"))
         return [file for file in files if file.stem not in pending]

@@ -11,6 +11,7 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
+from commprof.errors import CommprofError
 from commprof_dash import address, ids
 from commprof_dash.access import Access, guard
 from commprof_dash.components import controls, messages, shell
@@ -145,6 +146,8 @@ def draw_page(
         return shell.heading("No such page", ""), Drawing([], [notice])
     try:
         drawing = page.render(runs, address.parse(search), scheme_of(scheme))
+    except CommprofError as error:
+        drawing = Drawing([], [messages.unanswered_page(reason(error))])
     except Exception as error:  # a page must not take the others down, nor leave the old picture standing
         _LOG.exception("page %s with %s could not be drawn", page.path, search)
         drawing = Drawing([], [messages.broken_page(reason(error))])

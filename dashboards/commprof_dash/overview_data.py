@@ -29,8 +29,13 @@ def exposure(runs: Runs, name: str) -> pd.DataFrame:
 
 
 def lateness(runs: Runs, name: str, records: int) -> pd.DataFrame | None:
-    """One row per rank with the verdict on lateness; None for a large run without an index, and for one without records."""
-    if not records or (records > MOST_RECORDS and not api.has_index(path_of(runs, name))):
+    """One row per rank with the verdict on lateness; None without records here, and for a large run without an index."""
+    path = path_of(runs, name)
+    if (
+        not records
+        or api.records_place(path) is not None
+        or (records > MOST_RECORDS and not api.has_index(path))
+    ):
         return None
     found: api.Straggling = runs.of_run("straggling", name, api.straggling)
     return found.ranks

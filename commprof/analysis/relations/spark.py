@@ -27,7 +27,7 @@ from commprof.analysis.relations import graph
 from commprof.analysis.standstill import PROCESS, by_process
 from commprof.errors import MissingExtraError, TraceError, UsageError
 from commprof.schema import TABLES
-from commprof.trace.directory import COLLECTIVES_DIRECTORY
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, elsewhere
 from commprof.trace.reader import Run, Scan
 from commprof.trace.tables import arrow_schema, empty_table
 
@@ -132,7 +132,8 @@ class SparkRelations:
     Args:
         session: of :func:`start`. Views of several runs do not meet: each run has a session of its own beside it.
         tables: the tables, where they are in memory or in files of this machine; others are empty.
-        place: a directory that Spark reads (``s3a://...``), in the form of a run, in the place of ``tables``.
+        place: a directory that Spark reads (``s3a://...``), in the form of a run; tables that ``tables`` lacks are read
+            there.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class SparkRelations:
         Raises:
             TraceError: a table cannot be read, or holds numbers that cannot be summed.
         """
-        with _explained(name):
+        with explained(_relation(name)):
             for table in graph.tables_of(name):
                 self._add(table)
             for step, evaluated in (known or {}).items():
@@ -191,7 +192,7 @@ class SparkRelations:
         if name in graph.names():
             self.evaluate(name, by).createOrReplaceTempView(name)
         else:
-            with _explained(name):
+            with explained(_relation(name)):
                 self._add(name)
 
     def table(
@@ -203,7 +204,7 @@ class SparkRelations:
             TraceError: a table cannot be read, or holds numbers that cannot be summed.
         """
         rows = self.evaluate(name, by, known)
-        with _explained(name):
+        with explained(_relation(name)):
             return rows.toArrow().cast(schema_of(name, by))
 
     def of_processes(
@@ -225,7 +226,7 @@ class SparkRelations:
         from pyspark.sql.functions import col
 
         rows = [name for name in TABLES["collectives"].names if name in {*PROCESS, *columns}]
-        with _explained(function.__name__):
+        with explained(_relation(function.__name__)):
             self._add("collectives")
             records = self.session.table("collectives").select([col(name) for name in rows])
             others = self._frame(_by_process(beside))
@@ -247,7 +248,7 @@ class SparkRelations:
         if name in MADE:
             self._add("collectives")
             self.view(name, made_of(name, lambda question: self.session.sql(query_text(question)).toArrow()))
-        elif self._place is not None:
+        elif self._place is not None and name not in self._tables:
             self._read(name)
         else:
             self._register(name)
@@ -298,7 +299,11 @@ class SparkRelations:
 def relations_of(session: SparkSession, run: Run) -> SparkRelations:
     """The relations of an opened run: small tables come from memory, files of large ones are read by Spark."""
     names = {table for name in graph.names() for table in graph.tables_of(name)} - set(graph.MADE)
-    return SparkRelations(session, {name: run.scan(name) for name in sorted(names)})
+    there = elsewhere(run.path)
+    if there is not None:
+        names -= {"collectives"}
+    place = there.place if there is not None else None
+    return SparkRelations(session, {name: run.scan(name) for name in sorted(names)}, place)
 
 
 def _by_process(tables: Mapping[str, pa.Table]) -> pa.Table:
@@ -385,9 +390,13 @@ def _url(path: str) -> str:
     return "file://" + re.sub(r"([\[\]{}*?\\])", r"\\\1", path)
 
 
+def _relation(name: str) -> str:
+    return f"the relation {name!r} cannot be evaluated on Spark"
+
+
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Say what Spark could not do in one line."""
+def explained(failure: str) -> Iterator[None]:
+    """Say in one line what Spark could not do: ``failure``, why, and what the cause may be."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -395,8 +404,7 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (PySparkException, Py4JError) as error:
         raise TraceError(
-            f"the relation {name!r} cannot be evaluated on Spark: {first_line(error)}. Some file of the run is damaged, or "
-            "cannot be read where Spark runs"
+            f"{failure}: {first_line(error)}. Some file of the run is missing or damaged, or cannot be read where Spark runs"
         ) from None
 
 

@@ -68,6 +68,11 @@ def broken_run(name: str, reason: str) -> Component:
     return message(f"{name} cannot be read", reason, severity="error")
 
 
+def unanswered_page(reason: str) -> Component:
+    """The run does not have what the page shows."""
+    return message("This page could not be drawn", reason[:1].upper() + reason[1:1000], severity="error")
+
+
 def broken_page(reason: str) -> Component:
     """The page could not be drawn."""
     text = f"{reason[:1000]} The log of the server has the details."

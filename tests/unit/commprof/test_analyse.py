@@ -8,8 +8,12 @@ import pytest
 
 from commprof.analysis import analysed, api, summaries
 from commprof.analysis.fingerprint import fingerprint
+from commprof.analysis.sums import summary_tables
 from commprof.cli import execute
 from commprof.trace.reader import open_run
+from commprof_dash.app import draw_page
+from commprof_dash.data import Runs
+from commprof_dash.pages import PAGES
 from support import spark_session
 from support.detailed_runs import detailed_run
 
@@ -67,14 +71,93 @@ def test_a_master_needs_spark(run, tmp_path, capsys):
     assert "--engine spark" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("engine", ["duckdb", "spark"])
-def test_a_path_of_an_object_store_is_one_line(tmp_path, capsys, engine):
-    words = ["analyse", "s3a://bucket/run", "--engine", engine, "--out", str(tmp_path / "out")]
-    assert execute(words) == 2
+def test_a_url_needs_spark(tmp_path, capsys):
+    assert execute(["analyse", "s3a://bucket/run", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "s3a://bucket/run is not on this machine" in said
+    assert "--engine spark" in said
 
 
 def test_a_file_url_is_a_path(run, tmp_path):
     assert execute(["analyse", f"file://{run}", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "run.json").is_file()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """URL of tmp_path that Spark reads, and nothing else."""
+    session = spark_session.session()
+    name = "".join(filter(str.isalnum, str(tmp_path))).lower()  # Spark remembers what a name stands for
+    link = f"fs.viewfs.mounttable.{name}.link./bucket"
+    session.sparkContext._jsc.hadoopConfiguration().set(link, f"file://{tmp_path}")
+    return f"viewfs://{name}/bucket"
+
+
+@pytest.mark.timeout(900)
+def test_a_run_that_only_spark_reads(run, store, tmp_path, capsys):
+    plain = {name: QUESTIONS[name](run) for name in ("traffic", "steps", "exposure_per_step", "buckets")}
+    out, hidden = tmp_path / "out", tmp_path / "hidden"
+    assert execute(["analyse", f"{store}/run", "--engine", "spark", "--out", str(out)]) == 0
+    run.rename(hidden)
+    for name, rows in plain.items():
+        pd.testing.assert_frame_equal(QUESTIONS[name](out), rows, obj=name)
+    assert json.loads((out / analysed.PROVENANCE).read_text())["run"] == f"{store}/run"
+    capsys.readouterr()
+    assert execute(["report", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"not looked for, since the records lie at {store}/run" in said and "missing" not in said
+    assert execute(["verify", str(out)]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"Cannot tell: the records lie at {store}/run, and were not read." in said and "less than" not in said
+    )
+    assert execute(["export", str(out), "--out", str(tmp_path / "exported")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{store}/run/collectives" in said and f"{out}/collectives" in said
+    (out / "collectives").symlink_to(hidden / "collectives")  # mounted
+    pd.testing.assert_frame_equal(api.stragglers(out), api.stragglers(hidden))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_what_is_no_finalised_run_of_a_store_is_one_line(run, store, tmp_path, capsys):
+    def refused(name):
+        words = ["analyse", f"{store}/{name}", "--engine", "spark", "--out", str(tmp_path / "out")]
+        assert execute(words) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{store}/{name}" in said and not (tmp_path / "out").exists()
+        return said
+
+    assert "does not exist" in refused("none")
+    (run / "rank-00000-0-1.records").write_bytes(b"some")
+    assert "commprof finalise" in refused("run")
+    (run / "rank-00000-0-1.records").unlink()
+    (run / "run.json").unlink()
+    assert "has no run.json" in refused("run")
+
+
+def test_pages_of_a_run_whose_records_lie_elsewhere(run, tmp_path, caplog):
+    """Those that show sums do so; the others say where the records are, and nothing is logged as a fault."""
+    analysed.analyse(open_run(run), tmp_path / "runs" / "out")
+    out = tmp_path / "runs" / "out"
+    stems = sorted(file.stem for file in (run / "collectives").iterdir())
+    (out / "collectives").unlink()
+    (out / "elsewhere.json").write_text(json.dumps({"run": "s3a://bucket/run", "collectives": stems}))
+    summaries.keep(out, summary_tables(open_run(run)), fingerprint(out))
+    runs, shown = Runs(tmp_path / "runs"), {}
+    for page in PAGES:
+        _, drawing = draw_page(page, runs, page.path, "?run=out", "light")
+        shown[page.path] = str(drawing)
+    needing = {path for path, text in shown.items() if "s3a://bucket/run/collectives" in text}
+    assert needing == {"/timeline", "/stragglers", "/bandwidth", "/records"} and not caplog.records
+    assert "the records lie at s3a://bucket/run" in shown["/overview"]
+
+
+def test_a_damaged_place_of_the_records_is_one_line(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    analysed.analyse(open_run(run), out)
+    (out / "collectives").unlink()
+    (out / "elsewhere.json").write_text("[]")
+    assert execute(["report", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{out}/elsewhere.json does not say where the records lie" in said

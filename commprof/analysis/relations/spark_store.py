@@ -1,0 +1,61 @@
+"""A run that lies where only Spark reads: its small tables are fetched, and its records stay there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from commprof.analysis.relations.spark import explained
+from commprof.errors import TraceError
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, ELSEWHERE_NAME, MANIFEST_NAME
+from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_FETCHED = "*.{json,parquet}"  # the manifest, the configuration and the small tables
+
+
+def fetch(session: SparkSession, place: str, target: Path) -> None:
+    """Make directory ``target`` a run that has all of the run at ``place`` but its records, and says where these lie.
+
+    Args:
+        place: URL of the directory of a finalised run that Spark reads (``s3a://...``).
+
+    Raises:
+        TraceError: there is no run at ``place``, it was not finalised, or Spark cannot read it.
+        OSError: ``target`` cannot be written.
+    """
+    place = place.rstrip("/")
+    with explained(f"the run at {place} cannot be read by Spark"):
+        running = _names(_files(session, place, f"rank-*{{{RECORDS_SUFFIX},{EVENTS_SUFFIX}}}"))
+        if running:
+            raise TraceError(
+                f"{place} holds {len(running)} files of ranks that were not finalised ({min(running)}); run commprof "
+                "finalise where the run was recorded, and copy it again"
+            )
+        records = _names(_files(session, f"{place}/{COLLECTIVES_DIRECTORY}", "rank-*.parquet"))
+        target.mkdir()
+        for row in _files(session, place, _FETCHED).select("path", "content").toLocalIterator():
+            (target / _name(row.path)).write_bytes(bytes(row.content))
+    if not (target / MANIFEST_NAME).is_file():
+        raise TraceError(
+            f"{place} has no {MANIFEST_NAME}; give the directory of one run that commprof recorded"
+        )
+    content = {"run": place, "collectives": sorted(name.removesuffix(".parquet") for name in records)}
+    (target / ELSEWHERE_NAME).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _files(session: SparkSession, place: str, names: str) -> DataFrame:
+    """The files in directory ``place``, not below it, whose names match."""
+    return session.read.format("binaryFile").option("pathGlobFilter", names).load(place)
+
+
+def _names(files: DataFrame) -> list[str]:
+    return [_name(row.path) for row in files.select("path").toLocalIterator()]
+
+
+def _name(path: str) -> str:
+    return urlsplit(path).path.rpartition("/")[2] or path.rpartition("/")[2]
