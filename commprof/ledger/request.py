@@ -76,6 +76,7 @@ class RecordedRun(Protocol):
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Columns of a table of the schema, some rows at a time."""
 
+
 class WholeRun(RecordedRun, Protocol):
     """A run with all of its steps."""
 
