@@ -1,8 +1,9 @@
 """The report of a planted run of 1,250 hosts with 8 ranks each and 1,000 steps, from the files of its hosts.
 
 The ranks of one host are recorded by the generator of spark_scale.py. The other hosts get its sums, under the numbers of
-their ranks and with waits that are longer by the number of the host. All files of records are links to those of the first
-host, so they only have a size and a time; no answer here reads them. The exposed time and the bytes of a step are checked.
+their ranks and with waits that are longer by the number of the host. In the samples of arrivals one rank comes 20 ms after
+the others once in each step. All files of records are links to those of the first host, so they only have a size and a
+time; no answer here reads them. The exposed time, the bytes of a step and the rank that is named late are checked.
 Reading is `pyarrow.parquet.read_table` of each file, one after the other, in a process of its own.
 """
 
@@ -27,7 +28,7 @@ import pyarrow.parquet as pq
 from results import arguments, publish
 from spark_scale import of_rank
 
-from commprof.analysis import host_files
+from commprof.analysis import arrival_sample, host_files
 from commprof.schema import TABLES
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.manifest import COMPLETE, Manifest, write_manifest
@@ -36,6 +37,8 @@ from commprof.trace.tables import arrow_schema, empty_table, write_parquet, writ
 EACH: Final = 8  # ranks of a host
 PER_STEP: Final = 4  # collectives
 STEP_NS: Final = 120_000
+LATE_NS: Final = 20_000_000
+CALL_NS: Final = 2_000_000
 
 
 def steps_of(rank: int, count: int) -> pa.Table:
@@ -72,7 +75,15 @@ def plant(run: Path, hosts: int, steps: int) -> int:
         pa.concat_tables(records),
         pa.concat_tables([steps_of(rank, steps) for rank in range(EACH)]),
         empty_table("stalls"),
+        EACH,
+        world,
     )
+    samples = {
+        late: arrival_sample.of_host(
+            pa.concat_tables([timed(rows, rank, late) for rank, rows in enumerate(records)]), EACH, world
+        )
+        for late in (False, True)
+    }
     entries: list[dict[str, Any]] = []
     for rank in range(world):
         stem = f"rank-{rank:05}-0-{1000 + rank}"
@@ -87,6 +98,7 @@ def plant(run: Path, hosts: int, steps: int) -> int:
     for host in range(hosts):
         mine = entries[host * EACH : (host + 1) * EACH]
         stems = {entry["file"]: present[entry["file"]] for entry in mine}
+        tables[host_files.SAMPLE] = samples[host == hosts // 2]
         host_files.write(host_files.file_of(run, stems), mine[0]["host"], stems, _of_host(tables, host))
     first.unlink()
     group = {
@@ -105,6 +117,7 @@ def plant(run: Path, hosts: int, steps: int) -> int:
     ]
     filled = [{name: row.get(name) for name in names} for row in rows]
     write_table(run, "groups", pa.Table.from_pylist(filled, schema=arrow_schema("groups")))
+    _write_clocks(run, entries)
     manifest = Manifest(
         script="train.py", started_realtime_ns=1, ended_realtime_ns=1 + STEP_NS * steps, state=COMPLETE, exit_code=0,
         world_size=world, hosts=sorted({entry["host"] for entry in entries}), ranks=entries,
@@ -114,11 +127,36 @@ def plant(run: Path, hosts: int, steps: int) -> int:
     return len(waits) - waits.null_count
 
 
+def timed(records: pa.Table, rank: int, late: bool) -> pa.Table:
+    """``records`` of a rank with the times of a job whose ranks wait for each other; if ``late`` the third rank is late."""
+    number = np.arange(len(records))
+    step, place = number // PER_STEP, number % PER_STEP
+    done = step * (LATE_NS + (PER_STEP + 2) * CALL_NS) + LATE_NS + place * CALL_NS
+    issue = done - np.where(place == 0, LATE_NS, CALL_NS // 2) + (number * 7919 + rank * 104729) % 20_000
+    issue += np.where((place == 0) & late & (rank == 2), LATE_NS - CALL_NS, 0)
+    values = {"issue_ns": issue, "return_ns": done, "wait_end_ns": None, "exposed_ns": None}
+    for name, times in values.items():
+        column = pa.nulls(len(records), pa.int64()) if times is None else pa.array(times, pa.int64())
+        records = records.set_column(records.column_names.index(name), name, column)
+    return records
+
+
+def _write_clocks(run: Path, entries: list[dict[str, Any]]) -> None:
+    """Each host has a clock of its own, which was compared with that of the first at the beginning."""
+    known = {"monotonic_ns": 0, "realtime_ns": 0, "uncertainty_ns": 0, "reference_rank": 0, "time_ns": 0}
+    known |= {"offset_ns": 0, "error_ns": 1000, "exchanges": 30}
+    for table, every in (("clocks", 1), ("clock_offsets", EACH)):
+        schema = arrow_schema(table)
+        rows = [known | entry | {"clock": entry["host"]} for entry in entries[::every]]
+        filled = [{name: row.get(name) for name in schema.names} for row in rows]
+        write_table(run, table, pa.Table.from_pylist(filled, schema=schema))
+
+
 def _of_host(tables: dict[str, pa.Table], host: int) -> dict[str, pa.Table]:
     found = {}
     for name, rows in tables.items():
         for place, column in enumerate(rows.column_names):
-            added = {"rank": host * EACH, "blocked_ns": host * EACH}.get(column)
+            added = dict.fromkeys(("rank", "pid", "blocked_ns"), host * EACH).get(column)
             if added:
                 field = rows.schema.field(place)
                 rows = rows.set_column(place, field, pc.add(rows[column], added).cast(field.type))
@@ -178,6 +216,10 @@ def _check(found: dict[str, Any], hosts: int, steps: int, longer: int) -> None:
     """The planted numbers: collectives and bytes of each step, and waits that are longer by the number of the host."""
     assert len(found["steps"]) == steps and found["overview"]["ranks_recorded"] == hosts * EACH
     assert sum(row["collectives"] for row in found["traffic"]) == steps * PER_STEP
+    late = max(found["stragglers"], key=lambda row: row["others_waited_own_ns"] or 0)
+    sampled = found["stragglers_sample"]["steps"]
+    assert late["rank"] == hosts // 2 * EACH + 2 and late["stands_out"] and 3 <= sampled <= steps, late
+    assert abs(late["others_waited_own_ns"] / sampled - LATE_NS + CALL_NS) < 100_000, late
     world = hosts * EACH
     ranks = [of_rank(rank, world, steps * PER_STEP, PER_STEP) for rank in range(EACH)]
     sent = pc.sum(ranks[0]["payload_bytes"]).as_py()

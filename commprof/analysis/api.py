@@ -118,6 +118,7 @@ __all__ = [
     "resource_use",
     "resources",
     "run_names",
+    "sampled_stragglers",
     "settings",
     "stamp",
     "step_times",
@@ -395,6 +396,23 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
     """
     return straggling(run).ranks
+
+
+def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
+    """:func:`stragglers` of some training steps of a run of several hosts, from the files of its hosts; None without these.
+
+    ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``).
+    """
+    from commprof.analysis import lateness_sums, sums
+    from commprof.analysis.arrival_sample import steps_in
+
+    run = _opened(run)
+    sample = sums.sample_of_arrivals(run)
+    if sample is None:
+        return None
+    ranks = lateness_sums.sampled_straggling(run, sample).ranks
+    ranks.attrs.update(steps=steps_in(sample), of_steps=sample.steps)
+    return ranks
 
 
 def alignment(run: AnyRun) -> Alignment:

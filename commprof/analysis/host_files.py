@@ -6,8 +6,8 @@ deleted. A file counts while the files of records that it was made from are what
 evaluated from the records.
 
 A file has a row for each row of several tables, told apart by the column ``part``, in one row group for each kind of them:
-the relations host_operations and step_sums, and for each of :data:`EXPOSURES` sums of the exposed time and the number of
-ranks that have part in it.
+the relations host_operations and step_sums, for each of :data:`EXPOSURES` sums of the exposed time and the number of
+ranks that have part in it, and the arrivals of some steps (:mod:`commprof.analysis.arrival_sample`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from commprof.analysis import exposure, steps, summaries
+from commprof.analysis import arrival_sample, exposure, steps, summaries
 from commprof.analysis.engine import connect, evaluate, register
 from commprof.analysis.fingerprint import VERSION
 from commprof.analysis.index_sums import EXPOSURES, process_times
@@ -45,6 +46,7 @@ _KEY: Final = b"commprof.host"
 _PART: Final = "part"
 _ISSUED: Final = "host_operations"
 _STEPS: Final = "step_sums"
+SAMPLE: Final = "arrival_sample"
 _RANKS: Final = "ranks_of_"  # and the name of an exposure
 _STOOD: Final = {  # columns of standstill, which have other meanings in other parts
     "exposed_ns": "blocked_ns",
@@ -54,20 +56,34 @@ _STOOD: Final = {  # columns of standstill, which have other meanings in other p
 }
 _COUNTS: Final = ("records", "timed", "sampled", "unwaited", "bounded", "ended", "unsampled", "summed_ns")
 
+_OTHERS: Final = ("steps", "stalls")
+
 Tables = Mapping[str, pa.Table]
+T = TypeVar("T")
 
 
 class HostFile(NamedTuple):
-    """A file of a host: the host, size and time of each file of records behind it, and its messages (sends and recvs)."""
+    """A file of a host.
+
+    Attributes:
+        stems: size and time of each file of records behind it. ``messages``: sends and recvs.
+        sample: what is known of its sample of arrivals beside the rows.
+    """
 
     path: Path
     host: str
     stems: Mapping[str, Sequence[int]]
     messages: int
+    sample: Mapping[str, Any]
 
 
-def tables_of(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
+def tables_of(
+    collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table, ranks: int, world: int
+) -> dict[str, pa.Table]:
     """The tables of a host, from the records, steps and stalls of its ranks.
+
+    Args:
+        ranks: how many these are, of ``world`` in the run.
 
     Raises:
         TraceError: a file is damaged.
@@ -76,14 +92,15 @@ def tables_of(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table
     tables = {
         _ISSUED: evaluate(_ISSUED, {"collectives": collectives}, COLUMNS),
         _STEPS: evaluate(_STEPS, {"steps": of_steps}),
+        SAMPLE: arrival_sample.of_host(collectives, ranks, world),
     }
     for (by, name), rows in zip(EXPOSURES.items(), stood, strict=True):
         times = _summed(rows, by, tuple(_STOOD)).rename_columns([*by, *_STOOD.values()])
         numbers = _summed(counted, by, _COUNTS)
         tables[name] = pa.concat_tables([numbers, times], promote_options="default")
         partition = [column for column in by if column != "step"]
-        ranks = counted.group_by(partition).aggregate([("member", "count_distinct")])
-        tables[_RANKS + name] = ranks.rename_columns([*partition, "ranks"])
+        members = counted.group_by(partition).aggregate([("member", "count_distinct")])
+        tables[_RANKS + name] = members.rename_columns([*partition, "ranks"])
     return tables
 
 
@@ -106,13 +123,15 @@ def write(path: Path, host: str, stems: Mapping[str, Sequence[int]], tables: Tab
     messages = records - (pc.sum(pc.multiply(issued["ranks"], issued["calls"])).as_py() or 0)
     schema = pa.unify_schemas([table.schema for table in tables.values()], promote_options="permissive")
     facts = {"version": VERSION, "host": host, "files": dict(stems), "messages": messages}
+    facts["sample"] = arrival_sample.facts_of(tables[SAMPLE])
     schema = schema.insert(0, pa.field(_PART, pa.string())).with_metadata({_KEY: json.dumps(facts).encode()})
-    small = [name for name in tables if name not in (_ISSUED, _STEPS)]
+    large = (_ISSUED, _STEPS, SAMPLE)
+    small = [name for name in tables if name not in large]
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for names in ([_ISSUED], [_STEPS], small):
+            for names in (*([name] for name in large), small):
                 rows = pa.concat_tables([_as_part(name, tables[name], schema) for name in names])
                 if len(rows):
                     writer.write_table(rows, row_group_size=len(rows))
@@ -178,8 +197,9 @@ def keep_host(path: Path, host: str) -> None:
             return
         stems = {trace.identity.stem for trace in traces}
         present = record_files(path)
-        others = [pa.concat_tables([trace.tables[name] for trace in traces]) for name in ("steps", "stalls")]
-        tables = tables_of(_scan(path, stems), *others)
+        of_steps, stalls = (pa.concat_tables([trace.tables[name] for trace in traces]) for name in _OTHERS)
+        world = max(trace.entry.get("world_size") or 0 for trace in traces)
+        tables = tables_of(_scan(path, stems), of_steps, stalls, len(traces), world)
         write(file_of(path, stems), host, {stem: present[stem] for stem in stems}, tables)
     elif not rank_files(path):  # who speaks for the job was quicker
         run = open_run(path)
@@ -217,9 +237,10 @@ def file_of(run: Path, stems: Iterable[str]) -> Path:
 
 def _of_ranks(run: Run, stems: Iterable[str], ranks: Iterable[int]) -> dict[str, pa.Table]:
     mine = pa.array(sorted(ranks), pa.int32())
-    others = [run.table(name) for name in ("steps", "stalls")]
-    others = [rows.filter(pc.is_in(rows["rank"], mine)) for rows in others]
-    return tables_of(_scan(run.path, stems), *others)
+    others = (run.table(name) for name in _OTHERS)
+    of_steps, stalls = (rows.filter(pc.is_in(rows["rank"], mine)) for rows in others)
+    world = len({entry["rank"] for entry in run.manifest.ranks})
+    return tables_of(_scan(run.path, stems), of_steps, stalls, len(mine), world)
 
 
 def _scan(run: Path, stems: Iterable[str]) -> pa.Table | Scan:
@@ -251,7 +272,7 @@ def _read(file: Path, present: Mapping[str, tuple[int, int]]) -> HostFile | None
     """What ``file`` says of itself; None where it does not count, beside the files of records ``present``."""
     try:
         facts = json.loads((pq.read_schema(file).metadata or {})[_KEY])
-        this = HostFile(file, facts["host"], facts["files"], facts["messages"])
+        this = HostFile(file, facts["host"], facts["files"], facts["messages"], facts["sample"])
         is_current = facts["version"] == VERSION and all(
             present.get(stem) == tuple(status) for stem, status in this.stems.items()
         )
@@ -269,14 +290,32 @@ def answers(run: Run) -> dict[tuple[str, ...], pa.Table]:
     Raises:
         TraceError: the records of a host without a file cannot be read.
     """
+    return _of_files(run, partial(_merged, run)) or {}
+
+
+def sample(run: Run) -> pa.Table | None:
+    """The arrivals of the steps that all hosts of ``run`` have (:func:`arrival_sample.as_table`); None without files.
+
+    Raises:
+        TraceError: the records of a host without a file cannot be read.
+    """
+    return _of_files(run, _sample)
+
+
+def _of_files(run: Run, ask: Callable[[duckdb.DuckDBPyConnection, Sequence[HostFile]], T]) -> T | None:
+    """What ``ask`` gives of an engine with the rows of all hosts (host_rows), and their files; None without files."""
     files = held(run.path)
     if not files or run.pending:
-        return {}
+        return None
     with tempfile.TemporaryDirectory(prefix="commprof-hosts-") as folder, closing(connect()) as engine:
         files += _missing(run, {stem for file in files for stem in file.stems}, Path(folder))
+        paths = ", ".join("'" + str(file.path).replace("'", "''") + "'" for file in files)
         try:
             engine.execute("set preserve_insertion_order = false")
-            return _merged(run, engine, files)
+            engine.execute(
+                f"create temp view host_rows as select * from read_parquet([{paths}], hive_partitioning = false)"
+            )
+            return ask(engine, files)
         except duckdb.Error as error:
             first = str(error).strip().partition("\n")[0]
             raise TraceError(
@@ -310,21 +349,18 @@ def _missing(run: Run, present: set[str], folder: Path) -> Iterator[HostFile]:
                 f"host {host or 'unknown'} is missing (ranks {ranks}): it has no file in {HOSTS_DIRECTORY}/, and its "
                 f"records cannot be read: {error}"
             ) from None
-        yield HostFile(path, host, stems, facts["messages"])
+        yield HostFile(path, host, stems, facts["messages"], facts["sample"])
 
 
 def _merged(
     run: Run, engine: duckdb.DuckDBPyConnection, files: Sequence[HostFile]
 ) -> dict[tuple[str, ...], pa.Table]:
-    paths = ", ".join("'" + str(file.path).replace("'", "''") + "'" for file in files)
-    engine.execute(
-        f"create temp view host_rows as select * from read_parquet([{paths}], hive_partitioning = false)"
-    )
     found: dict[tuple[str, ...], pa.Table] = {}
     of_steps = _ask(engine, _STEPS, f"select {_listed(_columns(_STEPS))} from {{part}}")
     lengths = _lengths(of_steps)
     for by, name in EXPOSURES.items():
         found[name,] = _exposure(engine, by, name, lengths)
+    found[SAMPLE,] = _sample(engine, files)
     operations = None if any(file.messages for file in files) else _operations(run, engine)
     if operations is not None:
         found[OPERATIONS, *COLUMNS] = operations
@@ -332,6 +368,12 @@ def _merged(
             of_steps, found[EXPOSURES["attempt", "step"],], operations
         )
     return found
+
+
+def _sample(engine: duckdb.DuckDBPyConnection, files: Sequence[HostFile]) -> pa.Table:
+    question = f"select {_listed(arrival_sample.schema().names)} from {{part}}"
+    rows = _ask(engine, SAMPLE, question)
+    return arrival_sample.as_table(arrival_sample.joined(rows, [file.sample for file in files]))
 
 
 def _columns(relation: str) -> list[str]:

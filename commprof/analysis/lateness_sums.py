@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.arrivals import NEEDED
+from commprof.analysis import arrival_sample, transfers
 from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import straggling as straggling_module
-from commprof.analysis import transfers
 from commprof.analysis.answers import ARRIVALS, STRAGGLERS
+from commprof.analysis.arrival_sample import Sample
 from commprof.analysis.defaults import MOST_LATE
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
 from commprof.analysis.engine import connect
@@ -118,6 +119,13 @@ def straggling(run: Run, limit: int) -> Straggling:
         parts = of_scan(run.scan("collectives"), NEEDED, engine)
         align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
         return straggling_module.straggling(parts, align, limit, hosts)
+
+
+def sampled_straggling(run: Run, sample: Sample) -> Straggling:
+    """Who comes late in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
+    align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
+    span_ns = round(sample.span_ns * arrival_sample.steps_in(sample) / sample.steps)
+    return straggling_module.straggling(arrival_sample.parts_of(sample), align, MOST_LATE, hosts, span_ns)
 
 
 def _from_index(index: Index, limit: int) -> Straggling:

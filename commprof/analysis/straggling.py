@@ -69,11 +69,16 @@ class Collector:
         self._rooted.add(arrived)
         self._paths.add(arrived)
 
-    def answer(self) -> Straggling:
-        """What follows from all that was taken."""
+    def answer(self, span_ns: int | None = None) -> Straggling:
+        """What follows from all that was taken.
+
+        Args:
+            span_ns: how long that was; default: from the first arrival to the last.
+        """
         if self._late is None:
             raise ValueError("no part was taken")
         span = 0 if self._first is None or self._last is None else int(self._last - self._first)
+        span = span if span_ns is None else span_ns
         ranks = self._ranks.stragglers()
         found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)
         steps = self._last_ranks.steps
@@ -98,17 +103,19 @@ def straggling(
     align: Callable[[pa.Table], pa.Table],
     limit: int,
     hosts: Mapping[int, str] | None = None,
+    span_ns: int | None = None,
 ) -> Straggling:
     """The answer over ``parts`` of the records of a run, each of whole collectives.
 
     Args:
         align: from records to arrivals.
         hosts: of each rank.
+        span_ns: how long that was; default: from the first arrival to the last.
     """
     with closing(Collector(limit, hosts)) as taken:
         for number, arrived in enumerate(map(align, parts)):
             taken.add(apart(arrived, number))
-        return taken.answer()
+        return taken.answer(span_ns)
 
 
 def apart(arrived: pa.Table, part: int) -> pa.Table:

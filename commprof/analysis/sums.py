@@ -14,9 +14,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.analysis import arrival_sample, host_files, steps, summaries, traffic
 from commprof.analysis import buckets as buckets_module
 from commprof.analysis import exposure as exposure_module
-from commprof.analysis import host_files, steps, summaries, traffic
+from commprof.analysis.arrival_sample import Sample
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.detailed_answers import BUCKET_STEPS
@@ -44,6 +45,7 @@ __all__ = [
     "exposure_per_step",
     "operations",
     "reducing",
+    "sample_of_arrivals",
     "step_times",
 ]
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
@@ -185,6 +187,13 @@ def exposure_rows(run: Run, by: tuple[str, ...]) -> pa.Table:
                 run.scan("collectives"), run.table("steps"), by, run.table("stalls")
             )
     return kept[key]
+
+
+def sample_of_arrivals(run: Run) -> Sample | None:
+    """The arrivals of some steps that the files of the hosts of ``run`` have; None without any."""
+    key, kept = (host_files.SAMPLE,), _kept(run, None)
+    rows = kept[key] if key in kept else host_files.sample(run)
+    return arrival_sample.of_table(rows) if rows is not None and len(rows) else None
 
 
 def exposure_per_step(run: Run) -> pd.DataFrame:

@@ -16,6 +16,8 @@ from commprof.cli.runs import RunArgument, remembered
 from commprof.cli.untagged import untagged_parts
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from commprof.trace.reader import Run
 
 BY: Final = (
@@ -95,12 +97,17 @@ def _answers(run: Run) -> dict[str, Any]:
     """What a report says of ``run``: the answers of its JSON, and who comes late, in a sentence."""
     with needed("analysis", "to analyse a run"):
         from commprof.analysis import api
+        from commprof.analysis.index import index_if_there
         from commprof.trace.directory import elsewhere
 
         facts = api.overview(run)
         there = elsewhere(run.path)
-        has_records = there is None and facts["records"] <= _MOST_COMPARED
-        stragglers = api.stragglers(run) if has_records else None
+        if there is not None:
+            stragglers = None
+        elif facts["records"] <= _MOST_COMPARED or index_if_there(run.path) is not None:
+            stragglers = api.stragglers(run)
+        else:
+            stragglers = api.sampled_stragglers(run)
         answers = {
             "overview": facts,
             "traffic": api.traffic(run, by=BY),
@@ -114,14 +121,30 @@ def _answers(run: Run) -> dict[str, Any]:
             "untagged": api.untagged(run),
             "algorithms": api.algorithms(run),
             "stragglers": stragglers,
+            "stragglers_sample": _sampled(stragglers),
         }
-    if there is not None:
-        late = f"not looked for, since the records lie at {there.place}"
-    elif stragglers is None:
-        late = f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
-    else:
-        late = stragglers.attrs["statement"]
+    late = _late(stragglers) if there is None else f"not looked for, since the records lie at {there.place}"
     return {"answers": answers, "late": late}
+
+
+def _late(stragglers: pd.DataFrame | None) -> str | None:
+    """Who comes late, in sentences, and of what that is told; None where all was looked at and nobody does."""
+    if stragglers is None:
+        return f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
+    said: str | None = stragglers.attrs["statement"]
+    sampled = _sampled(stragglers)
+    if sampled is None:
+        return said
+    steps, of_steps = sampled["steps"], sampled["of_steps"]
+    basis = f"{steps:,} of {of_steps:,} steps" if steps < of_steps else f"all {steps:,} steps"
+    return f"{said or 'None stands out.'} Looked at: the collectives of {basis}, no messages."
+
+
+def _sampled(stragglers: pd.DataFrame | None) -> dict[str, int] | None:
+    """Of how many steps of how many the ``stragglers`` are; None of those of a whole run."""
+    if stragglers is None or "of_steps" not in stragglers.attrs:
+        return None
+    return {name: stragglers.attrs[name] for name in ("steps", "of_steps")}
 
 
 def title(facts: Mapping[str, Any]) -> str:

@@ -1,0 +1,187 @@
+"""The arrivals of some steps, the same steps on every host: who comes late, where nobody can read all records of a run.
+
+Steps are chosen by a hash of their number. Each host keeps the records of the steps with the lowest hashes, as many as its
+part of :data:`MOST_ROWS` allows, and says below which hash it has them all. So the steps below the lowest bound of any host
+are there with the records of all ranks, and are compared as the records of a whole run are. Messages, and what lies
+outside of steps, are not in the sample. What a rank did between two collectives (its own time) is worked out from all
+of its records before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.arrivals import NEEDED
+from commprof.align.collectives import matchable
+from commprof.align.own_times import OWN_COLUMNS, with_own_times
+from commprof.trace.reader import Scan
+from commprof.trace.tables import arrow_schema, read_columns
+
+Hashes = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+
+MOST_ROWS: Final = 400_000  # of all hosts: comparing them takes 3 s
+_MOST_OF_HOST: Final = 20_000
+_MOST_OF_PART: Final = 100_000  # that is compared at once, unless one step has more
+_ALL: Final = 1 << 64  # above any hash
+_KEY: Final = b"commprof.sample"
+_CONSTANT: Final = ("is_p2p", "captured")  # false in every row of a sample
+_COUNTED: Final = ("attempt", "step", "issue_ns", "group_size", "pg_seq", "op", "peer", *_CONSTANT)
+
+
+class Sample(NamedTuple):
+    """What a host, or all of them, have of the arrivals.
+
+    Attributes:
+        rows: records of collectives, with OWN_COLUMNS.
+        below: all steps with a lower hash are in it.
+        steps: of how many training steps.
+        span_ns: from the first collective to the last.
+    """
+
+    rows: pa.Table
+    below: int
+    steps: int
+    span_ns: int
+
+
+def schema() -> pa.Schema:
+    """The columns of the rows of a sample."""
+    of_records = arrow_schema("collectives")
+    fields = [
+        pa.field(name, pa.int64()) if name in OWN_COLUMNS else of_records.field(name)
+        for name in NEEDED
+        if name not in _CONSTANT
+    ]
+    return pa.schema([field.remove_metadata().with_nullable(True) for field in fields])
+
+
+def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
+    """The sample of the ``ranks`` ranks of a host of ``world`` in all, with what else is known of it in its schema.
+
+    Raises:
+        TraceError: a file cannot be read.
+    """
+    most = min(_MOST_OF_HOST, MOST_ROWS * ranks // max(world, ranks, 1))
+    codes, first, last = [np.zeros(0, np.int64)], [], []
+    for rows in _processes(collectives, _COUNTED):
+        ends = pc.min_max(rows["issue_ns"]).as_py()
+        if ends["min"] is not None:
+            first.append(ends["min"])
+            last.append(ends["max"])
+        codes.append(_codes(_compared(rows)))
+    steps, counts = np.unique(np.concatenate(codes), return_counts=True)
+    below = _bound(steps, counts, most)
+    needed = tuple(name for name in NEEDED if name not in OWN_COLUMNS)
+    parts = []
+    for rows in _processes(collectives, needed) if below else ():
+        found = _compared(with_own_times(rows))
+        parts.append(found.filter(pa.array(_is_below(_codes(found), below))).select(schema().names))
+    rows = pa.concat_tables([schema().empty_table(), *(part.cast(schema()) for part in parts)])
+    return as_table(Sample(rows, below, len(steps), max(last) - min(first) if first else 0))
+
+
+def as_table(sample: Sample) -> pa.Table:
+    """The rows of ``sample``, with what else is known of it in their schema."""
+    facts = {name: value for name, value in sample._asdict().items() if name != "rows"}
+    return sample.rows.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
+
+
+def of_table(table: pa.Table) -> Sample:
+    """The sample that :func:`as_table` made ``table`` of."""
+    return Sample(table, **facts_of(table))
+
+
+def facts_of(sample: pa.Table) -> dict[str, Any]:
+    """What the schema of a sample says beside its rows: what :func:`joined` needs of each host."""
+    facts: dict[str, Any] = json.loads(sample.schema.metadata[_KEY])
+    return facts
+
+
+def joined(rows: pa.Table, facts: Sequence[Mapping[str, Any]]) -> Sample:
+    """The sample of a run, of the ``rows`` of all its hosts: the steps that all of these have.
+
+    Args:
+        facts: of each host.
+    """
+    steps, counts = np.unique(_codes(rows), return_counts=True)
+    below = min([_bound(steps, counts, MOST_ROWS), *(of["below"] for of in facts)])
+    chosen = rows.filter(pa.array(_is_below(_codes(rows), below))).cast(schema())
+    return Sample(chosen, below, max(of["steps"] for of in facts), max(of["span_ns"] for of in facts))
+
+
+def parts_of(sample: Sample) -> Iterator[pa.Table]:
+    """The rows of ``sample`` in parts of whole steps, as the records that they are of."""
+    rows = sample.rows.combine_chunks()
+    for name in _CONSTANT:
+        rows = rows.append_column(name, pa.repeat(pa.scalar(False), len(rows)))
+    codes = _codes(rows)
+    order = np.argsort(codes, kind="stable")
+    steps, counts = np.unique(codes, return_counts=True)
+    begin = end = 0
+    for count in counts.tolist():
+        if end > begin and end + count - begin > _MOST_OF_PART:
+            yield rows.take(pa.array(order[begin:end]))
+            begin = end
+        end += count
+    if len(steps):
+        yield rows.take(pa.array(order[begin:end]))
+
+
+def steps_in(sample: Sample) -> int:
+    """How many steps are in ``sample``."""
+    return len(np.unique(_codes(sample.rows)))
+
+
+def _processes(collectives: pa.Table | Scan, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """The records in parts; all those of a process are in one."""
+    if not isinstance(collectives, Scan):
+        yield collectives.select(columns)
+        return
+    for file in collectives.files:
+        yield read_columns(file, columns)
+    if len(collectives.rest):
+        yield collectives.rest.select(columns)
+
+
+def _compared(rows: pa.Table) -> pa.Table:
+    """The collectives of several ranks within steps."""
+    found = matchable(rows)
+    within = pc.and_(pc.greater_equal(found["step"], 0), pc.greater(found["group_size"], 1))
+    return found.filter(pc.and_(within, pc.invert(found["is_p2p"])))
+
+
+def _codes(rows: pa.Table) -> Numbers:
+    """A number for the step of each row."""
+    attempt, step = (rows[name].to_numpy().astype(np.int64) for name in ("attempt", "step"))
+    codes: Numbers = (attempt << 32) + step
+    return codes
+
+
+def _hashes(steps: Numbers) -> Hashes:
+    """The hash of each step (splitmix64): as good as drawn by lot, and the same everywhere."""
+    mixed = steps.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _bound(steps: Numbers, counts: Numbers, most: int) -> int:
+    """The hash below which ``steps``, with ``counts`` rows each, have at most so many rows."""
+    hashes = _hashes(steps)
+    order = np.argsort(hashes)
+    beyond = np.flatnonzero(np.cumsum(counts[order]) > most)
+    return int(hashes[order[beyond[0]]]) if len(beyond) else _ALL
+
+
+def _is_below(steps: Numbers, bound: int) -> npt.NDArray[np.bool_]:
+    if bound >= _ALL:
+        return np.ones(len(steps), bool)
+    return _hashes(steps) < np.uint64(bound)

@@ -1,0 +1,195 @@
+"""Who comes late, told from the files of hosts: jobs with a planted late rank, beside what their records say."""
+
+import json
+import os
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from commprof.align.own_times import with_own_times
+from commprof.analysis import api, arrival_sample, host_files
+from commprof.analysis.arrivals import aligned, hosts_of
+from commprof.analysis.straggling import straggling
+from commprof.cli import execute, report
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
+from commprof.trace.reader import open_run
+from support.simulated_jobs import MS, Call, Compute, Job, Step
+
+HOSTS = [f"h{rank // 2}" for rank in range(6)]
+SHIFTS = {"h1": 10**12, "h2": -(10**9)}  # of their clocks
+PAIRS = [(0, 1), (2, 3), (4, 5)]  # of one host each
+STEPS = 24
+LATE = 3
+
+
+def job_of(groups, late=LATE, steps=STEPS, delay=20 * MS):
+    """Steps with a call of the ranks of each host, of all ranks, or both; ``late`` works longer before one of them."""
+    job = Job(len(HOSTS), hosts=HOSTS, shifts=SHIFTS)
+    for step in range(steps):
+        for rank in range(job.world):
+            work = 5 * MS + 10_000 * ((7 * rank + 3 * step) % 6)
+            job.do(rank, Step(step), Compute(work + (delay if rank == late else 0)))
+            if "host" in groups:
+                job.do(rank, Call("all_reduce", 4096, PAIRS[rank // 2], "host"))
+            if "all" in groups:
+                job.do(rank, Compute(MS), Call("all_reduce", 4096), Compute(2 * MS), Call("all_gather", 64))
+    return job
+
+
+def written(path, job, are_compared=True):
+    run = job.run()
+    run.hosts = dict(enumerate(job.hosts))
+    if not are_compared:
+        run.rows["clock_offsets"] = []
+    return run.write(path)
+
+
+@pytest.fixture
+def only_files():
+    """Keeps the files of the hosts of a run, and makes its records unreadable for all that follows."""
+
+    def prepare(path):
+        assert host_files.keep_missing(path) == len(set(HOSTS))
+        spoil(path)
+        return path
+
+    return prepare
+
+
+def spoil(path, but=()):
+    """Make files of records of ranks but ``but`` unreadable; they keep size and time."""
+    for file in (path / COLLECTIVES_DIRECTORY).iterdir():
+        if int(file.name.split("-")[1]) not in but:
+            status = file.stat()
+            file.write_bytes(b"x" * status.st_size)
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("groups", [("all",), ("host",), ("host", "all")])
+def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, groups):
+    path = written(tmp_path / "run", job_of(groups))
+    expected = api.stragglers(path)
+    assert expected.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
+    found = api.sampled_stragglers(only_files(path))
+    assert found.attrs.pop("steps") == found.attrs.pop("of_steps") == STEPS
+    assert found.attrs == expected.attrs
+    pd.testing.assert_frame_equal(found, expected)
+
+
+@pytest.mark.parametrize("groups", [("all",), ("host",), ("host", "all")])
+def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch, groups):
+    path = written(tmp_path / "run", job_of(groups))
+    whole = api.stragglers(path).attrs["statement"]
+    records = open_run(path).table("collectives")
+    monkeypatch.setattr(arrival_sample, "MOST_ROWS", len(records) // 3)
+    found = api.sampled_stragglers(only_files(path))
+    run = open_run(path)
+    sample = arrival_sample.of_table(host_files.sample(run))
+    steps = sample.rows["step"].unique()
+    assert 4 <= len(steps) == found.attrs["steps"] <= STEPS / 3
+    # The same evaluation of the records of these steps, with own times from all records.
+    some = with_own_times(records).filter(pc.is_in(records["step"], steps))
+    expected = straggling([some], aligned(run), 1, hosts_of(run), sample.span_ns * len(steps) // STEPS).ranks
+    assert found.attrs["statement"] == expected.attrs["statement"]
+    pd.testing.assert_frame_equal(found, expected)
+    assert found.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
+    # The cost of a step is that of the whole run to within 2 %.
+    costs = [
+        float(text.split("the others waited ")[1].split(" ms")[0])
+        for text in (whole, found.attrs["statement"])
+    ]
+    assert costs[0] == pytest.approx(costs[1], rel=0.02)
+
+
+def test_clocks_that_were_not_compared_name_no_rank_across_hosts(tmp_path, only_files):
+    path = only_files(written(tmp_path / "run", job_of(("all",)), are_compared=False))
+    said = api.sampled_stragglers(path).attrs["statement"]
+    assert (
+        said.startswith(f"In {2 * STEPS} collectives it cannot be told who was last") and "Rank" not in said
+    )
+
+
+def test_clocks_that_were_not_compared_still_name_a_rank_within_its_host(tmp_path, only_files):
+    path = only_files(written(tmp_path / "run", job_of(("host", "all")), are_compared=False))
+    said = api.sampled_stragglers(path).attrs["statement"]
+    assert said.startswith(f"Rank {LATE} is late by itself")
+    assert f"In {2 * STEPS} collectives it cannot be told who was last" in said
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "older"])
+def test_a_host_without_a_file_is_sampled_from_its_records(tmp_path, damage):
+    path = written(tmp_path / "run", job_of(("all",)))
+    expected = api.stragglers(path)
+    host_files.keep_missing(path)
+    file = path / HOSTS_DIRECTORY / "rank-00002-0-1002.parquet"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "damaged":
+        file.write_bytes(file.read_bytes()[:-9])
+    else:
+        file.write_bytes((path / HOSTS_DIRECTORY / "rank-00000-0-1000.parquet").read_bytes())
+    spoil(path, but=(2, 3))
+    pd.testing.assert_frame_equal(api.sampled_stragglers(path), expected)
+
+
+def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only_files, monkeypatch, capsys):
+    path = written(tmp_path / "run", job_of(("host", "all")))
+    monkeypatch.setattr(report, "_MOST_COMPARED", 5)
+    assert execute(["report", str(path)]) == 0
+    assert "Late ranks: not looked for among more than 5 records" in capsys.readouterr().out
+    monkeypatch.setattr(arrival_sample, "MOST_ROWS", 200)
+    only_files(path)
+    assert execute(["report", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Late ranks: Rank {LATE} is late by itself" in said
+    assert "Looked at: the collectives of 11 of 24 steps, no messages." in said
+    assert execute(["report", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stragglers_sample"] == {"steps": 11, "of_steps": 24} and len(found["stragglers"]) == 6
+
+
+def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_files, monkeypatch, capsys):
+    path = only_files(written(tmp_path / "run", job_of(("all",), delay=0)))
+    monkeypatch.setattr(report, "_MOST_COMPARED", 5)
+    assert execute(["report", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Late ranks: None stands out. Looked at: the collectives of all 24 steps, no messages." in said
+
+
+def rows_of(rank, counts):
+    """Records of ``counts`` collectives in the steps from 0 on, as a table of the sample has them."""
+    steps = np.repeat(np.arange(len(counts)), counts)
+    columns = {"attempt": np.zeros_like(steps), "step": steps, "rank": np.full_like(steps, rank)}
+    schema = arrival_sample.schema()
+    arrays = [
+        pa.array(columns[field.name]).cast(field.type)
+        if field.name in columns
+        else pa.nulls(len(steps), field.type)
+        for field in schema
+    ]
+    return pa.table(arrays, schema=schema)
+
+
+def test_hosts_with_different_room_have_steps_in_common(monkeypatch):
+    """By plain sets: what is joined are the steps that every host has."""
+    draw = np.random.default_rng(3)
+    samples = []
+    for host in range(4):
+        counts = draw.integers(1, 9, 200)
+        rows = rows_of(host, counts)
+        codes = np.arange(200)
+        below = arrival_sample._bound(codes, counts, int(draw.integers(100, 500)))
+        kept = rows.filter(
+            pa.array(arrival_sample._is_below(rows["step"].to_numpy().astype(np.int64), below))
+        )
+        samples.append((kept, {"below": below, "steps": 200, "span_ns": 10 * host}))
+    found = arrival_sample.joined(
+        pa.concat_tables([rows for rows, _ in samples]), [facts for _, facts in samples]
+    )
+    of_hosts = [set(rows["step"].to_pylist()) for rows, _ in samples]
+    assert set(found.rows["step"].to_pylist()) == set.intersection(*of_hosts)
+    assert 5 < len(set.intersection(*of_hosts)) < min(map(len, of_hosts[1:] + of_hosts[:1])) + 1
+    assert (found.steps, found.span_ns) == (200, 30)
