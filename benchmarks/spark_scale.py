@@ -74,10 +74,12 @@ def of_rank(rank: int, world: int, count: int, per_step: int = PER_STEP) -> pa.T
 
 
 def write(folder: Path, ranks: int, count: int) -> Scan:
-    """A file for each rank."""
-    folder.mkdir()
+    """A file for each rank, where it is not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
-        write_parquet(folder / f"rank-{rank:05}-0-{1000 + rank}.parquet", of_rank(rank, ranks, count))
+        file = folder / f"rank-{rank:05}-0-{1000 + rank}.parquet"
+        if not file.exists():
+            write_parquet(file, of_rank(rank, ranks, count))
     return scan_of(folder)
 
 
@@ -107,7 +109,16 @@ def measure(engine: str, folders: list[str], memory: str) -> dict[str, Any]:
         times.append(time.perf_counter() - begin)
         exact = found.drop_columns(["host_ns", "exposed_ns"]).sort_by([(name, "ascending") for name in BY])
         rows.append(exact.to_pandas().astype(str).to_csv(index=False))
-    return {"start": started, "seconds": times, "rows": rows}
+    processes = [os.getpid()]
+    if session is not None:
+        processes.append(session.sparkContext._gateway.proc.pid)
+    return {"start": started, "seconds": times, "rows": rows, "peak": sum(map(peak_bytes, processes))}
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process of this machine has had resident."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 
 
 def main() -> None:
@@ -121,21 +132,25 @@ def main() -> None:
         "--sizes", type=int, default=2, help="runs, each of four times the records of the one before"
     )
     parser.add_argument("--memory", default="12GiB")
+    parser.add_argument("--runs", type=Path, help="directory that keeps the generated runs, to be used again")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     options = parser.parse_args()
     table = []
     with tempfile.TemporaryDirectory(prefix="spark-scale-") as directory:
-        base = Path(directory)
+        base = options.runs / f"ranks-{options.ranks}" if options.runs else Path(directory)
         sizes = [options.records // 4**place for place in reversed(range(options.sizes))]
         counts = [SMALL, *(size // options.ranks for size in sizes)]
         for count in counts:
             write(base / str(count), options.ranks, count)
         folders = [str(base / str(count)) for count in counts]
         results: dict[str, Any] = {}
-        for engine in ENGINES:
+        for engine in options.engines:
             command = [sys.executable, __file__, "measure", engine, options.memory, *folders]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             results[engine] = json.loads(done.stdout.splitlines()[-1])
-        assert results["duckdb"]["rows"] == results["spark"]["rows"], "the engines differ"
+        assert all(found["rows"] == results[options.engines[0]]["rows"] for found in results.values()), (
+            "the engines differ"
+        )
         for place in range(1, len(counts)):
             for engine, found in results.items():
                 seconds, marginal = found["seconds"], ""
@@ -144,9 +159,16 @@ def main() -> None:
                     marginal = f"{(seconds[place] - seconds[place - 1]) / between * 1e6:.2f}"
                 table.append(
                     (f"{options.ranks * counts[place]:,}", engine, f"{found['start']:.1f}", f"{seconds[place]:.1f}",
-                     marginal)
+                     marginal, f"{found['peak'] / 2**30:.1f}" if place == len(counts) - 1 else "")
                 )  # fmt: skip
-    headings = ("records", "engine", "start, s", "operations, s", "marginal, s per million records")
+    headings = (
+        "records",
+        "engine",
+        "start, s",
+        "operations, s",
+        "marginal, s per million records",
+        "peak of all, GiB",
+    )
     title = f"Operations by DuckDB and on Spark local[2], {options.ranks} ranks, {options.memory}"
     publish(options, title, headings, table, {name: found["seconds"] for name, found in results.items()})
 
