@@ -257,8 +257,12 @@ def matrix(
     from commprof.analysis import sums
 
     run = _opened(run)
-    operations = sums.operations(run, matrix_module.columns(by))
-    return matrix_module.matrix(operations, by, steps or matrix_module.EVERY_STEP, op, purpose, most_ranks)
+    operations, hosts = (
+        sums.operations(run, matrix_module.columns(by)),
+        matrix_module.hosts_of(run.table("groups")),
+    )
+    chosen = steps or matrix_module.EVERY_STEP
+    return matrix_module.matrix(operations, hosts, by, chosen, op, purpose, most_ranks)
 
 
 def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
@@ -270,8 +274,11 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     from commprof.analysis import sums
 
     run = _opened(run)
-    operations = sums.operations(run, matrix_module.columns(()))
-    return matrix_module.owners(operations, steps or matrix_module.EVERY_STEP)
+    operations, hosts = (
+        sums.operations(run, matrix_module.columns(())),
+        matrix_module.hosts_of(run.table("groups")),
+    )
+    return matrix_module.owners(operations, hosts, steps or matrix_module.EVERY_STEP)
 
 
 def bucket_flushes(
@@ -759,11 +766,13 @@ def _measure(run: Run) -> comparison.Measured:
 def _rank_totals(
     runs: Sequence[_Compared], measured: Sequence[comparison.Measured]
 ) -> list[rank_bytes_module.RankTotals]:
+    from commprof.analysis import matrix, sums
     from commprof.analysis import rank_bytes as rank_bytes_module
-    from commprof.analysis import sums
 
     def answer(totals: steps.StepTotals) -> Callable[[Run], rank_bytes_module.RankTotals]:
-        return lambda run: rank_bytes_module.rank_totals("", totals, sums.operations(run, sums.HELD_COLUMNS))
+        return lambda run: rank_bytes_module.rank_totals(
+            "", totals, sums.operations(run, sums.HELD_COLUMNS), matrix.hosts_of(run.table("groups"))
+        )
 
     return [
         _of_run(one.given, "ranks", answer(of.step_totals), one.run)._replace(label=one.setting.label)

@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.analysis.byte_columns import PADDING
 from commprof.analysis.detailed_answers import (
     BUCKET_FLUSHES,
     BUCKET_MEANS,
@@ -18,7 +19,7 @@ from commprof.analysis.detailed_answers import (
 from commprof.analysis.engine import ask, evaluate
 from commprof.analysis.frames import as_declared, from_arrow, from_rows
 from commprof.analysis.relations.graph import relation
-from commprof.analysis.steady import EXECUTED, steady, warm_steps
+from commprof.analysis.steady import BESIDE, PARTLY_KNOWN, steady, warm_steps
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Run, Scan
 
@@ -90,7 +91,8 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
             "steps": by.size(),
             **{name: by[name].mean() for name in ("numel", "bytes", "fill")},
             **{name: sent[name].mean() for name in _SENT},
-            EXECUTED: sent[EXECUTED].mean().where(sent[EXECUTED].count() == sent.size()),
+            **{name: sent[name].mean().where(sent[name].count() == sent.size()) for name in PARTLY_KNOWN},
+            PADDING: sent[PADDING].mean(),
             "lowest_fill": by["fill"].min(),
             "steady": by.size() == steps.groupby(_MEAN_KEY, dropna=False).size(),
             **{name: timed[name].median().round() for name in ("duration_ns", "exposed_ns")},
@@ -147,7 +149,7 @@ def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     """
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
     whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
-    found = steady(_plain(of_steps), ["flush_reason"], whole, ("buckets", "bytes", EXECUTED)).per_step
+    found = steady(_plain(of_steps), ["flush_reason"], whole, ("buckets", "bytes", *BESIDE)).per_step
     found.sort(key=lambda row: (-row["buckets"], str(row["flush_reason"])))
     return from_rows(found, BUCKETS_PER_STEP.columns)
 

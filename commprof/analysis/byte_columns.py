@@ -25,6 +25,11 @@ def between_hosts(of: str = "wire_bytes", name: str = BETWEEN_HOSTS) -> Column:
     return Column(name, "float64", text, True, "bytes")
 
 
+def between_pairs(of: str, hosts: str = "between ranks on two hosts", name: str = BETWEEN_HOSTS) -> Column:
+    """The same beside ``of``, which is of pairs of ranks, so that the hosts of each pair decide."""
+    return Column(name, "float64", f"of {of}, {hosts}; null where a host is not known", True, "bytes")
+
+
 PER_STEP: Final = (
     padding(suffix=_PER_STEP),
     between_hosts(f"wire_bytes{_PER_STEP}", f"{BETWEEN_HOSTS}{_PER_STEP}"),

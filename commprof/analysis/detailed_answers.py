@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from commprof import schema
 from commprof.align.arrivals import CAUSES
-from commprof.analysis.byte_columns import between_hosts, padding
+from commprof.analysis.byte_columns import between_hosts, between_pairs, padding
 from commprof.schema import Column, Table
 
 
@@ -31,6 +31,7 @@ MATRIX: Final = Table(
         Column("wire_bytes", "float64", "wire, modelled as issued, and sends as they were recorded", unit="bytes"),
         Column("message_bytes", "int64", "of these the sends, as they were recorded", unit="bytes"),
         Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+        between_pairs("wire_bytes"),
     ),
     key=("sender", "receiver"),
 )
@@ -42,7 +43,9 @@ OWNERS: Final = Table(
         Column("rank", "int32", "global rank"),
         Column("collectives", "int64", "reduces to this rank"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding("int64"),
         Column("received_bytes", "int64", "wire, modelled: what the others send it for them", unit="bytes"),
+        between_pairs("received_bytes", "from ranks on other hosts"),
     ),
     key=("rank",),
 )
@@ -118,8 +121,10 @@ BUCKET_FLUSHES: Final = Table(
         *_REDUCED,
         Column("collectives", "int64", "collectives that reduced it, each counted once"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
         _EXECUTED,
+        between_hosts(),
         Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
         Column("exposed_ns", "int64", "exposed_ns of those of which it is known, added up, mean over ranks", True, "ns"),
     ),
@@ -135,8 +140,11 @@ BUCKET_STEPS: Final = Table(
         Column("buckets", "int64", "buckets"),
         Column("bytes", "int64", "bytes of the buckets as they travel", unit="bytes"),
         Column("collectives", "int64", "collectives that reduced them, each counted once"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
         _EXECUTED,
+        between_hosts(),
         Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks of a group"),
         Column("first_micro_step", "int32", "the lowest micro-batch of them"),
         Column("last_micro_step", "int32", "the highest micro-batch of them"),
@@ -154,8 +162,10 @@ BUCKETS_PER_STEP: Final = Table(
         Column("bytes", "float64", "bytes of the buckets as they travel", unit="bytes"),
         Column("collectives", "float64", "collectives that reduced them, each counted once"),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding(),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
         _EXECUTED,
+        between_hosts(),
     ),
     key=("flush_reason",),
 )
@@ -177,8 +187,10 @@ BUCKET_MEANS: Final = Table(
         *_REDUCED,
         Column("collectives", "float64", "collectives that reduced it, mean"),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, of these, mean", unit="bytes"),
+        padding(),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
         _EXECUTED,
+        between_hosts(),
         Column("duration_ns", "int64", "duration_ns of bucket_flushes, median without the first step", True, "ns"),
         Column("exposed_ns", "int64", "exposed_ns of bucket_flushes, median without the first step", True, "ns"),
     ),
@@ -200,7 +212,8 @@ BUCKET_OPERATIONS: Final = Table(
     "The collectives that reduced one bucket, of the lowest rank that issued any, in order of issue.",
     (
         *(_of(schema.COLLECTIVES, name) for name in ("rank", "pid", "seq", "op", "intended_op", "owner", "dtype")),
-        *(_of(schema.COLLECTIVES, name) for name in ("reduce_op", "numel", "payload_bytes", "pg", "group_ranks", "module")),
+        *(_of(schema.COLLECTIVES, name) for name in ("reduce_op", "numel", "payload_bytes")),
+        *(_of(schema.COLLECTIVES, name) for name in ("padding_bytes", "pg", "group_ranks", "module")),
         Column("first_element", "int64", "its part begins here; null where they do not add up", True, "elements"),
         _of(schema.COLLECTIVES, "issue_ns"),
         Column("duration_ns", "int64", "from issue_ns to the last end that is known on this rank", unit="ns"),

@@ -14,7 +14,7 @@ from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
-VERSION: Final = 18  # of what is derived: the index and the summaries
+VERSION: Final = 19  # of what is derived: the index and the summaries
 _GROWING: Final = (RECORDS_SUFFIX, EVENTS_SUFFIX, ".jsonl")
 _INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets", "groups", "stalls")
 

@@ -10,9 +10,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.analysis.byte_columns import BETWEEN_HOSTS, PADDING
 from commprof.analysis.frames import from_rows
 from commprof.analysis.setting_answers import REDUCTION_LEVELS
-from commprof.analysis.steady import EXECUTED, Step, steady
+from commprof.analysis.steady import EXECUTED, PARTLY_KNOWN, Step, steady
 from commprof.analysis.steps import StepTotals
 from commprof.exit_codes import State
 from commprof.ledger.levels import STEPS, LedgerRow, Verdict
@@ -21,6 +22,7 @@ from commprof.schema import Op, Purpose
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
 NOT_REQUESTED: Final = "what the config asks for is not known"
 NOT_EXECUTED: Final = "what the backend ran is not known"
+_SUMMED: Final = ("payload_bytes", "wire_bytes", *PARTLY_KNOWN)  # not known unless of all
 
 
 class Ledger(NamedTuple):
@@ -102,10 +104,10 @@ def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
 def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
     """What reduces gradients in a step, by operation: the values of :func:`comparison.traffic_by_setting`.
 
-    ``executed``: its wire bytes of what the backend runs, None where that is not known.
+    ``executed_wire_bytes_per_step``: of what the backend runs, None where that is not known.
     """
     steps = sum(each.steps for each in totals)
-    sums: dict[tuple[str, str | None], list[float | None]] = {}
+    sums: dict[tuple[str, str | None], dict[str, float | None]] = {}
     for each in totals:
         for row in each.totals.to_dict("records"):
             if row["purpose"] != Purpose.GRADIENT_REDUCE or row["op"] == Op.BARRIER:
@@ -113,18 +115,15 @@ def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
             intended = (
                 None if pd.isna(row["intended_op"]) or row["intended_op"] == row["op"] else row["intended_op"]
             )
-            into = sums.setdefault((row["op"], intended), [0.0, 0.0, 0.0])
-            for place, name in enumerate(("payload_bytes", "wire_bytes", EXECUTED)):
-                before = into[place]
-                into[place] = None if before is None or pd.isna(row[name]) else before + float(row[name])
+            into = sums.setdefault((row["op"], intended), dict.fromkeys(_SUMMED, 0.0) | {PADDING: None})
+            for name in _SUMMED:
+                before = into[name]
+                into[name] = None if before is None or pd.isna(row[name]) else before + float(row[name])
+            if not pd.isna(row[PADDING]):
+                into[PADDING] = (into[PADDING] or 0.0) + float(row[PADDING])
     return [
         {"level": "issued", "op": op, "intended_op": intended}
-        | {
-            name: None if value is None else value / steps
-            for name, value in zip(
-                ("payload_bytes_per_step", "wire_bytes_per_step", "executed"), values, strict=True
-            )
-        }
+        | {f"{name}_per_step": None if value is None else value / steps for name, value in values.items()}
         for (op, intended), values in sums.items()
     ]
 
@@ -137,13 +136,14 @@ def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]
         row = ran.get(level["op"])
         if row is None:
             continue
-        wire = level["executed"]
+        wire = level[f"{EXECUTED}_per_step"]
         if wire is None:
             factor = (
                 (row.executed_wire_bytes or 0.0) / row.issued_wire_bytes if row.issued_wire_bytes else 1.0
             )
             wire = level["wire_bytes_per_step"] * factor
-        rows.append({**level, "level": "executed", "op": row.executed_op, "wire_bytes_per_step": wire})
+        ran_here = {"op": row.executed_op, "wire_bytes_per_step": wire, f"{BETWEEN_HOSTS}_per_step": None}
+        rows.append({**level, "level": "executed", **ran_here})
     return rows or [{"level": "executed", "reason": NOT_EXECUTED}]
 
 

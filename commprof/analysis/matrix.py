@@ -11,6 +11,8 @@ what the model says of its rank:
 
 ``executed_wire_bytes`` is of what the backend runs for them. Who sends what is known of gloo
 (:mod:`commprof.ledger.backends`) and of messages; of anything else it is null.
+
+``between_hosts_bytes`` is the part of ``wire_bytes`` of pairs of ranks on two hosts.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.byte_columns import BETWEEN_HOSTS, PADDING
 from commprof.analysis.detailed_answers import MATRIX, MATRIX_BY, OWNERS
-from commprof.analysis.engine import ask
-from commprof.analysis.frames import from_arrow
+from commprof.analysis.engine import ask, evaluate
+from commprof.analysis.frames import from_arrow, from_rows
 from commprof.errors import UsageError
 from commprof.ledger import backends
 from commprof.schema import Op, parse_ranks
@@ -36,6 +39,7 @@ from commprof.schema import Op, parse_ranks
 Steps: TypeAlias = tuple[int, int]
 Ranks: TypeAlias = npt.NDArray[np.int64]
 Shares: TypeAlias = npt.NDArray[np.float64]
+Hosts: TypeAlias = Mapping[tuple[int, int], str]  # by attempt and rank, as far as they are known
 
 EVERY_STEP: Final[Steps] = (-(2**31), 2**31 - 1)
 
@@ -92,8 +96,15 @@ class _Executed(NamedTuple):
 _NOWHERE: Final = _alike(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
+def hosts_of(groups: pa.Table) -> Hosts:
+    """The host of each rank, from the table groups (the relation rank_hosts)."""
+    rows = evaluate("rank_hosts", {"groups": groups}).to_pylist()
+    return {(row["attempt"], row["rank"]): row["host"] for row in rows}
+
+
 def matrix(
     operations: pa.Table,
+    hosts: Hosts,
     by: Sequence[str] = (),
     steps: Steps = EVERY_STEP,
     op: str | None = None,
@@ -124,7 +135,7 @@ def matrix(
     ]
     ranks = ranks_of(operations)
     width = 1 if most_ranks is None else max(1, -(-len(ranks) // most_ranks))
-    block_of = _Blocks(ranks, width)
+    block_of = _Blocks(ranks, width, hosts)
     parts, unplaced, executed_unplaced = [], 0.0, 0.0
     unknown: dict[tuple[Any, ...], set[str]] = {}
     for flow in flows:
@@ -132,7 +143,8 @@ def matrix(
         pairs, whole = _pairs(flow), flow["flow_bytes"] / int(flow["wire_ranks"])
         if len(pairs.senders):
             recorded = flow["flow_bytes"] if flow["op"] == Op.SEND and weight == ONCE else 0
-            parts.append(named | block_of.sums(pairs, wire_bytes=whole, message_bytes=recorded))
+            cells = block_of.sums(pairs, wire_bytes=whole, message_bytes=recorded)
+            parts.append(named | cells | block_of.between_hosts(pairs, flow["attempt"], whole))
         else:
             unplaced += whole
         ran = _executed(flow)
@@ -161,24 +173,29 @@ def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dic
     return {op: model for op, model in models.items() if any(flow["op"] == op for flow in flows)}
 
 
-def owners(operations: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
+def owners(operations: pa.Table, hosts: Hosts, steps: Steps = EVERY_STEP) -> pd.DataFrame:
     """What each rank owns and receives of reduces: see :func:`commprof.analysis.api.owners`."""
-    found: dict[int, dict[str, int]] = {}
+    found: dict[int, dict[str, Any]] = {}
+    counted = {name: 0 for name in OWNERS.names if name != PADDING}
     for flow in _flows(operations, (), steps):
         members = parse_ranks(flow["group_ranks"])
         if flow["op"] != Op.REDUCE or flow["root"] not in members:
             continue
         for rank in members:
-            found.setdefault(rank, dict.fromkeys(OWNERS.names, 0) | {"rank": rank})
-        row = found[flow["root"]]
+            found.setdefault(rank, counted | {PADDING: None, "rank": rank})
+        row, payload = found[flow["root"]], int(flow["payload_bytes"])
         row["collectives"] += int(flow["collectives"])
-        row["payload_bytes"] += int(flow["payload_bytes"])
-        row["received_bytes"] += int(flow["payload_bytes"]) * (len(members) - 1)
-    rows = [found[rank] for rank in sorted(found)]
-    frame = from_arrow(
-        pa.table({name: pa.array([row[name] for row in rows], pa.int64()) for name in OWNERS.names}),
-        OWNERS.columns,
-    )
+        row["payload_bytes"] += payload
+        row["received_bytes"] += payload * (len(members) - 1)
+        if flow[PADDING] is not None:
+            row[PADDING] = (row[PADDING] or 0) + int(flow[PADDING])
+        on_hosts = [hosts.get((flow["attempt"], rank)) for rank in members]
+        if None in on_hosts or row[BETWEEN_HOSTS] is None:
+            row[BETWEEN_HOSTS] = None
+        else:
+            mine = hosts[flow["attempt"], flow["root"]]
+            row[BETWEEN_HOSTS] += payload * sum(host != mine for host in on_hosts)
+    frame = from_rows((found[rank] for rank in sorted(found)), OWNERS.columns)
     mean = frame["received_bytes"].mean() if len(frame) else 0
     frame.attrs["imbalance"] = float(frame["received_bytes"].max() / mean) if mean else None
     return frame
@@ -188,7 +205,7 @@ def columns(by: Sequence[str]) -> tuple[str, ...]:
     """The columns of the operations that :func:`matrix` and :func:`owners` ask for."""
     known = (name for name in by if name in MATRIX_BY)
     of_groups = ("group_ranks", "group_size", "backend", "call_bytes")
-    return ("step", "op", "purpose", *of_groups, "root", "sender", "receiver", *known)
+    return ("attempt", "step", "op", "purpose", *of_groups, "root", "sender", "receiver", *known)
 
 
 def ranks_of(operations: pa.Table) -> list[int]:
@@ -198,7 +215,7 @@ def ranks_of(operations: pa.Table) -> list[int]:
 
 
 def _flows(operations: pa.Table, by: Sequence[str], steps: Steps, weight: str = ONCE) -> list[dict[str, Any]]:
-    named = "".join(f"{name}, " for name in by if name != "op")
+    named = "".join(f"{name}, " for name in by if name not in ("attempt", "op"))
     first, last = (str(int(step)) for step in steps)
     flows = ask(
         "flows", {"operations": operations}, by=named, first=first, last=last, weight=weight
@@ -259,19 +276,21 @@ def _pairs(flow: Mapping[str, Any]) -> _Pairs:
 class _Blocks:
     """Neighbouring ranks taken together, ``width`` at a time; a block is known by its first rank."""
 
-    def __init__(self, ranks: Sequence[int], width: int) -> None:
+    def __init__(self, ranks: Sequence[int], width: int, hosts: Hosts) -> None:
         self._ranks: Ranks = np.array(ranks, np.int64)
         self._width = width
+        self._hosts = hosts
+        self._numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
+        self._hosts_of: dict[int, Ranks] = {}  # numbers of the hosts of the ranks, by attempt; -1: not known
 
     def sums(self, pairs: _Pairs, **whole: float) -> dict[str, Any]:
         """The cells of a flow over ``pairs``, as columns; ``whole``: by measure, the bytes of the flow."""
         count = -(-len(self._ranks) // self._width)
-        places = [np.searchsorted(self._ranks, side) // self._width for side in pairs[:2]]
-        cells, which = np.unique(places[0] * count + places[1], return_inverse=True)
+        cells, which = self._cells(pairs)
         shares = np.bincount(which, pairs.shares)
         first = self._ranks[:: self._width]
         columns: dict[str, Any] = {"sender": first[cells // count], "receiver": first[cells % count]}
-        for name in _MEASURES:
+        for name in _SUMMED:
             total = whole.get(name, 0)
             # A message has one pair, and its bytes are whole numbers.
             columns[name] = (
@@ -280,6 +299,27 @@ class _Blocks:
                 else total * shares / pairs.shares.sum()
             )
         return columns
+
+    def between_hosts(self, pairs: _Pairs, attempt: int, whole: float) -> dict[str, Any]:
+        """In the cells of :meth:`sums`: bytes of pairs on two hosts, and how many pairs have a host that is not known."""
+        if attempt not in self._hosts_of:
+            named = (self._hosts.get((attempt, rank), "") for rank in self._ranks.tolist())
+            self._hosts_of[attempt] = np.array([self._numbers.get(host, -1) for host in named], np.int64)
+        sender, receiver = (
+            self._hosts_of[attempt][np.searchsorted(self._ranks, side)]
+            for side in (pairs.senders, pairs.receivers)
+        )
+        _, which = self._cells(pairs)
+        shares = np.bincount(which, np.where(sender != receiver, pairs.shares, 0.0))
+        unlocated = np.bincount(which, (sender < 0) | (receiver < 0))
+        return {BETWEEN_HOSTS: whole * shares / pairs.shares.sum(), _UNLOCATED: unlocated}
+
+    def _cells(self, pairs: _Pairs) -> tuple[Ranks, Ranks]:
+        """The numbers of the cells of ``pairs``, and for each pair the place of its cell among them."""
+        count = -(-len(self._ranks) // self._width)
+        places = [np.searchsorted(self._ranks, side) // self._width for side in pairs[:2]]
+        cells, which = np.unique(places[0] * count + places[1], return_inverse=True)
+        return cells, which
 
 
 def _added_up(
@@ -291,7 +331,8 @@ def _added_up(
     if not parts:
         return from_arrow(pa.table({c.name: pa.array([], _ARROW[c.type]) for c in columns}), columns)
     frame = pd.concat([pd.DataFrame(part) for part in parts], ignore_index=True)
-    summed = frame.groupby(keys, as_index=False, dropna=False)[list(_MEASURES)].sum()
+    summed = frame.groupby(keys, as_index=False, dropna=False)[list(_SUMMED)].sum()
+    summed[BETWEEN_HOSTS] = summed[BETWEEN_HOSTS].mask(summed[_UNLOCATED] > 0)
     if unknown:
         named = zip(*(summed[name] for name in by), strict=True) if by else [()] * len(summed)
         # null is not equal to itself: it is None among the combinations
@@ -306,5 +347,6 @@ def _added_up(
     )
 
 
-_MEASURES: Final = ("wire_bytes", "message_bytes", "executed_wire_bytes")
+_UNLOCATED: Final = "unlocated"
+_SUMMED: Final = ("wire_bytes", "message_bytes", "executed_wire_bytes", BETWEEN_HOSTS, _UNLOCATED)
 _ARROW: Final = {"int32": pa.int64(), "int64": pa.int64(), "float64": pa.float64(), "string": pa.string()}

@@ -10,9 +10,10 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 import pyarrow as pa
 
+from commprof.analysis.byte_columns import BETWEEN_HOSTS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_rows
-from commprof.analysis.matrix import matrix
+from commprof.analysis.matrix import Hosts, matrix
 from commprof.analysis.setting_answers import RANK_BYTES
 from commprof.analysis.steps import StepTotals
 
@@ -30,34 +31,37 @@ class Directions(NamedTuple):
 class RankTotals(NamedTuple):
     """What the ranks of one run send and receive in a step; ``steps``: how many it has, which repeats count by.
 
-    ``issued``: by the model of the operations as issued. ``executed``: of what the backend runs; None: not known.
+    ``issued``: by the model of the operations as issued; ``between_hosts``: of it between ranks on two hosts, not a number
+    where a host is not known. ``executed``: of what the backend runs; None: not known.
     """
 
     label: str
     steps: int
     issued: Directions
+    between_hosts: Directions
     executed: Directions | None
 
 
-def rank_totals(label: str, totals: StepTotals, operations: pa.Table) -> RankTotals:
+def rank_totals(label: str, totals: StepTotals, operations: pa.Table, hosts: Hosts) -> RankTotals:
     """What each rank sends in the step that ``totals`` are the sums of, by the models of ``matrix.py``."""
     if not totals.steps or totals.weights is None:
-        return RankTotals(label, 0, Directions({}, {}, 0.0), None)
+        return RankTotals(label, 0, Directions({}, {}, 0.0), Directions({}, {}, 0.0), None)
     weighted = ask("weighted_operations", {"operations": operations, "weights": totals.weights})
-    cells = matrix(weighted, weight="weight")
+    cells = matrix(weighted, hosts, weight="weight")
     executed = None
     if cells.attrs["executed_reason"] is None:
         executed = _directions(cells, "executed_wire_bytes", cells.attrs["executed_unplaced_bytes"])
     issued = _directions(cells, "wire_bytes", cells.attrs["unplaced_bytes"])
-    return RankTotals(label, totals.steps, issued, executed)
+    between = _directions(cells, BETWEEN_HOSTS, cells.attrs["unplaced_bytes"])
+    return RankTotals(label, totals.steps, issued, between, executed)
 
 
 def _directions(cells: pd.DataFrame, measure: str, unplaced: float) -> Directions:
-    sent, received = (
-        {int(str(rank)): float(value) for rank, value in cells.groupby(side)[measure].sum().items()}
-        for side in ("sender", "receiver")
-    )
-    return Directions(sent, received, unplaced)
+    sums: dict[str, dict[int, float]] = {"sender": {}, "receiver": {}}
+    for side, by_rank in sums.items():
+        for rank, value in zip(cells[side].tolist(), cells[measure].tolist(), strict=True):
+            by_rank[rank] = by_rank.get(rank, 0.0) + value
+    return Directions(sums["sender"], sums["receiver"], unplaced)
 
 
 def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
@@ -76,6 +80,8 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
         issued = [(part.issued, part.steps) for part in parts if part.steps]
         executed = [(part.executed, part.steps) for part in parts if part.steps and part.executed is not None]
         columns = _columns(issued, "")
+        between = _means([(part.between_hosts, part.steps) for part in parts if part.steps])
+        columns |= {f"{direction}_{BETWEEN_HOSTS}_per_step": means for direction, means in between.items()}
         if len(executed) == len(issued) and not any(each.unplaced for each, _ in executed):
             columns |= _columns(executed, "executed_")
         ranks = sorted({rank for by_rank in columns.values() for rank in by_rank})
@@ -90,17 +96,24 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
 
 def _columns(parts: Sequence[tuple[Directions, int]], prefix: str) -> dict[str, Mapping[int, float | None]]:
     """The columns of one model, by rank: the mean over the steps of all repeats, and that over the mean of the ranks."""
-    steps = sum(count for _, count in parts)
     found: dict[str, Mapping[int, Any]] = {}
-    ranks = sorted({rank for part, _ in parts for rank in (*part.sent, *part.received)})
-    for direction in ("sent", "received"):
-        means = {
-            rank: sum(getattr(part, direction).get(rank, 0.0) * count for part, count in parts) / steps
-            for rank in ranks
-        }
+    for direction, means in _means(parts).items():
         mean = fmean(means.values()) if means else 0.0
         found[f"{prefix}{direction}_bytes_per_step"] = means
         found[f"{prefix}{direction}_of_mean"] = {
             rank: value / mean if mean else None for rank, value in means.items()
         }
     return found
+
+
+def _means(parts: Sequence[tuple[Directions, int]]) -> dict[str, dict[int, float]]:
+    """What each rank sends and receives in a step, by direction: the mean over the steps of all repeats."""
+    steps = sum(count for _, count in parts)
+    ranks = sorted({rank for part, _ in parts for rank in (*part.sent, *part.received)})
+    return {
+        direction: {
+            rank: sum(getattr(part, direction).get(rank, 0.0) * count for part, count in parts) / steps
+            for rank in ranks
+        }
+        for direction in ("sent", "received")
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from commprof.analysis.byte_columns import BETWEEN_HOSTS, PER_STEP, between_pairs
 from commprof.schema import Column, Table
 
 LEVELS: Final = ("requested", "issued", "executed", "moved")
@@ -23,6 +24,7 @@ REDUCTION_LEVELS: Final = Table(
         Column("intended_op", "string", "operation that the runtime meant, where it issued another", True),
         Column("payload_bytes_per_step", "float64", "payload: S of nccl-tests, of all groups in a step", True, "bytes"),
         Column("wire_bytes_per_step", "float64", "wire, modelled: as in compare", True, "bytes"),
+        *PER_STEP,
         Column("moved_bytes", "float64", "moved: sent by the counters of all hosts, all traffic", True, "bytes"),
         Column("moved_over", "string", "what moved_bytes are of: a training step (step), or the whole run (run)", True),
         Column("reason", "string", "why this level is not known, or not comparable", True),
@@ -40,6 +42,8 @@ RANK_BYTES: Final = Table(
         Column("received_bytes_per_step", "float64", "modelled as issued: bytes that reach it", unit="bytes"),
         Column("sent_of_mean", "float64", "sent_bytes_per_step, in means over the ranks", True),
         Column("received_of_mean", "float64", "received_bytes_per_step, in means over the ranks", True),
+        between_pairs("sent_bytes_per_step", "to ranks on other hosts", f"sent_{BETWEEN_HOSTS}_per_step"),
+        between_pairs("received_bytes_per_step", "from ranks on other hosts", f"received_{BETWEEN_HOSTS}_per_step"),
         Column("executed_sent_bytes_per_step", "float64", "of what the backend runs; null: not known", True, "bytes"),
         Column("executed_received_bytes_per_step", "float64", "of what the backend runs; null: not known", True, "bytes"),
         Column("executed_sent_of_mean", "float64", "the same, in means over the ranks", True),

@@ -35,6 +35,13 @@ _ESCAPES: Final = {
     ">": r"\textgreater{}",
 }
 _MIB: Final = 1 << 20
+_BESIDE: Final = {  # of a column of a table: its head and what the caption says; only where a row has such bytes
+    "between_hosts_bytes_per_step": (
+        "Between hosts (MiB)",
+        " Between hosts: the part of the wire bytes as issued of groups and messages with ranks on several hosts.",
+    ),
+    "padding_bytes_per_step": ("Padding (MiB)", " Padding: the part of the payload without data."),
+}
 _NOTE: Final = "% Made by commprof paper from the CSV files of an export; needs \\usepackage{booktabs}.\n"
 
 
@@ -49,15 +56,11 @@ def escaped(text: str) -> str:
 
 def comparison(rows: Sequence[Row]) -> str:
     """The settings: what each asked for and issued, and what a step of it sent and took."""
+    beside = _beside(rows)
     head = (
-        "Setting",
-        "Requested",
-        "Issued",
-        "Operations",
-        "Payload (MiB)",
-        "Wire (MiB)",
-        "Time (ms)",
-        "Final loss",
+        *("Setting", "Requested", "Issued", "Operations", "Payload (MiB)", "Wire (MiB)"),
+        *(_BESIDE[name][0] for name in beside),
+        *("Time (ms)", "Final loss"),
     )
     body = [
         (
@@ -67,6 +70,7 @@ def comparison(rows: Sequence[Row]) -> str:
             _decimal(row["collectives_per_step"], 1, 1),
             _decimal(row["payload_bytes_per_step"], _MIB, 2),
             _decimal(row["wire_bytes_per_step"], _MIB, 2),
+            *(_decimal(row[name], _MIB, 2) for name in beside),
             _interval(row),
             _decimal(row["final_loss"], 1, 4),
         )
@@ -75,13 +79,15 @@ def comparison(rows: Sequence[Row]) -> str:
     caption = (
         "Operations, bytes and time of a training step. Payload is S of nccl-tests; "
         "wire is modelled: what a rank of the job sends, the mean over all its ranks."
-    )
-    return _table(head, "lllrrrrr", body, caption, "tab:commprof-comparison")
+    ) + "".join(_BESIDE[name][1] for name in beside)
+    return _table(head, "lllrrrrr" + "r" * len(beside), body, caption, "tab:commprof-comparison")
 
 
 def traffic(rows: Sequence[Row]) -> str:
     """Bytes of a step by setting, purpose and operation."""
-    head = ("Setting", "Purpose", "Operation", "Stands for", "Wire (MiB)")
+    beside = _beside(rows)
+    names = (_BESIDE[name][0] for name in beside)
+    head = ("Setting", "Purpose", "Operation", "Stands for", "Wire (MiB)", *names)
     body = [
         (
             escaped(row["label"] or "all runs"),
@@ -89,14 +95,20 @@ def traffic(rows: Sequence[Row]) -> str:
             _op(row["op"]),
             _op(row["intended_op"]),
             _decimal(row["wire_bytes_per_step"], _MIB, 3),
+            *(_decimal(row[name], _MIB, 3) for name in beside),
         )
         for row in rows
         if number(row["wire_bytes_per_step"])
     ]
     caption = (
-        "Wire bytes (modelled, mean of a rank of the group) of a training step by purpose and operation."
-    )
-    return _table(head, "llllr", body, caption, "tab:commprof-traffic")
+        "Wire bytes (modelled, mean of a rank of the job) of a training step by purpose and operation."
+    ) + "".join(_BESIDE[name][1] for name in beside)
+    return _table(head, "llllr" + "r" * len(beside), body, caption, "tab:commprof-traffic")
+
+
+def _beside(rows: Sequence[Row]) -> list[str]:
+    """The columns of bytes between hosts and padding that any of ``rows`` has; an older export may lack them."""
+    return [name for name in _BESIDE if any(number(row.get(name, "")) for row in rows)]
 
 
 def _table(head: Sequence[str], columns: str, body: Sequence[Sequence[str]], caption: str, label: str) -> str:

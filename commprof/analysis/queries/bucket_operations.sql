@@ -21,6 +21,7 @@ select
     reduce_op,
     numel,
     payload_bytes,
+    padding_bytes,
     pg,
     group_ranks,
     module,

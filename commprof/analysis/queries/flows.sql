@@ -7,6 +7,7 @@
 -- The columns to group by are put in, each followed by a comma, the first and the last step, and how often an operation counts.
 select
     {by}
+    attempt,
     op,
     group_ranks,
     wire_ranks,
@@ -17,11 +18,12 @@ select
     call_bytes,
     sum(collectives * {weight}) as collectives,
     sum(payload_bytes * {weight}) as payload_bytes,
+    sum(padding_bytes * {weight}) as padding_bytes,
     sum(cast(wire_share as decimal(38, 0)) * case when op = 'send' then 1 else group_size end * {weight}) as flow_bytes,
     sum(cast(executed_share as decimal(38, 0)) * case when op = 'send' then 1 else group_size end * {weight})
         as executed_bytes,
     sum(unexecuted) as unexecuted
 from operations
 where (collectives > 0 or wire_share > 0) and step between {first} and {last}
-group by {by} op, group_ranks, wire_ranks, root, sender, receiver, backend, call_bytes
-order by {by} op, group_ranks, wire_ranks, root, sender, receiver, backend, call_bytes
+group by {by} attempt, op, group_ranks, wire_ranks, root, sender, receiver, backend, call_bytes
+order by {by} attempt, op, group_ranks, wire_ranks, root, sender, receiver, backend, call_bytes

@@ -3,8 +3,9 @@
 -- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
 -- inputs: bucket_groups, bucket_contents, bucket_times, operations
 -- requested: attempt, step, micro_step, bucket, op, intended_op, purpose, group_ranks, group_size
--- fill is numel over capacity. op and intended_op name all operations that reduced it, joined by ', '. wire_bytes and
--- executed_wire_bytes are those of a mean rank of all that reduce it; the latter is null where they are not known.
+-- fill is numel over capacity. op and intended_op name all operations that reduced it, joined by ', '. wire_bytes,
+-- executed_wire_bytes and between_hosts_bytes (the part of wire_bytes whose span is between_hosts) are those of a mean rank
+-- of all that reduce it; the last two are null where they are not known. padding_bytes is null where no runtime says it.
 -- duration_ns and exposed_ns are null where no record carries the number of the bucket.
 with sizes as (
     select attempt, group_ranks, count(*) as members
@@ -22,11 +23,15 @@ reducing as (
         o.intended_op,
         o.collectives,
         o.payload_bytes,
+        o.padding_bytes,
         o.unexecuted,
+        o.unlocated,
         cast(o.wire_share as double) / o.wire_ranks
             * case when o.op = 'send' then 1 else o.group_size end / s.members as wire_bytes,
         cast(o.executed_share as double) / o.wire_ranks
-            * case when o.op = 'send' then 1 else o.group_size end / s.members as executed_wire_bytes
+            * case when o.op = 'send' then 1 else o.group_size end / s.members as executed_wire_bytes,
+        cast(o.between_share as double) / o.wire_ranks
+            * case when o.op = 'send' then 1 else o.group_size end / s.members as between_hosts_bytes
     from operations o
     join bucket_groups g
         on g.attempt = o.attempt
@@ -71,8 +76,10 @@ sent as (
         ), '') as intended_op,
         cast(sum(collectives) as bigint) as collectives,
         cast(sum(payload_bytes) as bigint) as payload_bytes,
+        cast(sum(padding_bytes) as bigint) as padding_bytes,
         sum(wire_bytes) as wire_bytes,
-        case when sum(unexecuted) = 0 then sum(executed_wire_bytes) end as executed_wire_bytes
+        case when sum(unexecuted) = 0 then sum(executed_wire_bytes) end as executed_wire_bytes,
+        case when sum(unlocated) = 0 then sum(between_hosts_bytes) end as between_hosts_bytes
     from reducing
     group by attempt, step, micro_step, bucket, group_ranks
 )
@@ -97,8 +104,10 @@ select
     s.intended_op,
     coalesce(s.collectives, 0) as collectives,
     coalesce(s.payload_bytes, 0) as payload_bytes,
+    s.padding_bytes,
     coalesce(s.wire_bytes, 0.0) as wire_bytes,
     case when s.attempt is null then 0.0 else s.executed_wire_bytes end as executed_wire_bytes,
+    case when s.attempt is null then 0.0 else s.between_hosts_bytes end as between_hosts_bytes,
     t.duration_ns,
     t.exposed_ns
 from bucket_contents c

@@ -261,6 +261,8 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None) -> Comp
             Field("collectives", "Collectives", format_count, numeric=True),
             Field("executed_wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
             Field("wire_bytes", "As issued", api.format_bytes, numeric=True),
+            Field("between_hosts_bytes", "Between hosts", api.format_bytes, numeric=True),
+            Field("padding_bytes", "Padding", api.format_bytes, numeric=True),
             Field("duration_ns", "Took", api.format_ns, numeric=True),
             Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
         ],

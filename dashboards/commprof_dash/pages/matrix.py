@@ -148,6 +148,7 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
             Field(EXECUTED.column, EXECUTED.name, api.format_bytes, numeric=True),
             Field(ISSUED.column, "As issued", api.format_bytes, numeric=True),
             Field("message_bytes", "of these sends", api.format_bytes, numeric=True),
+            Field("between_hosts_bytes", "Between hosts", api.format_bytes, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
     )
@@ -183,7 +184,9 @@ def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
             Field("rank", "Rank", str, numeric=True),
             Field("collectives", "Reduces to it", format_count, numeric=True),
             Field("payload_bytes", "Payload bytes", api.format_bytes, numeric=True),
+            Field("padding_bytes", "Padding", api.format_bytes, numeric=True),
             Field("received_bytes", "Wire bytes received", api.format_bytes, numeric=True),
+            Field("between_hosts_bytes", "Between hosts", api.format_bytes, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
     )

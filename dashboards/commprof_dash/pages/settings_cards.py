@@ -115,6 +115,8 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
         Field("level", "Level"),
         Field("series", "Operation"),
         Field("wire_bytes_per_step", "Wire bytes per step", api.format_bytes, numeric=True),
+        Field("between_hosts_bytes_per_step", "Between hosts", api.format_bytes, numeric=True),
+        Field("padding_bytes_per_step", "Padding", api.format_bytes, numeric=True),
         Field("moved_bytes", "Moved", api.format_bytes, numeric=True),
         Field("moved_over", "In a"),
         Field("state", "Ledger"),
@@ -210,6 +212,15 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
                     numeric=True,
                 )
                 for prefix, suffix in kinds
+                for name in ("sent", "received")
+            ),
+            *(
+                Field(
+                    f"{name}_between_hosts_bytes_per_step",
+                    f"{name.title()} between hosts",
+                    api.format_bytes,
+                    numeric=True,
+                )
                 for name in ("sent", "received")
             ),
             *(

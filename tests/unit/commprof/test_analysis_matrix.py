@@ -215,7 +215,7 @@ def test_owners_and_their_imbalance():
         run.add_collective("reduce", payload_bytes=size, peer=peer, purpose="gradient_reduce")
     run.add_collective("broadcast", payload_bytes=1000, peer=1)
     frame = api.owners(run.open())
-    assert frame.to_dict("records") == [
+    assert frame.drop(columns=["padding_bytes", "between_hosts_bytes"]).to_dict("records") == [
         {"rank": 0, "collectives": 2, "payload_bytes": 150, "received_bytes": 300},
         {"rank": 1, "collectives": 0, "payload_bytes": 0, "received_bytes": 0},
         {"rank": 2, "collectives": 1, "payload_bytes": 150, "received_bytes": 300},

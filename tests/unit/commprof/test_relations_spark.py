@@ -84,7 +84,11 @@ def summed_tables(seed: int) -> dict[str, pa.Table]:
                 payload_bytes=1000 * number + 7 * rank, host_ns=100 + rank, exposed_ns=None if number % 2 else 10,
             )  # fmt: skip
     for rank, (pg, backend) in enumerate((("a", "cpu:gloo,cuda:gloo"), ("b", "cpu:gloo,cuda:nccl"))):
-        run.add("groups", rank=rank, attempt=0, pid=1, pg=pg, backend=backend, group_ranks="0-1")
+        run.add(
+            "groups", rank=rank, attempt=0, pid=1, pg=pg, backend=backend, group_ranks="0-1", group_size=2, host=pg
+        )  # fmt: skip
+    for rank in (3, 2):  # on one host; of other texts the hosts are not known
+        run.add("groups", rank=rank, attempt=0, pid=1, pg="c", group_ranks="3,2", group_size=2, host="c")
     return run.tables("aggregates", "groups")
 
 
