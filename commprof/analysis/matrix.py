@@ -17,6 +17,7 @@ what the model says of its rank:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
@@ -44,6 +45,11 @@ Hosts: TypeAlias = Mapping[tuple[int, int], str]  # by attempt and rank, as far 
 EVERY_STEP: Final[Steps] = (-(2**31), 2**31 - 1)
 
 ONCE: Final = "1"
+# Columns of a flow that decide between whom it goes, as issued and on a backend, and on which hosts these are.
+_ROUTE: Final = (
+    *("attempt", "op", "group_ranks", "root", "sender", "receiver"),
+    *("backend", "call_bytes"),
+)
 
 RING: Final = "around a ring in the order of the group"
 TO_ROOT: Final = "from each other rank to the root"
@@ -84,13 +90,6 @@ class _Pairs(NamedTuple):
 def _alike(senders: Ranks, receivers: Ranks) -> _Pairs:
     """Pairs with equal shares."""
     return _Pairs(senders, receivers, np.ones(len(senders)))
-
-
-class _Executed(NamedTuple):
-    """What a backend runs for a flow: between whom, and how many bytes in all."""
-
-    pairs: _Pairs
-    whole: float
 
 
 _NOWHERE: Final = _alike(np.empty(0, np.int64), np.empty(0, np.int64))
@@ -138,23 +137,35 @@ def matrix(
     block_of = _Blocks(ranks, width, hosts)
     parts, unplaced, executed_unplaced = [], 0.0, 0.0
     unknown: dict[tuple[Any, ...], set[str]] = {}
+    routes: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for flow in flows:
-        named = {name: flow[name] for name in by}
-        pairs, whole = _pairs(flow), flow["flow_bytes"] / int(flow["wire_ranks"])
+        routes[tuple(flow[name] for name in _ROUTE)].append(flow)
+    for alike in routes.values():
+        first, pairs = alike[0], _pairs(alike[0])
+        whole = np.array([flow["flow_bytes"] / int(flow["wire_ranks"]) for flow in alike])
         if len(pairs.senders):
-            recorded = flow["flow_bytes"] if flow["op"] == Op.SEND and weight == ONCE else 0
+            is_message = first["op"] == Op.SEND and weight == ONCE
+            recorded = np.array([flow["flow_bytes"] if is_message else 0 for flow in alike])
             cells = block_of.sums(pairs, wire_bytes=whole, message_bytes=recorded)
-            parts.append(named | cells | block_of.between_hosts(pairs, flow["attempt"], whole))
+            cells |= block_of.between_hosts(pairs, first["attempt"], whole)
+            parts.append(_repeated(by, alike, len(cells["sender"])) | cells)
         else:
-            unplaced += whole
-        ran = _executed(flow)
-        if ran is None:
-            backend = flow["backend"] or "an unknown backend"
-            unknown.setdefault(tuple(named.values()), set()).add(f"{flow['op']} on {backend}")
-        elif len(ran.pairs.senders):
-            parts.append(named | block_of.sums(ran.pairs, executed_wire_bytes=ran.whole))
-        else:
-            executed_unplaced += ran.whole
+            unplaced += float(whole.sum())
+        is_known = first["op"] == Op.SEND or backends.known(first["backend"])
+        for flow in alike:
+            if not is_known or flow["unexecuted"]:
+                backend = flow["backend"] or "an unknown backend"
+                key = tuple(flow[name] for name in by)
+                unknown.setdefault(key, set()).add(f"{flow['op']} on {backend}")
+        ran = [flow for flow in alike if is_known and not flow["unexecuted"]]
+        if ran:
+            pairs = _executed_pairs(first)
+            whole = np.array([_executed_bytes(flow, pairs) for flow in ran])
+        if ran and len(pairs.senders):
+            cells = block_of.sums(pairs, executed_wire_bytes=whole)
+            parts.append(_repeated(by, ran, len(cells["sender"])) | cells)
+        elif ran:
+            executed_unplaced += float(whole.sum())
     frame = _added_up(parts, by, unknown.keys())
     names = sorted(set().union(*unknown.values()))
     frame.attrs |= {
@@ -167,6 +178,12 @@ def matrix(
         "executed_models": _named(EXECUTED_MODELS, flows),
     }
     return frame
+
+
+def _repeated(by: Sequence[str], flows: Sequence[Mapping[str, Any]], cells: int) -> dict[str, Any]:
+    """The columns ``by`` of the cells of ``flows``, which are equally many of each."""
+    count = len(flows) and cells // len(flows)
+    return {name: np.repeat(np.array([flow[name] for flow in flows], object), count) for name in by}
 
 
 def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -227,23 +244,25 @@ def _flows(operations: pa.Table, by: Sequence[str], steps: Steps, weight: str = 
     return [flow for flow in flows if flow["flow_bytes"]]
 
 
-def _executed(flow: Mapping[str, Any]) -> _Executed | None:
-    """What the backend runs for ``flow``; None where it is not known who sends what."""
-    if flow["unexecuted"] or (flow["op"] != Op.SEND and not backends.known(flow["backend"])):
-        return None
-    whole = flow["executed_bytes"] / int(flow["wire_ranks"])
+def _executed_bytes(flow: Mapping[str, Any], pairs: _Pairs) -> float:
+    """How many bytes the backend sends for ``flow`` along ``pairs``."""
+    if flow["op"] == Op.REDUCE and len(pairs.senders):  # the part of this root is known
+        return float(pairs.shares.sum()) * float(flow["collectives"])
+    return float(flow["executed_bytes"] / int(flow["wire_ranks"]))
+
+
+def _executed_pairs(flow: Mapping[str, Any]) -> _Pairs:
+    """Between whom gloo sends for ``flow``, or anybody a message."""
     if flow["op"] in _LIKE_ISSUED:
-        return _Executed(_pairs(flow), whole)
+        return _pairs(flow)
     members: Ranks = np.array(parse_ranks(flow["group_ranks"]), np.int64)
     places = np.flatnonzero(members == flow["root"])
     if flow["op"] in (Op.REDUCE, Op.BROADCAST) and not len(places):
-        return _Executed(_NOWHERE, whole)
+        return _NOWHERE
     root = int(places[0]) if len(places) else None
     size = flow["call_bytes"] if flow["op"] == Op.REDUCE else 2 * len(members) * _PROBED_BYTES
     pairs = _on_gloo(flow["op"], int(size), len(members), root)
-    if flow["op"] == Op.REDUCE:  # the part of this root is known
-        whole = float(pairs.shares.sum()) * float(flow["collectives"])
-    return _Executed(_Pairs(members[pairs.senders], members[pairs.receivers], pairs.shares), whole)
+    return _Pairs(members[pairs.senders], members[pairs.receivers], pairs.shares)
 
 
 @lru_cache(maxsize=4096)
@@ -283,24 +302,29 @@ class _Blocks:
         self._numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
         self._hosts_of: dict[int, Ranks] = {}  # numbers of the hosts of the ranks, by attempt; -1: not known
 
-    def sums(self, pairs: _Pairs, **whole: float) -> dict[str, Any]:
-        """The cells of a flow over ``pairs``, as columns; ``whole``: by measure, the bytes of the flow."""
+    def sums(self, pairs: _Pairs, **whole: npt.NDArray[Any]) -> dict[str, Any]:
+        """The cells of flows over ``pairs``, one flow after the other; ``whole``: by measure, the bytes of each flow."""
         count = -(-len(self._ranks) // self._width)
         cells, which = self._cells(pairs)
         shares = np.bincount(which, pairs.shares)
         first = self._ranks[:: self._width]
-        columns: dict[str, Any] = {"sender": first[cells // count], "receiver": first[cells % count]}
+        flows = len(next(iter(whole.values())))
+        columns: dict[str, Any] = {
+            "sender": np.tile(first[cells // count], flows),
+            "receiver": np.tile(first[cells % count], flows),
+        }
+        nothing = np.zeros(len(cells) * flows, np.int64)
         for name in _SUMMED:
-            total = whole.get(name, 0)
-            # A message has one pair, and its bytes are whole numbers.
-            columns[name] = (
-                np.full(len(cells), total)
-                if len(pairs.senders) == 1 or not total
-                else total * shares / pairs.shares.sum()
-            )
+            totals = whole.get(name)
+            if totals is None or not totals.any():
+                columns[name] = nothing
+            elif len(pairs.senders) == 1:  # as of a message, whose bytes are whole numbers
+                columns[name] = totals
+            else:
+                columns[name] = np.outer(totals, shares).ravel() / pairs.shares.sum()
         return columns
 
-    def between_hosts(self, pairs: _Pairs, attempt: int, whole: float) -> dict[str, Any]:
+    def between_hosts(self, pairs: _Pairs, attempt: int, whole: Shares) -> dict[str, Any]:
         """In the cells of :meth:`sums`: bytes of pairs on two hosts, and how many pairs have a host that is not known."""
         if attempt not in self._hosts_of:
             named = (self._hosts.get((attempt, rank), "") for rank in self._ranks.tolist())
@@ -312,7 +336,8 @@ class _Blocks:
         _, which = self._cells(pairs)
         shares = np.bincount(which, np.where(sender != receiver, pairs.shares, 0.0))
         unlocated = np.bincount(which, (sender < 0) | (receiver < 0))
-        return {BETWEEN_HOSTS: whole * shares / pairs.shares.sum(), _UNLOCATED: unlocated}
+        between = np.outer(whole, shares).ravel() / pairs.shares.sum()
+        return {BETWEEN_HOSTS: between, _UNLOCATED: np.tile(unlocated, len(whole))}
 
     def _cells(self, pairs: _Pairs) -> tuple[Ranks, Ranks]:
         """The numbers of the cells of ``pairs``, and for each pair the place of its cell among them."""
@@ -330,7 +355,7 @@ def _added_up(
     keys = [*by, "sender", "receiver"]
     if not parts:
         return from_arrow(pa.table({c.name: pa.array([], _ARROW[c.type]) for c in columns}), columns)
-    frame = pd.concat([pd.DataFrame(part) for part in parts], ignore_index=True)
+    frame = pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in (*keys, *_SUMMED)})
     summed = frame.groupby(keys, as_index=False, dropna=False)[list(_SUMMED)].sum()
     summed[BETWEEN_HOSTS] = summed[BETWEEN_HOSTS].mask(summed[_UNLOCATED] > 0)
     if unknown:
