@@ -408,7 +408,8 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
 def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
     """:func:`stragglers` of some training steps of a run of several hosts, from the files of its hosts; None without these.
 
-    ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``).
+    ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``), and which part of the
+    collectives of these steps was compared (``share``).
     """
     from commprof.analysis import lateness_sums, sums
     from commprof.analysis.arrival_sample import steps_in
@@ -418,7 +419,7 @@ def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
     if sample is None:
         return None
     ranks = lateness_sums.sampled_straggling(run, sample).ranks
-    ranks.attrs.update(steps=steps_in(sample), of_steps=sample.steps)
+    ranks.attrs.update(steps=steps_in(sample), of_steps=sample.steps, share=sample.share)
     return ranks
 
 

@@ -2,9 +2,10 @@
 
 Steps are chosen by a hash of their number. Each host keeps the records of the steps with the lowest hashes, as many as its
 part of :data:`MOST_ROWS` allows, and says below which hash it has them all. So the steps below the lowest bound of any host
-are there with the records of all ranks, and are compared as the records of a whole run are. Messages, and what lies
-outside of steps, are not in the sample. What a rank did between two collectives (its own time) is worked out from all
-of its records before.
+are there with the records of all ranks, and are compared as the records of a whole run are. Where fewer steps fit than
+:data:`_FEWEST_STEPS`, a half, a quarter, ... of their collectives is kept, chosen by a hash of their number in the group.
+Messages, and what lies outside of steps, are not in the sample. What a rank did between two collectives (its own time) is
+worked out from all of its records before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Numbers = npt.NDArray[np.int64]
 
 MOST_ROWS: Final = 400_000  # of all hosts: comparing them takes 3 s
 _MOST_OF_HOST: Final = 20_000
+_FEWEST_STEPS: Final = 8
 _MOST_OF_PART: Final = 100_000  # that is compared at once, unless one step has more
+_MOST_HALVINGS: Final = 20
 _ALL: Final = 1 << 64  # above any hash
 _KEY: Final = b"commprof.sample"
 _CONSTANT: Final = ("is_p2p", "captured")  # false in every row of a sample
@@ -42,14 +45,21 @@ class Sample(NamedTuple):
     Attributes:
         rows: records of collectives, with OWN_COLUMNS.
         below: all steps with a lower hash are in it.
+        halvings: how often the collectives of these steps were halved.
         steps: of how many training steps.
         span_ns: from the first collective to the last.
     """
 
     rows: pa.Table
     below: int
+    halvings: int
     steps: int
     span_ns: int
+
+    @property
+    def share(self) -> float:
+        """Which part of the collectives of its steps are in it."""
+        return 0.5**self.halvings
 
 
 def schema() -> pa.Schema:
@@ -70,22 +80,31 @@ def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
         TraceError: a file cannot be read.
     """
     most = min(_MOST_OF_HOST, MOST_ROWS * ranks // max(world, ranks, 1))
-    codes, first, last = [np.zeros(0, np.int64)], [], []
+    found: dict[int, int] = {}
+    first, last = [], []
     for rows in _processes(collectives, _COUNTED):
         ends = pc.min_max(rows["issue_ns"]).as_py()
         if ends["min"] is not None:
             first.append(ends["min"])
             last.append(ends["max"])
-        codes.append(_codes(_compared(rows)))
-    steps, counts = np.unique(np.concatenate(codes), return_counts=True)
-    below = _bound(steps, counts, most)
+        for step, count in zip(*(of.tolist() for of in _counts(_compared(rows))), strict=True):
+            found[step] = found.get(step, 0) + count
+    steps, counts = (np.array(list(values), np.int64) for values in (found.keys(), found.values()))
+    fitting = int((np.cumsum(counts[np.argsort(_hashes(steps))]) <= most).sum())
+    is_halved = fitting < min(_FEWEST_STEPS, len(steps))
+    lowest = np.ones(len(steps), np.int64) if is_halved else counts
+    below = _bound(steps, lowest, _FEWEST_STEPS if is_halved else most)
     needed = tuple(name for name in NEEDED if name not in OWN_COLUMNS)
-    parts = []
-    for rows in _processes(collectives, needed) if below else ():
-        found = _compared(with_own_times(rows))
-        parts.append(found.filter(pa.array(_is_below(_codes(found), below))).select(schema().names))
-    rows = pa.concat_tables([schema().empty_table(), *(part.cast(schema()) for part in parts)])
-    return as_table(Sample(rows, below, len(steps), max(last) - min(first) if first else 0))
+    halvings = 0
+    kept = schema().empty_table()
+    for rows in _processes(collectives, needed):
+        part = _of_steps(_compared(with_own_times(rows)), below, halvings)
+        kept = pa.concat_tables([kept, part.select(schema().names).cast(schema())])
+        while len(kept) > most and halvings < _MOST_HALVINGS:
+            halvings += 1
+            kept = _of_steps(kept, below, halvings)
+    span_ns = max(last) - min(first) if first else 0
+    return as_table(Sample(kept, below if len(kept) <= most else 0, halvings, len(steps), span_ns))
 
 
 def as_table(sample: Sample) -> pa.Table:
@@ -111,10 +130,12 @@ def joined(rows: pa.Table, facts: Sequence[Mapping[str, Any]]) -> Sample:
     Args:
         facts: of each host.
     """
-    steps, counts = np.unique(_codes(rows), return_counts=True)
-    below = min([_bound(steps, counts, MOST_ROWS), *(of["below"] for of in facts)])
-    chosen = rows.filter(pa.array(_is_below(_codes(rows), below))).cast(schema())
-    return Sample(chosen, below, max(of["steps"] for of in facts), max(of["span_ns"] for of in facts))
+    halvings = max((of["halvings"] for of in facts), default=0)
+    rows = _of_steps(rows, min((of["below"] for of in facts), default=0), halvings)
+    below = _bound(*_counts(rows), MOST_ROWS)
+    below = min([below, *(of["below"] for of in facts)])
+    steps, span_ns = (max((of[name] for of in facts), default=0) for name in ("steps", "span_ns"))
+    return Sample(_of_steps(rows, below, halvings).cast(schema()), below, halvings, steps, span_ns)
 
 
 def parts_of(sample: Sample) -> Iterator[pa.Table]:
@@ -124,14 +145,14 @@ def parts_of(sample: Sample) -> Iterator[pa.Table]:
         rows = rows.append_column(name, pa.repeat(pa.scalar(False), len(rows)))
     codes = _codes(rows)
     order = np.argsort(codes, kind="stable")
-    steps, counts = np.unique(codes, return_counts=True)
+    _, counts = np.unique(codes, return_counts=True)
     begin = end = 0
     for count in counts.tolist():
         if end > begin and end + count - begin > _MOST_OF_PART:
             yield rows.take(pa.array(order[begin:end]))
             begin = end
         end += count
-    if len(steps):
+    if end:
         yield rows.take(pa.array(order[begin:end]))
 
 
@@ -165,9 +186,25 @@ def _codes(rows: pa.Table) -> Numbers:
     return codes
 
 
-def _hashes(steps: Numbers) -> Hashes:
-    """The hash of each step (splitmix64): as good as drawn by lot, and the same everywhere."""
-    mixed = steps.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+def _counts(rows: pa.Table) -> tuple[Numbers, Numbers]:
+    """The steps of ``rows``, and how many rows each has."""
+    steps, counts = np.unique(_codes(rows), return_counts=True)
+    return steps, counts
+
+
+def _of_steps(rows: pa.Table, below: int, halvings: int) -> pa.Table:
+    """The rows of the steps with a hash below ``below``; of their collectives those that are left after ``halvings``."""
+    codes = _codes(rows)
+    chosen = _hashes(codes) < np.uint64(below) if below < _ALL else np.ones(len(rows), bool)
+    if halvings:
+        numbers = _hashes(codes) + rows["pg_seq"].to_numpy().astype(np.uint64)
+        chosen &= _hashes(numbers) < np.uint64(_ALL >> halvings)
+    return rows.filter(pa.array(chosen))
+
+
+def _hashes(numbers: Numbers | Hashes) -> Hashes:
+    """The hash of each number (splitmix64): as good as drawn by lot, and the same everywhere."""
+    mixed = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))
@@ -179,9 +216,3 @@ def _bound(steps: Numbers, counts: Numbers, most: int) -> int:
     order = np.argsort(hashes)
     beyond = np.flatnonzero(np.cumsum(counts[order]) > most)
     return int(hashes[order[beyond[0]]]) if len(beyond) else _ALL
-
-
-def _is_below(steps: Numbers, bound: int) -> npt.NDArray[np.bool_]:
-    if bound >= _ALL:
-        return np.ones(len(steps), bool)
-    return _hashes(steps) < np.uint64(bound)

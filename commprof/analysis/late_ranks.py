@@ -74,6 +74,7 @@ class Findings(NamedTuple):
         inherited: by rank, what the others waited for it because the collective before had ended late for it.
         elsewhere: by rank, what they waited because waits in other groups or for messages had held it longer.
         untold: by rank, the waits of which none of this can be told: some wait was not recorded.
+        share: which part of the collectives of the steps were compared.
     """
 
     late: list[LateRank]
@@ -84,6 +85,7 @@ class Findings(NamedTuple):
     inherited: dict[int, int]
     elsewhere: dict[int, int]
     untold: dict[int, int]
+    share: float = 1.0
 
 
 class LastRanks:

@@ -83,11 +83,12 @@ def verdict(
 
 
 def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
-    cost = _cost(late.cost_ns, found.steps)
+    cost = _cost(late.cost_ns, found)
     if late.is_hidden:
         return f"Without it rank {late.rank} would be late by itself: the others would wait {cost} for its own time."
     if (
         found.compared
+        and found.share == 1  # else it may have been late in collectives of a step that were not compared
         and late.collectives < _ALL_MOST * found.compared
         and late.steps < _ALL_MOST * found.steps
     ):
@@ -105,7 +106,7 @@ def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
 
 def _late_root(late: LateRoot, found: Findings) -> str:
     came = f"in {late.collectives:,} of {late.compared:,} {late.op} collectives"
-    cost = _cost(late.cost_ns, found.steps)
+    cost = _cost(late.cost_ns, found)
     if late.is_root:
         return f"Rank {late.rank} is late by itself as the root {came}: the others waited {cost} for its own time."
     return f"Rank {late.rank} is late by itself {came}: their root waited {cost} for its own time."
@@ -127,7 +128,7 @@ def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], 
         groups = paths.groups_of(late[0])[:3]
         slow = SlowPath(GROUP, tuple(groups) or (_all_of(by_rank),), 0.0, 0)
     last = " and ".join(f"{_share(by_rank[rank])} (rank {rank})" for rank in late[:3])
-    cost = _cost(waited, found.steps)
+    cost = _cost(waited, found)
     after = (
         f"Rank {late[0]} came last to {_share(by_rank[late[0]])}, and the others waited {cost} for it, "
         "but not for its own time: the collectives before ended late for it."
@@ -191,7 +192,7 @@ def _named(slow: SlowPath) -> str:
 def _compared(slow: SlowPath, found: Findings) -> str:
     if not slow.ratio:
         return ""
-    return f" ({slow.ratio:.0f} times as long as elsewhere, {_cost(slow.extra_ns, found.steps)} more)"
+    return f" ({slow.ratio:.0f} times as long as elsewhere, {_cost(slow.extra_ns, found)} more)"
 
 
 def _elsewhere(found: Findings, span_ns: int) -> list[str]:
@@ -200,7 +201,7 @@ def _elsewhere(found: Findings, span_ns: int) -> list[str]:
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
     return [
-        f"For rank {rank} the others waited {_cost(waited, found.steps)} that it passes on: waits in other groups, "
+        f"For rank {rank} the others waited {_cost(waited, found)} that it passes on: waits in other groups, "
         "in rooted collectives or for messages held it, not its own time."
     ]
 
@@ -214,10 +215,10 @@ def _untold(found: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) -> 
             continue
         came = f"Rank {rank} was the last to come to {_share(row)}"
         if pd.isna(row["others_waited_ns"]):
-            came += f"; it alone was missing for {_cost(waited, found.steps)}"
+            came += f"; it alone was missing for {_cost(waited, found)}"
             came += ", and whether the others waited was not recorded"
         else:
-            came += f"; the others waited {_cost(waited, found.steps)} for it"
+            came += f"; the others waited {_cost(waited, found)} for it"
         said.append(
             f"{came}. Whether by its own time, or because collectives before ended late for it, cannot be told: not "
             "all waits of the program for its collectives were recorded."
@@ -235,7 +236,7 @@ def _turns(found: Findings) -> list[str]:
     )
     return [
         "No rank is late more often than the others: they are late in turn, and waited "
-        f"{_cost(whole, found.steps)} for each other ({shares})."
+        f"{_cost(whole, found)} for each other ({shares})."
     ]
 
 
@@ -243,8 +244,9 @@ def _share(row: pd.Series) -> str:
     return f"{100 * row['last'] / row['collectives']:.0f} % of {row['collectives']:,} collectives"
 
 
-def _cost(cost_ns: float, steps: int) -> str:
-    return f"{format_ns(cost_ns / steps)} a step" if steps else f"{format_ns(cost_ns)} in all"
+def _cost(cost_ns: float, found: Findings) -> str:
+    cost_ns = cost_ns / found.share
+    return f"{format_ns(cost_ns / found.steps)} a step" if found.steps else f"{format_ns(cost_ns)} in all"
 
 
 def _all_of(by_rank: Iterable[int]) -> str:

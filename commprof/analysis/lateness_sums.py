@@ -125,7 +125,8 @@ def sampled_straggling(run: Run, sample: Sample) -> Straggling:
     """Who comes late in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
     align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
     span_ns = round(sample.span_ns * arrival_sample.steps_in(sample) / sample.steps)
-    return straggling_module.straggling(arrival_sample.parts_of(sample), align, MOST_LATE, hosts, span_ns)
+    parts = arrival_sample.parts_of(sample)
+    return straggling_module.straggling(parts, align, MOST_LATE, hosts, span_ns, sample.share)
 
 
 def _from_index(index: Index, limit: int) -> Straggling:

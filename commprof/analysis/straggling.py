@@ -69,18 +69,19 @@ class Collector:
         self._rooted.add(arrived)
         self._paths.add(arrived)
 
-    def answer(self, span_ns: int | None = None) -> Straggling:
+    def answer(self, span_ns: int | None = None, share: float = 1.0) -> Straggling:
         """What follows from all that was taken.
 
         Args:
             span_ns: how long that was; default: from the first arrival to the last.
+            share: which part of the collectives of that time was taken.
         """
         if self._late is None:
             raise ValueError("no part was taken")
         span = 0 if self._first is None or self._last is None else int(self._last - self._first)
-        span = span if span_ns is None else span_ns
+        span = round((span if span_ns is None else span_ns) * share)
         ranks = self._ranks.stragglers()
-        found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)
+        found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)._replace(share=share)
         steps = self._last_ranks.steps
         rooted = self._rooted.late(span, steps)
         if len(ranks) == 2:
@@ -104,6 +105,7 @@ def straggling(
     limit: int,
     hosts: Mapping[int, str] | None = None,
     span_ns: int | None = None,
+    share: float = 1.0,
 ) -> Straggling:
     """The answer over ``parts`` of the records of a run, each of whole collectives.
 
@@ -111,11 +113,12 @@ def straggling(
         align: from records to arrivals.
         hosts: of each rank.
         span_ns: how long that was; default: from the first arrival to the last.
+        share: which part of the collectives of that time ``parts`` have.
     """
     with closing(Collector(limit, hosts)) as taken:
         for number, arrived in enumerate(map(align, parts)):
             taken.add(apart(arrived, number))
-        return taken.answer(span_ns)
+        return taken.answer(span_ns, share)
 
 
 def apart(arrived: pa.Table, part: int) -> pa.Table:

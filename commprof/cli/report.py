@@ -137,14 +137,15 @@ def _late(stragglers: pd.DataFrame | None) -> str | None:
         return said
     steps, of_steps = sampled["steps"], sampled["of_steps"]
     basis = f"{steps:,} of {of_steps:,} steps" if steps < of_steps else f"all {steps:,} steps"
-    return f"{said or 'None stands out.'} Looked at: the collectives of {basis}, no messages."
+    part = "" if sampled["share"] == 1 else f"1/{round(1 / sampled['share']):,} of "
+    return f"{said or 'None stands out.'} Looked at: {part}the collectives of {basis}, no messages."
 
 
-def _sampled(stragglers: pd.DataFrame | None) -> dict[str, int] | None:
+def _sampled(stragglers: pd.DataFrame | None) -> dict[str, Any] | None:
     """Of how many steps of how many the ``stragglers`` are; None of those of a whole run."""
     if stragglers is None or "of_steps" not in stragglers.attrs:
         return None
-    return {name: stragglers.attrs[name] for name in ("steps", "of_steps")}
+    return {name: stragglers.attrs[name] for name in ("steps", "of_steps", "share")}
 
 
 def title(facts: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from commprof.analysis.straggling import straggling
 from commprof.cli import execute, report
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.reader import open_run
+from support.runs import SyntheticRun
 from support.simulated_jobs import MS, Call, Compute, Job, Step
 
 HOSTS = [f"h{rank // 2}" for rank in range(6)]
@@ -25,17 +26,19 @@ STEPS = 24
 LATE = 3
 
 
-def job_of(groups, late=LATE, steps=STEPS, delay=20 * MS):
-    """Steps with a call of the ranks of each host, of all ranks, or both; ``late`` works longer before one of them."""
+def job_of(groups, delay=20 * MS, calls=1):
+    """Steps with calls of the ranks of each host, of all ranks, or both; one rank works longer before some."""
     job = Job(len(HOSTS), hosts=HOSTS, shifts=SHIFTS)
-    for step in range(steps):
+    for step in range(STEPS):
         for rank in range(job.world):
             work = 5 * MS + 10_000 * ((7 * rank + 3 * step) % 6)
-            job.do(rank, Step(step), Compute(work + (delay if rank == late else 0)))
+            job.do(rank, Step(step), Compute(work + (delay if rank == LATE else 0)))
             if "host" in groups:
                 job.do(rank, Call("all_reduce", 4096, PAIRS[rank // 2], "host"))
             if "all" in groups:
-                job.do(rank, Compute(MS), Call("all_reduce", 4096), Compute(2 * MS), Call("all_gather", 64))
+                for call in range(calls):
+                    job.do(rank, Compute(MS + (delay if rank == LATE and call else 0)))
+                    job.do(rank, Call("all_reduce", 4096), Compute(2 * MS), Call("all_gather", 64))
     return job
 
 
@@ -45,6 +48,11 @@ def written(path, job, are_compared=True):
     if not are_compared:
         run.rows["clock_offsets"] = []
     return run.write(path)
+
+
+def cost_of(statement):
+    """In ms."""
+    return float(statement.split("the others waited ")[1].split(" ms")[0])
 
 
 @pytest.fixture
@@ -75,6 +83,7 @@ def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, gr
     assert expected.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
     found = api.sampled_stragglers(only_files(path))
     assert found.attrs.pop("steps") == found.attrs.pop("of_steps") == STEPS
+    assert found.attrs.pop("share") == 1
     assert found.attrs == expected.attrs
     pd.testing.assert_frame_equal(found, expected)
 
@@ -97,11 +106,7 @@ def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch
     pd.testing.assert_frame_equal(found, expected)
     assert found.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
     # The cost of a step is that of the whole run to within 2 %.
-    costs = [
-        float(text.split("the others waited ")[1].split(" ms")[0])
-        for text in (whole, found.attrs["statement"])
-    ]
-    assert costs[0] == pytest.approx(costs[1], rel=0.02)
+    assert cost_of(found.attrs["statement"]) == pytest.approx(cost_of(whole), rel=0.02)
 
 
 def test_clocks_that_were_not_compared_name_no_rank_across_hosts(tmp_path, only_files):
@@ -148,7 +153,10 @@ def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only
     assert "Looked at: the collectives of 11 of 24 steps, no messages." in said
     assert execute(["report", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["stragglers_sample"] == {"steps": 11, "of_steps": 24} and len(found["stragglers"]) == 6
+    assert (
+        found["stragglers_sample"] == {"steps": 11, "of_steps": 24, "share": 1.0}
+        and len(found["stragglers"]) == 6
+    )
 
 
 def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_files, monkeypatch, capsys):
@@ -159,37 +167,43 @@ def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_fil
     assert "Late ranks: None stands out. Looked at: the collectives of all 24 steps, no messages." in said
 
 
-def rows_of(rank, counts):
-    """Records of ``counts`` collectives in the steps from 0 on, as a table of the sample has them."""
-    steps = np.repeat(np.arange(len(counts)), counts)
-    columns = {"attempt": np.zeros_like(steps), "step": steps, "rank": np.full_like(steps, rank)}
-    schema = arrival_sample.schema()
-    arrays = [
-        pa.array(columns[field.name]).cast(field.type)
-        if field.name in columns
-        else pa.nulls(len(steps), field.type)
-        for field in schema
-    ]
-    return pa.table(arrays, schema=schema)
+def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_files, monkeypatch, capsys):
+    path = written(tmp_path / "run", job_of(("host", "all"), calls=20, delay=2 * MS))
+    whole = api.stragglers(path).attrs["statement"]
+    monkeypatch.setattr(report, "_MOST_COMPARED", 5)
+    monkeypatch.setattr(arrival_sample, "MOST_ROWS", 600)  # of 6,048
+    only_files(path)
+    found = api.sampled_stragglers(path)
+    assert found.attrs["steps"] == 8 and found.attrs["share"] in (0.5, 0.25)
+    assert len(host_files.sample(open_run(path))) <= 600
+    said = found.attrs["statement"]
+    assert said.startswith(f"Rank {LATE} is late by itself: it was the last to come to ")
+    assert cost_of(said) == pytest.approx(cost_of(whole), rel=0.5)
+    assert execute(["report", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Looked at: 1/{round(1 / found.attrs['share'])} of the collectives of 8 of 24 steps" in said
 
 
-def test_hosts_with_different_room_have_steps_in_common(monkeypatch):
-    """By plain sets: what is joined are the steps that every host has."""
-    draw = np.random.default_rng(3)
+@pytest.mark.parametrize("seed", range(3))
+def test_hosts_with_different_room_have_collectives_in_common(seed):
+    """By plain sets: what is joined are the collectives that every host has, and as many as the narrowest has."""
+    draw = np.random.default_rng(seed)
     samples = []
     for host in range(4):
-        counts = draw.integers(1, 9, 200)
-        rows = rows_of(host, counts)
-        codes = np.arange(200)
-        below = arrival_sample._bound(codes, counts, int(draw.integers(100, 500)))
-        kept = rows.filter(
-            pa.array(arrival_sample._is_below(rows["step"].to_numpy().astype(np.int64), below))
-        )
-        samples.append((kept, {"below": below, "steps": 200, "span_ns": 10 * host}))
-    found = arrival_sample.joined(
-        pa.concat_tables([rows for rows, _ in samples]), [facts for _, facts in samples]
-    )
-    of_hosts = [set(rows["step"].to_pylist()) for rows, _ in samples]
-    assert set(found.rows["step"].to_pylist()) == set.intersection(*of_hosts)
-    assert 5 < len(set.intersection(*of_hosts)) < min(map(len, of_hosts[1:] + of_hosts[:1])) + 1
-    assert (found.steps, found.span_ns) == (200, 30)
+        steps = np.repeat(np.arange(60), 10 if host else 40)
+        run = SyntheticRun(world_size=4)
+        for number, step in enumerate(steps.tolist()):
+            run.add_collective("all_reduce", payload_bytes=4, step=step, ranks=(host,), issue_ns=10 * number)
+        room = int(draw.integers(100, 500))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(arrival_sample, "MOST_ROWS", 4 * room)
+            sample = arrival_sample.of_host(run.table("collectives"), 1, 4)
+        assert 0 < len(sample) <= room
+        samples.append(sample)
+    facts = [arrival_sample.facts_of(sample) for sample in samples]
+    found = arrival_sample.joined(pa.concat_tables(samples, promote_options="permissive"), facts)
+    of_hosts = [{(row["step"], row["pg_seq"]) for row in sample.to_pylist()} for sample in samples]
+    for host, has in enumerate(of_hosts):
+        mine = {(row["step"], row["pg_seq"]) for row in found.rows.to_pylist() if row["rank"] == host}
+        assert mine <= has and mine
+    assert found.halvings == max(of["halvings"] for of in facts) and found.steps == 60
