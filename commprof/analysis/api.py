@@ -400,7 +400,8 @@ def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterato
 def stragglers(run: AnyRun) -> pd.DataFrame:
     """How often each rank was the last to come, and what the others waited for it, one row per rank.
 
-    ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does.
+    ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does. ``frame.attrs["late"]``: the ranks
+    that it names as late.
     """
     return straggling(run).ranks
 
@@ -408,18 +409,21 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
 def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
     """:func:`stragglers` of some training steps of a run of several hosts, from the files of its hosts; None without these.
 
-    ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``), and which part of the
-    collectives of these steps was compared (``share``).
+    ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``), which part of the collectives
+    of these steps was compared (``share``), and the hosts of the ranks that are late (``hosts``).
     """
     from commprof.analysis import lateness_sums, sums
     from commprof.analysis.arrival_sample import steps_in
+    from commprof.analysis.arrivals import hosts_of
 
     run = _opened(run)
     sample = sums.sample_of_arrivals(run)
     if sample is None:
         return None
     ranks = lateness_sums.sampled_straggling(run, sample).ranks
+    hosts = hosts_of(run)
     ranks.attrs.update(steps=steps_in(sample), of_steps=sample.steps, share=sample.share)
+    ranks.attrs["hosts"] = {rank: hosts[rank] for rank in ranks.attrs["late"] if rank in hosts}
     return ranks
 
 

@@ -24,10 +24,11 @@ _ALL_MOST: Final = 0.5  # of the collectives
 
 
 class LateVerdict(NamedTuple):
-    """What is said of the lateness of a run, and what that names: one of the five words above."""
+    """What is said of the lateness of a run, what that names (one of the five words above), and which ranks as late."""
 
     statement: str | None
     culprit: str
+    late: list[int]
 
 
 def verdict(
@@ -49,8 +50,10 @@ def verdict(
     """
     by_rank = {int(row["rank"]): row for _, row in ranks.iterrows()}
     sentences = [_late(each, by_rank[each.rank], found) for each in found.late]
-    named = {each.rank for each in found.late}
-    sentences += [_late_root(each, found) for each in rooted if each.rank not in named]
+    late = [each.rank for each in found.late]
+    roots = [each for each in rooted if each.rank not in late]
+    sentences += [_late_root(each, found) for each in roots]
+    late += [each.rank for each in roots]
     transfers = _transfers(found, paths, by_rank, span_ns)
     culprit = LATE_RANK if sentences else SLOW_TRANSFER if transfers else NOBODY
     sentences += transfers
@@ -79,7 +82,7 @@ def verdict(
             f"In {unknown:,} collectives it cannot be told who was last: the clocks of their hosts were never compared "
             "(rank 0 was not recorded, could not be reached, or the job ended first)."
         )
-    return LateVerdict(" ".join(sentences) or None, culprit)
+    return LateVerdict(" ".join(sentences) or None, culprit, late)
 
 
 def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
@@ -145,7 +148,7 @@ def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerd
     """Of a run whose time goes into transfers for which no rank comes late: all of them wait equally long."""
     costliest = paths.costliest()
     if costliest is None or costliest.share < _ALL_MOST:
-        return LateVerdict(None, NOBODY)
+        return LateVerdict(None, NOBODY, [])
     what = (
         f"Transfers take the time, and no rank stands out as late by its own time: {costliest.what} of "
         f"{format_bytes(costliest.size)} takes {format_ns(costliest.took_ns)} (median), "
@@ -153,7 +156,7 @@ def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerd
     )
     slow = paths.rings(by_rank)
     if slow is not None:
-        return LateVerdict(f"{what} {_named(slow)}.", SLOW_TRANSFER)
+        return LateVerdict(f"{what} {_named(slow)}.", SLOW_TRANSFER, [])
     why = "no path or group of these transfers is much slower than another"
     if costliest.compared < 2:
         why = f"of these transfers only those {costliest.where} are timed"
@@ -161,6 +164,7 @@ def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerd
         f"{what} Whether one host's link is slow, or the whole network is no faster, cannot be told: {why}. "
         "Messages between each pair of hosts tell: iperf3, or a recorded program of send and recv.",
         TRANSFERS,
+        [],
     )
 
 

@@ -52,6 +52,7 @@ _WHERE_ANY: Final = (
     (_BETWEEN, Heading("between hosts", number=True)),
 )
 _IN_CALLS: Final = Heading("in calls", number=True)
+_MOST_HOSTS: Final = 8  # that are named beside late ranks
 _MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
@@ -138,7 +139,9 @@ def _late(stragglers: pd.DataFrame | None) -> str | None:
     steps, of_steps = sampled["steps"], sampled["of_steps"]
     basis = f"{steps:,} of {of_steps:,} steps" if steps < of_steps else f"all {steps:,} steps"
     part = "" if sampled["share"] == 1 else f"1/{round(1 / sampled['share']):,} of "
-    return f"{said or 'None stands out.'} Looked at: {part}the collectives of {basis}, no messages."
+    hosts = [f"rank {rank}: {host}" for rank, host in stragglers.attrs["hosts"].items()][:_MOST_HOSTS]
+    where = f" Hosts: {', '.join(hosts)}." if hosts else ""
+    return f"{said or 'None stands out.'}{where} Looked at: {part}the collectives of {basis}, no messages."
 
 
 def _sampled(stragglers: pd.DataFrame | None) -> dict[str, Any] | None:

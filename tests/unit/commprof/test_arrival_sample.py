@@ -83,7 +83,7 @@ def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, gr
     assert expected.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
     found = api.sampled_stragglers(only_files(path))
     assert found.attrs.pop("steps") == found.attrs.pop("of_steps") == STEPS
-    assert found.attrs.pop("share") == 1
+    assert found.attrs.pop("share") == 1 and found.attrs.pop("hosts") == {LATE: "h1"}
     assert found.attrs == expected.attrs
     pd.testing.assert_frame_equal(found, expected)
 
@@ -150,7 +150,7 @@ def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"Late ranks: Rank {LATE} is late by itself" in said
-    assert "Looked at: the collectives of 11 of 24 steps, no messages." in said
+    assert "Hosts: rank 3: h1. Looked at: the collectives of 11 of 24 steps, no messages." in said
     assert execute(["report", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (

@@ -115,7 +115,7 @@ def test_answers_out_of_the_index_are_those_of_all_records(runs):
 @pytest.mark.parametrize("seed", [2675342405, 3909471971, 3, 20])
 def test_random_times_of_microseconds_blame_nobody(tmp_path, seed):
     said = api.stragglers(mixed_run(random.Random(seed)).write(tmp_path / "run")).attrs
-    assert said == {"statement": None, "culprit": "nobody"}
+    assert said == {"statement": None, "culprit": "nobody", "late": []}
 
 
 @pytest.mark.parametrize("reused", [True, False], ids=["numbers come twice", "numbers come once"])
