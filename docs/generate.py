@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from commprof import schema
+from commprof.trace.fingerprint import Opening
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -119,7 +120,7 @@ class _EmptyRun:
     manifest = SimpleNamespace(hosts=())
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[str, ...], pa.Table] = {}
+        self.state = Opening()
 
     def scan(self, name: str, most_rows: int | None = None) -> pa.Table:
         return self.table(name)

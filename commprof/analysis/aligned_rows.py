@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import duckdb
@@ -14,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from commprof.analysis.answer_cache import answer_cache
 from commprof.analysis.engine import connect, query_text
-from commprof.analysis.fingerprint import Stamp, is_growing, stamp
 from commprof.analysis.memory import engine_settings
 from commprof.errors import TraceError
 from commprof.printable import command_line
@@ -30,7 +27,6 @@ _APART: Final = """exists (
 )"""
 _MOST_MEMORY: Final = 512 << 20  # of the engine: an alignment of 1e7 lines is put in order in files beside it
 _FEWEST_SCANNED: Final = 100_000  # rows that are read where they lie
-_MOST_KEPT: Final = 8  # orders; that of a million rows takes 12 MB
 
 
 class Order(NamedTuple):
@@ -79,7 +75,7 @@ class AlignedRows:
 
     def order(self, rank: int | None, pg: str | None) -> Order:
         """The rows of one rank and group, in order."""
-        return _orders.of(self._run, (rank, pg), lambda: self._order(rank, pg))
+        return answer_cache.get(self._run.state, ("order", rank, pg), lambda: self._order(rank, pg))
 
     def _order(self, rank: int | None, pg: str | None) -> Order:
         found = self._places(
@@ -148,33 +144,3 @@ def _register(
         return
     number = pa.array(np.arange(len(rows)))
     engine.register(name, rows.append_column("file_row_number", number) if numbered else rows)
-
-
-class _Orders:
-    """The last orders that were asked for, each for as long as no file of its run changes."""
-
-    def __init__(self) -> None:
-        self._held: OrderedDict[tuple[Any, ...], tuple[Stamp, Order]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, run: Run, key: tuple[Any, ...], make: Any) -> Order:
-        path = Path(run.path).resolve()
-        try:
-            now = stamp(path)
-        except OSError:
-            now = ()
-        with self._lock:
-            held = self._held.get((path, *key))
-            if held is not None and held[0] == now:
-                self._held.move_to_end((path, *key))
-                return held[1]
-        made: Order = make()
-        if now and not is_growing(now):
-            with self._lock:
-                self._held[path, *key] = now, made
-                while len(self._held) > _MOST_KEPT:
-                    self._held.popitem(last=False)
-        return made
-
-
-_orders: Final = _Orders()

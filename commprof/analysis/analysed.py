@@ -15,12 +15,12 @@ import pyarrow as pa
 
 from commprof import __version__
 from commprof.analysis import buckets, standstill, summaries
-from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.index_sums import process_times, standing_of
 from commprof.analysis.sum_tables import BUCKET_FLUSHES, OPERATIONS
 from commprof.analysis.sums import SUMMARISED, summary_tables
 from commprof.errors import TraceError, UsageError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
+from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import Run, open_run
 
 if TYPE_CHECKING:
@@ -82,10 +82,8 @@ def analyse(
     check_target(out, force)
     if run.pending:
         raise TraceError(f"{run.path} still works, and its records change; analyse it when it has ended")
-    before = fingerprint(run.path)
-    if session is not None:
-        run.kept |= _on_spark(session, run)
-    tables = summary_tables(run)
+    before = fingerprint(run.path).inputs
+    tables = summary_tables(run, None if session is None else _on_spark(session, run))
     rows = {key[0]: len(table) for key, table in tables.items()}
     engine = f"spark {session.version}" if session is not None else f"duckdb {_duckdb_version()}"
     try:
@@ -93,7 +91,7 @@ def analyse(
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
             staging = Path(folder) / "run"
             _copy(run.path, staging)
-            summaries.keep(staging, tables, fingerprint(staging))
+            summaries.keep(staging, tables, fingerprint(staging).inputs)
             facts = {
                 "analysed_by": f"commprof {__version__}",
                 "engine": engine,
@@ -113,7 +111,7 @@ def analyse(
 
 
 def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table]:
-    """What is evaluated from records, by the keys that it has in ``run.kept``; the rest follows from it."""
+    """What is evaluated from records, by the keys of the summaries; the rest follows from it."""
     from commprof.analysis.relations.spark import relations_of
 
     relations = relations_of(session, run)

@@ -2,6 +2,9 @@
 
 A file is named by what it answers: the question, the runs with the names, sizes and times of all their files, and those of
 commprof itself and of the directory that packages are installed into. If any of them changes, another name is looked for.
+
+They are no table of the index of the run. Only runs of 300,000 records and more have an index, and DuckDB lets no process
+write to a database that another one, as the dashboard, has open.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from commprof.analysis.fingerprint import is_growing, stamp
+from commprof.trace.fingerprint import fingerprint
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _SOURCES: Final = (".py", ".sql")
@@ -61,20 +64,18 @@ def user_cache(kind: str) -> Path | None:
 
 def _name(question: str, runs: Sequence[Path]) -> str | None:
     """The name of the answer's file; None where a run is being written, or cannot be read."""
-    try:
-        stamps = [(str(run), str(run.resolve()), stamp(run.resolve())) for run in runs]
-    except OSError:
+    found = [fingerprint(run) for run in runs]
+    if not all(each.is_still for each in found):
         return None
-    if any(is_growing(held) for _, _, held in stamps):
-        return None
-    return hashlib.sha256(repr((question, stamps, _code())).encode("utf-8", "surrogatepass")).hexdigest()
+    named = [(str(run), each.key) for run, each in zip(runs, found, strict=True)]
+    return hashlib.sha256(repr((question, named, _code())).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _code() -> tuple[Any, ...]:
     """The state of what works an answer out: the files of commprof, and the directory of the installed packages."""
     packages = Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
     installed = packages.stat().st_mtime_ns if packages.is_dir() else 0
-    sources = [each for each in stamp(_PACKAGE) if each[0].endswith(_SOURCES)]
+    sources = [each for each in fingerprint(_PACKAGE).files if each[0].endswith(_SOURCES)]
     return (sys.version, installed, sources)
 
 

@@ -7,10 +7,11 @@ nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from commprof.analysis.defaults import MOST_BARS, MOST_LATE
 from commprof.errors import TraceError, UsageError
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from commprof.analysis import settings as settings_module
     from commprof.analysis.advice import Advice
     from commprof.analysis.alignment import Alignment, AlignmentSummary, AlignmentWindow
+    from commprof.analysis.answer_cache import answer_cache
     from commprof.analysis.bandwidth import Bandwidths
     from commprof.analysis.buckets import BucketContent
     from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
     from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
-    from commprof.analysis.fingerprint import stamp
     from commprof.analysis.memory import engine_settings
     from commprof.analysis.record import Record
     from commprof.analysis.records import Filter
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from commprof.analysis.units import format_bytes, format_ns
     from commprof.calibration.results import Calibration
     from commprof.ledger.levels import Verdict
+    from commprof.trace.fingerprint import fingerprint
     from commprof.trace.reader import Run, open_run
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "alignment_place",
     "alignment_summary",
     "alignment_window",
+    "answer_cache",
     "arrivals",
     "arrivals_parts",
     "bandwidth",
@@ -95,6 +98,7 @@ __all__ = [
     "exposure_per_step",
     "finalise",
     "find_runs",
+    "fingerprint",
     "format_bytes",
     "format_ns",
     "frame_csv",
@@ -120,7 +124,6 @@ __all__ = [
     "run_names",
     "sampled_stragglers",
     "settings",
-    "stamp",
     "step_times",
     "step_window",
     "stragglers",
@@ -153,15 +156,16 @@ _ELSEWHERE: Final = {
     "Straggling": "commprof.analysis.straggling",
     "Timeline": "commprof.analysis.timeline",
     "Verdict": "commprof.ledger.levels",
+    "answer_cache": "commprof.analysis.answer_cache",
     "engine_settings": "commprof.analysis.memory",
     "exposed_share": "commprof.analysis.exposed_texts",
     "exposed_time": "commprof.analysis.exposed_texts",
+    "fingerprint": "commprof.trace.fingerprint",
     "format_bytes": "commprof.analysis.units",
     "format_ns": "commprof.analysis.units",
     "frame_csv": "commprof.analysis.csv_text",
     "open_run": "commprof.trace.reader",
     "overlapped_time": "commprof.analysis.exposed_texts",
-    "stamp": "commprof.analysis.fingerprint",
     "write_csv": "commprof.analysis.csv_text",
     "write_csv_parts": "commprof.analysis.csv_text",
 }
@@ -176,7 +180,6 @@ def __getattr__(name: str) -> Any:
 
 
 AnyRun: TypeAlias = "Run | Path | str"
-_Answer = TypeVar("_Answer")
 
 TRAFFIC_BY: Final = (
     "step",
@@ -712,9 +715,8 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 class _Compared(NamedTuple):
-    """One run of a comparison: as it was given, opened, and how it differs from the others."""
+    """One run of a comparison, opened, and how it differs from the others."""
 
-    given: AnyRun
     run: Run
     name: str
     setting: settings_module.Setting
@@ -726,24 +728,18 @@ def _compared(runs: Sequence[AnyRun]) -> list[_Compared]:
     opened = [_opened(run) for run in runs]
     manifests, names = [run.manifest for run in opened], run_names(opened)
     found = settings_module.settings_of(manifests, names)
-    return [_Compared(runs[i], opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
+    return [_Compared(opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
 
 
 def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
+    from commprof.analysis.answer_cache import answer_cache
+
     return [
-        _of_run(one.given, "measured", _measure, one.run)._replace(name=one.name, setting=one.setting)
+        answer_cache.get(one.run.state, "measured", partial(_measure, one.run))._replace(
+            name=one.name, setting=one.setting
+        )
         for one in runs
     ]
-
-
-def _of_run(run: AnyRun, question: str, answer: Callable[[Run], _Answer], opened: Run) -> _Answer:
-    """What ``answer`` says of ``opened``; kept where ``run`` is a path, whose files say whether it still holds."""
-    from commprof.analysis.kept import kept
-    from commprof.trace.reader import Run
-
-    if isinstance(run, Run):
-        return answer(opened)
-    return kept(opened.path, question, lambda: answer(opened))
 
 
 def _measure(run: Run) -> comparison.Measured:
@@ -773,14 +769,16 @@ def _rank_totals(
 ) -> list[rank_bytes_module.RankTotals]:
     from commprof.analysis import matrix, sums
     from commprof.analysis import rank_bytes as rank_bytes_module
+    from commprof.analysis.answer_cache import answer_cache
 
-    def answer(totals: steps.StepTotals) -> Callable[[Run], rank_bytes_module.RankTotals]:
-        return lambda run: rank_bytes_module.rank_totals(
-            "", totals, sums.operations(run, sums.HELD_COLUMNS), matrix.hosts_of(run.table("groups"))
-        )
+    def answer(run: Run, totals: steps.StepTotals) -> rank_bytes_module.RankTotals:
+        hosts = matrix.hosts_of(run.table("groups"))
+        return rank_bytes_module.rank_totals("", totals, sums.operations(run, sums.HELD_COLUMNS), hosts)
 
     return [
-        _of_run(one.given, "ranks", answer(of.step_totals), one.run)._replace(label=one.setting.label)
+        answer_cache.get(one.run.state, "ranks", partial(answer, one.run, of.step_totals))._replace(
+            label=one.setting.label
+        )
         for one, of in zip(runs, measured, strict=True)
     ]
 
@@ -892,13 +890,16 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """
     from commprof.analysis import levels as levels_module
     from commprof.analysis import settings as settings_module
+    from commprof.analysis.answer_cache import answer_cache
 
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
     found = settings_module.settings_of(manifests, run_names(opened))
     return levels_module.reduction_levels(
         [
-            levels_module.Ledger(found[i].label, *_of_run(runs[i], "ledger", _ledger, opened[i]))
+            levels_module.Ledger(
+                found[i].label, *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i]))
+            )
             for i in settings_module.in_order(manifests)
         ]
     )

@@ -29,13 +29,13 @@ import pyarrow.parquet as pq
 
 from commprof.analysis import arrival_sample, exposure, steps, summaries
 from commprof.analysis.engine import connect, evaluate, register
-from commprof.analysis.fingerprint import VERSION
 from commprof.analysis.index_sums import EXPOSURES, process_times
 from commprof.analysis.relations.graph import statement
 from commprof.analysis.sum_tables import HELD_COLUMNS, OPERATIONS
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.finaliser import convert_host
+from commprof.trace.fingerprint import VERSION, fingerprint
 from commprof.trace.layout import rank_files
 from commprof.trace.pending import load_manifest
 from commprof.trace.reader import Run, Scan, open_run, scan_of
@@ -154,14 +154,12 @@ def _as_part(name: str, rows: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def record_files(run: Path) -> dict[str, tuple[int, int]]:
     """Size and time of each file of records of ``run``, by its name without suffix."""
-    found = {}
-    with suppress(FileNotFoundError), os.scandir(run / COLLECTIVES_DIRECTORY) as entries:
-        for entry in entries:
-            stem, dot, suffix = entry.name.rpartition(".")
-            if dot and suffix == "parquet" and stem.startswith("rank-"):
-                status = entry.stat()
-                found[stem] = (status.st_size, status.st_mtime_ns)
-    return found
+    prefix, suffix = f"{COLLECTIVES_DIRECTORY}/", ".parquet"
+    return {
+        name.removeprefix(prefix).removesuffix(suffix): (size, changed)
+        for name, size, _, changed, _ in fingerprint(run).files
+        if name.startswith(f"{prefix}rank-") and name.endswith(suffix)
+    }
 
 
 def keep(run: Run, host: str, entries: Iterable[Mapping[str, Any]]) -> None:

@@ -21,18 +21,18 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import duckdb
 import pyarrow as pa
 
+from commprof.analysis.answer_cache import answer_cache
 from commprof.analysis.answer_files import user_cache
 from commprof.analysis.engine import connect
-from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.index_sums import fill_sums, standing
 from commprof.analysis.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.memory import engine_settings
@@ -40,6 +40,7 @@ from commprof.analysis.sum_tables import keep_operations
 from commprof.errors import TraceError
 from commprof.printable import command_line
 from commprof.trace.directory import INDEX_NAME, MANIFEST_NAME, resolve
+from commprof.trace.fingerprint import fingerprint
 from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
 from commprof.trace.reader import Run, open_run
@@ -55,6 +56,7 @@ _MOST_MEMORY: Final = (
 _CORRUPT: Final = "Corrupt database file"  # begins what the engine says of a block whose checksum is another
 
 Progress = Callable[[int, int], None]
+Answer = TypeVar("Answer")
 
 
 class Index:
@@ -65,7 +67,7 @@ class Index:
         facts: records, begin_ns, end_ns, ranks, lanes (how many; 0: groups are not told apart), ops, unknown_clocks,
             levels (bin width and number of bins of each).
         path: its file; None for one in memory.
-        stamp: the :func:`fingerprint` of the files that it was made from.
+        stamp: the ``inputs`` of the :func:`fingerprint` of the run that it was made from.
     """
 
     def __init__(self, run: Path, engine: duckdb.DuckDBPyConnection, path: Path | None) -> None:
@@ -78,8 +80,6 @@ class Index:
         self.facts: Mapping[str, Any] = json.loads(
             _one(engine, "select value from facts where name = 'facts'")
         )
-        self.kept: dict[Any, Any] = {}  # what questions found and may need again
-        self.sums: dict[tuple[str, ...], pa.Table] = {}  # the same of those that most others begin with
         self.born = time.monotonic()
         self.seconds = 0.0  # that opening or building it took
 
@@ -138,7 +138,7 @@ class _Shelf:
                 held = self._held.get(run)
                 if held is not None:
                     young = time.monotonic() - held.born < max(_LIVE_SECONDS, 10 * held.seconds)
-                    if held.stamp == fingerprint(run) and (young or not _is_live(run)):
+                    if held.stamp == fingerprint(run).inputs and (young or not _is_live(run)):
                         self._held.move_to_end(run)
                         return held
                     # A file that is open under the same name would be found in the place of the new one.
@@ -156,7 +156,7 @@ class _Shelf:
         """Whether the index of ``run`` is open, and still that of its files."""
         with self._lock:
             held = self._held.get(run.resolve())
-            return held is not None and held.stamp == fingerprint(run.resolve())
+            return held is not None and held.stamp == fingerprint(run).inputs
 
     def forget(self, run: Path) -> None:
         """Close the index of ``run``, if it is open."""
@@ -192,6 +192,26 @@ def index_if_there(run: Path) -> Index | None:
         return None
     found = index_of(path)
     return found if found.path is not None else None
+
+
+def by_index(
+    run: Run,
+    indexed: Callable[[Index], Answer | None],
+    otherwise: Callable[[], Answer],
+    question: Hashable = None,
+) -> Answer:
+    """What ``indexed`` says of the index of ``run`` where one is there and holds, else what ``otherwise`` gives.
+
+    Args:
+        question: what the answer of the index is held under; default: it is not held.
+    """
+
+    def ask() -> Answer | None:
+        index = index_if_there(run.path)
+        return None if index is None else indexed(index)
+
+    found = ask() if question is None else answer_cache.get(run.state, question, ask)
+    return otherwise() if found is None else found
 
 
 def has_index(run: Path) -> bool:
@@ -274,9 +294,8 @@ def _read(run: Path, file: Path) -> Index | None:
         # Free blocks at the end may be missing.
         blocks = int(_one(engine, "select block_size * used_blocks from pragma_database_size()"))
         is_whole = file.stat().st_size >= blocks
-        if is_whole and _one(engine, "select value from facts where name = 'fingerprint'") == fingerprint(
-            run
-        ):
+        stamp = _one(engine, "select value from facts where name = 'fingerprint'")
+        if is_whole and stamp == fingerprint(run).inputs:
             return Index(run, engine, file)
     except (duckdb.Error, ValueError, TypeError, OSError):
         pass
@@ -288,7 +307,7 @@ def _read(run: Path, file: Path) -> Index | None:
 def _in_memory(run: Run, progress: Progress) -> Index:
     engine = connect()
     try:
-        fill(engine, run, {"fingerprint": fingerprint(run.path)}, progress)
+        fill(engine, run, {"fingerprint": fingerprint(run.path).inputs}, progress)
     except duckdb.Error as error:
         raise TraceError(f"the records of {run.path} cannot be put in order: {_first_line(error)}") from None
     return Index(run.path, engine, None)
@@ -332,7 +351,7 @@ def _write_to(file: Path, run: Run, progress: Progress) -> None:
             ):
                 stood = beside.submit(standing, run)
                 laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
-                facts, records = {"fingerprint": fingerprint(run.path)}, run.health.records
+                facts, records = {"fingerprint": fingerprint(run.path).inputs}, run.health.records
                 seen = beside.submit(_fill_overview, engine, run, facts, laid)
                 summed = beside.submit(keep_operations, engine, run)
                 found = fill_sums(

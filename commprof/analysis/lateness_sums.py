@@ -20,7 +20,7 @@ from commprof.analysis.defaults import MOST_LATE
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
 from commprof.analysis.engine import connect
 from commprof.analysis.frames import from_arrow
-from commprof.analysis.index import Index, index_if_there
+from commprof.analysis.index import Index, by_index
 from commprof.analysis.index_sums import STRAGGLING
 from commprof.analysis.memory import limit_bytes
 from commprof.analysis.straggling import Straggling, apart
@@ -112,13 +112,14 @@ def _of_steps(rows: pa.Table, steps: tuple[int, int] | None) -> pa.Table:
 
 def straggling(run: Run, limit: int) -> Straggling:
     """Who comes late in ``run``: see :func:`commprof.analysis.api.straggling`."""
-    index = index_if_there(run.path)
-    if index is not None and limit <= MOST_LATE:
-        return _from_index(index, limit)
-    with connect() as engine:
-        parts = of_scan(run.scan("collectives"), NEEDED, engine)
-        align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
-        return straggling_module.straggling(parts, align, limit, hosts)
+
+    def from_files() -> Straggling:
+        with connect() as engine:
+            parts = of_scan(run.scan("collectives"), NEEDED, engine)
+            align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
+            return straggling_module.straggling(parts, align, limit, hosts)
+
+    return by_index(run, lambda index: _from_index(index, limit) if limit <= MOST_LATE else None, from_files)
 
 
 def sampled_straggling(run: Run, sample: Sample) -> Straggling:
@@ -146,12 +147,12 @@ def _from_index(index: Index, limit: int) -> Straggling:
 
 def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
     """How long each collective and message of ``run`` took (:func:`commprof.analysis.transfers.timed`), of some steps."""
-    index = index_if_there(run.path)
-    if index is not None:
-        first, last = (-(1 << 31), 1 << 31) if steps is None else steps
-        return index.ask(
-            f"select * from {BANDWIDTH_TIMES} where step between ? and ?", [int(first), int(last)]
-        )
+    first, last = (-(1 << 31), 1 << 31) if steps is None else steps
+    text = f"select * from {BANDWIDTH_TIMES} where step between ? and ?"
+    return by_index(run, lambda index: index.ask(text, [int(first), int(last)]), lambda: _times(run, steps))
+
+
+def _times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
     align = arrivals_module.aligned(run, transfers.ALSO)
     columns = columns_of(NEEDED, transfers.ALSO)
     with connect() as engine:

@@ -10,9 +10,9 @@ from typing import Any, Final
 import pandas as pd
 import pyarrow.compute as pc
 
+from commprof.analysis.answer_cache import answer_cache
 from commprof.analysis.answers import RUNS
 from commprof.analysis.frames import from_rows
-from commprof.analysis.kept import kept
 from commprof.analysis.settings import settings_of, value_text
 from commprof.analysis.summary import group_backends, script_name
 from commprof.errors import CommprofError
@@ -80,7 +80,7 @@ def runs_below(directory: Path) -> pd.DataFrame:
     for path in find_runs(directory):
         row: dict[str, Any] = {"name": _name(path, directory), "path": str(path), "finalised": False}
         try:
-            said: dict[str, Any] = kept(path, "listing", partial(_read, path), _has_ended)
+            said: dict[str, Any] = answer_cache.of_files([path], "listing", partial(_read, path), _has_ended)
             row |= said
         except CommprofError as error:
             row |= {"state": "unreadable", "note": str(error)}

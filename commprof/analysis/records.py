@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.analysis.answer_cache import answer_cache
 from commprof.analysis.answers import RECORDS
 from commprof.analysis.csv_text import write_csv
 from commprof.analysis.frames import from_arrow
@@ -21,7 +22,6 @@ from commprof.schema import Column
 MOST_ROWS: Final = 10_000  # of one page
 _BATCH: Final = 50_000
 _FEW: Final = 5_000  # so many first rows are found faster than by their place in the order
-_KEPT_COUNTS: Final = 64
 _TEXT_TESTS: Final = {
     "contains": ("contains(lower({0}), lower(?))", "{}"),
     "not contains": ("not contains(lower({0}), lower(?))", "{}"),
@@ -196,14 +196,14 @@ def _total(index: Index, where: _Where) -> int:
 
 
 def _counted(index: Index, where: _Where, clause: str, values: tuple[Any, ...]) -> int:
-    """How many rows fit; kept, since a page is asked for many times."""
-    key = ("count", where, clause, values)
-    if key not in index.kept:
-        sql = f"select count(*) as n from records r where {where.clause} and {clause}"
-        if len(index.kept) > _KEPT_COUNTS:
-            index.kept.clear()
-        index.kept[key] = index.ask(sql, (*where.values, *values))["n"][0].as_py()
-    return int(index.kept[key])
+    """How many rows fit."""
+    sql = f"select count(*) as n from records r where {where.clause} and {clause}"
+    return int(_held(index, sql, (*where.values, *values), lambda rows: rows["n"][0].as_py()))
+
+
+def _held(index: Index, sql: str, values: tuple[Any, ...], answer: Callable[[pa.Table], Any]) -> Any:
+    """What ``answer`` makes of the rows of ``sql``, held: a page is asked for many times."""
+    return answer_cache.get(index, (sql, values), lambda: answer(index.ask(sql, values)))
 
 
 def _places(
@@ -259,17 +259,15 @@ def _kind_cuts(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> Iterator[_Cut]:
     """One cut for each value of a column of the kinds: there are few of them, and how often each comes is soon counted."""
-    key = ("kinds", where, column)
-    if key not in index.kept:
-        sql = (
-            f"select k.{column} as value, list(c.kind) as kinds, cast(sum(c.n) as bigint) as n from "
-            f"(select r.kind, count(*) as n from records r where {where.clause} group by r.kind) c "
-            f"join kinds k using (kind) group by k.{column}"
-        )
-        index.kept[key] = index.ask(sql, where.values).to_pylist()
-    rows = [row for row in index.kept[key] if row["value"] is not None]
+    sql = (
+        f"select k.{column} as value, list(c.kind) as kinds, cast(sum(c.n) as bigint) as n from "
+        f"(select r.kind, count(*) as n from records r where {where.clause} group by r.kind) c "
+        f"join kinds k using (kind) group by k.{column}"
+    )
+    found = _held(index, sql, where.values, lambda rows: rows.to_pylist())
+    rows = [row for row in found if row["value"] is not None]
     rows.sort(key=lambda row: row["value"], reverse=descending)
-    rows += [row for row in index.kept[key] if row["value"] is None]
+    rows += [row for row in found if row["value"] is None]
     for row in rows:
         kinds = ", ".join(map(str, row["kinds"]))
         yield f"r.kind in (select unnest([{kinds}]))", (), row["n"], True
@@ -305,13 +303,10 @@ def _values_at(
     index: Index, where: _Where, name: str, descending: bool, known: int, first: int, last: int
 ) -> tuple[int, int]:
     """The values of rank ``first`` and ``last`` in the order, by selection and not by sorting."""
-    key = ("values", where, name, descending, first, last)
-    if key not in index.kept:
-        places = [known - 1 - place if descending else place for place in (first, last)]
-        shares = [min(1.0, (place + 0.5) / known) for place in places]
-        sql = f"select quantile_disc({name}, [{shares[0]!r}, {shares[1]!r}]) as q from records r where {where.clause}"
-        index.kept[key] = tuple(index.ask(sql, where.values)["q"][0].as_py())
-    low, high = index.kept[key]
+    places = [known - 1 - place if descending else place for place in (first, last)]
+    shares = [min(1.0, (place + 0.5) / known) for place in places]
+    sql = f"select quantile_disc({name}, [{shares[0]!r}, {shares[1]!r}]) as q from records r where {where.clause}"
+    low, high = _held(index, sql, where.values, lambda rows: rows["q"][0].as_py())
     return low, high
 
 

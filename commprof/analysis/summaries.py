@@ -1,7 +1,7 @@
 """The summaries of a run: small tables that most answers begin with, evaluated once when the run has ended.
 
 They lie beside the records, one Parquet file each (``RUN/relations/``), and hold nothing that the records do not, so they
-may be deleted at any time. A summary counts only while its stamp is the :func:`fingerprint` of the run.
+may be deleted at any time. A summary counts only while its stamp is that of the :func:`fingerprint` of the run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from commprof.analysis.fingerprint import fingerprint
 from commprof.trace.directory import SUMMARIES_DIRECTORY
+from commprof.trace.fingerprint import fingerprint
 from commprof.trace.tables import write_parquet
 
 _STAMP: Final = b"commprof.fingerprint"
@@ -35,7 +35,7 @@ def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> 
     """Put ``tables``, by name and columns, beside the run at ``path``, all of them or none.
 
     Args:
-        stamp: the :func:`fingerprint` of the run that they were made from.
+        stamp: the ``inputs`` of the :func:`fingerprint` of the run that they were made from.
 
     Raises:
         TraceError, OSError: they cannot be written.
@@ -59,7 +59,7 @@ def read(path: Path) -> dict[tuple[str, ...], pa.Table]:
     """The summaries of the run at ``path``, by name and columns; empty where none hold or a file of them is damaged."""
     files = sorted((path / SUMMARIES_DIRECTORY).glob("*.parquet"))
     found: dict[tuple[str, ...], pa.Table] = {}
-    stamp = fingerprint(path).encode() if files else b""
+    stamp = fingerprint(path).inputs.encode() if files else b""
     for file in files:
         try:
             table = pq.read_table(file, partitioning=None)

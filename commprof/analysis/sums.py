@@ -1,12 +1,12 @@
 """What most questions about a run begin with: its operations added up, and how long its steps stood still.
 
-Each is worked out once for an opened run and kept with it; where the run's index is there and holds, it is read from that
-and kept with that.
+The index of the run answers where it is there and holds, else the summaries beside the run, the files of its hosts, or its
+records. Answers are held in the cache (:mod:`commprof.analysis.answer_cache`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,42 +17,32 @@ import pyarrow.compute as pc
 from commprof.analysis import arrival_sample, host_files, steps, summaries, traffic
 from commprof.analysis import buckets as buckets_module
 from commprof.analysis import exposure as exposure_module
+from commprof.analysis.answer_cache import answer_cache
 from commprof.analysis.arrival_sample import Sample
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.detailed_answers import BUCKET_STEPS
 from commprof.analysis.engine import ask, query_text
-from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.frames import from_arrow, from_rows
-from commprof.analysis.index import Index, index_if_there
+from commprof.analysis.index import by_index
 from commprof.analysis.index_sums import EXPOSURES, standing
 from commprof.analysis.steady import EXECUTED
-from commprof.analysis.sum_tables import BUCKET_FLUSHES, BUCKET_MEANS, HELD_COLUMNS, OPERATIONS, SUMS, rows_of
+from commprof.analysis.sum_tables import BUCKET_FLUSHES, BUCKET_MEANS, OPERATIONS, SUMS, rows_of
+from commprof.analysis.sum_tables import HELD_COLUMNS as HELD_COLUMNS
 from commprof.errors import CommprofError
 from commprof.ledger.backends import GLOO, NCCL
 from commprof.ledger.executed import executed_factors
 from commprof.schema import OPS
 from commprof.trace.directory import elsewhere
+from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import Run, Scan, open_run
 
-__all__ = [
-    "HELD_COLUMNS",
-    "bucket_flushes",
-    "bucket_means",
-    "bucket_steps",
-    "buckets_per_step",
-    "exposure",
-    "exposure_per_step",
-    "operations",
-    "reducing",
-    "sample_of_arrivals",
-    "step_times",
-]
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
 SUMMARISED: Final = tuple(
     dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS))
 )  # of a summary of operations
-_MOST_KEPT: Final = 16  # answers with one index
+STEP_TIMES: Final = "step_times"
+_STEP: Final = ("attempt", "step")
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
 
@@ -61,7 +51,10 @@ def operations(run: Run, columns: Sequence[str]) -> pa.Table:
 
     What NCCL ran for them is taken from the alignment with its log that the run keeps.
     """
-    found = _operations(run, tuple(dict.fromkeys((*columns, "op", "backend"))))
+    return _with_nccl(run, _operations(run, tuple(dict.fromkeys((*columns, "op", "backend")))))
+
+
+def _with_nccl(run: Run, found: pa.Table) -> pa.Table:
     unknown = pc.and_kleene(pc.greater(found["unexecuted"], 0), pc.equal(found["backend"], NCCL))
     if not pc.any(unknown).as_py():
         return found
@@ -79,44 +72,46 @@ def operations(run: Run, columns: Sequence[str]) -> pa.Table:
 
 
 def _executed_factors(run: Run) -> dict[str, float]:
-    """What :func:`commprof.ledger.executed.executed_factors` says, worked out once for an opened run."""
-    key = ("executed_factors",)
-    kept = _kept(run, None)
-    if key not in kept:
-        factors = executed_factors(run)
-        kept[key] = pa.table({"op": list(factors), "factor": pa.array(factors.values(), pa.float64())})
-    return dict(zip(*(column.to_pylist() for column in kept[key].columns), strict=True))
+    return answer_cache.get(run.state, "executed_factors", lambda: executed_factors(run))
 
 
 def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
     """The operations by the columns ``wanted`` at least, as the records alone tell."""
-    index = index_if_there(run.path) if set(wanted) <= set(HELD_COLUMNS) else None
-    kept = _kept(run, index)
-    for name, *held in sorted(kept, key=len):
-        if name == OPERATIONS and set(wanted) <= set(held):
-            return kept[name, *held]
-    if index is not None:
-        by = ", ".join((*wanted, "wire_ranks"))
-        found = index.ask(f"select {by}, {SUMS} from {OPERATIONS} group by {by}")
-    else:
-        collectives = run.scan("collectives", _FEWEST_SCANNED)
-        if isinstance(collectives, Scan):  # gone through once for all that may be asked next
-            wanted = tuple(dict.fromkeys((*wanted, *HELD_COLUMNS)))
-        tables = {"collectives": collectives} | {name: run.table(name) for name in ("aggregates", "groups")}
-        found = traffic.operations(tables, wanted)
-    kept[OPERATIONS, *wanted] = found
-    return found
+    if not set(wanted) <= set(HELD_COLUMNS):
+        return _from_files(run, (OPERATIONS, *wanted))
+    by = ", ".join((*sorted(wanted), "wire_ranks"))
+    text, key = f"select {by}, {SUMS} from {OPERATIONS} group by {by}", (OPERATIONS, *HELD_COLUMNS)
+    return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), question=text)
 
 
-def _kept(run: Run, index: Index | None) -> dict[tuple[str, ...], pa.Table]:
-    """Where what is found is kept: with the opened run, or with its index, which other questions find open as well."""
-    if index is None:
-        if not run.kept:
-            run.kept.update(summaries.read(run.path) or host_files.answers(run))
-        return run.kept
-    if len(index.sums) > _MOST_KEPT:
-        index.sums.clear()
-    return index.sums
+def _from_files(run: Run, key: tuple[str, ...]) -> pa.Table:
+    """A summary of ``run`` by its name and columns, with these columns at least: it is evaluated where there is none."""
+    name, *columns = key
+    present = _summaries(run)
+    for other, *held in sorted(present, key=len):
+        if other == name and set(columns) <= set(held):
+            return present[other, *held]
+    return answer_cache.get(run.state, key, lambda: _evaluated(run, key))
+
+
+def _summaries(run: Run) -> dict[tuple[str, ...], pa.Table]:
+    return answer_cache.get(
+        run.state, "summaries", lambda: summaries.read(run.path) or host_files.answers(run)
+    )
+
+
+def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
+    name, *columns = key
+    if name == OPERATIONS:
+        tables = {"collectives": run.scan("collectives", _FEWEST_SCANNED)}
+        tables |= {name: run.table(name) for name in ("aggregates", "groups")}
+        return traffic.operations(tables, columns)
+    if name == STEP_TIMES:
+        return _step_times(run)
+    if name == BUCKET_FLUSHES:
+        return _flushes(run, lambda: _operations(run, (*buckets_module.COLUMNS, "backend")))
+    by = next(by for by, exposed in EXPOSURES.items() if exposed == name)
+    return exposure_module.answer(run.scan("collectives"), run.table("steps"), by, run.table("stalls"))
 
 
 def summarise(path: Path) -> bool:
@@ -127,41 +122,50 @@ def summarise(path: Path) -> bool:
         still works, or cannot be read or written.
     """
     try:
-        run, stamp = open_run(path), fingerprint(path)
+        run, stamp = open_run(path), fingerprint(path).inputs
         records = run.health.records + run.health.summed
         if run.pending or not records or not summaries.is_affordable(records, run.health.wall_ns or 0):
             return False
-        tables = summary_tables(run)
-        summaries.keep(path, tables, stamp)
+        summaries.keep(path, summary_tables(run), stamp)
     except (CommprofError, OSError):
         return False
     return True
 
 
-def summary_tables(run: Run) -> dict[tuple[str, ...], pa.Table]:
-    """The summaries of ``run`` by name and columns; those that ``run.kept`` has are taken from there.
+def summary_tables(
+    run: Run, evaluated: Mapping[tuple[str, ...], pa.Table] | None = None
+) -> dict[tuple[str, ...], pa.Table]:
+    """The summaries of ``run`` by name and columns.
+
+    Args:
+        evaluated: those that another engine has evaluated from the records; default: what summaries and files of hosts say.
 
     Raises:
         TraceError: a file of the run is damaged.
     """
-    tables = {(OPERATIONS, *SUMMARISED): _operations(run, SUMMARISED)}
-    if not all((name,) in run.kept for name in EXPOSURES.values()):
-        run.kept |= {(name,): rows for name, rows in standing(run).items()}
-    run.kept |= tables
-    step_times(run)
-    tables |= {(name,): run.kept[name,] for name in (*EXPOSURES.values(), "step_times")}
-    return tables | {(BUCKET_FLUSHES,): _flushed(run)}
+    tables = dict(evaluated or _summaries(run))
+    summed = next((rows for key, rows in tables.items() if set(key) >= {OPERATIONS, *SUMMARISED}), None)
+    if summed is None:
+        summed = _evaluated(run, (OPERATIONS, *SUMMARISED))
+    if not all((name,) in tables for name in EXPOSURES.values()):
+        tables |= {(name,): rows for name, rows in standing(run).items()}
+    if (STEP_TIMES,) not in tables:
+        exposed = tables[EXPOSURES[_STEP],]
+        tables[STEP_TIMES,] = steps.answer(run.table("steps"), exposed, _with_nccl(run, summed))
+    if (BUCKET_FLUSHES,) not in tables:
+        tables[BUCKET_FLUSHES,] = _flushes(run, lambda: summed)
+    names = (*EXPOSURES.values(), STEP_TIMES, BUCKET_FLUSHES)
+    return {(OPERATIONS, *SUMMARISED): summed} | {(name,): tables[name,] for name in names}
 
 
 def step_times(run: Run) -> pd.DataFrame:
     """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
-    key, index = ("step_times",), index_if_there(run.path)
-    kept = _kept(run, index)
-    if key not in kept:
-        kept[key] = steps.answer(
-            run.table("steps"), exposure_rows(run, ("attempt", "step")), operations(run, steps.COLUMNS)
-        )
-    return steps.as_frame(kept[key])
+    key = (STEP_TIMES,)
+    return steps.as_frame(by_index(run, lambda _: _step_times(run), lambda: _from_files(run, key), key))
+
+
+def _step_times(run: Run) -> pa.Table:
+    return steps.answer(run.table("steps"), exposure_rows(run, _STEP), operations(run, steps.COLUMNS))
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
@@ -176,23 +180,15 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
 
 def exposure_rows(run: Run, by: tuple[str, ...]) -> pa.Table:
     """What collectives cost by one of :data:`EXPOSURES`."""
-    name = EXPOSURES[by]
-    key, index = (name,), index_if_there(run.path)
-    kept = _kept(run, index)
-    if key not in kept:
-        if index is not None:
-            kept[key] = index.ask(f"select * from {name} order by {', '.join(by)}")
-        else:
-            kept[key] = exposure_module.answer(
-                run.scan("collectives"), run.table("steps"), by, run.table("stalls")
-            )
-    return kept[key]
+    key = (EXPOSURES[by],)
+    text = f"select * from {EXPOSURES[by]} order by {', '.join(by)}"
+    return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), key)
 
 
 def sample_of_arrivals(run: Run) -> Sample | None:
     """The arrivals of some steps that the files of the hosts of ``run`` have; None without any."""
-    key, kept = (host_files.SAMPLE,), _kept(run, None)
-    rows = kept[key] if key in kept else host_files.sample(run)
+    key, known = (host_files.SAMPLE,), _summaries(run)
+    rows = known[key] if key in known else host_files.sample(run)
     return arrival_sample.of_table(rows) if rows is not None and len(rows) else None
 
 
@@ -209,15 +205,15 @@ def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFra
         only: values of columns that the rows must have; None: any.
     """
     wanted = {name: value for name, value in only.items() if value is not None}
-    index = index_if_there(run.path)
-    if index is not None:
-        which = " and ".join(("true", *(f"{name} = ?" for name in wanted)))
-        found = index.ask(
-            f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket, {_LOWEST_RANK}",
-            list(wanted.values()),
-        )
-        return _with_executed(run, from_arrow(found, FLUSHES.columns))
-    frame = from_arrow(_flushed(run), FLUSHES.columns)
+    which = " and ".join(("true", *(f"{name} = ?" for name in wanted)))
+    text = f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket, {_LOWEST_RANK}"
+
+    rows = by_index(
+        run,
+        lambda index: index.ask(text, list(wanted.values())),
+        lambda: _from_files(run, (BUCKET_FLUSHES,)),
+    )
+    frame = from_arrow(rows, FLUSHES.columns)
     for name, value in wanted.items():
         frame = frame[frame[name] == value]
     return _with_executed(run, frame.reset_index(drop=True))
@@ -239,17 +235,12 @@ def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _flushed(run: Run) -> pa.Table:
-    """All buckets of a run without an index, worked out once and kept with it."""
-    key, kept = (BUCKET_FLUSHES,), _kept(run, None)
-    if key not in kept:
-        rows = run.scan("buckets", _FEWEST_SCANNED)
-        if isinstance(rows, Scan) or len(rows):
-            sent = _operations(run, (*buckets_module.COLUMNS, "backend"))
-            kept[key] = buckets_module.bucket_flushes(run, sent)
-        else:
-            kept[key] = rows_of(from_rows([], FLUSHES.columns))
-    return kept[key]
+def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
+    """All buckets of a run, from its operations where it has any."""
+    rows = run.scan("buckets", _FEWEST_SCANNED)
+    if isinstance(rows, Scan) or len(rows):
+        return buckets_module.bucket_flushes(run, summed())
+    return rows_of(from_rows([], FLUSHES.columns))
 
 
 def bucket_steps(run: Run) -> pd.DataFrame:
@@ -267,20 +258,22 @@ def _bucket_steps(run: Run, by: str) -> pa.Table:
         f" when '{op}' then {factor!r} * wire_bytes" for op, factor in _nccl_factors(run).items() if op in OPS
     )
     executed = f"coalesce({EXECUTED}, case op{cases} end)" if cases else EXECUTED
-    index = index_if_there(run.path)
-    if index is not None:
-        return index.ask(query_text("bucket_steps").format(by=by, executed=executed))
-    return ask("bucket_steps", {BUCKET_FLUSHES: _flushed(run)}, by=by, executed=executed)
+    clauses = {"by": by, "executed": executed}
+    return by_index(
+        run,
+        lambda index: index.ask(query_text("bucket_steps").format(**clauses)),
+        lambda: ask("bucket_steps", {BUCKET_FLUSHES: _from_files(run, (BUCKET_FLUSHES,))}, **clauses),
+    )
 
 
 def bucket_means(run: Run) -> pd.DataFrame:
     """The buckets of a mean step of ``run``: see :func:`commprof.analysis.api.bucket_means`."""
-    index = index_if_there(run.path)
-    if index is None:
-        return buckets_module.bucket_means(bucket_flushes(run, {}))
-    order = f"micro_step, bucket, {_LOWEST_RANK}"
-    means = index.ask(f"select * from {BUCKET_MEANS} order by {order}")
-    return _with_executed(run, from_arrow(means, MEANS.columns))
+    text = f"select * from {BUCKET_MEANS} order by micro_step, bucket, {_LOWEST_RANK}"
+    return by_index(
+        run,
+        lambda index: _with_executed(run, from_arrow(index.ask(text), MEANS.columns)),
+        lambda: buckets_module.bucket_means(bucket_flushes(run, {})),
+    )
 
 
 def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
@@ -288,11 +281,10 @@ def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
 
     None where the records lie elsewhere: the operations of the bucket are not listed then.
     """
-    index = index_if_there(run.path)
-    if index is None:
-        return (run if elsewhere(run.path) is None else run.without_records()).scan("collectives")
-    return index.ask(
+    here = run if elsewhere(run.path) is None else run.without_records()
+    text = (
         "select r.*, k.* exclude (kind) from records r join kinds k using (kind) "
-        "where k.bucket = ? and r.step = ? and r.micro_step = ? and r.attempt = ?",
-        [int(bucket[name]) for name in ("bucket", "step", "micro_step", "attempt")],
+        "where k.bucket = ? and r.step = ? and r.micro_step = ? and r.attempt = ?"
     )
+    values = [int(bucket[name]) for name in ("bucket", "step", "micro_step", "attempt")]
+    return by_index(run, lambda index: index.ask(text, values), lambda: here.scan("collectives"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -148,11 +147,9 @@ def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[li
 
 def _files(run: Path) -> set[tuple[str, int]]:
     """Names and numbers of the files of a run: others when they are replaced, the same while they grow."""
-    found = set()
-    for file in run.rglob("*"):
-        with contextlib.suppress(OSError):
-            found.add((str(file), file.stat().st_ino))
-    return found
+    from commprof.trace.fingerprint import fingerprint
+
+    return {(name, inode) for name, _, inode, *_ in fingerprint(run).files}
 
 
 def _were_replaced(run: Path, before: set[tuple[str, int]]) -> bool:

@@ -17,6 +17,7 @@ from commprof.schema import SCHEMA_VERSION
 from commprof.trace.config_copy import config_note
 from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, elsewhere, resolve
+from commprof.trace.fingerprint import Opening, fingerprint
 from commprof.trace.health import Health, assess
 from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 from commprof.trace.manifest import Manifest
@@ -64,13 +65,17 @@ class Scan(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """A run that was opened. Tables are read when asked for and kept."""
+    """A run that was opened. Tables are read when asked for and kept.
+
+    Attributes:
+        state: what answers about it are held under: the key of its fingerprint, unless it is being written.
+    """
 
     path: Path
     manifest: Manifest
     health: Health
     pending: list[RankTrace]  # ranks that are not Parquet: they still run, or were not finalised
-    kept: dict[tuple[str, ...], pa.Table] = field(default_factory=dict)  # answers that others begin with
+    state: str | Opening = field(default_factory=Opening)
     _tables: dict[str, pa.Table] = field(default_factory=dict)
 
     def table(self, name: str) -> pa.Table:
@@ -131,7 +136,7 @@ class Run:
     def without_records(self) -> Run:
         """The same run with no row of ``collectives``, for what is said of one whose records lie elsewhere."""
         none = arrow_schema("collectives").empty_table()
-        return replace(self, kept=dict(self.kept), _tables={**self._tables, "collectives": none})
+        return replace(self, state=Opening(), _tables={**self._tables, "collectives": none})
 
     def _read(self, name: str) -> pa.Table:
         schema = arrow_schema(name)
@@ -193,6 +198,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         SchemaError: a newer version wrote it.
     """
     run = resolve(os.fspath(path))
+    before = fingerprint(run)
     try:
         # Of a run that is being finalised at this moment all files are the old ones or all are the new ones.
         with locked(run, fcntl.LOCK_SH) if is_unfinalised(run) else contextlib.nullcontext():
@@ -206,6 +212,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     gone = gone_records(run, manifest)
     damaged += gone.values()
     opened = Run(run, manifest, _unknown_health(manifest), traces)
+    if before.is_still:
+        opened.state = before.key
     entries = entries_of(manifest, traces)
     opened.health = assess(manifest, entries, unseen_rows(opened.table("groups")), alive, damaged, gone)
     edited = config_note(run, manifest.config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,23 +15,23 @@ from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any, Final
 
-_MOST_KEPT: Final = 64
+_MOST_WAITING: Final = 64  # answers that nobody has fetched
 _NICENESS: Final = 10
 
 
 class Background:
-    """What was asked of another process, and what it said."""
+    """What was asked of another process and has not been fetched yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ProcessPoolExecutor | None = None
-        self._asked: OrderedDict[Hashable, Future[Any]] = OrderedDict()
+        self._asked: dict[Hashable, Future[Any]] = {}
 
     def ask(self, key: Hashable, answer: Callable[[Any], Any], argument: Any) -> Any | None:
         """What ``answer`` says of ``argument``; None while that is being worked out, which begins with the first call.
 
         Args:
-            key: of the question; the answer to one is kept.
+            key: of the question; its answer is given once.
             answer: a function of a module; what it says is not None.
 
         Raises:
@@ -45,13 +44,9 @@ class Background:
                 self._forget_the_oldest()
             if not future.done():
                 return None
-            self._asked.move_to_end(key)
-            error = future.exception()
-            if error is not None:
-                del self._asked[key]
-                if isinstance(error, BrokenProcessPool):
-                    self._pool = None
-                raise error
+            del self._asked[key]
+            if isinstance(future.exception(), BrokenProcessPool):
+                self._pool = None
         return future.result()
 
     def _submit(self, answer: Callable[[Any], Any], argument: Any) -> Future[Any]:
@@ -63,7 +58,7 @@ class Background:
 
     def _forget_the_oldest(self) -> None:
         done = [key for key, future in self._asked.items() if future.done()]
-        for key in done[: max(0, len(self._asked) - _MOST_KEPT)]:
+        for key in done[: max(0, len(self._asked) - _MOST_WAITING)]:
             del self._asked[key]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,15 +16,12 @@ from commprof_dash import traffic_frames
 from commprof_dash.background import background
 from commprof_dash.charts.series import with_series
 
-_CACHED_ANSWERS: Final = 256
 _ATTEMPTS: Final = 3
 _ERRORS: Final = "commprof.errors"  # those are written for people
 _UNREADABLE: Final = "unreadable"  # a state of api.find_runs
 _ENDED: Final = ("complete", "failed", "killed")
 _LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
 _CURVE_POINTS: Final = 1000
-
-Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class Selection(NamedTuple):
@@ -39,13 +35,12 @@ class Selection(NamedTuple):
 class Runs:
     """The runs below one directory.
 
-    A run is known by its name, its path below the directory; other names reach no file. Answers are kept until a file
-    of the run changes, and those of a run that is still going are not kept at all.
+    A run is known by its name, its path below the directory; other names reach no file. Answers are held
+    until a file of the run changes, and those of a run that is still going are not held at all.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._answers: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._listed: tuple[float, pd.DataFrame] | None = None  # when, and what
         self._tried: set[str] = set()
         self._lock = threading.Lock()
@@ -70,7 +65,7 @@ class Runs:
         """A text that is another whenever a file of a run has changed its size or time, or a run has come or gone."""
         digest = hashlib.sha256()
         for path in self.listing()["path"]:
-            digest.update(repr(_stamp(Path(path))).encode("utf-8", "surrogateescape"))
+            digest.update(api.fingerprint(Path(path)).key.encode())
         return digest.hexdigest()[:16]
 
     def is_going(self, names: Sequence[str]) -> bool:
@@ -180,7 +175,7 @@ class Runs:
             KeyError: there is no run of that name.
         """
         path = self._paths()[name]
-        return background.ask((question, path, _stamp(path)), answer, path)
+        return self._beside(question, (path,), answer, path)
 
     def runs_beside(
         self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]
@@ -188,23 +183,19 @@ class Runs:
         """The same of several runs."""
         known = self._paths()
         paths = [known[name] for name in names]
-        return background.ask((question, tuple(paths), tuple(map(_stamp, paths))), answer, paths)
+        return self._beside(question, paths, answer, paths)
 
-    def _cached(self, question: str, paths: tuple[Path, ...], answer: Callable[[], Any]) -> Any:
-        key = (question, paths, tuple(_stamp(path) for path in paths))
-        with self._lock:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-                return self._answers[key]
-        value = _asked(paths, answer)
-        # A run that ends is finalised, so the stamp is taken again: the answer belongs to the files as they are now.
-        stamps = tuple(_stamp(path) for path in paths)
-        if not any(_has_open_records(path) for path in paths):
-            with self._lock:
-                self._answers[question, paths, stamps] = value
-                while len(self._answers) > _CACHED_ANSWERS:
-                    self._answers.popitem(last=False)
-        return value
+    def _beside(
+        self, question: str, paths: Sequence[Path], answer: Callable[[Any], Any], argument: Any
+    ) -> Any | None:
+        def ask() -> Any | None:
+            key = (question, *(api.fingerprint(path).key for path in paths))
+            return background.ask(key, answer, argument)
+
+        return api.answer_cache.of_files(paths, ("page", question), ask)
+
+    def _cached(self, question: str, paths: Sequence[Path], answer: Callable[[], Any]) -> Any:
+        return api.answer_cache.of_files(paths, ("page", question), lambda: _asked(paths, answer))
 
 
 def _asked(paths: Sequence[Path], answer: Callable[[], Any]) -> Any:
@@ -221,23 +212,10 @@ def _asked(paths: Sequence[Path], answer: Callable[[], Any]) -> Any:
 
 
 def _names_in(path: Path) -> list[str]:
-    return sorted(str(file) for file in path.rglob("*"))
+    return [name for name, *_ in api.fingerprint(path).files]
 
 
 def reason(error: Exception) -> str:
     """What went wrong, in a sentence: commprof's own errors are written for people, others are named."""
     text = str(error).strip().removesuffix(".")
     return f"{text}." if type(error).__module__ == _ERRORS else f"{type(error).__name__}: {text}."
-
-
-def _stamp(path: Path) -> Stamp:
-    """What every file of a run looks like."""
-    try:
-        return api.stamp(path)
-    except OSError:
-        return ()
-
-
-def _has_open_records(path: Path) -> bool:
-    """Whether binary records are left, whose file grows in place without a change of size."""
-    return any(path.glob("*.records"))

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from commprof import schema
+from commprof.trace.fingerprint import Opening
 from commprof.trace.health import Health
 
 ARROW_TYPES = {
@@ -383,7 +384,7 @@ class SyntheticRun:
             table=self.table,
             scan=lambda name, most_rows=None: self.table(name),
             parts=self.parts,
-            kept={},
+            state=Opening(),
         )
 
 

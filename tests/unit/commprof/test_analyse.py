@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from commprof.analysis import analysed, api, summaries
-from commprof.analysis.fingerprint import fingerprint
 from commprof.analysis.sums import summary_tables
 from commprof.cli import execute
+from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import open_run
 from commprof_dash.app import draw_page
 from commprof_dash.data import Runs
@@ -49,7 +49,7 @@ def test_the_answers_of_an_analysis_are_those_of_the_run(run, tmp_path, engine):
     for name, question in QUESTIONS.items():
         pd.testing.assert_frame_equal(question(out), plain[name], obj=name)
     facts = json.loads((out / analysed.PROVENANCE).read_text())
-    assert facts["fingerprint"] == fingerprint(run) and facts["rows"] == rows
+    assert facts["fingerprint"] == fingerprint(run).inputs and facts["rows"] == rows
     assert facts["engine"].startswith(f"{engine} ") and facts["run"] == str(run)
 
 
@@ -143,7 +143,7 @@ def test_pages_of_a_run_whose_records_lie_elsewhere(run, tmp_path, caplog):
     stems = sorted(file.stem for file in (run / "collectives").iterdir())
     (out / "collectives").unlink()
     (out / "elsewhere.json").write_text(json.dumps({"run": "s3a://bucket/run", "collectives": stems}))
-    summaries.keep(out, summary_tables(open_run(run)), fingerprint(out))
+    summaries.keep(out, summary_tables(open_run(run)), fingerprint(out).inputs)
     runs, shown = Runs(tmp_path / "runs"), {}
     for page in PAGES:
         _, drawing = draw_page(page, runs, page.path, "?run=out", "light")

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api, fingerprint, index, record
+from commprof.analysis import api, index, record
 from commprof.analysis import timeline as timeline_module
 from commprof.analysis.density import binned, folded
 from commprof.analysis.spans import own_parts
 from commprof.errors import TraceError, UsageError
 from commprof.schema import COLLECTIVES
+from commprof.trace import fingerprint
 from commprof.trace.reader import Run
 from support.runs import SyntheticRun
 
