@@ -6,14 +6,57 @@
 -- A rank is in the set of the first rank with which it shares all its rows of the group, and no other; rank is that first
 -- rank, ranks is how many are in the set. host_ns and exposed_ns are the sums of the set, all else is that of each rank. The
 -- relation agreement says the same of these rows, of one host or of many, as of the rows of the single ranks.
-with compared as (
+--
+-- Where all ranks of a group issued the same, as they mostly do, one sum over its rows is all; only the ranks of other groups
+-- are compared in pairs.
+with alike as (
+    select
+        {by}
+        calls,
+        payload_bytes,
+        tensors,
+        padding_bytes,
+        check_sum,
+        check_squares,
+        first_seq,
+        last_seq,
+        sum_seq,
+        splits,
+        returned,
+        timed,
+        min(rank) as rank,
+        cast(count(*) as int) as ranks,
+        sum(host_ns) as host_ns,
+        sum(exposed_ns) as exposed_ns
+    from rank_operations
+    group by
+        {by} calls, payload_bytes, tensors, padding_bytes, check_sum, check_squares, first_seq, last_seq, sum_seq, splits,
+        returned, timed
+),
+members as (
+    select attempt, pg, group_ranks, count(distinct rank) as members
+    from rank_operations
+    group by attempt, pg, group_ranks
+),
+groups_of_ranks as (
+    select a.attempt, a.pg, a.group_ranks, case when min(a.ranks) = max(m.members) then 1 else 0 end as is_alike
+    from alike a
+    join members m on m.attempt = a.attempt and m.pg = a.pg and m.group_ranks = a.group_ranks
+    group by a.attempt, a.pg, a.group_ranks
+),
+compared as (
     select
         r.*,
         min(rank) over (
             partition by {by} calls, payload_bytes, tensors, padding_bytes, check_sum, check_squares, first_seq, last_seq,
                 sum_seq, splits, returned, timed
         ) as like_rank
-    from rank_operations r
+    from (
+        select c.*
+        from rank_operations c
+        join groups_of_ranks g
+            on g.attempt = c.attempt and g.pg = c.pg and g.group_ranks = c.group_ranks and g.is_alike = 0
+    ) r
 ),
 numbered as (
     select
@@ -37,6 +80,28 @@ sets as (
     join numbered f
         on f.attempt = n.attempt and f.pg = n.pg and f.group_ranks = n.group_ranks and f.rank = n.like_rank
 )
+select
+    {by_of_c}
+    c.rank,
+    c.ranks,
+    c.calls,
+    c.payload_bytes,
+    c.tensors,
+    c.padding_bytes,
+    c.check_sum,
+    c.check_squares,
+    c.first_seq,
+    c.last_seq,
+    c.sum_seq,
+    c.splits,
+    c.returned,
+    c.host_ns,
+    c.timed,
+    c.exposed_ns
+from alike c
+join groups_of_ranks g
+    on g.attempt = c.attempt and g.pg = c.pg and g.group_ranks = c.group_ranks and g.is_alike = 1
+union all
 select
     {by_of_c}
     s.first_rank as rank,

@@ -86,7 +86,7 @@ def test_a_large_run_of_a_short_job_gets_none(run, monkeypatch):
 def test_a_large_run_is_affordable_where_it_takes_half_a_percent_of_the_job():
     hour = 3600 * 10**9
     assert summaries.is_affordable(300_000, 0) and not summaries.is_affordable(300_001, 0)
-    assert summaries.is_affordable(2_000_000, hour) and not summaries.is_affordable(2_000_001, hour)
+    assert summaries.is_affordable(3_000_000, hour) and not summaries.is_affordable(3_000_001, hour)
 
 
 def test_a_copied_run_is_answered_from_its_records(run, tmp_path):
