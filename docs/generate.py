@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from textwrap import fill
@@ -88,7 +89,7 @@ def relations_page() -> str:
     views = RunViews(_EmptyRun())  # type: ignore[arg-type] # all that is asked of a run
     for name in graph.names():
         relation = graph.relation(name)
-        summed = " *Summed.*" if "{by}" in relation.sql or "{requested}" in relation.sql else ""
+        summed = " *Summed.*" if re.search(r"\{(by|requested|flow)\}", relation.sql) else ""
         inputs = ", ".join(dict.fromkeys(f"`{each.name}`" for each in relation.inputs))
         lines += [
             "",

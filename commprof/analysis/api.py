@@ -260,12 +260,10 @@ def matrix(
     from commprof.analysis import sums
 
     run = _opened(run)
-    operations, hosts = (
-        sums.operations(run, matrix_module.columns(by)),
-        matrix_module.hosts_of(run.table("groups")),
-    )
+    operations = sums.operations(run, matrix_module.columns(by))
+    groups = run.table("groups")
     chosen = steps or matrix_module.EVERY_STEP
-    return matrix_module.matrix(operations, hosts, by, chosen, op, purpose, most_ranks)
+    return matrix_module.matrix(operations, groups, by, chosen, op, purpose, most_ranks)
 
 
 def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
@@ -277,11 +275,9 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     from commprof.analysis import sums
 
     run = _opened(run)
-    operations, hosts = (
-        sums.operations(run, matrix_module.columns(())),
-        matrix_module.hosts_of(run.table("groups")),
-    )
-    return matrix_module.owners(operations, hosts, steps or matrix_module.EVERY_STEP)
+    operations = sums.operations(run, matrix_module.columns(()))
+    groups = run.table("groups")
+    return matrix_module.owners(operations, groups, steps or matrix_module.EVERY_STEP)
 
 
 def bucket_flushes(
@@ -767,13 +763,13 @@ def _measure(run: Run) -> comparison.Measured:
 def _rank_totals(
     runs: Sequence[_Compared], measured: Sequence[comparison.Measured]
 ) -> list[rank_bytes_module.RankTotals]:
-    from commprof.analysis import matrix, sums
     from commprof.analysis import rank_bytes as rank_bytes_module
+    from commprof.analysis import sums
     from commprof.analysis.answer_cache import answer_cache
 
     def answer(run: Run, totals: steps.StepTotals) -> rank_bytes_module.RankTotals:
-        hosts = matrix.hosts_of(run.table("groups"))
-        return rank_bytes_module.rank_totals("", totals, sums.operations(run, sums.HELD_COLUMNS), hosts)
+        operations = sums.operations(run, sums.HELD_COLUMNS)
+        return rank_bytes_module.rank_totals("", totals, operations, run.table("groups"))
 
     return [
         answer_cache.get(one.run.state, "ranks", partial(answer, one.run, of.step_totals))._replace(

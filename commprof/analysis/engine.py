@@ -9,6 +9,7 @@ DuckDB, and that is all this module does.
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
@@ -20,7 +21,7 @@ import pyarrow as pa
 
 from commprof.analysis.bucket_groups import bucket_groups
 from commprof.analysis.memory import engine_settings
-from commprof.analysis.relations.graph import requested, statement, steps, tables_of
+from commprof.analysis.relations.graph import requested, statement, steps
 from commprof.errors import TraceError
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Scan
@@ -77,6 +78,7 @@ def evaluate(
     tables: Mapping[str, pa.Table | Scan],
     by: Sequence[str] = (),
     known: Mapping[str, pa.Table] | None = None,
+    select: str = "select * from {name}",
 ) -> pa.Table:
     """The rows of relation ``name`` over ``tables`` of the schema.
 
@@ -84,30 +86,31 @@ def evaluate(
         tables: those of :func:`commprof.analysis.relations.graph.tables_of`, but for the ones that are made here.
         by: the columns that are requested of it.
         known: rows of relations that it is made of, evaluated before by the columns that it needs at least.
+        select: the question to ask of it; it may name ``tables`` too.
 
     Raises:
         TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
     """
     known = known or {}
-    needed = set(tables_of(name))
+    texts = " ".join(steps(name, by, known).values())
     made = {
-        table: made_of(table, lambda question: ask(question, {"collectives": tables["collectives"]}))
+        table: made_of(table, lambda question: ask(question, tables))
         for table in MADE
-        if table in needed
+        if table not in tables and re.search(rf"\b{table}\b", texts)
     }
     held = {step: f"known_{step}" for step in known}
     registered = {**tables, **made, **{held[step]: rows for step, rows in known.items()}}
     return _answer(
-        f"the relation {name!r}", "", registered, lambda engine: _evaluated(engine, name, by, held)
+        f"the relation {name!r}", "", registered, lambda engine: _evaluated(engine, name, by, held, select)
     )
 
 
 def _evaluated(
-    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], held: Mapping[str, str]
+    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], held: Mapping[str, str], select: str
 ) -> pa.Table:
     agreement = keep_agreement(engine, name, by, held)
     try:
-        return engine.sql(statement(name, by, known={**held, **agreement})).to_arrow_table()
+        return engine.sql(statement(name, by, select, {**held, **agreement})).to_arrow_table()
     finally:
         for table in agreement.values():
             engine.execute(f"drop table {table}")
@@ -161,6 +164,7 @@ def group_members(groups: pa.Table) -> pa.Table:
 MADE: Final[Mapping[str, tuple[str, Callable[[pa.Table], pa.Table]]]] = {  # of what question, and how
     "bucket_groups": ("reducing_groups", bucket_groups),
     "group_members": ("split_groups", group_members),
+    "ranks_of_groups": ("groups_of_operations", group_members),
 }
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from commprof.analysis.byte_columns import BETWEEN_HOSTS
 from commprof.analysis.engine import ask
 from commprof.analysis.frames import from_rows
-from commprof.analysis.matrix import Hosts, matrix
+from commprof.analysis.matrix import matrix
 from commprof.analysis.setting_answers import RANK_BYTES
 from commprof.analysis.steps import StepTotals
 
@@ -42,12 +42,12 @@ class RankTotals(NamedTuple):
     executed: Directions | None
 
 
-def rank_totals(label: str, totals: StepTotals, operations: pa.Table, hosts: Hosts) -> RankTotals:
+def rank_totals(label: str, totals: StepTotals, operations: pa.Table, groups: pa.Table) -> RankTotals:
     """What each rank sends in the step that ``totals`` are the sums of, by the models of ``matrix.py``."""
     if not totals.steps or totals.weights is None:
         return RankTotals(label, 0, Directions({}, {}, 0.0), Directions({}, {}, 0.0), None)
     weighted = ask("weighted_operations", {"operations": operations, "weights": totals.weights})
-    cells = matrix(weighted, hosts, weight="weight")
+    cells = matrix(weighted, groups)
     executed = None
     if cells.attrs["executed_reason"] is None:
         executed = _directions(cells, "executed_wire_bytes", cells.attrs["executed_unplaced_bytes"])

@@ -14,7 +14,7 @@ from commprof.analysis.combinations import KIND, Combinations
 from commprof.analysis.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.engine import MADE, keep_agreement, made_of, query_text, register
 from commprof.analysis.frames import from_arrow
-from commprof.analysis.relations.graph import statement
+from commprof.analysis.relations.graph import statement, tables_of
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Run
@@ -82,7 +82,7 @@ def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
         cursor.register("aggregates", run.table("aggregates"))
         cursor.register("groups", run.table("groups"))
         register(cursor, "buckets", run.scan("buckets", _FEWEST_SCANNED))
-        for name in MADE:
+        for name in set(MADE) & {*tables_of("operations"), *tables_of(BUCKET_FLUSHES)}:
             rows = made_of(name, lambda question: cursor.sql(query_text(question)).to_arrow_table())
             cursor.register(name, rows)
         every = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))

@@ -1,7 +1,25 @@
--- The operations that a mean training step is made of, and how often each of them counts in it.
+-- The operations that a mean training step is made of, each as often as it counts in it.
 --
 -- Input: operations (see operations.sql), weights (of each step, by what commprof.analysis.steps tells apart)
-select o.*, w.weight
+select
+    o.attempt,
+    o.step,
+    o.op,
+    o.purpose,
+    o.group_ranks,
+    o.group_size,
+    o.backend,
+    o.call_bytes,
+    o.root,
+    o.sender,
+    o.receiver,
+    o.wire_ranks,
+    o.collectives * w.weight as collectives,
+    o.payload_bytes * w.weight as payload_bytes,
+    o.padding_bytes * w.weight as padding_bytes,
+    cast(o.wire_share as double) * w.weight as wire_share,
+    cast(o.executed_share as double) * w.weight as executed_share,
+    o.unexecuted
 from operations o
 join weights w
     on w.attempt = o.attempt

@@ -79,7 +79,8 @@ class RunViews:
                 self.files += map(str, rows.files)
             register(self.engine, name, rows)
         elif name in MADE:
-            self.add("collectives")
+            for table in ("collectives", "aggregates"):
+                self.add(table)
             rows = made_of(name, lambda question: self.engine.sql(query_text(question)).to_arrow_table())
             self.engine.register(name, rows)
         elif name == "process_exposure":

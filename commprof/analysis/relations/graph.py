@@ -4,7 +4,7 @@ A relation is a file ``<name>.sql`` in this folder. Its head, in comments, says 
 and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An input
 ``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation with
 another input. A text with ``{by}`` is evaluated for the columns that are requested; the fewer, the cheaper. A relation may
-have a line ``requested`` with the columns that it requests of such inputs.
+have a line ``requested`` with the columns that it requests of such inputs; ``by`` there: those that are requested of it.
 
 The texts use what DuckDB and Spark have in common: no QUALIFY, no lists, no lateral joins, no engine's own functions.
 """
@@ -45,6 +45,10 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
         "[times](times.md).",
         "one row per process, training step and purpose; step is -1 before the first step, null between steps",
     ),
+    "ranks_of_groups": (
+        "The ranks of each group that issued anything, with their positions in the group.",
+        "one row per text of group_ranks and rank",
+    ),
     "transfers": (
         "How long each collective and message took, from when it could begin until it had ended; waits for late ranks are "
         "not in it.",
@@ -54,6 +58,7 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
 KEYS: Final = ("attempt", "pg", "group_ranks", "group_size", "op", "backend", "call_bytes")
 SPAN: Final = "span"  # follows from the other columns
 _OF_PAIRS: Final = ("sender", "receiver")
+_BY: Final = "by"
 _HEAD: Final = re.compile(r"-- ?(.*)")
 _INPUT: Final = re.compile(r"(?:(\w+)=)?(\w+)(?:\((\w+)=(\w+)\))?")
 
@@ -141,6 +146,8 @@ def requested(name: str, by: Sequence[str]) -> Sequence[str]:
     """The columns by which relation ``name`` is evaluated where ``by`` is requested: its own, if it or an input has such."""
     own = relation(name)
     inputs = (requested(each.name, ()) for each in own.inputs if each.name in names())
+    if own.requested[:1] == (_BY,):
+        return tuple(dict.fromkeys((*by, *own.requested[1:])))
     return own.requested or next(filter(None, inputs), by)
 
 
@@ -197,7 +204,7 @@ def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dic
         known: relations that were evaluated before, which have no text then, nor has what they alone are made of.
     """
     found: dict[str, str] = {}
-    _add(name, name, {}, found, _clauses(requested(name, by)))
+    _add(name, name, {}, found, _clauses(requested(name, by)) | _clauses_of_pairs(by))
     needed = {name}
     for step in reversed(found):
         if step in needed and step not in known:
@@ -246,4 +253,15 @@ def _clauses(by: Sequence[str]) -> dict[str, str]:
         "by_and_pairs": "".join(f"{name}, " for name in (*of_records, *_OF_PAIRS)),
         "requested": "".join(f"{name}, " for name in by),
         "same_in_d_and_a": " and ".join(f"d.{name} is not distinct from a.{name}" for name in of_records),
+    }
+
+
+def _clauses_of_pairs(by: Sequence[str]) -> dict[str, str]:
+    """What is put into the text of the relation matrix: the columns ``by`` and attempt, and with them those of a flow."""
+    asked = [name for name in dict.fromkeys((*by, "attempt")) if name not in _OF_PAIRS]
+    flow = dict.fromkeys((*asked, "op", "group_ranks", "group_size", "root", *_OF_PAIRS, "backend"))
+    return {
+        "flow": "".join(f"{name}, " for name in flow),
+        "asked_of_f": "".join(f"f.{name}, " for name in asked),
+        "asked_of_p": "".join(f"p.{name}, " for name in asked),
     }

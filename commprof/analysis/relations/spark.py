@@ -246,7 +246,8 @@ class SparkRelations:
         if name in self._made:
             return
         if name in MADE:
-            self._add("collectives")
+            for table in ("collectives", "aggregates"):
+                self._add(table)
             self.view(name, made_of(name, lambda question: self.session.sql(query_text(question)).toArrow()))
         elif self._place is not None and name not in self._tables:
             self._read(name)

@@ -6,6 +6,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+import commprof
 from commprof.analysis import api, matrix
 from commprof.analysis.engine import evaluate
 from commprof.cli import execute
@@ -118,6 +119,26 @@ def test_in_the_matrix_the_hosts_of_each_pair_decide(hosts, most_ranks):
     }
 
 
+@pytest.mark.parametrize("by", [(), ("op", "step")])
+@pytest.mark.parametrize("hosts", [TWO_HOSTS, {0: "a", 1: "b", 2: "a"}])
+def test_the_relation_has_the_bytes_of_the_answer_and_those_that_no_pair_has(tmp_path, by, hosts):
+    run = planted(hosts)
+    run.add_collective("broadcast", payload_bytes=300, step=0, peer=9)  # a root that is not in the group
+    opened = commprof.open(run.write(tmp_path / "run"))
+    rows = opened.relation("matrix", by=by).df()
+    placed = rows.dropna(subset="sender")
+    measures = ["wire_bytes", "message_bytes", "between_hosts_bytes"]
+    keys = [*by, "sender", "receiver"]
+    found = placed.set_index(keys)[measures].sort_index()
+    answer = api.matrix(opened.run, by)
+    expected = answer[answer["wire_bytes"] > 0].set_index(keys)[measures].sort_index()  # gloo has other pairs
+    pd.testing.assert_frame_equal(found, expected, check_dtype=False, check_index_type=False)
+    assert rows["wire_bytes"].sum() - placed["wire_bytes"].sum() == 900.0
+    assert (
+        api.query(opened.run, "select sum(wire_bytes) as n from matrix")["n"][0] == rows["wire_bytes"].sum()
+    )
+
+
 def test_a_rank_may_be_on_another_host_in_each_attempt():
     run = SyntheticRun(world_size=2)
     run.hosts = {0: "a", 1: "a"}
@@ -134,7 +155,7 @@ def test_a_rank_may_be_on_another_host_in_each_attempt():
 
 def matrix_of(tables):
     operations = evaluate("operations", tables, matrix.columns(()))
-    return matrix.matrix(operations, matrix.hosts_of(tables["groups"]))
+    return matrix.matrix(operations, tables["groups"])
 
 
 def test_owners_and_ranks_have_what_comes_from_and_goes_to_other_hosts():
