@@ -103,6 +103,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.stragglers`."""
         return api.stragglers(self.run)
 
+    def sampled_stragglers(self) -> pd.DataFrame | None:
+        """See :func:`commprof.analysis.api.sampled_stragglers`."""
+        return api.sampled_stragglers(self.run)
+
     def straggling(self, limit: int = api.MOST_LATE) -> api.Straggling:
         """See :func:`commprof.analysis.api.straggling`."""
         return api.straggling(self.run, limit)
