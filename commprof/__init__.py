@@ -16,11 +16,13 @@ A notebook asks about a run that was recorded (``pip install 'commprof[analysis]
     run.traffic(by=["op", "purpose"])
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from commprof.hooks import attach, detach, metric, phase, recording, step, tag
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
     from pathlib import Path
 
     from commprof.analysis.opened import OpenedRun
@@ -42,3 +44,19 @@ def open(path: "Path | str" = "latest") -> "OpenedRun":
 
     opened: OpenedRun = import_module("commprof.analysis.opened").OpenedRun(path)
     return opened
+
+
+class _Moved:
+    """Among those that Python asks where a module is, the last one: knows where modules have moved."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        """What imports the module that had ``name`` before it moved."""
+        if not name.startswith("commprof.") or name == "commprof.moved":
+            return None
+        from commprof.moved import spec_of
+
+        return spec_of(name)
+
+
+sys.meta_path.append(_Moved)  # type: ignore[arg-type]  # it has what Python calls

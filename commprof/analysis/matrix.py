@@ -10,7 +10,7 @@ adds up to exactly what the model says of its rank:
 * send: from the sender to the receiver, as recorded.
 
 ``executed_wire_bytes`` is of what the backend runs for them. Who sends what is known of gloo
-(:mod:`commprof.ledger.backends`) and of messages; of anything else it is null.
+(:mod:`commprof.ledger.records.backends`) and of messages; of anything else it is null.
 
 ``between_hosts_bytes`` is the part of ``wire_bytes`` of pairs of ranks on two hosts.
 """
@@ -35,7 +35,7 @@ from commprof.analysis.engine import ask, evaluate, group_members, query_text
 from commprof.analysis.frames import from_arrow, from_rows
 from commprof.analysis.steady import EXECUTED as _EXECUTED
 from commprof.errors import UsageError
-from commprof.ledger import backends
+from commprof.ledger.records import backends
 from commprof.schema import Op, parse_ranks
 
 Steps: TypeAlias = tuple[int, int]

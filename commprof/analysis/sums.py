@@ -30,8 +30,8 @@ from commprof.analysis.steady import EXECUTED
 from commprof.analysis.sum_tables import BUCKET_FLUSHES, BUCKET_MEANS, OPERATIONS, SUMS, rows_of
 from commprof.analysis.sum_tables import HELD_COLUMNS as HELD_COLUMNS
 from commprof.errors import CommprofError
-from commprof.ledger.backends import GLOO, NCCL
-from commprof.ledger.executed import executed_factors
+from commprof.ledger.records.backends import GLOO, NCCL
+from commprof.ledger.records.executed import executed_factors
 from commprof.schema import OPS
 from commprof.trace.directory import elsewhere
 from commprof.trace.fingerprint import fingerprint

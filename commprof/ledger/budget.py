@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from commprof.ledger.issue import COLUMNS, Issued, Message, StepKey, issued
 from commprof.ledger.levels import INIT, Unexplained, Verdict
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
-from commprof.ledger.request import WholeRun
-from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import survey_of
+from commprof.ledger.records.issued import COLUMNS, Issued, Message, StepKey, issued
+from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import survey_of
+from commprof.ledger.requests.request import WholeRun
 from commprof.ledger.verification import gaps, verify
 
 _SITES: Final = 2

@@ -8,29 +8,37 @@ from typing import Any
 
 from commprof.align.agreement import unshifted
 from commprof.exit_codes import State, decide
-from commprof.ledger import attribution, movement, sentences
-from commprof.ledger.attribution import Findings
-from commprof.ledger.demand import COMPLETE, RUNNING, demands
-from commprof.ledger.executed import Executed, executed
-from commprof.ledger.group_orders import COLUMNS as OF_GROUP_ORDERS
-from commprof.ledger.group_orders import GroupOrders
-from commprof.ledger.issue import COLUMNS, issued
 from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
-from commprof.ledger.messages import COLUMNS as OF_MESSAGES
-from commprof.ledger.messages import Ends
-from commprof.ledger.rank_orders import COLUMNS as OF_ORDERS
-from commprof.ledger.rank_orders import RankOrders
-from commprof.ledger.readings import StepReadings
-from commprof.ledger.request import RecordedRun, Request, WholeRun, last_attempt, request_of
-from commprof.ledger.rows import Labelled, asked_of_steps, doubtful, ledger_rows, remarks, unexplained
-from commprof.ledger.sendings import COLUMNS as OF_SENDINGS
-from commprof.ledger.sendings import Sendings, sendings
-from commprof.ledger.splits import COLUMNS as OF_SPLITS
-from commprof.ledger.splits import Splits
-from commprof.ledger.summed import backends_of, sums_of, with_sums
-from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import Survey
-from commprof.ledger.turns import Turn, before_steps, demands_in_turn, turns_of
+from commprof.ledger.reconcile import attribution, sentences
+from commprof.ledger.reconcile.attribution import Findings
+from commprof.ledger.reconcile.group_orders import COLUMNS as OF_GROUP_ORDERS
+from commprof.ledger.reconcile.group_orders import GroupOrders
+from commprof.ledger.reconcile.ledger_table import (
+    Labelled,
+    asked_of_steps,
+    doubtful,
+    ledger_rows,
+    remarks,
+    unexplained,
+)
+from commprof.ledger.reconcile.rank_orders import COLUMNS as OF_ORDERS
+from commprof.ledger.reconcile.rank_orders import RankOrders
+from commprof.ledger.reconcile.splits import COLUMNS as OF_SPLITS
+from commprof.ledger.reconcile.splits import Splits
+from commprof.ledger.reconcile.unmatched_messages import COLUMNS as OF_MESSAGES
+from commprof.ledger.reconcile.unmatched_messages import Ends
+from commprof.ledger.records import movement
+from commprof.ledger.records.aggregated_steps import backends_of, sums_of, with_sums
+from commprof.ledger.records.executed import Executed, executed
+from commprof.ledger.records.issued import COLUMNS, issued
+from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import Survey
+from commprof.ledger.records.readings import StepReadings
+from commprof.ledger.records.sendings import COLUMNS as OF_SENDINGS
+from commprof.ledger.records.sendings import Sendings, sendings
+from commprof.ledger.requests.demand import COMPLETE, RUNNING, demands
+from commprof.ledger.requests.engine_sequence import Turn, before_steps, demands_in_turn, turns_of
+from commprof.ledger.requests.request import RecordedRun, Request, WholeRun, last_attempt, request_of
 from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
 from commprof.trace.directory import elsewhere

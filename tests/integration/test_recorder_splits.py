@@ -8,7 +8,7 @@ import torch.distributed._functional_collectives as functional
 
 from commprof.align.matching import align
 from commprof.analysis import api
-from commprof.ledger.backends import parts_of
+from commprof.ledger.records.backends import parts_of
 from commprof.ledger.verification import verify
 from commprof.nccl.parser import parse_logs
 from support import planted_nccl

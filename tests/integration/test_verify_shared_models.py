@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from commprof.cli import execute
-from commprof.ledger.request import request_of
+from commprof.ledger.requests.request import request_of
 from commprof.ledger.verification import verify
 from commprof.schema import wire_bytes
 from support import parallel_training as training

@@ -5,7 +5,7 @@
 --   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members),
 --   messages, summed_operations, rank_hosts, group_spans
 -- Sums of these rows are again sums of operations. wire_bytes is wire_share / wire_ranks; both are integers, so that a sum
--- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.backends), which is
+-- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.records.backends), which is
 -- known of gloo; unexecuted counts the operations of which it is not known. call_bytes is the payload of one call of
 -- gloo's reduce, whose traffic is not proportional to it; else null.
 --
@@ -134,7 +134,7 @@ located as (
     left join rank_hosts b on b.attempt = c.attempt and b.rank = c.receiver
     left join group_spans g on g.attempt = c.attempt and g.group_ranks = c.group_ranks
 ),
--- Of gloo's reduce, for one call: bytes of a segment, and segments of a rank's chunk. The same as in commprof.ledger.backends.
+-- Of gloo's reduce, for one call: bytes of a segment, and segments of a rank's chunk. The same as in commprof.ledger.records.backends.
 segmented as (
     select
         c.*,

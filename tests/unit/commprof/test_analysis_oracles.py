@@ -14,7 +14,7 @@ from commprof.analysis.rank_lateness import RankLateness
 from commprof.analysis.standstill import standstill
 from commprof.analysis.traffic import EVERY_COLUMN, operations, traffic
 from commprof.analysis.transfers import ALSO, timed
-from commprof.ledger.backends import execution
+from commprof.ledger.records.backends import execution
 from commprof.schema import Op
 from commprof.trace.reader import Scan
 from commprof.trace.tables import empty_table, table_from_rows, write_parquet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commprof.ledger.module_orders import Pass, passes_of
+from commprof.ledger.requests.module_orders import Pass, passes_of
 
 RECORDS, COMPARES, FOLLOWS = Pass.RECORDS, Pass.COMPARES, Pass.FOLLOWS
 DEPARTS, BOTH = Pass.DEPARTS, Pass.COMPARES_AND_DEPARTS

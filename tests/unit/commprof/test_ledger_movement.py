@@ -10,7 +10,7 @@ from typing import TypeAlias
 import pytest
 
 from commprof.analysis import api
-from commprof.ledger.backends import Call, execution, flows
+from commprof.ledger.records.backends import Call, execution, flows
 from support.runs import SyntheticRun
 
 # Operation, bytes, ranks, root, and what the host of each rank sent and received.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from commprof.ledger import movement
-from commprof.ledger.readings import BEFORE_ALL, StepReadings
-from commprof.ledger.sendings import Sendings
+from commprof.ledger.records import movement
+from commprof.ledger.records.readings import BEFORE_ALL, StepReadings
+from commprof.ledger.records.sendings import Sendings
 from commprof.trace.tables import arrow_schema
 
 HOSTS = {0: "a", 1: "b"}

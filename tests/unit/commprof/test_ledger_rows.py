@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from commprof.ledger.attribution import Class, Finding, Want
-from commprof.ledger.issue import Message, StepKey
-from commprof.ledger.rows import ledger_rows
+from commprof.ledger.reconcile.attribution import Class, Finding, Want
+from commprof.ledger.reconcile.ledger_table import ledger_rows
+from commprof.ledger.records.issued import Message, StepKey
 
 PURPOSE = "gradient_reduce"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from commprof.ledger import movement
-from commprof.ledger.backends import Call
-from commprof.ledger.sendings import Sending, Sendings
+from commprof.ledger.records import movement
+from commprof.ledger.records.backends import Call
+from commprof.ledger.records.sendings import Sending, Sendings
 
 SIZE = 10_000_000
 HOSTS = {0: "a", 1: "b"}

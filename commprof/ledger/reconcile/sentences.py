@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from commprof.ledger import movement
 from commprof.ledger.levels import PART, STEPS, LedgerRow, Moved
+from commprof.ledger.records import movement
 from commprof.requested import sign_optimizers
 from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type

@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 
 from commprof.align.collectives import has_raised
 from commprof.align.distinct import numbered
-from commprof.ledger.backends import Call, known, parts_of
-from commprof.ledger.issue import Executed, Issued
-from commprof.ledger.lookup import Flags, combinations, where
-from commprof.ledger.readings import BEFORE_ALL, StepReadings
-from commprof.ledger.readings import COLUMNS as OF_READINGS
-from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import GROUP, Survey, by_last_step
+from commprof.ledger.records.backends import Call, known, parts_of
+from commprof.ledger.records.issued import Executed, Issued
+from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import GROUP, Survey, by_last_step
+from commprof.ledger.records.readings import BEFORE_ALL, StepReadings
+from commprof.ledger.records.readings import COLUMNS as OF_READINGS
+from commprof.ledger.records.row_index import Flags, combinations, where
 from commprof.schema import OPS, Op, parse_ranks, parse_splits
 
 _P2P: Final = frozenset({Op.SEND, Op.RECV})

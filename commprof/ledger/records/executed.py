@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 
 from commprof.align.collectives import has_raised
 from commprof.errors import CommprofError
-from commprof.ledger import backends
-from commprof.ledger.issue import Executed as Ops
-from commprof.ledger.log_lines import LINE_COLUMNS, MATCH_COLUMNS, LogLines, Writer
-from commprof.ledger.lookup import combinations, each_for, numbers_of, where
-from commprof.ledger.request import RecordedRun
+from commprof.ledger.records import backends
+from commprof.ledger.records.issued import Executed as Ops
+from commprof.ledger.records.log_lines import LINE_COLUMNS, MATCH_COLUMNS, LogLines, Writer
+from commprof.ledger.records.row_index import combinations, each_for, numbers_of, where
+from commprof.ledger.requests.request import RecordedRun
 from commprof.schema import Op, wire_bytes
 
 NCCL: Final = "nccl"

@@ -25,9 +25,9 @@ from commprof.align.agreement import (
 )
 from commprof.align.collectives import in_order, repetitions
 from commprof.align.distinct import numbered
-from commprof.ledger.lookup import Numbers, combinations
-from commprof.ledger.request import RecordedRun, last_attempt, recorded_ranks
-from commprof.ledger.survey import GROUP, Group
+from commprof.ledger.records.precount import GROUP, Group
+from commprof.ledger.records.row_index import Numbers, combinations
+from commprof.ledger.requests.request import RecordedRun, last_attempt, recorded_ranks
 from commprof.schema import Op, Status, parse_ranks
 
 _KIND: Final = (*GROUP, "op", "payload_bytes", "dtype", "reduce_op", "peer", "backend", "captured", "status")

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from commprof.ledger.issue import StepKey
-from commprof.ledger.training_records import COUNT, Records, counted
+from commprof.ledger.records.issued import StepKey
+from commprof.ledger.requests.training_records import COUNT, Records, counted
 from commprof.requested.axes import PIPE, Axes
 from commprof.requested.expectation import Expectation
 from commprof.requested.shapes import Crossing, Shapes

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import pyarrow as pa
 
 from commprof import schema
-from commprof.ledger import backends
 from commprof.ledger.levels import PART, RUN, STEPS, Moved
-from commprof.ledger.sendings import Sending, Sendings
+from commprof.ledger.records import backends
+from commprof.ledger.records.sendings import Sending, Sendings
 
 ALL_DEVICES: Final = "all but lo"
 ALL_HOSTS: Final = "all hosts"

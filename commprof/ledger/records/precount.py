@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.ledger.lookup import Flags, Lookup, Numbers, combinations, numbers_of, where
+from commprof.ledger.records.row_index import Flags, Lookup, Numbers, combinations, numbers_of, where
 from commprof.schema import Op, Phase, Purpose, parse_splits
 
 Group: TypeAlias = tuple[Any, ...]

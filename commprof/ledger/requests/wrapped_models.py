@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from commprof.ledger.issue import INIT_STEP, StepKey
+from commprof.ledger.records.issued import INIT_STEP, StepKey
 from commprof.requested.ddp import Ddp, with_order
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation

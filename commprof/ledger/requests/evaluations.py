@@ -3,7 +3,7 @@
 What an evaluation sends comes after the optimizer of one step and before the forward of the next
 (``Message.in_evaluation``). It is told from stray messages by its amount: it gathers all that does not stay gathered. The
 step after it does not gather again what is still there, nor check again an order of modules that the evaluation
-checked (:mod:`commprof.ledger.module_orders` says what follows where it has recorded that order).
+checked (:mod:`commprof.ledger.requests.module_orders` says what follows where it has recorded that order).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from commprof.ledger.issue import INIT_STEP, Message, StepKey
+from commprof.ledger.records.issued import INIT_STEP, Message, StepKey
 from commprof.schema import Op, Purpose
 
 if TYPE_CHECKING:
-    from commprof.ledger.attribution import Class, Want
+    from commprof.ledger.reconcile.attribution import Class, Want
 
 PURPOSES: Final = frozenset({Purpose.PARAMETER_GATHER, Purpose.TRACE_CHECK})
 # Where ranks share a model, a forward pass outside of training sends what one within it does.

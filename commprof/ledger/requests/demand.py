@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.errors import CommprofError
-from commprof.ledger import attribution
-from commprof.ledger.attribution import Class, Want
-from commprof.ledger.issue import Issued, Message, StepKey, step_list
-from commprof.ledger.module_orders import Pass, passes_of
-from commprof.ledger.request import RecordedRun, Request
+from commprof.ledger.reconcile import attribution
+from commprof.ledger.reconcile.attribution import Class, Want
+from commprof.ledger.records.issued import Issued, Message, StepKey, step_list
+from commprof.ledger.requests.module_orders import Pass, passes_of
+from commprof.ledger.requests.request import RecordedRun, Request
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose
 

@@ -18,13 +18,13 @@ from typing import Any, Final, NamedTuple, Protocol
 import pyarrow as pa
 
 from commprof.errors import CommprofError
-from commprof.ledger.issue import StepKey
-from commprof.ledger.lookup import combinations
-from commprof.ledger.module_orders import Pass
-from commprof.ledger.overflows import COLUMNS as OF_METRICS
-from commprof.ledger.overflows import NO_OVERFLOWS, Overflows, overflows_of
-from commprof.ledger.shared_models import USUAL, SharedModel, shared_model_of
-from commprof.ledger.wrapped_models import WrappedModels, wrapped_models_of
+from commprof.ledger.records.issued import StepKey
+from commprof.ledger.records.row_index import combinations
+from commprof.ledger.requests.module_orders import Pass
+from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
+from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
+from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
+from commprof.ledger.requests.wrapped_models import WrappedModels, wrapped_models_of
 from commprof.requested import grid, zero
 from commprof.requested.axes import DATA, SEQUENCE
 from commprof.requested.configuration import Configuration, read_configuration

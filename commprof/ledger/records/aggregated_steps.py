@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.distinct import numbered
-from commprof.ledger import backends
-from commprof.ledger.issue import Issued, Message, by_step
-from commprof.ledger.lookup import combinations, where
-from commprof.ledger.sendings import Sums
-from commprof.ledger.survey import WITHIN_MODELS, by_last_step
+from commprof.ledger.records import backends
+from commprof.ledger.records.issued import Issued, Message, by_step
+from commprof.ledger.records.precount import WITHIN_MODELS, by_last_step
+from commprof.ledger.records.row_index import combinations, where
+from commprof.ledger.records.sendings import Sums
 from commprof.schema import Op, Phase, Status
 
 _PHASES_OF_A_PASS: Final = (Phase.FORWARD, Phase.EVALUATION, Phase.OTHER)

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from commprof.align.agreement import Difference, IssuedCall, call_of
 from commprof.align.collectives import repetitions
 from commprof.align.splits import first_unequal_split
-from commprof.ledger.lookup import Flags, Numbers, combinations, numbers_of, where
-from commprof.ledger.request import RecordedRun, recorded_ranks
-from commprof.ledger.survey import GROUP, Group
+from commprof.ledger.records.precount import GROUP, Group
+from commprof.ledger.records.row_index import Flags, Numbers, combinations, numbers_of, where
+from commprof.ledger.requests.request import RecordedRun, recorded_ranks
 from commprof.schema import COLLECTIVES, Layer, Op, Status, parse_ranks, parse_splits
 
 _STATE: Final = ("captured", "status", "layer")

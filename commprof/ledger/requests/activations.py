@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
-from commprof.ledger.issue import StepKey
-from commprof.ledger.training_records import COUNT, Records, counted
+from commprof.ledger.records.issued import StepKey
+from commprof.ledger.requests.training_records import COUNT, Records, counted
 from commprof.requested.axes import MODEL, SEQUENCE, Axes
 from commprof.requested.shapes import ALL_MODULES, Exchanged, Shapes
 from commprof.requested.shared_modules import ModuleMessage

@@ -24,9 +24,9 @@ from commprof.align.group_orders import (
     first_order_difference,
     shared_groups,
 )
-from commprof.ledger.lookup import Flags, Numbers, combinations
-from commprof.ledger.request import RecordedRun, recorded_ranks
-from commprof.ledger.survey import GROUP, Group
+from commprof.ledger.records.precount import GROUP, Group
+from commprof.ledger.records.row_index import Flags, Numbers, combinations
+from commprof.ledger.requests.request import RecordedRun, recorded_ranks
 from commprof.schema import Op, Status, parse_ranks
 
 _STATE: Final = ("op", "captured", "status")

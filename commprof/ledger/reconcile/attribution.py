@@ -6,7 +6,7 @@ where no step closes, the whole class is named, since its messages cannot be tol
 
 Stage 3 leaves two things that only a run can show, and both are remarked upon. Bytes that depend on the order in which
 modules run (the checks of that order; gathers under activation checkpointing or tight limits) are an estimate between
-bounds. And an evaluation gathers the parameters once more (:mod:`commprof.ledger.evaluations`).
+bounds. And an evaluation gathers the parameters once more (:mod:`commprof.ledger.requests.evaluations`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from commprof.ledger import evaluations
-from commprof.ledger.issue import Issued, Message, StepKey
+from commprof.ledger.records.issued import Issued, Message, StepKey
+from commprof.ledger.requests import evaluations
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose, Status, format_ranks
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.ledger.issue import StepKey
+from commprof.ledger.records.issued import StepKey
 
 COLUMNS: Final = ("attempt", "step", "name", "value")
 _OVERFLOW: Final = "overflow"  # 1 in a step that was not taken

@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.ledger.attribution import Class, Want
-from commprof.ledger.demand import COMPLETE, demands, gathers_parameters, wanted_before
-from commprof.ledger.issue import INIT_STEP, Issued, StepKey
-from commprof.ledger.lookup import Flags, numbers_of, where
-from commprof.ledger.request import RecordedRun, Request, request_of
-from commprof.ledger.survey import by_last_step
+from commprof.ledger.reconcile.attribution import Class, Want
+from commprof.ledger.records.issued import INIT_STEP, Issued, StepKey
+from commprof.ledger.records.precount import by_last_step
+from commprof.ledger.records.row_index import Flags, numbers_of, where
+from commprof.ledger.requests.demand import COMPLETE, demands, gathers_parameters, wanted_before
+from commprof.ledger.requests.request import RecordedRun, Request, request_of
 from commprof.schema import Op, Phase, Purpose
 
 OTHER_MODELS: Final = (

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.align.distinct import numbered
-from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import Survey, by_last_step
+from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import Survey, by_last_step
 from commprof.schema import wire_bytes
 
 INIT_STEP: Final = -1

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from commprof.align.agreement import Conduct, Difference, IssuedCall, call_of
 from commprof.align.collectives import has_raised
-from commprof.ledger.issue import StepKey, step_list
-from commprof.ledger.lookup import combinations, numbers_of, where
-from commprof.ledger.request import RecordedRun, last_attempt
+from commprof.ledger.records.issued import StepKey, step_list
+from commprof.ledger.records.row_index import combinations, numbers_of, where
+from commprof.ledger.requests.request import RecordedRun, last_attempt
 from commprof.schema import Op
 
 _KEY: Final = ("attempt", "pg", "group_ranks", "step", "rank", "peer", "op")

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.ledger.lookup import Numbers, combinations, numbers_of
+from commprof.ledger.records.row_index import Numbers, combinations, numbers_of
 
 BEFORE_ALL: Final = -(1 << 31)  # no step: of attempts before the last, which no two readings at steps enclose
 COLUMNS: Final = ("attempt", "rank", "issue_ns", "return_ns", "wait_end_ns")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
 
-from commprof.ledger import activations, crossings
-from commprof.ledger.activations import Observed
-from commprof.ledger.crossings import Crossings
-from commprof.ledger.issue import INIT_STEP, StepKey
-from commprof.ledger.training_records import Records
+from commprof.ledger.records.issued import INIT_STEP, StepKey
+from commprof.ledger.requests import activations
+from commprof.ledger.requests import stage_activations as crossings
+from commprof.ledger.requests.activations import Observed
+from commprof.ledger.requests.stage_activations import Crossings
+from commprof.ledger.requests.training_records import Records
 from commprof.requested import grid
 from commprof.requested.axes import DATA, Axes, axes_of_topology
 from commprof.requested.configuration import read_configuration

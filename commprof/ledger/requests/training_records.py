@@ -7,9 +7,9 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from commprof.ledger.lookup import where
-from commprof.ledger.survey import COLUMNS as SURVEYED
-from commprof.ledger.survey import survey_of
+from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import survey_of
+from commprof.ledger.records.row_index import where
 
 COUNT: Final = "count"
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from commprof.ledger import attribution, backends
-from commprof.ledger.attribution import Class, Finding, Findings
-from commprof.ledger.issue import Message, StepKey, step_list, step_text
 from commprof.ledger.levels import INIT, STEPS, Asked, LedgerRow, Unexplained
+from commprof.ledger.reconcile import attribution
+from commprof.ledger.reconcile.attribution import Class, Finding, Findings
+from commprof.ledger.records import backends
+from commprof.ledger.records.issued import Message, StepKey, step_list, step_text
 from commprof.schema import Op, Purpose, parse_ranks, wire_bytes
 
 

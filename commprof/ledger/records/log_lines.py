@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from commprof.ledger.lookup import Lookup, Numbers, combinations, where
+from commprof.ledger.records.row_index import Lookup, Numbers, combinations, where
 
 LINE_COLUMNS: Final = ("file", "line", "op")
 MATCH_COLUMNS: Final = (

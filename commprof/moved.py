@@ -1,0 +1,89 @@
+"""Modules that have moved: their names of before work for one release, with a DeprecationWarning.
+
+Standard library only; read where a module of commprof is asked for that is not there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+# By names below ``commprof``.
+MOVED: Final = {
+    "ledger.activations": "ledger.requests.activations",
+    "ledger.attribution": "ledger.reconcile.attribution",
+    "ledger.backends": "ledger.records.backends",
+    "ledger.crossings": "ledger.requests.stage_activations",
+    "ledger.demand": "ledger.requests.demand",
+    "ledger.evaluations": "ledger.requests.evaluations",
+    "ledger.executed": "ledger.records.executed",
+    "ledger.group_orders": "ledger.reconcile.group_orders",
+    "ledger.issue": "ledger.records.issued",
+    "ledger.log_lines": "ledger.records.log_lines",
+    "ledger.lookup": "ledger.records.row_index",
+    "ledger.messages": "ledger.reconcile.unmatched_messages",
+    "ledger.module_orders": "ledger.requests.module_orders",
+    "ledger.movement": "ledger.records.movement",
+    "ledger.overflows": "ledger.requests.overflows",
+    "ledger.rank_orders": "ledger.reconcile.rank_orders",
+    "ledger.readings": "ledger.records.readings",
+    "ledger.request": "ledger.requests.request",
+    "ledger.rows": "ledger.reconcile.ledger_table",
+    "ledger.sendings": "ledger.records.sendings",
+    "ledger.sentences": "ledger.reconcile.sentences",
+    "ledger.shared_models": "ledger.requests.shared_models",
+    "ledger.splits": "ledger.reconcile.splits",
+    "ledger.summed": "ledger.records.aggregated_steps",
+    "ledger.survey": "ledger.records.precount",
+    "ledger.training_records": "ledger.requests.training_records",
+    "ledger.turns": "ledger.requests.engine_sequence",
+    "ledger.wrapped_models": "ledger.requests.wrapped_models",
+}
+
+
+class Loader:
+    """Gives the module that a name of before stands for."""
+
+    def __init__(self, target: str) -> None:
+        self._module = importlib.import_module(target)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself, not another one."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has been executed; importlib has given it another spec meanwhile."""
+        module.__spec__ = self._spec
+
+
+def spec_of(name: str) -> ModuleSpec | None:
+    """What imports the module that had ``name``, a full one; None where none had it."""
+    target = MOVED.get(name.removeprefix("commprof."))
+    if target is None:
+        return None
+    _warn(name, f"commprof.{target}")
+    return ModuleSpec(name, Loader(f"commprof.{target}"))  # type: ignore[arg-type]  # it has what importlib calls
+
+
+def attribute(room: str, name: str) -> Any:
+    """Attribute ``name`` of the module whose name the package ``room`` has now.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    target = f"commprof.{MOVED[room.removeprefix('commprof.')]}"
+    module = importlib.import_module(target)
+    if name.startswith("__") or not hasattr(module, name):
+        raise AttributeError(f"module {room!r} has no attribute {name!r}")
+    _warn(f"{room}.{name}", f"{target}.{name}")
+    return getattr(module, name)
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(
+        f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=4
+    )
