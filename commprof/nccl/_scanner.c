@@ -1,6 +1,6 @@
 /* Scanner of NCCL logs: finds the lines of a block, reads the numbers of operation lines, and numbers all other texts.
 
-   commprof/nccl/lines.py defines what a line means. This file decides nothing that is not certain: it hands heads, messages
+   commprof/nccl/grammar/lines.py defines what a line means. This file decides nothing that is not certain: it hands heads, messages
    and the ends of operation lines to Python once for each distinct text, and marks every line that is not regular for the
    reader of lines. A block is any bytes. No byte outside of it is read. */
 

@@ -18,20 +18,20 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from commprof.errors import LogError, UsageError
-from commprof.nccl.assembly import Assembly
-from commprof.nccl.census import LineKind
-from commprof.nccl.choices import NEEDED, attribute_in_windows
-from commprof.nccl.communicators import (
+from commprof.nccl.grammar.versions import candidates, describe, parse_version, prints_bytes
+from commprof.nccl.scan import scan_blocks
+from commprof.nccl.sources import Block, LogSource, find_logs
+from commprof.nccl.state.communicators import (
     Communicator,
     Process,
     communicators_table,
 )
-from commprof.nccl.membership import Membership, World, find_families, find_global_ranks
-from commprof.nccl.operations import Operations, OperationTable, Versions
-from commprof.nccl.remarks import Findings, remarks
-from commprof.nccl.scan import scan_blocks
-from commprof.nccl.sources import Block, LogSource, find_logs
-from commprof.nccl.versions import candidates, describe, parse_version, prints_bytes
+from commprof.nccl.state.log_state import Assembly
+from commprof.nccl.state.membership import Membership, World, find_families, find_global_ranks
+from commprof.nccl.state.tuning_choices import NEEDED, attribute_in_windows
+from commprof.nccl.tables.census import LineKind
+from commprof.nccl.tables.missing_evidence import Findings, remarks
+from commprof.nccl.tables.operations import Operations, OperationTable, Versions
 from commprof.trace.tables import write_parquet
 
 TABLE_NAMES = (

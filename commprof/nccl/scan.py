@@ -1,6 +1,6 @@
 """The lines of a log, block by block: by the compiled scanner (``_scanner.c``) where it was built, otherwise line by line.
 
-:mod:`commprof.nccl.lines` defines what a line means. The scanner finds the regular lines, and each distinct head, message
+``lines`` defines what a line means. The scanner finds the regular lines, and each distinct head, message
 and end of an operation line is read once. All other lines are read one by one. What depends on earlier blocks (which hosts
 are known, which communicator an address means) is left to the caller.
 """
@@ -16,10 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from commprof.compiled import compiled
-from commprof.nccl import lines as nccl_lines
-from commprof.nccl.census import Example, Tallies, Tally, example_of, headless_example
-from commprof.nccl.heads import KnownHosts
-from commprof.nccl.lexicon import (
+from commprof.nccl.grammar import lines as nccl_lines
+from commprof.nccl.grammar.lexicon import (
     GROUP_END,
     GROUP_START,
     IGNORED,
@@ -32,9 +30,11 @@ from commprof.nccl.lexicon import (
     Lexicon,
     Tail,
 )
-from commprof.nccl.repeats import first_of_each, numbered
-from commprof.nccl.rows import Rows
+from commprof.nccl.grammar.line_prefix import KnownHosts
 from commprof.nccl.sources import Block, read_block
+from commprof.nccl.tables.bincount import first_of_each, numbered
+from commprof.nccl.tables.census import Example, Tallies, Tally, example_of, headless_example
+from commprof.nccl.tables.op_buffer import Rows
 
 _VERSION: Final = 1  # of _scanner.c, that does what is said here
 MODULE: Final[ModuleType | None] = compiled("commprof.nccl._scanner", _VERSION)

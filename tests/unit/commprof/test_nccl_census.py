@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from commprof.cli.application import invoke
-from commprof.nccl.line_kinds import KNOWN, kind_of_message
+from commprof.nccl.grammar.line_kinds import KNOWN, kind_of_message
 from commprof.nccl.parser import parse_logs
 
 ARCHIVES = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # gzip and Zstandard, which are told by their first bytes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from commprof.nccl.communicators import Communicator, Registry, communicators_table
-from commprof.nccl.heads import Origin
-from commprof.nccl.lines import EndLine, InitLine
-from commprof.nccl.membership import find_families, find_global_ranks
-from commprof.nccl.remarks import Findings, remarks
-from commprof.nccl.topology import read_topology
+from commprof.nccl.grammar.line_prefix import Origin
+from commprof.nccl.grammar.lines import EndLine, InitLine
+from commprof.nccl.grammar.topology import read_topology
+from commprof.nccl.state.communicators import Communicator, Registry, communicators_table
+from commprof.nccl.state.membership import find_families, find_global_ranks
+from commprof.nccl.tables.missing_evidence import Findings, remarks
 
 
 class Log:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from benchmarks.nccl_log import generate
 from commprof.compiled import COMPILED_VARIABLE
 from commprof.nccl import scan, sources
-from commprof.nccl.assembly import Assembly
-from commprof.nccl.heads import KnownHosts, Origin
-from commprof.nccl.line_kinds import form_of_message, kind_of_headless, kind_of_message
-from commprof.nccl.lines import read_line, read_message
+from commprof.nccl.grammar.line_kinds import form_of_message, kind_of_headless, kind_of_message
+from commprof.nccl.grammar.line_prefix import KnownHosts, Origin
+from commprof.nccl.grammar.lines import read_line, read_message
 from commprof.nccl.parser import parse_logs
+from commprof.nccl.state.log_state import Assembly
 
 compiled_only = pytest.mark.skipif(scan.MODULE is None, reason="the scanner was not compiled here")
 HEAD = b"n0:1:1 [0] NCCL INFO "

@@ -11,13 +11,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from commprof.nccl.attribution import attribute_tuning
-from commprof.nccl.communicators import Communicator, Place, Process
-from commprof.nccl.messages import MessageRows, read_trace, read_warning
-from commprof.nccl.topology import Link, RingNeighbours, RingOrder, TreeLine, read_topology
-from commprof.nccl.topology_tables import TopologyRows
-from commprof.nccl.tuning import TuningModelLine, TuningRows, read_tuning
-from commprof.nccl.versions import candidates, describe, form_of
+from commprof.nccl.grammar.topology import Link, RingNeighbours, RingOrder, TreeLine, read_topology
+from commprof.nccl.grammar.tuning import TuningModelLine, TuningRows, read_tuning
+from commprof.nccl.grammar.versions import candidates, describe, form_of
+from commprof.nccl.grammar.warnings import MessageRows, read_trace, read_warning
+from commprof.nccl.state.communicators import Communicator, Place, Process
+from commprof.nccl.state.tuning_attribution import attribute_tuning
+from commprof.nccl.tables.topology_tables import TopologyRows
 from commprof.trace.tables import table_from_rows
 
 ROOT = Path(__file__).resolve().parents[3]

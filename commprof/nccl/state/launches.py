@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commprof.nccl.columns import Column
-from commprof.nccl.rows import CALL, COLL, WHOLE
+from commprof.nccl.tables.arrow_columns import Column
+from commprof.nccl.tables.op_buffer import CALL, COLL, WHOLE
 
 Numbers = npt.NDArray[np.int64]
 

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from commprof.nccl.columns import as_arrow, taken
-from commprof.nccl.communicators import Communicator, Process
-from commprof.nccl.spelling import OPERATIONS
+from commprof.nccl.grammar.spelling import OPERATIONS
+from commprof.nccl.state.communicators import Communicator, Process
+from commprof.nccl.tables.arrow_columns import as_arrow, taken
 from commprof.schema import Op
 from commprof.trace.tables import conform
 
@@ -156,7 +156,7 @@ class TuningRows:
     ) -> None:
         """Add one line; ``process`` and ``file`` by number. Rows of the model are in no table and are not kept.
 
-        :func:`commprof.nccl.attribution.attribute_tuning` tells the communicator, once all lines are read.
+        :func:`commprof.nccl.state.tuning_attribution.attribute_tuning` tells the communicator, once all lines are read.
         """
         del communicator
         number = self.number(record)

@@ -19,10 +19,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from commprof.nccl.columns import Column, as_arrow, from_values
-from commprof.nccl.communicators import Communicator, Process
-from commprof.nccl.rows import COLL, KINDS, NONE, OPS, STATES, TORN, WHOLE, Rows, RowStore
-from commprof.nccl.spelling import (
+from commprof.nccl.grammar.spelling import (
     COUNTED_PER_RANK,
     DATATYPES,
     POINT_TO_POINT,
@@ -31,7 +28,10 @@ from commprof.nccl.spelling import (
     REDUCTIONS,
     ROOTED,
 )
-from commprof.nccl.versions import BYTE_TYPED_OPS
+from commprof.nccl.grammar.versions import BYTE_TYPED_OPS
+from commprof.nccl.state.communicators import Communicator, Process
+from commprof.nccl.tables.arrow_columns import Column, as_arrow, from_values
+from commprof.nccl.tables.op_buffer import COLL, KINDS, NONE, OPS, STATES, TORN, WHOLE, Rows, RowStore
 from commprof.schema import NCCL_OPS, Op
 from commprof.trace.tables import arrow_schema, conform, empty_table
 

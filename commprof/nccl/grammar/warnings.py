@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from commprof.nccl.columns import from_values
-from commprof.nccl.communicators import Communicator, Process
+from commprof.nccl.state.communicators import Communicator, Process
+from commprof.nccl.tables.arrow_columns import from_values
 from commprof.trace.tables import arrow_schema, conform
 
 

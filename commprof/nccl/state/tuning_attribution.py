@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.nccl.columns import as_arrow, codes_of, is_null, numbers_of, taken
+from commprof.nccl.tables.arrow_columns import as_arrow, codes_of, is_null, numbers_of, taken
 from commprof.trace.tables import conform
 
 _THREAD: Final = ("file", "host", "pid", "tid")

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from commprof.nccl import lines as nccl_lines
-from commprof.nccl.heads import KnownHosts, split_messages
-from commprof.nccl.versions import form_of
+from commprof.nccl.grammar import lines as nccl_lines
+from commprof.nccl.grammar.line_prefix import KnownHosts, split_messages
+from commprof.nccl.grammar.versions import form_of
 
 READ: Final = "read"
 BLANK: Final = "blank"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from commprof.nccl.communicators import Communicator
+from commprof.nccl.state.communicators import Communicator
 
 FamilyKey = tuple[object, ...]
 

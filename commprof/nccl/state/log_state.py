@@ -10,17 +10,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from commprof.nccl import lines as nccl_lines
-from commprof.nccl.calls import Groups, Launches, Twins
-from commprof.nccl.census import Census
-from commprof.nccl.chronicle import PER_LINE, Chronicle, Event
-from commprof.nccl.communicators import Registry, note_operation_form
-from commprof.nccl.heads import KnownHosts, Origin
-from commprof.nccl.lexicon import Tail
-from commprof.nccl.repeats import first_of_each, numbered
-from commprof.nccl.rows import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Rows, RowStore
+from commprof.nccl.grammar import lines as nccl_lines
+from commprof.nccl.grammar.lexicon import Tail
+from commprof.nccl.grammar.line_prefix import KnownHosts, Origin
+from commprof.nccl.grammar.versions import BYTE_TYPED_OPS
 from commprof.nccl.scan import Scan
-from commprof.nccl.versions import BYTE_TYPED_OPS
+from commprof.nccl.state.communicator_lifecycle import PER_LINE, Chronicle, Event
+from commprof.nccl.state.communicators import Registry, note_operation_form
+from commprof.nccl.state.launches import Groups, Launches, Twins
+from commprof.nccl.tables.bincount import first_of_each, numbered
+from commprof.nccl.tables.census import Census
+from commprof.nccl.tables.op_buffer import CALL, COLL, KINDS, NONE, OP_NUMBER, TORN, WHOLE, Rows, RowStore
 
 Numbers = npt.NDArray[np.int64]
 OperationLine = nccl_lines.CollLine | nccl_lines.CallLine | nccl_lines.TornLine

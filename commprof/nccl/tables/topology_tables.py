@@ -1,4 +1,4 @@
-"""The tables of rings, trees and links, from the lines that :mod:`commprof.nccl.topology` reads.
+"""The tables of rings, trees and links, from the lines that :mod:`commprof.nccl.grammar.topology` reads.
 
 A log may hold millions of such lines. Equal records are kept once, and each line takes a few numbers.
 """
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.nccl.columns import as_arrow, taken
-from commprof.nccl.communicators import Communicator, Completions, Process
-from commprof.nccl.topology import Link, RingNeighbours, RingOrder, Topology, TreeLine
+from commprof.nccl.grammar.topology import Link, RingNeighbours, RingOrder, Topology, TreeLine
+from commprof.nccl.state.communicators import Communicator, Completions, Process
+from commprof.nccl.tables.arrow_columns import as_arrow, taken
 from commprof.trace.tables import conform
 
 Numbers = npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ _COLUMNS: Final = ("process", "owner", "tid", "file", "line", "times", "record")
 
 
 class TopologyRows:
-    """Collects the lines of :func:`commprof.nccl.topology.read_topology` for the tables of rings, trees and links."""
+    """Collects the lines of ``topology.read_topology`` for the tables of rings, trees and links."""
 
     def __init__(self) -> None:
         self._numbers = array("q")  # as many for each line as there are columns
@@ -46,8 +46,8 @@ class TopologyRows:
         Args:
             process: its number in the registry.
             communicator: number of the communicator that it belongs to; None where that is not known yet: then the
-                thread decides once all lines are read (see :class:`commprof.nccl.communicators.Completions`).
-            record: what :func:`commprof.nccl.topology.read_topology` returned.
+                thread decides once all lines are read (see :class:`commprof.nccl.state.communicators.Completions`).
+            record: what :func:`commprof.nccl.grammar.topology.read_topology` returned.
             file: number of the file.
             line: number of the line in it.
             lines: how many lines say the same.

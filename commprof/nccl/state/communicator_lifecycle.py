@@ -13,16 +13,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commprof.nccl import lines as nccl_lines
-from commprof.nccl.communicators import Process, Registry
-from commprof.nccl.heads import Origin
-from commprof.nccl.messages import Message, MessageRows
-from commprof.nccl.repeats import numbered
-from commprof.nccl.rows import NONE, WHOLE, Rows
+from commprof.nccl.grammar import lines as nccl_lines
+from commprof.nccl.grammar.line_prefix import Origin
+from commprof.nccl.grammar.topology import Topology
+from commprof.nccl.grammar.tuning import TuningLine, TuningModelLine, TuningRows
+from commprof.nccl.grammar.warnings import Message, MessageRows
 from commprof.nccl.scan import Scan
-from commprof.nccl.topology import Topology
-from commprof.nccl.topology_tables import TopologyRows
-from commprof.nccl.tuning import TuningLine, TuningModelLine, TuningRows
+from commprof.nccl.state.communicators import Process, Registry
+from commprof.nccl.tables.bincount import numbered
+from commprof.nccl.tables.op_buffer import NONE, WHOLE, Rows
+from commprof.nccl.tables.topology_tables import TopologyRows
 
 # A place is the line times this, plus the number of the message in the line.
 PER_LINE: Final = 1 << 12

@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from commprof.nccl import lines as nccl_lines
-from commprof.nccl.heads import HEAD, Origin
-from commprof.nccl.line_kinds import BLANK, NO_HEAD, NOT_TEXT, form_of_message, kind_of_message
-from commprof.nccl.rows import NONE
-from commprof.nccl.spelling import OPERATIONS
-from commprof.nccl.topology import Link
+from commprof.nccl.grammar import lines as nccl_lines
+from commprof.nccl.grammar.line_kinds import BLANK, NO_HEAD, NOT_TEXT, form_of_message, kind_of_message
+from commprof.nccl.grammar.line_prefix import HEAD, Origin
+from commprof.nccl.grammar.spelling import OPERATIONS
+from commprof.nccl.grammar.topology import Link
+from commprof.nccl.tables.op_buffer import NONE
 from commprof.schema import Op
 
 # MESSAGE: a line with such a text is read by itself.
@@ -53,7 +53,7 @@ class Lexicon:
     Attributes:
         meanings: one of the numbers above; of a head or tail that takes a closer look, and of irregular lines, MESSAGE.
         kinds: for texts that say nothing, the number of their kind in ``kind_names``.
-        has_form: whether ``forms`` has an entry: kind and form (a key of :data:`commprof.nccl.versions.FORMS`).
+        has_form: whether ``forms`` has an entry: kind and form (a key of :data:`commprof.nccl.grammar.versions.FORMS`).
         heads: the heads that are known.
         tails: the ends of operation lines that are known.
         remarks: messages about topology, tuning and errors.

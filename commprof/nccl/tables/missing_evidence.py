@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from commprof.nccl.communicators import Communicator
-from commprof.nccl.membership import (
+from commprof.nccl.state.communicators import Communicator
+from commprof.nccl.state.membership import (
     CROWDED,
     CUT_OUT,
     INCOMPLETE,

@@ -12,7 +12,7 @@ from typing import Final
 import pyarrow as pa
 
 from commprof.errors import LogError
-from commprof.nccl.columns import Column, as_arrow, as_numpy
+from commprof.nccl.tables.arrow_columns import Column, as_arrow, as_numpy
 from commprof.schema import Op
 
 # Ops are numbered by their place here.

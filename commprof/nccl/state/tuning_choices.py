@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from commprof.nccl.attribution import attribute_tuning
-from commprof.nccl.columns import codes_of, numbers_of
+from commprof.nccl.state.tuning_attribution import attribute_tuning
+from commprof.nccl.tables.arrow_columns import codes_of, numbers_of
 
 # A choice stands close behind its operation: this many operations before a window are looked at again.
 _OVERLAP: Final = 4096

@@ -2,7 +2,7 @@
 
 Formats of NCCL 2.4 to 2.30, from ``src/init.cc``, ``src/graph/connect.cc`` and ``src/transport/*.cc`` of NVIDIA/nccl.
 RCCL appends the communicator's address to some of them. A message fits a form from its first byte to its last, or it is
-none of ours: torn ones leave nothing. :mod:`commprof.nccl.topology_tables` collects them.
+none of ours: torn ones leave nothing. :mod:`commprof.nccl.tables.topology_tables` collects them.
 
 Pure: bytes in, tuples out. ``-1`` in a tree or a ring means that there is no such rank, and becomes None.
 """

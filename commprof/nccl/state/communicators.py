@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from commprof.nccl.columns import from_values
-from commprof.nccl.topology import Link, RingNeighbours, RingOrder
+from commprof.nccl.grammar.topology import Link, RingNeighbours, RingOrder
+from commprof.nccl.tables.arrow_columns import from_values
 from commprof.trace.tables import arrow_schema
 
 if TYPE_CHECKING:
-    from commprof.nccl.heads import Origin
-    from commprof.nccl.lines import CollLine, EndLine, InitLine, TorchCommLine
-    from commprof.nccl.topology import Topology
+    from commprof.nccl.grammar.line_prefix import Origin
+    from commprof.nccl.grammar.lines import CollLine, EndLine, InitLine, TorchCommLine
+    from commprof.nccl.grammar.topology import Topology
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from commprof.nccl.heads import KnownHosts, Origin, split_messages
-from commprof.nccl.messages import Message, read_trace, read_warning
-from commprof.nccl.spelling import OPERATIONS
-from commprof.nccl.topology import Topology, read_topology
-from commprof.nccl.tuning import TuningLine, TuningModelLine, read_tuning
-from commprof.nccl.versions import form_of
+from commprof.nccl.grammar.line_prefix import KnownHosts, Origin, split_messages
+from commprof.nccl.grammar.spelling import OPERATIONS
+from commprof.nccl.grammar.topology import Topology, read_topology
+from commprof.nccl.grammar.tuning import TuningLine, TuningModelLine, read_tuning
+from commprof.nccl.grammar.versions import form_of
+from commprof.nccl.grammar.warnings import Message, read_trace, read_warning
 from commprof.schema import Op
 
 

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from commprof.nccl import line_kinds
-from commprof.nccl.line_kinds import BLANK, READ, TOO_LONG, UNDERSTOOD
-from commprof.nccl.lines import clean_line
+from commprof.nccl.grammar import line_kinds
+from commprof.nccl.grammar.line_kinds import BLANK, READ, TOO_LONG, UNDERSTOOD
+from commprof.nccl.grammar.lines import clean_line
 
 if TYPE_CHECKING:
-    from commprof.nccl import lines as nccl_lines
+    from commprof.nccl.grammar import lines as nccl_lines
 
 MOST_EXAMPLES: Final = 3
 _SHOWN_BYTES: Final = 240
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 class Tally(NamedTuple):
     """How many lines of a block are of one kind, and the first of them whose messages differ.
 
-    ``forms`` are keys of :data:`commprof.nccl.versions.FORMS`: what these lines tell about the version of NCCL.
+    ``forms`` are keys of :data:`commprof.nccl.grammar.versions.FORMS`: what these lines tell about the version of NCCL.
     """
 
     lines: int

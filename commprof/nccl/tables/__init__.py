@@ -1,0 +1,1 @@
+"""The rows of a log's tables, and what the log lacks."""
