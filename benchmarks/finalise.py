@@ -21,10 +21,10 @@ import numpy as np
 from results import arguments, publish, spread
 
 from commprof.schema import COMMIT, LAYERS, PHASES, SCHEMA_VERSION, STATUSES, Layer, Phase, Status
-from commprof.trace.layout import RankFile
-from commprof.trace.records import RECORD_DTYPE
-from commprof.trace.segments import pack_tail
-from commprof.trace.writer import EventFile, RecordFile
+from commprof.trace.rank_files.layout import RankFile
+from commprof.trace.rank_files.records import RECORD_DTYPE
+from commprof.trace.rank_files.segments import pack_tail
+from commprof.trace.rank_files.writer import EventFile, RecordFile
 
 PER_STEP: Final = 500
 SIGNATURES, SITES, TAGS, GROUPS = 60, 200, 90, 3

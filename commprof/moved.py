@@ -64,6 +64,21 @@ MOVED: Final = {
     "nccl.topology_tables": "nccl.tables.topology_tables",
     "nccl.tuning": "nccl.grammar.tuning",
     "nccl.versions": "nccl.grammar.versions",
+    "trace.aggregates": "trace.rank_files.aggregates",
+    "trace.columns": "trace.rank_files.columns",
+    "trace.course": "trace.rank_files.step_boundaries",
+    "trace.decoder": "trace.rank_files.decoder",
+    "trace.engines": "trace.rank_files.engines",
+    "trace.events": "trace.rank_files.events",
+    "trace.flight_entries": "trace.rank_files.flight_entries",
+    "trace.issue_order": "trace.rank_files.issue_order",
+    "trace.layout": "trace.rank_files.layout",
+    "trace.records": "trace.rank_files.records",
+    "trace.rows": "trace.rank_files.outside_rows",
+    "trace.segments": "trace.rank_files.segments",
+    "trace.splits": "trace.rank_files.splits",
+    "trace.steps": "trace.rank_files.steps",
+    "trace.writer": "trace.rank_files.writer",
 }
 
 

@@ -36,8 +36,8 @@ from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.finaliser import convert_host
 from commprof.trace.fingerprint import VERSION, fingerprint
-from commprof.trace.layout import rank_files
 from commprof.trace.pending import load_manifest
+from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.reader import Run, Scan, open_run, scan_of
 from commprof.trace.tables import arrow_schema, empty_table, read_parquet
 

@@ -41,8 +41,8 @@ from commprof.errors import TraceError
 from commprof.printable import command_line
 from commprof.trace.directory import INDEX_NAME, MANIFEST_NAME, resolve
 from commprof.trace.fingerprint import fingerprint
-from commprof.trace.layout import rank_files
 from commprof.trace.manifest import read_manifest
+from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.reader import Run, open_run
 
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file

@@ -17,8 +17,8 @@ from commprof.analysis.settings import settings_of, value_text
 from commprof.analysis.summary import group_backends, script_name
 from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs
-from commprof.trace.layout import rank_files
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED
+from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.reader import open_run
 
 _ZERO_KEYS: Final = (

@@ -17,7 +17,7 @@ from commprof.errors import LogError
 from commprof.imports.plain_pickle import read_plain_pickle
 from commprof.imports.recording import Collective, Imported, ImportedRank
 from commprof.schema import Op
-from commprof.trace.flight_entries import flight_row
+from commprof.trace.rank_files.flight_entries import flight_row
 
 TOOL: Final = "torch's Flight Recorder"
 

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeAlias
 from commprof.imports.recording import NO_STEP, Collective, Imported, ImportedRank
 from commprof.schema import Layer, Phase, Status, format_ranks
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
-from commprof.trace.layout import RankFile
 from commprof.trace.manifest import COMPLETE, Manifest, create_run, describe_process, write_manifest
+from commprof.trace.rank_files.layout import RankFile
 from commprof.trace.tables import table_from_rows, write_parquet, write_table
 
 _ATTEMPT: Final = 0

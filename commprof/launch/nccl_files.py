@@ -131,7 +131,7 @@ def _count(file: Path) -> tuple[int, int, int, int, int]:
 def rank_processes(run: Path) -> set[int] | None:
     """The processes of this host that were recorded in ``run``; None where there are none."""
     from commprof.trace.directory import COLLECTIVES_DIRECTORY
-    from commprof.trace.layout import parse_stem
+    from commprof.trace.rank_files.layout import parse_stem
 
     files = [*run.glob("rank-*"), *(run / COLLECTIVES_DIRECTORY).glob("rank-*")]
     pids = {identity.pid for file in files if (identity := parse_stem(file.stem)) is not None}

@@ -15,9 +15,9 @@ from commprof.analysis.units import format_ns
 from commprof.errors import CommprofError, MissingExtraError
 from commprof.launch import injection
 from commprof.printable import command_line
-from commprof.trace.layout import rank_files
 from commprof.trace.liveness import host_of
 from commprof.trace.manifest import read_manifest
+from commprof.trace.rank_files.layout import rank_files
 
 _IMPORT_AFTER_S: Final = 2.0  # a job that ends sooner waits for its own imports
 

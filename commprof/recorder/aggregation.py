@@ -18,8 +18,8 @@ from typing import Any, Final
 from commprof.recorder.bounds import SizeLimit
 from commprof.recorder.journal import Journal
 from commprof.schema import COMMIT, PHASES, RECORD, RECORD_FIELDS, STATUSES, Status
-from commprof.trace.segments import Segment
-from commprof.trace.writer import SEGMENT_UNIT
+from commprof.trace.rank_files.segments import Segment
+from commprof.trace.rank_files.writer import SEGMENT_UNIT
 
 _SEGMENT_BYTES: Final = -(-(256 << 10) // SEGMENT_UNIT) * SEGMENT_UNIT
 # A program that marks no steps has its records added up once so many segments are full.

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from commprof.compiled import compiled
-from commprof.trace import segments
+from commprof.trace.rank_files import segments
 
 _VERSION: Final = 4  # of _calls.c, that does what is said here
 MODULE: Final[ModuleType | None] = (

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from commprof.recorder.device_timeline import Operation
-from commprof.trace.segments import DEVICE_END_WORD, NO_WORDS, Segment, Token
+from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
 _COST_NS: Final = 12_000  # CPU time that asking and being called back take, both threads together (measured)

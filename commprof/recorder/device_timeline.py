@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from commprof.recorder.device_clock import DeviceClock
 from commprof.recorder.device_events import Event, EventPool
-from commprof.trace.segments import (
+from commprof.trace.rank_files.segments import (
     DEVICE_BEGIN_WORD,
     DEVICE_END_WORD,
     EXPOSED_WORD,

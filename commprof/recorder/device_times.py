@@ -13,7 +13,7 @@ from typing import Final
 from commprof.recorder import device_timeline
 from commprof.recorder.device_events import CudaEvents, EventPool, EventSource
 from commprof.recorder.device_timeline import Operation, Tally, Timeline
-from commprof.trace.segments import NO_WORDS, Words
+from commprof.trace.rank_files.segments import NO_WORDS, Words
 
 _MOST_SIGNATURES: Final = 200_000
 _SOURCES: Final[dict[str, Callable[[], EventSource]]] = {"cuda": CudaEvents}

@@ -24,7 +24,7 @@ from commprof.recorder.groups import Group
 from commprof.recorder.methods import Method, Shape
 from commprof.recorder.signatures import MOST_CALLS
 from commprof.recorder.waits import unbound
-from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD
+from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_END_WORD
 
 if TYPE_CHECKING:
     from commprof.recorder.wrappers import Entry, Wrappers

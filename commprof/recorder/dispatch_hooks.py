@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch._C import _distributed_c10d
 
-from commprof.trace.segments import count_of
+from commprof.trace.rank_files.segments import count_of
 
 _HOOK: Final = 0x636F_6D6D  # torch keeps hooks by a number that whoever registers one chooses
 _OPERATIONS: Final[Any] = getattr(_distributed_c10d, "HookOpName", None)

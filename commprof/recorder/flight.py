@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 
 from commprof.recorder.journal import Journal
-from commprof.trace.flight_entries import flight_row
-from commprof.trace.writer import encode_row
+from commprof.trace.rank_files.flight_entries import flight_row
+from commprof.trace.rank_files.writer import encode_row
 
 SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
 MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from commprof.schema import record_offset
-from commprof.trace.segments import Words
+from commprof.trace.rank_files.segments import Words
 
 # The word that ends with the record's ``replays``: its upper half, on the little-endian machines that torch has CUDA for.
 _REPLAYS_WORD: Final = record_offset("replays") // 8

@@ -36,7 +36,7 @@ from commprof.recorder.operators import C10D, ISSUED_IN_CPP, unknown_operators
 from commprof.recorder.trial import newer_torch, silent_layers
 from commprof.recorder.wrappers import Wrappers
 from commprof.schema import LAYERS, Layer
-from commprof.trace.segments import count_of
+from commprof.trace.rank_files.segments import count_of
 
 
 class Interception:

@@ -19,8 +19,16 @@ from commprof.recorder.device_times import DeviceTimes
 from commprof.recorder.groups import Group
 from commprof.recorder.threads import ThreadNames
 from commprof.schema import LAYERS, OPS, PHASES, PURPOSES, Layer, Phase, Purpose
-from commprof.trace.segments import NO_WORDS, RETURN_WORD, Segment, Token, Words, mark_raised, pack_tail
-from commprof.trace.writer import EventFile, RecordFile, encode_row
+from commprof.trace.rank_files.segments import (
+    NO_WORDS,
+    RETURN_WORD,
+    Segment,
+    Token,
+    Words,
+    mark_raised,
+    pack_tail,
+)
+from commprof.trace.rank_files.writer import EventFile, RecordFile, encode_row
 
 _MOST_INTERNED: Final = 200_000
 _MOST_LETTERS: Final = 8_000_000  # in their texts: some 50 MB of calls with splits among 8 ranks

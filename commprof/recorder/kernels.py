@@ -30,7 +30,7 @@ from commprof.recorder.sequence import GLOO, GLOO_EXTRA, count_raised
 from commprof.recorder.signatures import Signer, freeze, most_known
 from commprof.recorder.stalls import Stalls
 from commprof.schema import LAYERS, Layer
-from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
 _CROSSING_NS: Final = 2_200

@@ -19,10 +19,10 @@ from commprof import __version__
 from commprof.recorder.placement import agent_of, job_id, place, starter
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, TRACES, run_name, script_stem
-from commprof.trace.layout import RankFile, parse_stem
 from commprof.trace.manifest import Manifest, describe_process, write_manifest_if_absent
 from commprof.trace.process import process_start_ns, start_ticks
-from commprof.trace.writer import EventFile, RecordFile, Spill
+from commprof.trace.rank_files.layout import RankFile, parse_stem
+from commprof.trace.rank_files.writer import EventFile, RecordFile, Spill
 
 RUN_VARIABLE: Final = "COMMPROF_RUN"
 _AGENT: Final = "agent"  # in the manifest: the torchrun that started the job

@@ -29,7 +29,7 @@ from commprof.recorder.python_groups import caller_of
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.signatures import most_known
 from commprof.schema import LAYERS, Layer
-from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 if TYPE_CHECKING:
     from commprof.recorder.kernels import KernelRecorder

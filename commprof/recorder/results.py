@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commprof.trace.segments import Token
+from commprof.trace.rank_files.segments import Token
 
 _MOST: Final = 4096  # remembered at most
 

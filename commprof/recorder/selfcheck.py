@@ -9,7 +9,7 @@ from commprof.recorder.dispatch_hooks import unwatch, watch
 from commprof.recorder.groups import Group, Groups, live_groups
 from commprof.recorder.journal import Journal
 from commprof.recorder.sequence import expected_number
-from commprof.trace.segments import count_of
+from commprof.trace.rank_files.segments import count_of
 
 
 class SelfCheck:

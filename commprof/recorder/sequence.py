@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from commprof.recorder.groups import Group
-from commprof.trace.segments import count_of
+from commprof.trace.rank_files.segments import count_of
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"

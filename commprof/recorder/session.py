@@ -42,7 +42,7 @@ from commprof.recorder.options import (
 from commprof.recorder.selfcheck import SelfCheck
 from commprof.recorder.stacks import StackSignal
 from commprof.recorder.steps import Steps
-from commprof.trace.segments import count_of
+from commprof.trace.rank_files.segments import count_of
 
 _TABLES: Final = frozenset({"metrics", "parameters", "config"})
 

@@ -375,7 +375,7 @@ class Signer:
 
     Note [splits that never repeat]: a mixture of experts sends other splits in each call. To describe such a call and to
     intern what was found takes 50 us and more, so of an all_to_all_single with splits only the numbers of rows are written,
-    with the number of a signature that says all else. The reader works out the rest (``commprof.trace.splits``).
+    with the number of a signature that says all else. The reader works out the rest (``commprof.trace.rank_files.splits``).
 
     Args:
         journal: where signatures are written.

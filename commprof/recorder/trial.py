@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d
 from commprof.recorder.groups import Group
 from commprof.recorder.journal import PROCESS_GROUP, Journal
 from commprof.schema import LAYERS, Layer
-from commprof.trace.segments import NO_WORDS
+from commprof.trace.rank_files.segments import NO_WORDS
 
 NEWEST_TESTED: Final = (2, 15)  # docs/coverage.md: the newest torch with which the tests were run
 _UNTRIED: Final = "waits, DDP's reducer, compiled graphs and groups that change"

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from commprof.recorder.compiled_calls import compiled_call
 from commprof.recorder.journal import Journal
-from commprof.trace.segments import WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+from commprof.trace.rank_files.segments import WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 _MISSING: Final = object()
 _MOST_PENDING: Final = 4096  # handles that nobody waited for, remembered at most

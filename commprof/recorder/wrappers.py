@@ -23,7 +23,7 @@ from commprof.recorder.python_groups import caller_of
 from commprof.recorder.sequence import GLOO, GLOO_EXTRA, count_raised
 from commprof.recorder.signatures import FREEZERS, Signer, freeze, freeze_tensor, most_known
 from commprof.recorder.waits import Waits, unbound
-from commprof.trace.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 # What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).
 # What the sampled call alone spends after its end, on cold code, says nothing about the others.

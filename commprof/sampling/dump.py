@@ -27,8 +27,8 @@ from commprof.sampling.stacks import take_stacks
 from commprof.sampling.verdict import Verdict, judge
 from commprof.sampling.waits import Wait, standings
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
-from commprof.trace.layout import RankFile
 from commprof.trace.manifest import read_manifest
+from commprof.trace.rank_files.layout import RankFile
 
 WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
 _MOST_AT_ONCE: Final = 8  # processes that are looked into at the same time

@@ -17,9 +17,9 @@ from commprof.errors import TraceError
 from commprof.sampling.calls import WINDOW, Call, GroupFacts, RankCalls, What
 from commprof.schema import COMMIT, LAYERS, RECORD, RECORD_FIELDS, STATUSES, Status, after_end, parse_ranks
 from commprof.trace.content import open_content
-from commprof.trace.events import Events, read_events
-from commprof.trace.issue_order import issued_number, raised_numbers
-from commprof.trace.layout import (
+from commprof.trace.rank_files.events import Events, read_events
+from commprof.trace.rank_files.issue_order import issued_number, raised_numbers
+from commprof.trace.rank_files.layout import (
     EVENTS_SUFFIX,
     HEADER,
     RECORDS_SUFFIX,

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from commprof.sampling.live import latest_files
 from commprof.sampling.samples import Sample
-from commprof.trace.layout import EVENTS_SUFFIX
 from commprof.trace.process import start_ticks
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")

@@ -15,7 +15,7 @@ from commprof.sampling.dump import Dump, keep_dump, take_dump
 from commprof.sampling.dump_text import dump_text
 from commprof.sampling.live import fingerprint, latest_files
 from commprof.trace.directory import DUMPS_DIRECTORY
-from commprof.trace.layout import RankFile
+from commprof.trace.rank_files.layout import RankFile
 
 _LOOKS_PER_PERIOD: Final = 4
 _LONGEST_PAUSE: Final = 5.0

@@ -1,4 +1,4 @@
-/* Room for records in a part of a mapped file: commprof.trace.segments.PythonSlots, in C.
+/* Room for records in a part of a mapped file: commprof.trace.rank_files.segments.PythonSlots, in C.
  *
  * Python's lock is held throughout, so no two threads get one slot and none can find the mapping gone half way.
  */
@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-/* One more for every change of what this module takes, gives or writes: commprof.trace.segments asks for it. */
+/* One more for every change of what this module takes, gives or writes: commprof.trace.rank_files.segments asks for it. */
 #define VERSION 2
 
 /* The record of commprof.schema, as far as it is written here. */

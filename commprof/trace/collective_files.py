@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
-from commprof.trace.columns import encoded_schema
+from commprof.trace.rank_files.columns import encoded_schema
 from commprof.trace.tables import VERSION_KEY
 
 # Times and numbers that grow from record to record are kept as differences; everything else repeats. Of exposed times few

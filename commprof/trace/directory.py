@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from commprof.errors import TraceError
-from commprof.trace.layout import rank_files
+from commprof.trace.rank_files.layout import rank_files
 
 MANIFEST_NAME: Final = "run.json"
 COLLECTIVES_DIRECTORY: Final = "collectives"

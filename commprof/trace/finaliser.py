@@ -20,10 +20,8 @@ from typing import Any, Final
 
 from commprof.errors import SchemaError, TraceError
 from commprof.trace.collective_files import remove_partial, write_collectives
-from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, STACKS_DIRECTORY
 from commprof.trace.health import Health, assess
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 from commprof.trace.liveness import host_of
 from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, write_manifest
 from commprof.trace.pending import (
@@ -48,6 +46,8 @@ from commprof.trace.pending import (
     unseen_rows,
 )
 from commprof.trace.process import is_alive
+from commprof.trace.rank_files.decoder import RankTrace, read_rank
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 from commprof.trace.tables import arrow_schema, read_metadata, read_parquet, write_parquet
 from commprof.trace.wire import damaged_lines, reading_files, sample_files, write_samples, write_wire
 

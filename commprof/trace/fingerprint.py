@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 
 VERSION: Final = 19  # of what is derived: the index and the summaries
 _GROWING: Final = (RECORDS_SUFFIX, EVENTS_SUFFIX, ".jsonl")

@@ -12,8 +12,8 @@ from typing import Any, Final
 from commprof.errors import UsageError
 from commprof.trace.content import open_content
 from commprof.trace.directory import MANIFEST_NAME
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 from commprof.trace.process import is_alive
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 
 QUIET_SECONDS: Final = (
     600  # a file of a host that we cannot ask, untouched for so long, is taken for abandoned

@@ -28,8 +28,8 @@ from commprof.trace.directory import (
     SUMMARIES_DIRECTORY,
     is_run,
 )
-from commprof.trace.layout import parse_stem
 from commprof.trace.liveness import refuse_live
+from commprof.trace.rank_files.layout import parse_stem
 
 RUNNING: Final = "running"
 COMPLETE: Final = "complete"
@@ -128,7 +128,7 @@ class Manifest:
     engine: str | None = None
     engines: list[dict[str, Any]] = field(
         default_factory=list
-    )  # see commprof.trace.engines; empty for a single one
+    )  # see commprof.trace.rank_files.engines; empty for a single one
     construction: dict[str, Any] | None = None  # of parameters at stage 3, see commprof.hooks.describe_config
     sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
     ranks: list[dict[str, Any]] = field(default_factory=list)

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.errors import TraceError
-from commprof.trace.decoder import RankTrace, read_rank
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, elsewhere
-from commprof.trace.layout import rank_files
 from commprof.trace.liveness import recently_touched
 from commprof.trace.manifest import RUNNING, Manifest, read_manifest, write_manifest, wrong_entry
 from commprof.trace.process import is_alive
+from commprof.trace.rank_files.decoder import RankTrace, read_rank
+from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.tables import arrow_schema, read_metadata
 from commprof.trace.wire import reading_files, sample_files
 

@@ -15,11 +15,9 @@ import pyarrow as pa
 from commprof.errors import TraceError
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.config_copy import config_note
-from commprof.trace.decoder import RankTrace
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, elsewhere, resolve
 from commprof.trace.fingerprint import Opening, fingerprint
 from commprof.trace.health import Health, assess
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 from commprof.trace.manifest import Manifest
 from commprof.trace.pending import (
     entries_of,
@@ -35,6 +33,8 @@ from commprof.trace.pending import (
     take_config,
     unseen_rows,
 )
+from commprof.trace.rank_files.decoder import RankTrace
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 from commprof.trace.tables import (
     arrow_schema,
     column_parts,

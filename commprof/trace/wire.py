@@ -14,7 +14,7 @@ from commprof.errors import TraceError
 from commprof.schema import TABLES
 from commprof.trace.content import read_content
 from commprof.trace.directory import EVERY_SAMPLES
-from commprof.trace.rows import fitted
+from commprof.trace.rank_files.outside_rows import fitted
 from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
 
 LAUNCHER_READINGS: Final = "wire.jsonl"  # at intervals

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commprof.trace import segments
+from commprof.trace.rank_files import segments
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,8 @@ from commprof.errors import CommprofError
 from commprof.schema import COMMIT, RECORD, TABLES
 from commprof.trace.finaliser import finalise
 from commprof.trace.manifest import Manifest, create_run
+from commprof.trace.rank_files.writer import PAGE
 from commprof.trace.reader import open_run
-from commprof.trace.writer import PAGE
 from support import run_mutations
 from support.rank_files import write_rank
 

@@ -211,13 +211,13 @@ def test_no_pickle_is_ever_asked_for():
     ],
 )
 def test_names_of_backends(name, op):
-    from commprof.trace.flight_entries import operation_of
+    from commprof.trace.rank_files.flight_entries import operation_of
 
     assert operation_of(name) == op
 
 
 def test_an_nccl_entry():
-    from commprof.trace.flight_entries import flight_row
+    from commprof.trace.rank_files.flight_entries import flight_row
 
     entry = json.loads(
         """{"process_group": ["1", "dp"], "is_p2p": true, "profiling_name": "nccl:send 0->1", "p2p_seq_id": 4,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from commprof.schema import SCHEMA_VERSION
-from commprof.trace.layout import RankFile
-from commprof.trace.segments import RETURN_WORD, WAIT_END_WORD, Token, mark_raised, pack_tail
-from commprof.trace.writer import EventFile, RecordFile
+from commprof.trace.rank_files.layout import RankFile
+from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_END_WORD, Token, mark_raised, pack_tail
+from commprof.trace.rank_files.writer import EventFile, RecordFile
 
 SIGNATURE = {
     "op": "all_reduce",

@@ -96,7 +96,7 @@ class SyntheticRun:
         self._next_pg_seq: dict[tuple[Any, ...], int] = {}
         self._clock = 1_000_000
         self._issued: dict[tuple[int, int], int] = {}  # by attempt and step
-        self.engines: list[dict[str, Any]] = []  # in turn: see commprof.trace.engines
+        self.engines: list[dict[str, Any]] = []  # in turn: see commprof.trace.rank_files.engines
         self.hosts: dict[int, str] = {}  # of ranks, where they are not all on one
 
     def pid(self, rank: int, attempt: int = 0) -> int:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from commprof.analysis.relations.spark import explained
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, ELSEWHERE_NAME, MANIFEST_NAME
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -7,9 +7,9 @@ import pytest
 from commprof import hooks
 from commprof.recorder.buckets import BucketRows
 from commprof.recorder.journal import Journal
-from commprof.trace.events import read_events
-from commprof.trace.layout import RankFile
-from commprof.trace.writer import EventFile, RecordFile
+from commprof.trace.rank_files.events import read_events
+from commprof.trace.rank_files.layout import RankFile
+from commprof.trace.rank_files.writer import EventFile, RecordFile
 
 
 def row(bucket, parameters="a.weight,a.bias", **more):

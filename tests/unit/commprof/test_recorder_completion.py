@@ -10,7 +10,7 @@ from commprof.recorder import completion
 from commprof.recorder.completion import Completions
 from commprof.recorder.device_timeline import Operation
 from commprof.schema import RECORD
-from commprof.trace.segments import DEVICE_END_WORD, NO_WORDS, Segment
+from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segment
 
 
 class Work:

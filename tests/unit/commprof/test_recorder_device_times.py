@@ -10,7 +10,7 @@ from commprof.recorder import device_timeline
 from commprof.recorder.device_clock import DeviceClock
 from commprof.recorder.device_times import DeviceTimes
 from commprof.schema import RECORD
-from commprof.trace.segments import (
+from commprof.trace.rank_files.segments import (
     DEVICE_BEGIN_WORD,
     DEVICE_END_WORD,
     EXPOSED_WORD,

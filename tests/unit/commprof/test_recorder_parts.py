@@ -15,8 +15,8 @@ from commprof.recorder.callsite import CallSites
 from commprof.recorder.clocks import read_clocks
 from commprof.recorder.counters import InterfaceCounters, parse_net_dev
 from commprof.recorder.progress import OptimizerCycle, Progress
-from commprof.trace.events import Events
-from commprof.trace.steps import build_steps
+from commprof.trace.rank_files.events import Events
+from commprof.trace.rank_files.steps import build_steps
 
 
 def test_the_tightest_reading_of_both_clocks_is_kept():
@@ -241,7 +241,7 @@ def test_the_place_is_that_of_who_calls_a_framework_s_own_way_to_torch(door):
 
 
 def test_a_counter_is_read_without_being_used():
-    from commprof.trace.segments import count_of
+    from commprof.trace.rank_files.segments import count_of
 
     counter = itertools.count(0, 104)
     assert [next(counter), count_of(counter), count_of(counter), next(counter)] == [0, 104, 104, 104]

@@ -18,7 +18,14 @@ import torch
 from commprof.recorder.compiled_calls import MODULE, is_running
 from commprof.recorder.signatures import FREEZERS, freeze, freeze_tensor
 from commprof.schema import RECORD, RECORD_FIELDS
-from commprof.trace.segments import NO_WORDS, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Segment, pack_tail
+from commprof.trace.rank_files.segments import (
+    NO_WORDS,
+    RETURN_WORD,
+    WAIT_BEGIN_WORD,
+    WAIT_END_WORD,
+    Segment,
+    pack_tail,
+)
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the compiled parts were not built here")
 

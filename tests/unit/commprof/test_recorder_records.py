@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 
 from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATUSES
-from commprof.trace.layout import Header, RankFile, parse_header, parse_stem
-from commprof.trace.segments import ISSUE, RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, mark_raised, pack_tail
-from commprof.trace.writer import LARGEST_SEGMENT_BYTES, SEGMENT_UNIT, EventFile, RecordFile
+from commprof.trace.rank_files.layout import Header, RankFile, parse_header, parse_stem
+from commprof.trace.rank_files.segments import (
+    ISSUE,
+    RETURN_WORD,
+    WAIT_BEGIN_WORD,
+    WAIT_END_WORD,
+    mark_raised,
+    pack_tail,
+)
+from commprof.trace.rank_files.writer import LARGEST_SEGMENT_BYTES, SEGMENT_UNIT, EventFile, RecordFile
 
 IDENTITY = RankFile(3, 1, 4711, 1)
 

@@ -19,8 +19,8 @@ import pytest
 
 from commprof.compiled import COMPILED_VARIABLE, compiled
 from commprof.schema import RECORD, RECORD_FIELDS, record_offset
-from commprof.trace import segments
-from commprof.trace.segments import ISSUE, RETURN_WORD, pack_tail
+from commprof.trace.rank_files import segments
+from commprof.trace.rank_files.segments import ISSUE, RETURN_WORD, pack_tail
 
 TAIL = pack_tail(3, 1, 0, 2, 1)
 PLACES = 40
@@ -35,7 +35,7 @@ def can_be_built() -> bool:
 
 @pytest.fixture(params=["compiled", "python"])
 def module(request, monkeypatch):
-    """``commprof.trace.segments`` as it is with and without its compiled part."""
+    """``commprof.trace.rank_files.segments`` as it is with and without its compiled part."""
     if request.param == "compiled" and not segments.IS_COMPILED:
         pytest.skip("the compiled parts were not built here")
     monkeypatch.setenv(COMPILED_VARIABLE, "1" if request.param == "compiled" else "0")

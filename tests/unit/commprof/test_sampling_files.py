@@ -24,11 +24,11 @@ from commprof.sampling.samples import Sample, SampleWriter
 from commprof.sampling.watchdog import RunningTime, Stillness, Watchdog
 from commprof.schema import RECORD
 from commprof.trace.finaliser import finalise
-from commprof.trace.layout import RankFile
 from commprof.trace.process import start_ticks
+from commprof.trace.rank_files.layout import RankFile
+from commprof.trace.rank_files.segments import pack_tail
+from commprof.trace.rank_files.writer import RecordFile
 from commprof.trace.reader import open_run
-from commprof.trace.segments import pack_tail
-from commprof.trace.writer import RecordFile
 from support.rank_files import write_rank
 
 

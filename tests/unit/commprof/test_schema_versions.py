@@ -112,7 +112,7 @@ def test_a_record_file_of_a_later_version_is_refused(tmp_path):
 
 
 def test_only_what_is_newer_may_be_missing_in_a_signature():
-    from commprof.trace.rows import is_signature
+    from commprof.trace.rank_files.outside_rows import is_signature
     from support.rank_files import SIGNATURE
 
     assert is_signature(SIGNATURE)  # as version 1 wrote it

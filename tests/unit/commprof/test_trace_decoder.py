@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from commprof.errors import SchemaError, TraceError
 from commprof.schema import COLLECTIVES, RECORD
-from commprof.trace.decoder import read_rank
-from commprof.trace.events import parse_events
-from commprof.trace.writer import PAGE, encode_row
+from commprof.trace.rank_files.decoder import read_rank
+from commprof.trace.rank_files.events import parse_events
+from commprof.trace.rank_files.writer import PAGE, encode_row
 from support.rank_files import write_rank
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from commprof.schema import RECORD
-from commprof.trace.layout import (
+from commprof.trace.rank_files.layout import (
     EVENTS_SUFFIX,
     RECORDS_SUFFIX,
     TOTALS_OFFSET,
@@ -34,7 +34,7 @@ from commprof.trace.layout import (
     new_header,
     pack_totals,
 )
-from commprof.trace.segments import ISSUE, NO_WORDS, Segment
+from commprof.trace.rank_files.segments import ISSUE, NO_WORDS, Segment
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 # Segments of whole pages that hold whole records, so that records follow one another without gaps.

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from commprof.errors import TraceError
 from commprof.trace.content import open_content, printable
-from commprof.trace.layout import EVENT_KINDS
-from commprof.trace.splits import SplitSignature
+from commprof.trace.rank_files.layout import EVENT_KINDS
+from commprof.trace.rank_files.splits import SplitSignature
 
 _INTERNED: Final = frozenset({"signature", "tag", "site", "thread", "bucket"})
 _MOST_EVENT_BYTES: Final = 4 << 30

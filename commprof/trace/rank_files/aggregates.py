@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from commprof.trace.events import Events
-from commprof.trace.layout import SUM_FIELDS
-from commprof.trace.steps import StepTable
+from commprof.trace.rank_files.events import Events
+from commprof.trace.rank_files.layout import SUM_FIELDS
+from commprof.trace.rank_files.steps import StepTable
 
 
 def sums_of(

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES, LAYERS, PHASES, STATUSES, Source, Status
-from commprof.trace.issue_order import raised_numbers
-from commprof.trace.layout import RankFile
-from commprof.trace.records import Fields, Numbers, Part, completed_status
-from commprof.trace.steps import StepTable
+from commprof.trace.rank_files.issue_order import raised_numbers
+from commprof.trace.rank_files.layout import RankFile
+from commprof.trace.rank_files.records import Fields, Numbers, Part, completed_status
+from commprof.trace.rank_files.steps import StepTable
 from commprof.trace.tables import arrow_schema
 
 _NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
@@ -187,7 +187,7 @@ class CollectiveColumns:
         return pa.Table.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
     def _issued_numbers(self, records: Fields) -> np.ndarray[Any, Any]:
-        """:func:`commprof.trace.issue_order.issued_number` of each of ``records``."""
+        """:func:`commprof.trace.rank_files.issue_order.issued_number` of each of ``records``."""
         numbers = records["pg_seq"].copy()
         for signatures, raised in self._raised:
             mine = np.isin(records["signature"], signatures)

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from commprof.schema import PHASES, Phase, after_end
-from commprof.trace.course import Course, Gap, LastEnd, Span, course_of
-from commprof.trace.events import Events
+from commprof.trace.rank_files.events import Events
+from commprof.trace.rank_files.step_boundaries import Course, Gap, LastEnd, Span, course_of
 
 _NO_STEP: Final = -1
 _UNKNOWN: Final = -(1 << 31)  # of after_step: null
@@ -124,7 +124,7 @@ class StepTable:
 
 
 def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -> StepTable:
-    """The steps that the events of one rank tell; see :func:`commprof.trace.course.course_of`."""
+    """The steps that the events of one rank tell; see :func:`commprof.trace.rank_files.step_boundaries.course_of`."""
     course = course_of(events, elsewhere, last_end)
     micro = _micro_steps(events.rows["step"])
     metrics = _metrics(events.rows["metrics"], course.void)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from commprof.schema import Phase
-from commprof.trace.events import Events
+from commprof.trace.rank_files.events import Events
 
 _STEP_LIMIT: Final = 1 << 31
 _OUTSIDE: Final = (Phase.EVALUATION, Phase.CHECKPOINT)

@@ -13,7 +13,7 @@ import numpy as np
 from commprof.errors import TraceError
 from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATUSES, Status
 from commprof.trace.content import open_content
-from commprof.trace.layout import HEADER, parse_header, parse_totals
+from commprof.trace.rank_files.layout import HEADER, parse_header, parse_totals
 
 _NUMPY_CODES: Final = {"q": "<i8", "I": "<u4", "i": "<i4", "B": "u1"}
 RECORD_DTYPE: Final = np.dtype([(item.name, _NUMPY_CODES[item.code]) for item in RECORD_FIELDS])

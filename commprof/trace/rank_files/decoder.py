@@ -13,15 +13,15 @@ import pyarrow as pa
 
 from commprof.errors import TraceError
 from commprof.schema import OPS
-from commprof.trace.aggregates import recorded_part, sums_of
-from commprof.trace.columns import CollectiveColumns, encoded_schema
-from commprof.trace.engines import engines_of
-from commprof.trace.events import Events, read_events
-from commprof.trace.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
-from commprof.trace.records import Records, Tally, Window
-from commprof.trace.rows import fitted, is_signature, whole_number, world_size
-from commprof.trace.splits import SplitSignature
-from commprof.trace.steps import StepTable, build_steps
+from commprof.trace.rank_files.aggregates import recorded_part, sums_of
+from commprof.trace.rank_files.columns import CollectiveColumns, encoded_schema
+from commprof.trace.rank_files.engines import engines_of
+from commprof.trace.rank_files.events import Events, read_events
+from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
+from commprof.trace.rank_files.outside_rows import fitted, is_signature, whole_number, world_size
+from commprof.trace.rank_files.records import Records, Tally, Window
+from commprof.trace.rank_files.splits import SplitSignature
+from commprof.trace.rank_files.steps import StepTable, build_steps
 from commprof.trace.tables import conform
 
 _IDENTITY: Final = ("rank", "attempt", "pid")
@@ -39,7 +39,7 @@ class RankTrace:
         begin: what its events file says about the process.
         config: the config that the program published.
         outside: after which steps it evaluated or saved: the phase.
-        engines: what it published of several engines; see :mod:`commprof.trace.engines`.
+        engines: what it published of several engines; see :mod:`commprof.trace.rank_files.engines`.
     """
 
     identity: RankFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any, Final
 
-from commprof.trace.events import Events
+from commprof.trace.rank_files.events import Events
 
 _OF_PARAMETER: Final = ("name", "numel", "stages", "param_group", "requires_grad")
 
