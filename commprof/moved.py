@@ -13,6 +13,18 @@ from typing import Any, Final
 
 # By names below ``commprof``.
 MOVED: Final = {
+    "align.agreement": "align.ranks.agreement",
+    "align.arrivals": "align.ranks.arrivals",
+    "align.bounds": "align.sequences.bounds",
+    "align.collectives": "align.ranks.collectives",
+    "align.distinct": "align.sequences.group_ids",
+    "align.edits": "align.sequences.edits",
+    "align.group_orders": "align.ranks.group_orders",
+    "align.own_times": "align.ranks.own_times",
+    "align.reference_clock": "align.ranks.reference_clock",
+    "align.row_groups": "align.sequences.row_groups",
+    "align.sequences": "align.sequences.pairs",
+    "align.splits": "align.ranks.splits",
     "ledger.activations": "ledger.requests.activations",
     "ledger.attribution": "ledger.reconcile.attribution",
     "ledger.backends": "ledger.records.backends",

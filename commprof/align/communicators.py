@@ -8,8 +8,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from commprof.align.edits import Codes
 from commprof.align.pairing import Pairing
+from commprof.align.sequences.edits import Codes
 from commprof.align.streams import LineStream, LogProcess
 from commprof.trace.tables import table_from_rows
 

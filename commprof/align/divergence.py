@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commprof.align.edits import AMBIGUOUS, Codes, Partners
+from commprof.align.sequences.edits import AMBIGUOUS, Codes, Partners
 
 BEFORE = 3
 SHOWN = 9

@@ -9,9 +9,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from commprof.align.bounds import surplus
 from commprof.align.divergence import Divergence, first_difference, surroundings
-from commprof.align.edits import ALONE, AMBIGUOUS, Codes, Partners
 from commprof.align.expectation import PLAIN_DIALECT, Expected
 from commprof.align.match_rows import (
     EXTRA,
@@ -24,7 +22,9 @@ from commprof.align.match_rows import (
     torn_lines,
 )
 from commprof.align.pairing import Pairing
-from commprof.align.sequences import UNSEARCHED, find_partners
+from commprof.align.sequences.bounds import surplus
+from commprof.align.sequences.edits import ALONE, AMBIGUOUS, Codes, Partners
+from commprof.align.sequences.pairs import UNSEARCHED, find_partners
 from commprof.align.streams import Expectation, GroupKey, LineStream, RecordStream, RunProcess, Vocabulary
 
 TOO_DIFFERENT: Final = (

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.edits import Codes
+from commprof.align.sequences.edits import Codes
 from commprof.align.streams import Expectation
 from commprof.trace.tables import conform
 

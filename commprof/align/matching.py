@@ -16,8 +16,6 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.bounds import Bounds, bounds_of
-from commprof.align.collectives import has_raised
 from commprof.align.communicators import comm_matches
 from commprof.align.divergence import Divergence
 from commprof.align.groups import GroupAlignment
@@ -25,6 +23,8 @@ from commprof.align.match_rows import STATES, TORN, TORN_LINE, MatchRows
 from commprof.align.notes import notes
 from commprof.align.pairing import pair_communicators
 from commprof.align.processes import distrust_small_worlds, pair_processes
+from commprof.align.ranks.collectives import has_raised
+from commprof.align.sequences.bounds import Bounds, bounds_of
 from commprof.align.streams import (
     RunProcess,
     Vocabulary,

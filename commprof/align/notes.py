@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from commprof.align.bounds import Bounds
+from commprof.align.sequences.bounds import Bounds
 from commprof.align.streams import LineStream, RecordStream, RunProcess
 
 

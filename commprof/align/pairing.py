@@ -15,8 +15,8 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from commprof.align.edits import Codes, common_prefix, common_suffix
 from commprof.align.expectation import Dialect
+from commprof.align.sequences.edits import Codes, common_prefix, common_suffix
 from commprof.align.streams import GroupKey, LineStream, LogProcess, RecordStream, RunProcess, Vocabulary
 
 Streams = Mapping[tuple[RunProcess, GroupKey], RecordStream]

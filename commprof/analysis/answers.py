@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from commprof import schema
-from commprof.align.arrivals import CAUSES
+from commprof.align.ranks.arrivals import CAUSES
 from commprof.analysis import byte_columns
 from commprof.analysis.bandwidth_answers import BANDWIDTH_ANSWERS
 from commprof.analysis.byte_columns import between_hosts, padding

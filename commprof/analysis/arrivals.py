@@ -8,15 +8,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import arrivals as align
-from commprof.align.reference_clock import ReferenceClock
+from commprof.align.ranks.arrivals import arrivals as align
+from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.answers import ARRIVALS
 from commprof.analysis.frames import from_arrow
 from commprof.trace.reader import Run
 
 
 def arrivals(collectives: pa.Table, clocks: pa.Table, offsets: pa.Table, one_host: bool) -> pa.Table:
-    """One row per record that can have partners (:func:`commprof.align.arrivals.arrivals`).
+    """One row per record that can have partners (:func:`commprof.align.ranks.arrivals.arrivals`).
 
     ``one_host``: processes that left no clock count as sharing one.
     """
@@ -38,7 +38,7 @@ def hosts_of(run: Run) -> dict[int, str]:
 
 
 def aligned(run: Run, also: Sequence[str] = ()) -> Callable[[pa.Table], pa.Table]:
-    """From records of ``run`` (whole collectives) to their arrivals (:func:`commprof.align.arrivals.arrivals`)."""
+    """From records of ``run`` (whole collectives) to their arrivals (:func:`commprof.align.ranks.arrivals.arrivals`)."""
     clock = reference_clock(run)
     return lambda records: align(records, clock, also)
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import numbered
+from commprof.align.sequences.group_ids import numbered
 
 Numbers = npt.NDArray[np.int64]
 KIND: Final = "kind"

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import duckdb
 import pyarrow as pa
 
-from commprof.align.arrivals import NEEDED
+from commprof.align.ranks.arrivals import NEEDED
 from commprof.analysis import arrivals, exposure, straggling, transfers
 from commprof.analysis.memory import give_back
 from commprof.analysis.standstill import standstills

@@ -10,7 +10,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from commprof.align.reference_clock import ReferenceClock
+from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.density import Numbers, binned, folded
 from commprof.analysis.lanes import Cells, keep_lanes
 from commprof.analysis.span_source import ORDER, SpanSource

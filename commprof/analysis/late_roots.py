@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import FROM_ROOT, REAL_WAIT_NS, TO_ROOT
+from commprof.align.ranks.arrivals import FROM_ROOT, REAL_WAIT_NS, TO_ROOT
 from commprof.analysis.late_ranks import binomial_tail, heaviest, warm_steps
 
 Numbers = npt.NDArray[np.int64]

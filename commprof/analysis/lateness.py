@@ -9,8 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import CAUSES
-from commprof.align.row_groups import Groups
+from commprof.align.ranks.arrivals import CAUSES
+from commprof.align.sequences.row_groups import Groups
 from commprof.analysis.answers import ARRIVALS
 from commprof.analysis.detailed_answers import LATE_COLLECTIVES
 from commprof.analysis.frames import from_arrow, from_rows

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import NEEDED
+from commprof.align.ranks.arrivals import NEEDED
 from commprof.analysis import arrival_sample, transfers
 from commprof.analysis import arrivals as arrivals_module
 from commprof.analysis import straggling as straggling_module

@@ -16,8 +16,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import CAUSES
-from commprof.align.distinct import placed_by
+from commprof.align.ranks.arrivals import CAUSES
+from commprof.align.sequences.group_ids import placed_by
 from commprof.analysis.answers import STRAGGLERS
 from commprof.analysis.detailed_answers import LATENESS, WAITING_CAUSES
 from commprof.analysis.frames import from_rows

@@ -8,8 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import NEEDED
-from commprof.align.collectives import matchable, same_collective
+from commprof.align.ranks.arrivals import NEEDED
+from commprof.align.ranks.collectives import matchable, same_collective
 from commprof.analysis.answers import PARTNERS
 from commprof.analysis.arrivals import aligned
 from commprof.analysis.engine import ask

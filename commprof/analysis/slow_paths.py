@@ -22,9 +22,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import REAL_WAIT_NS
-from commprof.align.distinct import numbered, split_by
-from commprof.align.row_groups import Groups
+from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.align.sequences.group_ids import numbered, split_by
+from commprof.align.sequences.row_groups import Groups
 from commprof.analysis.late_ranks import binomial_tail, warm_steps
 from commprof.analysis.text_numbers import among
 from commprof.schema import Op, parse_ranks

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.reference_clock import ReferenceClock
+from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.combinations import Combinations
 from commprof.analysis.spans import KINDS, SPANS, TIME_COLUMNS, Own, begins, own, spans, with_spans
 from commprof.errors import TraceError

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align import own_times
-from commprof.align.distinct import numbered, split_by
-from commprof.align.reference_clock import ReferenceClock
+from commprof.align.ranks import own_times
+from commprof.align.ranks.reference_clock import ReferenceClock
+from commprof.align.sequences.group_ids import numbered, split_by
 from commprof.analysis.combinations import Combinations
 from commprof.schema import COLLECTIVES
 

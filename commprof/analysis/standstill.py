@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import numbered, placed_by
+from commprof.align.sequences.group_ids import numbered, placed_by
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 from commprof.trace.tables import arrow_schema, read_columns

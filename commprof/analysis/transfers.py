@@ -24,8 +24,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.arrivals import REAL_WAIT_NS
-from commprof.align.row_groups import Flags, Groups
+from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.align.sequences.row_groups import Flags, Groups
 from commprof.analysis.text_numbers import among, ranked
 from commprof.schema import Op, Status
 

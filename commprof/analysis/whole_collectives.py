@@ -16,8 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.distinct import numbered, split_by
-from commprof.align.own_times import OWN_COLUMNS, SOURCES, OwnTimes, no_own_times, own_times, with_own_times
+from commprof.align.ranks.own_times import (
+    OWN_COLUMNS,
+    SOURCES,
+    OwnTimes,
+    no_own_times,
+    own_times,
+    with_own_times,
+)
+from commprof.align.sequences.group_ids import numbered, split_by
 from commprof.analysis.engine import scanned
 from commprof.analysis.spans import KIND_COLUMNS
 from commprof.errors import TraceError

@@ -22,9 +22,9 @@ from commprof.trace.liveness import recording_process, refuse_live
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from commprof.align.bounds import Bounds
     from commprof.align.divergence import Divergence
     from commprof.align.matching import MatchReport
+    from commprof.align.sequences.bounds import Bounds
     from commprof.imports.inspector_log import InspectorLog
     from commprof.nccl.parser import ParsedLogs
     from commprof.trace.reader import Run
@@ -103,7 +103,7 @@ def _inspector_logs(logs: list[str]) -> list[tuple[Path, InspectorLog]] | None:
 
 def _show_stored(run: Run, *, as_json: bool) -> int:
     """Print the alignment that the run holds."""
-    from commprof.align.bounds import bounds_of
+    from commprof.align.sequences.bounds import bounds_of
 
     matches, communicators = run.table("matches"), run.table("comm_matches")
     counted = {row["values"]: row["counts"] for row in matches["state"].value_counts().to_pylist()}
@@ -165,7 +165,7 @@ def _parts(parsed: ParsedLogs, report: MatchReport) -> list[Rows | str]:
 
 
 def _communicators(rows: Sequence[Mapping[str, Any]]) -> Rows:
-    from commprof.align.bounds import interval
+    from commprof.align.sequences.bounds import interval
 
     headings = (
         Heading("communicator"),

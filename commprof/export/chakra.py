@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.collectives import has_raised
+from commprof.align.ranks.collectives import has_raised
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import TraceError, UsageError
 from commprof.export.chakra_messages import GlobalMetadata, Node, delimited

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.collectives import COLUMNS, in_order, matchable, occurrences, streams_of
-from commprof.align.reference_clock import ReferenceClock
+from commprof.align.ranks.collectives import COLUMNS, in_order, matchable, occurrences, streams_of
+from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.api import Run
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from commprof import __version__
-from commprof.align.collectives import in_order
+from commprof.align.ranks.collectives import in_order
 from commprof.analysis.api import AnyRun, Run
 from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.one_clock import NO_PARTNER, Numbers, OneClock, RankRows, end_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from commprof.align.agreement import Difference
-from commprof.align.group_orders import OrderDifference
+from commprof.align.ranks.agreement import Difference
+from commprof.align.ranks.group_orders import OrderDifference
 from commprof.exit_codes import CODE_OF_STATE, State
 
 INIT: Final = "init"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commprof.align.agreement import unshifted
+from commprof.align.ranks.agreement import unshifted
 from commprof.exit_codes import State, decide
 from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
 from commprof.ledger.reconcile import attribution, sentences

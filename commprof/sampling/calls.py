@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
-from commprof.align.agreement import Agreed, agreed
+from commprof.align.ranks.agreement import Agreed, agreed
 from commprof.schema import UNKNOWN_SPLITS, Layer
 
 MAIN_THREAD: Final = "MainThread"

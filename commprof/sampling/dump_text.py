@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Final
 
-from commprof.align.agreement import ranks_text
+from commprof.align.ranks.agreement import ranks_text
 from commprof.printable import escaped
 from commprof.sampling.calls import Call
 from commprof.sampling.dump import Dump

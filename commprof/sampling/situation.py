@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
-from commprof.align.agreement import Difference, ranks_text, unshifted
-from commprof.align.group_orders import OrderDifference
+from commprof.align.ranks.agreement import Difference, ranks_text, unshifted
+from commprof.align.ranks.group_orders import OrderDifference
 from commprof.analysis.units import format_bytes, format_ns
 from commprof.sampling.calls import Call, GroupFacts, RankCalls
 from commprof.sampling.processes import State

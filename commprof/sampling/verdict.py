@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from commprof.align.agreement import Difference, ranks_text
+from commprof.align.ranks.agreement import Difference, ranks_text
 from commprof.analysis.units import format_ns
 from commprof.sampling.calls import Call
 from commprof.sampling.processes import State

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
-from commprof.align.agreement import Difference, IssuedCall, conflict, first_difference
-from commprof.align.group_orders import (
+from commprof.align.ranks.agreement import Difference, IssuedCall, conflict, first_difference
+from commprof.align.ranks.group_orders import (
     Course,
     GroupCall,
     OrderDifference,
     order_differences,
     shared_groups,
 )
-from commprof.align.splits import first_unequal_split
+from commprof.align.ranks.splits import first_unequal_split
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
 from commprof.schema import Op, format_ranks
 

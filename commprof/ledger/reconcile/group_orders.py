@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.agreement import Difference, IssuedCall, call_of, reference_of
-from commprof.align.collectives import in_order
-from commprof.align.group_orders import (
+from commprof.align.ranks.agreement import Difference, IssuedCall, call_of, reference_of
+from commprof.align.ranks.collectives import in_order
+from commprof.align.ranks.group_orders import (
     Course,
     GroupCall,
     OrderDifference,

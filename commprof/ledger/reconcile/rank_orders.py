@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.agreement import (
+from commprof.align.ranks.agreement import (
     Agreed,
     Difference,
     IssuedCall,
@@ -23,8 +23,8 @@ from commprof.align.agreement import (
     conflict,
     difference_from,
 )
-from commprof.align.collectives import in_order, repetitions
-from commprof.align.distinct import numbered
+from commprof.align.ranks.collectives import in_order, repetitions
+from commprof.align.sequences.group_ids import numbered
 from commprof.ledger.records.precount import GROUP, Group
 from commprof.ledger.records.row_index import Numbers, combinations
 from commprof.ledger.requests.request import RecordedRun, last_attempt, recorded_ranks

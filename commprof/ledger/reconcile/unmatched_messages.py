@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.agreement import Conduct, Difference, IssuedCall, call_of
-from commprof.align.collectives import has_raised
+from commprof.align.ranks.agreement import Conduct, Difference, IssuedCall, call_of
+from commprof.align.ranks.collectives import has_raised
 from commprof.ledger.records.issued import StepKey, step_list
 from commprof.ledger.records.row_index import combinations, numbers_of, where
 from commprof.ledger.requests.request import RecordedRun, last_attempt

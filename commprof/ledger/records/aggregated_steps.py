@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import numbered
+from commprof.align.sequences.group_ids import numbered
 from commprof.ledger.records import backends
 from commprof.ledger.records.issued import Issued, Message, by_step
 from commprof.ledger.records.precount import WITHIN_MODELS, by_last_step

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.collectives import has_raised
+from commprof.align.ranks.collectives import has_raised
 from commprof.errors import CommprofError
 from commprof.ledger.records import backends
 from commprof.ledger.records.issued import Executed as Ops

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from commprof.align.distinct import numbered
+from commprof.align.sequences.group_ids import numbered
 from commprof.ledger.records.precount import COLUMNS as SURVEYED
 from commprof.ledger.records.precount import Survey, by_last_step
 from commprof.schema import wire_bytes

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import numbered, placed_by
+from commprof.align.sequences.group_ids import numbered, placed_by
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]

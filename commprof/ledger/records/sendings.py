@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.collectives import has_raised
-from commprof.align.distinct import numbered
+from commprof.align.ranks.collectives import has_raised
+from commprof.align.sequences.group_ids import numbered
 from commprof.ledger.records.backends import Call, known, parts_of
 from commprof.ledger.records.issued import Executed, Issued
 from commprof.ledger.records.precount import COLUMNS as SURVEYED

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commprof.align.reference_clock import (
+from commprof.align.ranks.reference_clock import (
     DRIFT_LIMIT,
     WANDER,
     OffsetCurve,

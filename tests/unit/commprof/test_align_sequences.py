@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.align.edits import ALONE, AMBIGUOUS
-from commprof.align.sequences import UNSEARCHED, find_partners, one_gap
+from commprof.align.sequences.edits import ALONE, AMBIGUOUS
+from commprof.align.sequences.pairs import UNSEARCHED, find_partners, one_gap
 
 
 def every_alignment(first, second):

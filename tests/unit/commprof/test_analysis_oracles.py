@@ -8,8 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from commprof.align.arrivals import arrivals
-from commprof.align.reference_clock import ReferenceClock
+from commprof.align.ranks.arrivals import arrivals
+from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.rank_lateness import RankLateness
 from commprof.analysis.standstill import standstill
 from commprof.analysis.traffic import EVERY_COLUMN, operations, traffic

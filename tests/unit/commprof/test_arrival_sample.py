@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from commprof.align.own_times import with_own_times
+from commprof.align.ranks.own_times import with_own_times
 from commprof.analysis import api, arrival_sample, host_files
 from commprof.analysis.arrivals import aligned, hosts_of
 from commprof.analysis.straggling import straggling

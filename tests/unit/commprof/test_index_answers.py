@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from commprof.align import collectives
+from commprof.align.ranks import collectives
 from commprof.analysis import api, index, straggling, whole_collectives
 from commprof.analysis.engine import connect
 from commprof.trace.reader import Scan

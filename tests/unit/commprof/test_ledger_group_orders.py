@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from commprof.align import group_orders
+from commprof.align.ranks import group_orders
 from commprof.ledger.verification import verify
 from commprof.sampling.dump import take_dump
 from support.runs import SyntheticRun

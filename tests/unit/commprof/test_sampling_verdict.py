@@ -2,7 +2,7 @@
 
 import pytest
 
-from commprof.align.agreement import ranks_text
+from commprof.align.ranks.agreement import ranks_text
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage, What
 from commprof.sampling.processes import State
 from commprof.sampling.situation import End, RankReport, Situation, short_site

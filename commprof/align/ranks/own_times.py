@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import numbered, split_by
+from commprof.align.sequences.group_ids import numbered, split_by
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

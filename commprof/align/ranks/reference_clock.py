@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.align.distinct import numbered
+from commprof.align.sequences.group_ids import numbered
 
 # What is assumed of two clocks, as fractions of the time that passes:
 WANDER: Final = 2e-6  # between two measurements their rates part from the mean rate by less than this,

@@ -1,6 +1,6 @@
 """Which elements of two sequences belong together when some are missing from either, and which might or might not.
 
-A pair is certain when every longest common subsequence has it (:mod:`commprof.align.edits`). What has several equally good
+A pair is certain when every longest common subsequence has it (``edits``). What has several equally good
 partners is ambiguous: nothing is guessed. The work is cut into pieces at elements that both sides hold exactly once, and
 at stretches of certain pairs, so that time and memory follow the length and not its square.
 """
@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from commprof.align.edits import (
+from commprof.align.sequences.edits import (
     ALONE,
     AMBIGUOUS,
     Codes,

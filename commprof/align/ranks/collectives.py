@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.distinct import numbered
+from commprof.align.sequences.group_ids import numbered
 
 COLUMNS: Final = (
     "attempt",

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.collectives import COLUMNS, matchable, together
-from commprof.align.own_times import OWN_COLUMNS, with_own_times
-from commprof.align.reference_clock import ReferenceClock
-from commprof.align.row_groups import Flags, Groups, Values
+from commprof.align.ranks.collectives import COLUMNS, matchable, together
+from commprof.align.ranks.own_times import OWN_COLUMNS, with_own_times
+from commprof.align.ranks.reference_clock import ReferenceClock
+from commprof.align.sequences.row_groups import Flags, Groups, Values
 
 _CARRIED: Final = (
     "attempt",

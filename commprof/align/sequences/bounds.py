@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.edits import Codes
 from commprof.align.match_rows import UNCLEAR
+from commprof.align.sequences.edits import Codes
 
 
 class Bounds(NamedTuple):

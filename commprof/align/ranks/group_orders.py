@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from commprof.align.agreement import IssuedCall, call_text, ranks_text, reference_of, when_text
+from commprof.align.ranks.agreement import IssuedCall, call_text, ranks_text, reference_of, when_text
 
 Group: TypeAlias = tuple[str, str]  # name and ranks
 Key = TypeVar("Key")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from commprof.align.agreement import Conduct, Difference, IssuedCall, when_text
+from commprof.align.ranks.agreement import Conduct, Difference, IssuedCall, when_text
 from commprof.schema import Op, parse_ranks, parse_splits
 
 # Bytes for each rank of the group, in its order; None where they are not known.

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.edits import Codes
+from commprof.align.sequences.edits import Codes
 
 _MOST_CODES: Final = 1 << 40
 _FEW: Final = 1 << 15

@@ -1,0 +1,1 @@
+"""The same collective across ranks: numbering, agreement, arrivals on one clock."""
