@@ -12,7 +12,7 @@ from commprof.cli.console import say
 from commprof.cli.recording import recording_options
 from commprof.engine import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
-from commprof.launch.nccl_log import Mode
+from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.recorder.options import DEFAULTS, Options
 

@@ -18,14 +18,14 @@ from commprof.cli.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, 
 from commprof.engine import Engine
 from commprof.errors import CommprofError, UsageError
 from commprof.exit_codes import ExitCode
-from commprof.launch.nccl_log import Mode
+from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
-from commprof.launch.sweep import Turn, derive, label, points, turns
+from commprof.launch.sweeps.points import Turn, derive, label, points, turns
 from commprof.printable import command_line, escaped
 from commprof.recorder.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
-    from commprof.launch.campaign import Campaign, TurnResult
+    from commprof.launch.sweeps.campaign import Campaign, TurnResult
 
 
 class Progress(Protocol):
@@ -95,7 +95,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     check_program(parsed)
     planned = turns(points(settings), repeat)
 
-    from commprof.launch import campaign as campaigns
+    from commprof.launch.sweeps import campaign as campaigns
 
     position, config = campaigns.find_config_argument(parsed, config_argument)
     for turn in planned:
@@ -119,9 +119,9 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 
 
 def _carry_out(campaign: Campaign, fail_fast: bool) -> int:
-    from commprof.launch.campaign import carry_out
     from commprof.launch.ranks import signals_held
     from commprof.launch.summary import shown
+    from commprof.launch.sweeps.campaign import carry_out
 
     where = shown(campaign.out)
     say(f"sweep of {len(campaign.turns)} runs into {where}")

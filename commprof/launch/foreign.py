@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from commprof.errors import CommprofError, UsageError
-from commprof.launch import environment, injection, job_log, nccl_log, summary
+from commprof.launch import environment, injection, summary
 from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
+from commprof.launch.logs import job_log, nccl_log
 from commprof.launch.observers import sampled
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup

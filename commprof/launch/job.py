@@ -20,11 +20,12 @@ from typing import Any, Final, NamedTuple
 
 from commprof.engine import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
-from commprof.launch import environment, injection, job_log, nccl_log, summary
-from commprof.launch.configuration import ConfigFile, find_config
+from commprof.launch import environment, injection, summary
+from commprof.launch.logs import job_log, nccl_log
 from commprof.launch.observers import observed
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
+from commprof.launch.sweeps.configuration import ConfigFile, find_config
 from commprof.recorder.options import DEFAULTS, Options
 from commprof.trace import directory, manifest
 from commprof.trace.config_copy import CONFIG_NAME

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commprof.launch import nccl_files
-from commprof.launch.nccl_log import Mode, request, subsystems, user_file, with_user_file
+from commprof.launch.logs import nccl_files
+from commprof.launch.logs.nccl_log import Mode, request, subsystems, user_file, with_user_file
 
 RUN = Path("/data/runs/one")
 OWN = {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_SUBSYS": "ALL", "NCCL_DEBUG_FILE": "/logs/%h.%p"}

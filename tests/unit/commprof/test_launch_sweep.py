@@ -3,7 +3,7 @@
 import pytest
 
 from commprof.errors import UsageError
-from commprof.launch.sweep import derive, label, mismatches, parse_setting, points, turns
+from commprof.launch.sweeps.points import derive, label, mismatches, parse_setting, points, turns
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from commprof.errors import CommprofError
-from commprof.launch import environment, nccl_files, nccl_log, summary
+from commprof.launch import environment, summary
+from commprof.launch.logs import nccl_files, nccl_log
 from commprof.trace import manifest
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from commprof.launch.nccl_log import DIRECTORY
+from commprof.launch.logs.nccl_log import DIRECTORY
 
 _BLOCK: Final = 1 << 20
 # Times of files are those of the last tick of the kernel's clock.

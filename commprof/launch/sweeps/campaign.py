@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 from commprof.engine import Engine
 from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import injection
-from commprof.launch.configuration import ConfigFile, read_config
 from commprof.launch.job import OUTPUT_NAME, Finished, Job, run_job
-from commprof.launch.nccl_log import Mode
+from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
-from commprof.launch.sweep import Turn, derive, label, mismatches
+from commprof.launch.sweeps.configuration import ConfigFile, read_config
+from commprof.launch.sweeps.points import Turn, derive, label, mismatches
 from commprof.recorder.options import DEFAULTS, Options
 from commprof.recorder.placement import place
 from commprof.trace import directory, manifest

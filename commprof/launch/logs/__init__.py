@@ -1,0 +1,1 @@
+"""NCCL's log through one job: what is asked for, collected and counted."""

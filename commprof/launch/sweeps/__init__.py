@@ -1,0 +1,1 @@
+"""Sweeps: many runs of one program, each with its own config."""
