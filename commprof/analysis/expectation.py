@@ -10,7 +10,7 @@ import pandas as pd
 from commprof.analysis.answers import REQUESTED
 from commprof.analysis.frames import from_rows
 from commprof.ledger.requests.request import RecordedRun, as_asked, request_of, why_no_zero_config
-from commprof.requested import zero
+from commprof.requested.zero import stages as zero
 
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
 

@@ -55,12 +55,12 @@ def requested(
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> int:
     """Say what a config asks for: the memory of each rank, and the bytes that it moves in each step. Nothing is run."""
-    from commprof.requested import grid
-    from commprof.requested.axes import DATA, MODEL, PIPE, SEQUENCE, axes_of_config
     from commprof.requested.errors import RequestedError
-    from commprof.requested.memory import holdings, movements
-    from commprof.requested.models import likely_layers, shared_transformer, transformer
-    from commprof.requested.zero import expected_in_step, steady_step
+    from commprof.requested.memory.models import likely_layers, shared_transformer, transformer
+    from commprof.requested.memory.states import holdings, movements
+    from commprof.requested.parallel import grid
+    from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, axes_of_config
+    from commprof.requested.zero.stages import expected_in_step, steady_step
 
     given = _read(config)
     numel = _number(params)
@@ -182,8 +182,8 @@ def _memory(held: Sequence[Any], ranks: int) -> Rows:
 
 def _shapes(config: Mapping[str, Any], model: Sequence[Any], axes: Any, sequence: int | None) -> Any:
     """The activations of the model, or none where it is not known how many words a sample has."""
-    from commprof.requested.axes import PIPE, SEQUENCE
-    from commprof.requested.shapes import Shapes, assumed_shapes
+    from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
+    from commprof.requested.parallel.axes import PIPE, SEQUENCE
 
     if sequence is None:
         return Shapes(assumed=True)

@@ -18,7 +18,7 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 ``stage3``              the same per purpose
 ``flat_stages``         the messages of stages 0 to 2 per purpose
 ``expectation``         one line of the answer
-``zero``                :func:`~commprof.requested.zero.expected`, all of it per step and purpose
+``zero``                :func:`~commprof.requested.zero.stages.expected`, all of it per step and purpose
 ``explanation``         the same in one sentence
 ``offload``             what is kept in host memory or in files
 ``memory``              what each rank holds, and what moves between device, host and disk
@@ -36,7 +36,7 @@ job, imports nothing of the runtime and is imported by nothing of it, so that th
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.explanation import ReductionShare, describe, reduction_share, requested_gradient_op
 from commprof.requested.parameters import Parameter
-from commprof.requested.zero import Expectation, expected, expected_in_step, micro_steps
+from commprof.requested.zero.stages import Expectation, expected, expected_in_step, micro_steps
 
 __all__ = [
     "Expectation",

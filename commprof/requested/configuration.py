@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from commprof.requested.compression import Compression, read_compression
+from commprof.requested.communication.compression import Compression, read_compression
 from commprof.requested.errors import RequestedError
 from commprof.requested.keys import choice, count, dtype, flag, number, section, wrong
 

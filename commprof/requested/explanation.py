@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from commprof.requested.compression import Compression
+from commprof.requested.communication.compression import Compression
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import item_bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from commprof.requested.communication.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
+from commprof.requested.communication.sign_optimizers import refuse_unknown
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.keys import plain, plain_block
-from commprof.requested.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
-from commprof.requested.sign_optimizers import refuse_unknown
 
 
 def refuse_unsupported(

@@ -16,9 +16,9 @@ import pytest
 
 from commprof.requested import expected, micro_steps
 from commprof.requested.configuration import read_configuration
-from commprof.requested.gradients import bucketed_gradients
 from commprof.requested.parameters import trained_groups
-from commprof.requested.partition import lay_out
+from commprof.requested.zero.gradients import bucketed_gradients
+from commprof.requested.zero.partition import lay_out
 from support.requested_cases import RECORDED, finished_cases, parameters_of
 
 OPS = {

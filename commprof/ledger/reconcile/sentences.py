@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from commprof.ledger.levels import PART, STEPS, LedgerRow, Moved
 from commprof.ledger.records import movement
-from commprof.requested import sign_optimizers
+from commprof.requested.communication import sign_optimizers
 from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
 from commprof.schema import Op, Purpose

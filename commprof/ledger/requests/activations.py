@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.requests.training_records import COUNT, Records, counted
-from commprof.requested.axes import MODEL, SEQUENCE, Axes
-from commprof.requested.shapes import ALL_MODULES, Exchanged, Shapes
-from commprof.requested.shared_modules import ModuleMessage
+from commprof.requested.parallel.activation_shapes import ALL_MODULES, Exchanged, Shapes
+from commprof.requested.parallel.axes import MODEL, SEQUENCE, Axes
+from commprof.requested.parallel.shared_modules import ModuleMessage
 from commprof.schema import Op, Phase, Purpose, format_ranks
 
 _LOSS_BYTES: Final = 4  # of a row

@@ -25,12 +25,13 @@ from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
 from commprof.ledger.requests.wrapped_models import WrappedModels, wrapped_models_of
-from commprof.requested import grid, zero
-from commprof.requested.axes import DATA, SEQUENCE
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
-from commprof.requested.stage3 import Construction
-from commprof.requested.zero import STEADY
+from commprof.requested.parallel import grid
+from commprof.requested.parallel.axes import DATA, SEQUENCE
+from commprof.requested.zero import stages as zero
+from commprof.requested.zero.stage3 import Construction
+from commprof.requested.zero.stages import STEADY
 from commprof.schema import Purpose
 
 NO_CONFIG: Final = "no config was recorded"

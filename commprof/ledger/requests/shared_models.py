@@ -13,14 +13,14 @@ from commprof.ledger.requests import stage_activations as crossings
 from commprof.ledger.requests.activations import Observed
 from commprof.ledger.requests.stage_activations import Crossings
 from commprof.ledger.requests.training_records import Records
-from commprof.requested import grid
-from commprof.requested.axes import DATA, Axes, axes_of_topology
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.keys import flag, section
+from commprof.requested.parallel import grid
+from commprof.requested.parallel.axes import DATA, Axes, axes_of_topology
+from commprof.requested.parallel.shared_modules import module_messages
 from commprof.requested.parameters import Parameter
-from commprof.requested.shared_modules import module_messages
 
 USUAL: Final = Fraction(1)
 

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.requests.training_records import COUNT, Records, counted
-from commprof.requested.axes import PIPE, Axes
 from commprof.requested.expectation import Expectation
-from commprof.requested.shapes import Crossing, Shapes
-from commprof.requested.stage_messages import crossing_tensors
+from commprof.requested.parallel.activation_shapes import Crossing, Shapes
+from commprof.requested.parallel.axes import PIPE, Axes
+from commprof.requested.parallel.stage_messages import crossing_tensors
 from commprof.schema import Op, Phase, Purpose
 
 HEADER_BYTES: Final = 1024  # 256 int32

@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple, Protocol
 import pyarrow as pa
 
 from commprof.ledger.records.issued import INIT_STEP, StepKey
-from commprof.requested.ddp import Ddp, with_order
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
-from commprof.requested.fsdp import Fsdp
-from commprof.requested.fully_shard import FullyShard, arguments_model
-from commprof.requested.tensor_parallel import TensorParallel
-from commprof.requested.wrapped import Wrapper, arguments_of, tensors_of
-from commprof.requested.zero_redundancy import ZeroRedundancy
+from commprof.requested.parallel.tensor_parallel import TensorParallel
+from commprof.requested.wrappers.arguments import Wrapper, arguments_of, tensors_of
+from commprof.requested.wrappers.ddp import Ddp, with_order
+from commprof.requested.wrappers.fsdp import Fsdp
+from commprof.requested.wrappers.fully_shard import FullyShard, arguments_model
+from commprof.requested.wrappers.zero_redundancy import ZeroRedundancy
 from commprof.schema import Purpose, parse_ranks
 
 NAMES: Final = {

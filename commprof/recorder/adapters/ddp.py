@@ -39,7 +39,7 @@ _JOIN: Final = "torch.distributed.algorithms.join"
 _BUCKET_UNKNOWN: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 _USED_PARAMETERS: Final = hooks.tag(Purpose.UNUSED_PARAMETERS.value)
 
-# What decides what is sent, as :func:`commprof.requested.ddp.read_ddp` takes it.
+# What decides what is sent, as :func:`commprof.requested.wrappers.ddp.read_ddp` takes it.
 _ARGUMENTS: Final = (
     *("broadcast_buffers", "forward_sync_buffers", "init_sync", "bucket_cap_mb", "bucket_cap_mb_list"),
     *("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"),

@@ -6,7 +6,7 @@ import pytest
 
 from commprof.ledger.verification import verify
 from commprof.requested import RequestedError
-from commprof.requested.axes import Axes, axes_of_config, axes_of_topology
+from commprof.requested.parallel.axes import Axes, axes_of_config, axes_of_topology
 from commprof.requested.parameters import Parameter
 from support.runs import SyntheticRun
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.requested.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.parameters import Parameter
-from commprof.requested.partition import OwnedSlice, lay_out
-from commprof.requested.reductions import (
+from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
+from commprof.requested.zero.partition import OwnedSlice, lay_out
+from commprof.requested.zero.reductions import (
     multi_rank_all_reduce,
     reduce_to_owner,
 )

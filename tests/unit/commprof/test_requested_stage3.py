@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from commprof.requested import Parameter, describe, expected, expected_in_step, reduction_share
-from commprof.requested.sharded import sub_groups
+from commprof.requested.zero.sharded import sub_groups
 from support.requested_cases import parameters_of
 
 SIZES = {"first.weight": 12, "first.bias": 3, "second.weight": 9, "second.bias": 3}

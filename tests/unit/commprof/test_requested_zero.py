@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.requested import Parameter, RequestedError, expected
-from commprof.requested.zero import steady_step
+from commprof.requested.zero.stages import steady_step
 
 PARAMETERS = [
     Parameter("embedding", 6_000, "float32", 0, True, 0),

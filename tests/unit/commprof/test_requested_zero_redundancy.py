@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commprof.requested.errors import RequestedError
-from commprof.requested.wrapped import Tensor, Wrapper
-from commprof.requested.zero_redundancy import ZeroRedundancy
+from commprof.requested.wrappers.arguments import Tensor, Wrapper
+from commprof.requested.wrappers.zero_redundancy import ZeroRedundancy
 from commprof.schema import Purpose
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from commprof.requested.measured_costs import costs_of
+from commprof.requested.communication.measured_costs import costs_of
 from commprof.schema import Op
 from zero_runtime.errors import ConfigError
 from zero_runtime.topology_aware.choice import Choice

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from commprof.requested.axes import MODEL, PIPE, Axes, Line
 from commprof.requested.expectation import Expectation, row
+from commprof.requested.parallel.activation_shapes import Shapes
+from commprof.requested.parallel.axes import MODEL, PIPE, Axes, Line
+from commprof.requested.parallel.shared_modules import ASSUMED
 from commprof.requested.parameters import Parameter, item_bytes
-from commprof.requested.shapes import Shapes
-from commprof.requested.shared_modules import ASSUMED
 from commprof.schema import Op, Purpose
 
 OPENING_BYTES: Final = 4  # one number, so that neighbours are connected before the first step

@@ -14,8 +14,8 @@ from typing import Final
 
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.partition import padded
-from commprof.requested.wrapped import ShardedModel, Wrapper
+from commprof.requested.wrappers.arguments import ShardedModel, Wrapper
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
 SHARDED, WHOLE = "S", "U"

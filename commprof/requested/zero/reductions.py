@@ -10,7 +10,7 @@ reduction                 messages                                              
 ========================= =============================================================== ===================
 
 They are DeepSpeed's, and take a bucket as the slices of its owners. zero_runtime's own ``reduce_scatter`` has bands in place
-of such buckets (:func:`commprof.requested.gradients.banded_gradients`), but where some parameters are not partitioned:
+of such buckets (:func:`commprof.requested.zero.gradients.banded_gradients`), but where some parameters are not partitioned:
 then :func:`reduce_scatter` says what becomes of a bucket.
 """
 
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from commprof.requested.buckets import runs_past
-from commprof.requested.partition import OwnedSlice
+from commprof.requested.zero.buckets import runs_past
+from commprof.requested.zero.partition import OwnedSlice
 from commprof.schema import Op
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.wrapped import Tensor, Wrapper, matches
+from commprof.requested.wrappers.arguments import Tensor, Wrapper, matches
 from commprof.schema import Op, Purpose
 
 _PASS: Final = re.compile(r"S(?P<groups>\d+)(-(?P<frozen>[\d.]+))?;")

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, get_args
 
-from commprof.requested import sign_optimizers, torus
+from commprof.requested.communication import sign_optimizers, torus
+from commprof.requested.communication.delayed_sums import late_sums
+from commprof.requested.communication.measured_costs import costs_of
+from commprof.requested.communication.torus import Sizes
 from commprof.requested.configuration import (
     Configuration,
     autocast_dtype,
@@ -22,16 +25,13 @@ from commprof.requested.configuration import (
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.explanation import describe, requested_gradient_op
-from commprof.requested.fetch_configuration import read_fetch_configuration
-from commprof.requested.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
 from commprof.requested.keys import count, section
-from commprof.requested.late_sums import late_sums
-from commprof.requested.measured_costs import costs_of
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
-from commprof.requested.stage3 import Construction, Training, stage3_expectations
 from commprof.requested.support import optimizer_type, refuse_unsupported
-from commprof.requested.torus import Sizes
-from commprof.requested.unpartitioned import unpartitioned
+from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
+from commprof.requested.zero.gather_configuration import read_fetch_configuration
+from commprof.requested.zero.stage3 import Construction, Training, stage3_expectations
+from commprof.requested.zero.unpartitioned import unpartitioned
 from commprof.schema import Op, Purpose
 
 __all__ = [

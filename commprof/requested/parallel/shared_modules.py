@@ -26,10 +26,10 @@ from fractions import Fraction
 from math import prod
 from typing import Final, NamedTuple
 
-from commprof.requested.axes import Line
 from commprof.requested.expectation import Expectation, row
+from commprof.requested.parallel.activation_shapes import Shapes
+from commprof.requested.parallel.axes import Line
 from commprof.requested.parameters import Parameter, item_bytes
-from commprof.requested.shapes import Shapes
 from commprof.schema import Op, Purpose
 
 _LOSS_BYTES: Final = 4  # fp32

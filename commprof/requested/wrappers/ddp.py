@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.wrapped import (
+from commprof.requested.wrappers.arguments import (
     BACKWARD,
     FORWARD,
     FORWARD_ALONE,
@@ -116,7 +116,7 @@ class Ddp:
         ]
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
-        """What it sends in ``passes``, letters of :mod:`commprof.requested.wrapped`, and the state after them.
+        """What it sends in ``passes``, letters of :mod:`commprof.requested.wrappers.arguments`, and the state after them.
 
         Raises:
             RequestedError: a pass is not known.

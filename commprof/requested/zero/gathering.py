@@ -12,9 +12,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from commprof.requested.fetch_configuration import FetchConfiguration
-from commprof.requested.modules import Module, Visit, module_tree, training_visits
 from commprof.requested.parameters import Parameter
+from commprof.requested.zero.gather_configuration import FetchConfiguration
+from commprof.requested.zero.modules import Module, Visit, module_tree, training_visits
 
 BEFORE_ANY_USE: Final = -1
 # Forward, backward, and a forward that is repeated in it: so often may a pass through the model come by a parameter.

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Final, NamedTuple
 
-from commprof.requested.buckets import Bucket, buckets_within
-from commprof.requested.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
+from commprof.requested.communication.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
-from commprof.requested.fetch_configuration import FetchConfiguration
-from commprof.requested.fetching import Fetches
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order, item_bytes
-from commprof.requested.partition import padded
+from commprof.requested.zero.buckets import Bucket, buckets_within
+from commprof.requested.zero.gather_configuration import FetchConfiguration
+from commprof.requested.zero.gathering import Fetches
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op
 
 ID_BYTES: Final = 8  # one int64

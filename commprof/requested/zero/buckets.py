@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.partition import Layout, OwnedSlice
+from commprof.requested.zero.partition import Layout, OwnedSlice
 
 Bucket = list[Parameter]
 

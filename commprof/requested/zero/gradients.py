@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Final, NamedTuple
 
-from commprof.requested.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
-from commprof.requested.partition import Layout
-from commprof.requested.reductions import DEEPSPEED_REDUCTIONS, Message, reduce_scatter
+from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
+from commprof.requested.zero.partition import Layout
+from commprof.requested.zero.reductions import DEEPSPEED_REDUCTIONS, Message, reduce_scatter
 from commprof.schema import Op
 
 WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isqrt, prod
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.communication.measured_costs import Costs
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.keys import section
-from commprof.requested.measured_costs import Costs
-from commprof.requested.partition import padded
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose, wire_bytes
 
 Sizes = tuple[int, ...]

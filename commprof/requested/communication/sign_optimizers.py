@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from commprof.requested.compression import BLOCK, sign_bytes
+from commprof.requested.communication.compression import BLOCK, sign_bytes
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation, row
 from commprof.requested.keys import count, section
 from commprof.requested.parameters import Parameter, trained_groups
-from commprof.requested.partition import padded
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
 ONE_BIT: Final = ("onebitadam", "onebitlamb")

@@ -1,4 +1,4 @@
-"""The expectations of stage 3, per purpose: what :mod:`commprof.requested.sharded` says in messages."""
+"""The expectations of stage 3, per purpose: what :mod:`commprof.requested.zero.sharded` says in messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
-from commprof.requested.fetch_configuration import FetchConfiguration, read_fetch_configuration
-from commprof.requested.fetching import fetches_of, persistent_parameters
 from commprof.requested.parameters import Parameter, in_model_order, item_bytes, trained_groups
-from commprof.requested.sharded import (
+from commprof.requested.zero.gather_configuration import FetchConfiguration, read_fetch_configuration
+from commprof.requested.zero.gathering import fetches_of, persistent_parameters
+from commprof.requested.zero.sharded import (
     Sent,
     bucket_checks,
     fetched,

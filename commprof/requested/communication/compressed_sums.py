@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from commprof.requested.compression import BLOCK, LENGTH_BYTES, Compression
+from commprof.requested.communication.compression import BLOCK, LENGTH_BYTES, Compression
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, row
 from commprof.requested.explanation import requested_op
 from commprof.requested.parameters import item_bytes
-from commprof.requested.partition import padded
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
 _SHARE_BYTES: Final = 4  # of an element of what a host sums: fp32

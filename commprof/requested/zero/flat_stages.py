@@ -10,20 +10,20 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Final, Literal
 
-from commprof.requested.compressed_sums import compressed_sums
-from commprof.requested.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
+from commprof.requested.communication.compressed_sums import compressed_sums
+from commprof.requested.communication.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
-from commprof.requested.gradients import (
+from commprof.requested.parameters import Parameter, item_bytes, trained_groups
+from commprof.requested.zero.gradients import (
     GradientMessages,
     banded_gradients,
     bucketed_gradients,
     flat_group_gradients,
     replicated_gradients,
 )
-from commprof.requested.parameters import Parameter, item_bytes, trained_groups
-from commprof.requested.partition import Layout, lay_out
+from commprof.requested.zero.partition import Layout, lay_out
 from commprof.schema import Op, Purpose
 
 Runtime = Literal["zero_runtime", "deepspeed"]

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.partition import padded
-from commprof.requested.wrapped import Tensor, Wrapper, matches
+from commprof.requested.wrappers.arguments import Tensor, Wrapper, matches
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
 COLWISE, ROWWISE, SEQUENCE = "ColwiseParallel", "RowwiseParallel", "SequenceParallel"

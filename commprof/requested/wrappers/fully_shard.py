@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.partition import padded
-from commprof.requested.wrapped import ShardedModel, Tensor, Wrapper
+from commprof.requested.wrappers.arguments import ShardedModel, Tensor, Wrapper
+from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose, parse_ranks
 
 SHARDED, WHOLE, PARTLY = "S", "U", "P"

@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError
-from commprof.requested.fetch_configuration import read_fetch_configuration
-from commprof.requested.fetching import persistent_parameters
 from commprof.requested.keys import flag, section
-from commprof.requested.offload import Offload, read_offload
+from commprof.requested.memory.offload import Offload, read_offload
 from commprof.requested.parameters import Parameter, check_parameters, in_model_order, item_bytes
 from commprof.requested.support import optimizer_type
+from commprof.requested.zero.gather_configuration import read_fetch_configuration
+from commprof.requested.zero.gathering import persistent_parameters
 
 # fp32 numbers that an optimizer keeps for each parameter.
 _STATES: Final[Mapping[str, int]] = {

@@ -1,0 +1,1 @@
+"""What ranks send that share a model: pipelines, tensors, sequences."""
