@@ -50,7 +50,7 @@ def build(verb: str | None = None) -> typer.Typer:
     app.callback()(_global_options)
     for name in (verb,) if verb in VERBS else VERBS:
         module, _, attribute = VERBS[name].partition(":")
-        found = getattr(import_module(f"commprof.cli.{module}"), attribute)
+        found = getattr(import_module(f"commprof.cli.verbs.{module}"), attribute)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     ("module", "verb"),
     [
         ("typer", "--help"),
-        ("commprof.cli.doctor", "doctor"),
+        ("commprof.cli.verbs.doctor", "doctor"),
         ("pyarrow.lib", "report"),
         ("numpy.linalg", "report"),
         ("pandas._libs.tslibs", "report"),

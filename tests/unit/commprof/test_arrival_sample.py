@@ -13,7 +13,8 @@ from commprof.align.ranks.own_times import with_own_times
 from commprof.analysis import api, arrival_sample, host_files
 from commprof.analysis.arrivals import aligned, hosts_of
 from commprof.analysis.straggling import straggling
-from commprof.cli import execute, report
+from commprof.cli import execute
+from commprof.cli.verbs import report
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.reader import open_run
 from support.runs import SyntheticRun

@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 
-from commprof.cli import execute, requested
+from commprof.cli import execute
+from commprof.cli.verbs import requested
 from support.runs import SyntheticRun
 
 

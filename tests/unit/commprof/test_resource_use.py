@@ -10,7 +10,7 @@ from commprof.analysis.frames import from_rows
 from commprof.analysis.resource_use import resource_use
 from commprof.cli import rendering
 from commprof.cli.rendering import plain
-from commprof.cli.resources import resource_parts
+from commprof.cli.sections.resources import resource_parts
 from commprof.schema import SAMPLES
 from commprof_dash.charts import resources as charts
 

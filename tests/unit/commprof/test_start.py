@@ -48,12 +48,14 @@ def test_a_page_of_help_loads_no_library_of_numbers(arguments):
 
 
 def test_a_verb_loads_no_other_verb(run):
-    others = {f"commprof.cli.{place.partition(':')[0]}" for place in VERBS.values()} - {"commprof.cli.verify"}
+    others = {f"commprof.cli.{place.partition(':')[0]}" for place in VERBS.values()} - {
+        "commprof.cli.verbs.verify"
+    }
     assert not of_command("verify", run) & others
 
 
 def test_what_starts_ranks_loads_no_library_of_numbers():
-    found = loaded("import commprof.cli.run, commprof.launch.job, commprof.launch.foreign")
+    found = loaded("import commprof.cli.verbs.run, commprof.launch.job, commprof.launch.foreign")
     assert not found & (ARRAYS | TABLES | DRAWING)
 
 

@@ -58,7 +58,7 @@ def test_an_error_is_raised_and_asked_anew(background):
 
 INTERRUPTED = """
 import multiprocessing, os, signal, sys, time
-from commprof.cli.dashboard import _leave
+from commprof.cli.verbs.dashboard import _leave
 from commprof_dash.background import Background
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from commprof.cli import exposure as exposed
-from commprof.cli import rendering, resources
-from commprof.cli.algorithms import algorithm_parts
+from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, remembered
-from commprof.cli.untagged import untagged_parts
+from commprof.cli.sections import exposure as exposed
+from commprof.cli.sections import resources
+from commprof.cli.sections.algorithms import algorithm_parts
+from commprof.cli.sections.untagged import untagged_parts
 
 if TYPE_CHECKING:
     import pandas as pd

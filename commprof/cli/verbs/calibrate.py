@@ -24,7 +24,7 @@ from commprof.calibration.results import Calibration
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.run import NPROC_HELP, parse_ranks
+from commprof.cli.verbs.run import NPROC_HELP, parse_ranks
 from commprof.errors import UsageError
 
 _MOST_ITERATIONS: Final = 1_000_000

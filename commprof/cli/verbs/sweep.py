@@ -14,7 +14,7 @@ import typer
 
 from commprof.cli.console import say
 from commprof.cli.recording import recording_options
-from commprof.cli.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
+from commprof.cli.verbs.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
 from commprof.engine import Engine
 from commprof.errors import CommprofError, UsageError
 from commprof.exit_codes import ExitCode
@@ -160,7 +160,7 @@ def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> 
 
 
 def _compare(runs: Sequence[Path]) -> None:
-    from commprof.cli.compare import comparison_of, show
+    from commprof.cli.verbs.compare import comparison_of, show
 
     show(comparison_of([str(run) for run in runs]))
     sys.stdout.flush()

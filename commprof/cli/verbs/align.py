@@ -10,10 +10,10 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
-from commprof.cli.inspected import align_inspector
-from commprof.cli.nccl import read_logs
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
+from commprof.cli.sections.inspected import align_inspector
+from commprof.cli.verbs.nccl import read_logs
 from commprof.errors import TraceError, UsageError
 from commprof.exit_codes import ExitCode
 from commprof.printable import command_line

@@ -18,7 +18,7 @@ def doctor(
 
     Exit code 1 when nothing could be recorded.
     """
-    from commprof.cli.diagnosis import Finding, Level, diagnose
+    from commprof.cli.sections.diagnosis import Finding, Level, diagnose
 
     def lines(finding: Finding) -> str:
         mark = "" if finding.section == "not recorded" else finding.level
