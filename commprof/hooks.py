@@ -107,7 +107,7 @@ def attach(out: str | None = None, **options: Any) -> None:
     """Start recording this process, into run directory ``out``.
 
     ``commprof run`` does this by itself. Without ``out``, ranks started by one launcher share
-    ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.options.Options``. A second call
+    ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.process.options.Options``. A second call
     does nothing. Never raises into the program: what goes wrong is printed once on stderr.
     """
     # Imported by name: the hooks are the lowest layer and must not depend on the recorder.

@@ -12,7 +12,7 @@ from commprof.calibration.rank import FORCE, carry_out, member_of
 from commprof.errors import UsageError
 from commprof.launch import environment
 from commprof.launch.ranks import Rank, RankGroup
-from commprof.recorder.placement import place
+from commprof.recorder.process.placement import place
 
 _LEAST_RANKS = 2
 

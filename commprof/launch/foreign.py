@@ -24,8 +24,8 @@ from commprof.launch.logs import job_log, nccl_log
 from commprof.launch.observers import sampled
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup
-from commprof.recorder.counters import is_first_of_host
-from commprof.recorder.placement import Place, is_unique, job_id, place
+from commprof.recorder.process.counters import is_first_of_host
+from commprof.recorder.process.placement import Place, is_unique, job_id, place
 from commprof.sampling.processes import local_ranks
 from commprof.trace import directory, manifest
 from commprof.trace.process import process_start_ns, start_ticks

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from commprof.engine import Engine, variables
 from commprof.recorder import autoload
-from commprof.recorder.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
+from commprof.recorder.process.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
 
 DIRECTORY: Final = Path(__file__).resolve().parent / "inject"
 NOTES: Final = "processes.jsonl"

@@ -26,7 +26,7 @@ from commprof.launch.observers import observed
 from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
 from commprof.launch.sweeps.configuration import ConfigFile, find_config
-from commprof.recorder.options import DEFAULTS, Options
+from commprof.recorder.process.options import DEFAULTS, Options
 from commprof.trace import directory, manifest
 from commprof.trace.config_copy import CONFIG_NAME
 from commprof.trace.process import start_ticks

@@ -1,7 +1,7 @@
 /* The wrappers of ProcessGroup's methods as they are called nearly always, in C.
  *
- * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.direct), GeneralCall that of Wrappers.wrap
- * (commprof.recorder.wrappers), WaitCall that of Waits.wrap (commprof.recorder.waits). A call goes their way, step by step. Where anything is not as usual (a call that is not known
+ * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.process_group.fast_path), GeneralCall that of Wrappers.wrap
+ * (commprof.recorder.process_group.wrappers), WaitCall that of Waits.wrap (commprof.recorder.process_group.waits). A call goes their way, step by step. Where anything is not as usual (a call that is not known
  * yet, a tag that is not interned, no room), and nothing has been counted so far, the function in Python is called with the
  * same arguments and does all of it. So that function says what is right, and this one is quick.
  */
@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <string.h>
 
-/* One more for every change of what this module takes or gives: commprof.recorder.compiled_calls asks for it. */
+/* One more for every change of what this module takes or gives: commprof.recorder.process_group.compiled_calls asks for it. */
 #define VERSION 4
 
 /* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
@@ -25,7 +25,7 @@ static PyObject *shape_name, *dtype_name, *device_name, *is_cpu_name, *get_devic
     *place_name, *fault_name, *wait_name;
 static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
 /* How many calls that are recorded run on this thread, one within the other: what has no frame in Python must say by itself
- * that it is there. See commprof.recorder.frames. */
+ * that it is there. See commprof.recorder.process_group.reentrancy. */
 static _Thread_local int running;
 
 /* What a call holds. */
@@ -397,7 +397,7 @@ find_direct_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *
 
 static PyObject *freeze_all(Call *self, PyObject *const *values, Py_ssize_t count);
 
-/* A value as commprof.recorder.signatures freezes it (a new reference); NULL, with or without an exception: it cannot. */
+/* A value as commprof.recorder.process_group.signatures freezes it (a new reference); NULL, with or without an exception: it cannot. */
 static PyObject *
 freeze(Call *self, PyObject *value)
 {

@@ -20,18 +20,16 @@ from typing import Any, Final
 from commprof import hooks
 from commprof.printable import command_line, escaped
 from commprof.recorder.adapters.frameworks import Frameworks
-from commprof.recorder.aggregation import Aggregation
-from commprof.recorder.bounds import SizeLimit, StepWindow
-from commprof.recorder.clock_meeting import Meeting, job_meeting
-from commprof.recorder.clock_offsets import ClockOffsets
-from commprof.recorder.counters import host_readings
-from commprof.recorder.flight import FlightDump
-from commprof.recorder.groups import Group, live_groups
-from commprof.recorder.interception import Interception
-from commprof.recorder.journal import Journal
-from commprof.recorder.lifecycle import GroupLifecycle
-from commprof.recorder.opening import Opened, begin_row, find_directory, open_files, this_rank
-from commprof.recorder.options import (
+from commprof.recorder.clocks.clock_meeting import Meeting, job_meeting
+from commprof.recorder.clocks.clock_offsets import ClockOffsets
+from commprof.recorder.coverage.flight_recorder import FlightDump
+from commprof.recorder.coverage.selfcheck import SelfCheck
+from commprof.recorder.process.aggregation import Aggregation
+from commprof.recorder.process.bounds import SizeLimit, StepWindow
+from commprof.recorder.process.counters import host_readings
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process.opening import Opened, begin_row, find_directory, open_files, this_rank
+from commprof.recorder.process.options import (
     BEFORE_THE_FIRST,
     DEFAULTS,
     OPTIONS_VARIABLE,
@@ -39,9 +37,11 @@ from commprof.recorder.options import (
     from_json,
     from_mapping,
 )
-from commprof.recorder.selfcheck import SelfCheck
-from commprof.recorder.stacks import StackSignal
-from commprof.recorder.steps import Steps
+from commprof.recorder.process.stacks import StackSignal
+from commprof.recorder.process_group.groups import Group, live_groups
+from commprof.recorder.process_group.interception import Interception
+from commprof.recorder.process_group.lifecycle import GroupLifecycle
+from commprof.recorder.training.steps import Steps
 from commprof.trace.rank_files.segments import count_of
 
 _TABLES: Final = frozenset({"metrics", "parameters", "config"})

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from commprof.recorder.clock_exchange import own_addresses
+from commprof.recorder.clocks.clock_exchange import own_addresses
 from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
@@ -33,8 +33,8 @@ def measure(rank: int, world: int) -> dict:
     """One comparison of clocks in the job that is initialised: every rank has a clock of its own."""
     import torch.distributed as dist
 
-    from commprof.recorder.clock_meeting import job_meeting
-    from commprof.recorder.clock_offsets import ClockOffsets
+    from commprof.recorder.clocks.clock_meeting import job_meeting
+    from commprof.recorder.clocks.clock_offsets import ClockOffsets
 
     log = Log()
     offsets = ClockOffsets(
@@ -112,7 +112,7 @@ def fake_job(rank: int, world: int) -> tuple[int, int]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from commprof.recorder.clock_meeting import job_meeting
+    from commprof.recorder.clocks.clock_meeting import job_meeting
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     meeting = job_meeting("test")

@@ -248,7 +248,7 @@ def test_a_call_that_a_kernel_sees_raise_raises_the_same_and_is_marked(tmp_path)
 
 
 def test_a_fault_of_ours_in_a_kernel_is_counted_and_the_training_goes_on(tmp_path, monkeypatch):
-    from commprof.recorder import signatures
+    from commprof.recorder.process_group import signatures
 
     def fail(*args):
         raise RuntimeError("ours")

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commprof
-from commprof.recorder import compiled_calls
+from commprof.recorder.process_group import compiled_calls
 from commprof.trace.reader import open_run
 from support.ranks import run_ranks
 from support.recording import calls, record

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-from commprof.recorder import selfcheck
-from commprof.recorder.dispatch_hooks import DispatchCount
+from commprof.recorder.coverage import selfcheck
+from commprof.recorder.coverage.dispatch_hooks import DispatchCount
 from commprof.trace.reader import open_run
 from support import programs
 from support.programs import PROGRAMS

@@ -245,7 +245,9 @@ def losses() -> list[float]:
 
 
 def test_a_fault_in_the_recorder_changes_nothing(tmp_path, monkeypatch, capfd):
-    from commprof.recorder import callsite, groups, journal, signatures, steps, wrappers
+    from commprof.recorder.process import journal
+    from commprof.recorder.process_group import callsite, groups, signatures, wrappers
+    from commprof.recorder.training import steps
 
     places = [
         (signatures, "describe"),

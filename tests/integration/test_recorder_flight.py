@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commprof.recorder import flight
+from commprof.recorder.coverage import flight_recorder as flight
 from support.ranks import run_ranks
 from support.recording import calls, record
 

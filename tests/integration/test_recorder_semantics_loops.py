@@ -309,8 +309,8 @@ def broken(rank, world, places, directory):
 
 
 def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
-    from commprof.recorder import models, progress
     from commprof.recorder.adapters import ddp, ddp_buckets
+    from commprof.recorder.training import models, progress
     from commprof.trace.reader import open_run
 
     places = [

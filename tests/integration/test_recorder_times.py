@@ -481,8 +481,8 @@ def as_on_a_device(rank, world):
     import torch.distributed as dist
 
     from commprof import hooks
-    from commprof.recorder import signatures
-    from commprof.recorder.device_times import DeviceTimes
+    from commprof.recorder.device.device_times import DeviceTimes
+    from commprof.recorder.process_group import signatures
     from commprof.recorder.session import current
 
     describe = signatures.describe

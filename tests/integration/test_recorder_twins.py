@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commprof.recorder import compiled_calls
+from commprof.recorder.process_group import compiled_calls
 from commprof.trace.reader import open_run
 from support.ranks import run_ranks
 

@@ -240,7 +240,7 @@ def test_a_directory_deleted_under_a_training_changes_nothing(tmp_path, capfd):
 
 def test_a_step_of_the_wall_clock_moves_no_record(tmp_path, monkeypatch):
     from commprof.analysis import api
-    from commprof.recorder import clocks
+    from commprof.recorder.clocks import process_clocks as clocks
 
     true_time = time.time_ns
     shift = [0]

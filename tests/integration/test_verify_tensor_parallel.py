@@ -424,7 +424,7 @@ def test_other_optimizers_are_said_to_have_no_rules(tmp_path):
 
 
 def test_passes_beyond_the_limit_are_said_not_to_be_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("commprof.recorder.wrapped._MOST_ROWS", 3)
+    monkeypatch.setattr("commprof.recorder.training.wrapped._MOST_ROWS", 3)
     verdict = verify(record(tmp_path / "run", 2, functools.partial(train, inputs=longer))[0])
     assert (verdict.exit_code, verdict.unexplained) == (3, ())
     assert "which passes a module of parallelize_module ran is not known" in str(verdict.request_reason)

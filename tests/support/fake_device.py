@@ -55,7 +55,7 @@ class FakeDevice:
     def device_time(self, host_ns: float) -> float:
         return host_ns * (1 + self.drift) + self.offset_ns
 
-    # commprof.recorder.device_events.EventSource
+    # commprof.recorder.device.device_events.EventSource
 
     def record(self, event: Any, index: int) -> FakeEvent:
         assert not self.capturing, "an event during a capture"

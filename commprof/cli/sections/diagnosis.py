@@ -81,7 +81,7 @@ def _versions() -> Iterator[Finding]:
             section, Level.FAULT, "this torch was built without torch.distributed: there is nothing to record"
         )
         return
-    from commprof.recorder.trial import newer_torch
+    from commprof.recorder.coverage.trial import newer_torch
 
     newer = newer_torch(torch.__version__)
     if newer is not None:
@@ -109,7 +109,7 @@ def _compiled_parts() -> Iterator[Finding]:
     if os.environ.get(COMPILED_VARIABLE) == "0":
         again = f"{COMPILED_VARIABLE}=0 says so"
     if _process_group() is not None:
-        from commprof.recorder import compiled_calls
+        from commprof.recorder.process_group import compiled_calls
 
         text = "the recorder's hottest parts are compiled"
         if compiled_calls.MODULE is None:
@@ -158,7 +158,7 @@ def _process_group() -> Any:
 
 
 def _interception() -> Iterator[Finding]:
-    from commprof.recorder.methods import METHODS
+    from commprof.recorder.process_group.methods import METHODS
 
     owner = _process_group()
     if owner is None:
@@ -181,10 +181,10 @@ def _interception() -> Iterator[Finding]:
 
 def _operators(section: str) -> Iterator[Finding]:
     """Which operators of torch's dispatcher can be recorded, for what no method of ProcessGroup shows."""
-    from commprof.recorder.dispatcher import Kernels, bind_redispatch, is_operator
-    from commprof.recorder.functional import FRAMEWORK, FUNCTIONAL
-    from commprof.recorder.issuers import CppIssuers
-    from commprof.recorder.operators import C10D, unknown_operators
+    from commprof.recorder.dispatcher.functional import FRAMEWORK, FUNCTIONAL
+    from commprof.recorder.dispatcher.issuers import CppIssuers
+    from commprof.recorder.dispatcher.operators import C10D, unknown_operators
+    from commprof.recorder.dispatcher.registration import Kernels, bind_redispatch, is_operator
 
     c10d = [name for name in C10D if is_operator(name)]
     functional = [name for name in FUNCTIONAL if is_operator(name)]
@@ -290,7 +290,7 @@ def _reservation(directory: Path) -> Finding:
 
 
 def _clocks() -> Finding:
-    from commprof.recorder.clocks import read_clocks
+    from commprof.recorder.clocks.process_clocks import read_clocks
 
     uncertainty = read_clocks().uncertainty_ns
     text = f"the monotonic and the real-time clock can be read together to within {uncertainty:,} ns"
@@ -338,7 +338,7 @@ def _text(value: object) -> str:
 
 
 def _counters() -> Finding:
-    from commprof.recorder.counters import InterfaceCounters
+    from commprof.recorder.process.counters import InterfaceCounters
 
     devices = [row["device"] for row in InterfaceCounters().read()]
     if not devices:

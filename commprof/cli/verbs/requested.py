@@ -12,7 +12,7 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 from commprof.errors import UsageError
-from commprof.recorder.options import parse_size
+from commprof.recorder.process.options import parse_size
 
 NO_ACTIVATIONS: Final = "the activations that ranks send each other are left out: their size needs --sequence"
 _DEVICES: Final = Path("/dev")

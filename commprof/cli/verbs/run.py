@@ -14,7 +14,7 @@ from commprof.engine import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
-from commprof.recorder.options import DEFAULTS, Options
+from commprof.recorder.process.options import DEFAULTS, Options
 
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
 NCCL_LOG_HELP = "Have NCCL write a log into the run. auto: where a GPU is visible."

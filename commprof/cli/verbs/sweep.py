@@ -22,7 +22,7 @@ from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.launch.sweeps.points import Turn, derive, label, points, turns
 from commprof.printable import command_line, escaped
-from commprof.recorder.options import DEFAULTS, Options
+from commprof.recorder.process.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
     from commprof.launch.sweeps.campaign import Campaign, TurnResult

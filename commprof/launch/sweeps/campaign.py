@@ -20,8 +20,8 @@ from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.launch.sweeps.configuration import ConfigFile, read_config
 from commprof.launch.sweeps.points import Turn, derive, label, mismatches
-from commprof.recorder.options import DEFAULTS, Options
-from commprof.recorder.placement import place
+from commprof.recorder.process.options import DEFAULTS, Options
+from commprof.recorder.process.placement import place
 from commprof.trace import directory, manifest
 from commprof.trace.config_copy import CONFIG_NAME
 

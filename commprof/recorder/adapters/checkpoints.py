@@ -7,7 +7,7 @@ from typing import Any
 
 from commprof import hooks
 from commprof.recorder.adapters.parts import Part
-from commprof.recorder.training_loop import TrainingLoop
+from commprof.recorder.training.training_loop import TrainingLoop
 from commprof.schema import Phase, Purpose
 
 

@@ -23,12 +23,12 @@ from commprof.recorder.adapters.ddp_buckets import Assignment, Bucket, Reduction
 from commprof.recorder.adapters.flushes import open_bucket
 from commprof.recorder.adapters.parts import Doubts, Part, purpose
 from commprof.recorder.adapters.patching import tagged
-from commprof.recorder.groups import Group
-from commprof.recorder.journal import Journal
-from commprof.recorder.methods import Method
-from commprof.recorder.models import plain_name
-from commprof.recorder.stalls import Stalls
-from commprof.recorder.wrapped import WrappedModels
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process_group.groups import Group
+from commprof.recorder.process_group.methods import Method
+from commprof.recorder.training.models import plain_name
+from commprof.recorder.training.stalls import Stalls
+from commprof.recorder.training.wrapped import WrappedModels
 from commprof.schema import PASSES, PASSES_UNKNOWN, Purpose
 
 FORWARD, FORWARD_ALONE, NO_GRADIENTS, BACKWARD, _ = PASSES

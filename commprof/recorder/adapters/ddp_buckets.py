@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commprof.recorder.wrapped import Wrapped
+from commprof.recorder.training.wrapped import Wrapped
 from commprof.schema import PASSES
 
 

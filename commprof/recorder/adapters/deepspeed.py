@@ -20,7 +20,7 @@ from commprof.recorder.adapters.deepspeed_methods import FIRST_VERSION, LAST_VER
 from commprof.recorder.adapters.deepspeed_padding import PADDED, Paddings
 from commprof.recorder.adapters.imports import ImportWatch
 from commprof.recorder.adapters.patching import Patches, tagged
-from commprof.recorder.journal import Journal
+from commprof.recorder.process.journal import Journal
 
 _PACKAGE: Final = "deepspeed"
 _ANOTHER: Final = "__runtime__"

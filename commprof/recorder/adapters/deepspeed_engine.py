@@ -13,7 +13,7 @@ import torch
 
 from commprof import hooks
 from commprof.recorder.adapters.patching import Patches, tagged
-from commprof.recorder.models import Parameter, parameter_rows, trains
+from commprof.recorder.training.models import Parameter, parameter_rows, trains
 
 ENGINE_MODULE: Final = "deepspeed.runtime.engine"
 _ENGINE: Final = "DeepSpeedEngine"

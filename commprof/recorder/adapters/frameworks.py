@@ -13,12 +13,12 @@ from commprof.recorder.adapters.tensor_parallel import TensorParallel
 from commprof.recorder.adapters.torch_functions import TorchFunctions
 from commprof.recorder.adapters.trainers import Trainers
 from commprof.recorder.adapters.zero_redundancy import ZeroRedundancy
-from commprof.recorder.journal import Journal
-from commprof.recorder.models import Models
-from commprof.recorder.stalls import Stalls
-from commprof.recorder.steps import Steps
-from commprof.recorder.training_loop import TrainingLoop
-from commprof.recorder.wrapped import WrappedModels
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.training.models import Models
+from commprof.recorder.training.stalls import Stalls
+from commprof.recorder.training.steps import Steps
+from commprof.recorder.training.training_loop import TrainingLoop
+from commprof.recorder.training.wrapped import WrappedModels
 
 
 class Frameworks:

@@ -13,9 +13,9 @@ from commprof.recorder.adapters.checkpoints import Checkpoints
 from commprof.recorder.adapters.flushes import Numbers, open_bucket
 from commprof.recorder.adapters.fully_shard import ROOT
 from commprof.recorder.adapters.parts import Doubts, Part, purpose
-from commprof.recorder.journal import Journal
-from commprof.recorder.models import plain_name
-from commprof.recorder.wrapped import Wrapped, WrappedModels
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.training.models import plain_name
+from commprof.recorder.training.wrapped import Wrapped, WrappedModels
 from commprof.schema import Purpose
 
 _CLASS_MODULE: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"

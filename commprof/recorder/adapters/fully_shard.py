@@ -13,9 +13,9 @@ import torch.distributed as dist
 from commprof import hooks
 from commprof.recorder.adapters.flushes import Numbers, open_bucket
 from commprof.recorder.adapters.parts import Doubts, Part
-from commprof.recorder.journal import Journal
-from commprof.recorder.models import plain_name
-from commprof.recorder.wrapped import Wrapped, WrappedModels
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.training.models import plain_name
+from commprof.recorder.training.wrapped import Wrapped, WrappedModels
 from commprof.schema import Purpose, format_ranks
 
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"

@@ -12,7 +12,7 @@ import torch
 from commprof import hooks
 from commprof.recorder.adapters.imports import ImportWatch
 from commprof.recorder.adapters.patching import Patches, tagged, tagged_by_default
-from commprof.recorder.journal import Journal
+from commprof.recorder.process.journal import Journal
 from commprof.schema import Purpose
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

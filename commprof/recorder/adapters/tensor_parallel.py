@@ -20,9 +20,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from commprof import hooks
 from commprof.recorder.adapters.parts import Doubts, Part
 from commprof.recorder.adapters.patching import tagged_by_default
-from commprof.recorder.journal import Journal
-from commprof.recorder.models import plain_name
-from commprof.recorder.wrapped import Wrapped, WrappedModels
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.training.models import plain_name
+from commprof.recorder.training.wrapped import Wrapped, WrappedModels
 from commprof.schema import Purpose
 
 _PACKAGE: Final = "torch.distributed.tensor.parallel"

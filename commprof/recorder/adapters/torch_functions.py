@@ -8,8 +8,8 @@ from typing import Any, Final
 from commprof import hooks
 from commprof.recorder.adapters.checkpoints import Checkpoints
 from commprof.recorder.adapters.parts import Doubts, Part, default_purpose, purpose
-from commprof.recorder.journal import Journal
-from commprof.recorder.training_loop import TrainingLoop
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.training.training_loop import TrainingLoop
 from commprof.schema import Phase, Purpose
 
 _ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from commprof.recorder.adapters.parts import Doubts, Part
-from commprof.recorder.journal import Journal
-from commprof.recorder.wrapped import Wrapped, WrappedModels
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.training.wrapped import Wrapped, WrappedModels
 
 _MODULE: Final = "torch.distributed.optim.zero_redundancy_optimizer"
 _CLASS: Final = "ZeroRedundancyOptimizer"

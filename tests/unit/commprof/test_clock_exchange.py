@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commprof.recorder.clock_exchange import ClockConnection, ClockServer, own_addresses
-from commprof.recorder.clock_meeting import EXCHANGES as STORE_EXCHANGES
-from commprof.recorder.clock_meeting import Meeting, Reference
-from commprof.recorder.clock_offsets import ClockOffsets, is_on_one_host
-from commprof.recorder.clocks import DRIFT_LIMIT, Exchange, clock_identity, estimate
+from commprof.recorder.clocks.clock_exchange import ClockConnection, ClockServer, own_addresses
+from commprof.recorder.clocks.clock_meeting import EXCHANGES as STORE_EXCHANGES
+from commprof.recorder.clocks.clock_meeting import Meeting, Reference
+from commprof.recorder.clocks.clock_offsets import ClockOffsets, is_on_one_host
+from commprof.recorder.clocks.process_clocks import DRIFT_LIMIT, Exchange, clock_identity, estimate
 
 SHIFT = 7_000_000_000_123
 

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 
-from commprof.recorder import completion
-from commprof.recorder.completion import Completions
-from commprof.recorder.device_timeline import Operation
+from commprof.recorder.device import completion
+from commprof.recorder.device.completion import Completions
+from commprof.recorder.device.device_timeline import Operation
 from commprof.schema import RECORD
 from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segment
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.recorder import device_timeline
-from commprof.recorder.device_clock import DeviceClock
-from commprof.recorder.device_times import DeviceTimes
+from commprof.recorder.device import device_timeline
+from commprof.recorder.device.device_clock import DeviceClock
+from commprof.recorder.device.device_times import DeviceTimes
 from commprof.schema import RECORD
 from commprof.trace.rank_files.segments import (
     DEVICE_BEGIN_WORD,

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from commprof import hooks
-from commprof.recorder import beneath, trial
-from commprof.recorder.dispatcher import Kernels, arguments_of, is_operator, operator_names
-from commprof.recorder.functional import FUNCTIONAL, WAIT
-from commprof.recorder.graphs import CapturedGraphs, set_replays
-from commprof.recorder.interception import Interception
-from commprof.recorder.journal import Journal
-from commprof.recorder.operators import C10D, Layout, layout, reduction_name, unknown_operators
+from commprof.recorder.coverage import trial
+from commprof.recorder.coverage import unseen_traffic as beneath
+from commprof.recorder.dispatcher.cuda_graphs import CapturedGraphs, set_replays
+from commprof.recorder.dispatcher.functional import FUNCTIONAL, WAIT
+from commprof.recorder.dispatcher.operators import C10D, Layout, layout, reduction_name, unknown_operators
+from commprof.recorder.dispatcher.registration import Kernels, arguments_of, is_operator, operator_names
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process_group.interception import Interception
 from commprof.schema import RECORD, record_offset
 
 GROUP = ("process_group", "__torch__.torch.classes.c10d.ProcessGroup")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import GatherOptions
 
-from commprof.recorder.operators import C10D, METHOD, layout, read_c10d
-from commprof.recorder.signatures import describe
+from commprof.recorder.dispatcher.operators import C10D, METHOD, layout, read_c10d
+from commprof.recorder.process_group.signatures import describe
 
 
 def group(rank: int) -> SimpleNamespace:

@@ -3,7 +3,7 @@
 import pytest
 
 from commprof.cli import execute
-from commprof.recorder.options import (
+from commprof.recorder.process.options import (
     DEFAULTS,
     Options,
     from_json,

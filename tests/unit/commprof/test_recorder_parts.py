@@ -8,13 +8,14 @@ import itertools
 import socket
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 
-from commprof.recorder.callsite import CallSites
-from commprof.recorder.clocks import read_clocks
-from commprof.recorder.counters import InterfaceCounters, parse_net_dev
-from commprof.recorder.progress import OptimizerCycle, Progress
+from commprof.recorder.clocks.process_clocks import read_clocks
+from commprof.recorder.process.counters import InterfaceCounters, parse_net_dev
+from commprof.recorder.process_group.callsite import CallSites
+from commprof.recorder.training.progress import OptimizerCycle, Progress
 from commprof.trace.rank_files.events import Events
 from commprof.trace.rank_files.steps import build_steps
 
@@ -286,3 +287,10 @@ def test_what_another_version_of_a_framework_lacks_is_noted_once(tmp_path, monke
     assert sums.gather() is None
     (note,) = notes
     assert note.startswith("some_trainer 9.9: some_trainer.sums has no reduce, pad, so")
+
+
+def test_the_files_whose_frames_record_exist():
+    from commprof.recorder.process_group import reentrancy
+
+    root = Path(reentrancy.__file__).parents[3]
+    assert all((root / file).is_file() for file in reentrancy._FILES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commprof.recorder.placement import is_unique, job_id, place
+from commprof.recorder.process.placement import is_unique, job_id, place
 
 SRUN = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
 

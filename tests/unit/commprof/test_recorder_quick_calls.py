@@ -15,8 +15,8 @@ from collections import deque
 import pytest
 import torch
 
-from commprof.recorder.compiled_calls import MODULE, is_running
-from commprof.recorder.signatures import FREEZERS, freeze, freeze_tensor
+from commprof.recorder.process_group.compiled_calls import MODULE, is_running
+from commprof.recorder.process_group.signatures import FREEZERS, freeze, freeze_tensor
 from commprof.schema import RECORD, RECORD_FIELDS
 from commprof.trace.rank_files.segments import (
     NO_WORDS,

@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from commprof.recorder.results import Results
+from commprof.recorder.process_group.pending_functional import Results
 
 
 def test_a_view_of_the_result_is_the_result_and_it_is_taken_once():

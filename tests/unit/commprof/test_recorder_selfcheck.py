@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from commprof.recorder import dispatch_hooks, selfcheck
-from commprof.recorder.groups import Group
-from commprof.recorder.selfcheck import SelfCheck
-from commprof.recorder.sequence import count_raised
+from commprof.recorder.coverage import dispatch_hooks, selfcheck
+from commprof.recorder.coverage.selfcheck import SelfCheck
+from commprof.recorder.coverage.sequence import count_raised
+from commprof.recorder.process_group.groups import Group
 
 
 class FakeProcessGroup:

@@ -60,7 +60,7 @@ def unpack(mapping: mmap.mmap, index: int) -> dict[str, int]:
 @pytest.mark.skipif(os.environ.get(COMPILED_VARIABLE) == "0", reason="the Python parts were asked for")
 @pytest.mark.skipif(not can_be_built(), reason="no C compiler, or no headers of Python")
 def test_the_compiled_parts_are_built_where_they_can_be():
-    from commprof.recorder import compiled_calls
+    from commprof.recorder.process_group import compiled_calls
 
     assert segments.IS_COMPILED and compiled_calls.MODULE is not None
 

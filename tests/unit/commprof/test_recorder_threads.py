@@ -4,9 +4,9 @@ import gc
 import threading
 
 from commprof import hooks
-from commprof.recorder import threads
-from commprof.recorder.journal import Journal
-from commprof.recorder.threads import ThreadNames
+from commprof.recorder.process import threads
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process.threads import ThreadNames
 
 
 def in_thread(function, name=None):

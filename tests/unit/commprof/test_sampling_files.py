@@ -14,7 +14,7 @@ import pytest
 
 from commprof.errors import TraceError
 from commprof.launch.observers import make_samplers, observed, sampled
-from commprof.recorder.options import Options
+from commprof.recorder.process.options import Options
 from commprof.sampling.calls import WINDOW
 from commprof.sampling.dump import keep_dump, take_dump
 from commprof.sampling.dump_text import dump_text

@@ -7,7 +7,7 @@ import pytest
 
 from commprof.analysis import counters as analysis
 from commprof.errors import TraceError
-from commprof.recorder.counters import HostReadings, InterfaceCounters, host_readings, parse_net_dev
+from commprof.recorder.process.counters import HostReadings, InterfaceCounters, host_readings, parse_net_dev
 from commprof.trace.coverage import uncovered
 from commprof.trace.tables import read_table, table_from_rows
 from commprof.trace.wire import read_readings, reading_files, write_wire

@@ -1,0 +1,10 @@
+"""The clocks of processes and hosts, and how far they are apart."""
+
+from typing import Any
+
+from commprof.moved import attribute
+
+
+def __getattr__(name: str) -> Any:
+    """What the module had that was ``commprof.recorder.clocks``."""
+    return attribute(__name__, name)

@@ -1,0 +1,129 @@
+"""What torch's Flight Recorder kept, asked for at the end: the backend's own list, beside which the records can be laid.
+
+Only its JSON is asked for, though torch offers another form. gloo's and NCCL's lists are rings of 2,000 entries by
+default (``TORCH_FR_BUFFER_SIZE``), so they hold the newest operations only. gloo lists no sends and receives, and
+names what it really ran: its reduce_scatter is an all_reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from commprof.recorder.process.journal import Journal
+from commprof.trace.rank_files.flight_entries import flight_row
+from commprof.trace.rank_files.writer import encode_row
+
+SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
+MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest
+_LARGEST_RING: Final = 20_000  # torch takes about 10 us an entry, holding the interpreter
+_PAUSE_NS: Final = 1_000_000_000  # between two dumps, where groups are destroyed one by one
+# Of torch's JSON, where entries of thousands of tensors make it long: half a second to read and to write down. A limit in
+# time would do the same, but on a processor that others share (or that stands still) it would lose what is short, too.
+_LONGEST_JSON: Final = 32 << 20
+
+# torch's functions, by preference: NCCL has a recorder of its own beside that of all other backends.
+DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+class FlightDump:
+    """Writes the Flight Recorder's entries into the rank's events file, each of them once.
+
+    Args:
+        journal: what they are written to.
+        group_name: the recorder's name of the group that torch calls so now; torch uses names again.
+    """
+
+    def __init__(self, journal: Journal, group_name: Callable[[str], str]) -> None:
+        self._written_ns = -_PAUSE_NS
+        self.cost_ns = 0
+        self._journal = journal
+        self._group_name = group_name
+        self._began_ns = time.time_ns()
+        self._began_monotonic_ns = time.monotonic_ns()
+        self._seen: dict[str, int] = {}  # by torch's function: the newest entry that was written
+        self._noted: set[str] = set()
+
+    def is_due(self) -> bool:
+        """Whether the last dump is so long ago that another costs little."""
+        return time.perf_counter_ns() - self._written_ns > _PAUSE_NS
+
+    def write(self) -> None:
+        """Write what is new. Never raises; what prevents it is written as a note."""
+        if self._journal.events is None:
+            return
+        begin = time.perf_counter_ns()
+        try:
+            self._write()
+        except Exception as error:
+            self._note(f"torch's Flight Recorder could not be read: {type(error).__name__}: {error}")
+        self._written_ns = time.perf_counter_ns()
+        self.cost_ns += self._written_ns - begin
+
+    def _write(self) -> None:
+        module = getattr(torch._C, "_distributed_c10d", None)
+        present = [name for name in DUMPS if hasattr(module, name)]
+        if not present:
+            self._note(f"torch {torch.__version__} has no Flight Recorder that answers in JSON")
+            return
+        size = ring_size(os.environ)
+        if size == 0:
+            self._note(f"torch's Flight Recorder was off ({SIZE_VARIABLE}=0)")
+            return
+        if size is not None and size > _LARGEST_RING:
+            self._note(
+                f"torch's Flight Recorder was not read: with {SIZE_VARIABLE}={size} that could hold up the end of the "
+                f"program; at most {_LARGEST_RING} are read"
+            )
+            return
+        for name in present:
+            text = getattr(module, name)()
+            if len(text) > _LONGEST_JSON:
+                self._note(
+                    f"torch's Flight Recorder was not read: its {len(text):,} bytes (at most {_LONGEST_JSON:,} are read) "
+                    f"could hold up the end of the program; {SIZE_VARIABLE} sets how many entries it has"
+                )
+                continue
+            self._write_entries(name, json.loads(text))
+
+    def _write_entries(self, source: str, dump: Mapping[str, Any]) -> None:
+        seen = self._seen.get(source, -1)
+        since_ns = self._since_ns()
+        fresh = [
+            entry
+            for entry in dump.get("entries") or ()
+            if entry["record_id"] > seen and entry["time_created_ns"] >= since_ns
+        ]
+        fresh.sort(key=lambda entry: int(entry["record_id"]))
+        kept = fresh[-MOST_ENTRIES:]
+        if len(kept) < len(fresh):
+            self._note(f"of torch's Flight Recorder only the newest {MOST_ENTRIES} entries are kept")
+        for entry in kept:
+            row = flight_row(entry)
+            row["pg"] = self._group_name(row["pg"])
+            self._journal.write_line("flight", encode_row("flight", row))
+        if fresh:
+            self._seen[source] = int(fresh[-1]["record_id"])
+
+    def _since_ns(self) -> int:
+        """When the recording began, by the wall clock that torch takes; as it goes now, if it was set back meanwhile."""
+        return min(self._began_ns, time.time_ns() - (time.monotonic_ns() - self._began_monotonic_ns))
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._journal.note(text)
+
+
+def ring_size(environment: Mapping[str, str]) -> int | None:
+    """How many entries torch keeps, as the environment says; None for torch's default."""
+    for name in (SIZE_VARIABLE, "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        text = environment.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return None

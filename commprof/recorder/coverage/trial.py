@@ -1,0 +1,126 @@
+"""A trial of each layer on a group of our own that sends nothing: does this torch let it record, and exactly once?
+
+Done once a process, before anything is recorded. It takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch._C import _distributed_c10d
+
+from commprof.recorder.process.journal import PROCESS_GROUP, Journal
+from commprof.recorder.process_group.groups import Group
+from commprof.schema import LAYERS, Layer
+from commprof.trace.rank_files.segments import NO_WORDS
+
+NEWEST_TESTED: Final = (2, 15)  # docs/coverage.md: the newest torch with which the tests were run
+_UNTRIED: Final = "waits, DDP's reducer, compiled graphs and groups that change"
+
+_C10D: Final[Any] = _distributed_c10d
+_NAME: Final = "commprof-trial"
+_OWN: Final = frozenset({_NAME, "fake:1"})  # as a group, and as a backend by itself
+_OUTCOME: list[dict[str, int]] = []
+
+
+class TrialJournal(Journal):
+    """Counts records by layer and keeps none."""
+
+    def __init__(self) -> None:
+        super().__init__(completion_every=0)
+        self.counts: dict[str, int] = {}
+
+    def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> Any:
+        """Count one record of the trial's own group."""
+        if group.name in _OWN:
+            self.counts[LAYERS[layer]] = self.counts.get(LAYERS[layer], 0) + 1
+        return NO_WORDS, 0
+
+    def intern_thread(self) -> int:
+        """No number stays with the thread: the journal that comes after knows nothing of it."""
+        return 0
+
+
+def silent_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
+    """The layers that do not record one call exactly once in this torch, and how often they do.
+
+    Args:
+        make: makes an interception on a journal, complete or not.
+
+    Raises:
+        Exception: this torch has no such group to try it on, so nothing is known.
+    """
+    if not _OUTCOME:
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("a mode of torch is on, which would take the calls")
+        _OUTCOME.append(_try_layers(make))
+    return _OUTCOME[0]
+
+
+def newer_torch(version: str) -> str | None:
+    """What to say of a torch that is newer than :data:`NEWEST_TESTED`; None for any other.
+
+    >>> newer_torch("2.13.0+cpu"), newer_torch("2.16.0a0+git1234567") is None, newer_torch("unknown")
+    (None, False, None)
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or tuple(map(int, found.groups())) <= NEWEST_TESTED:
+        return None
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"torch {version} is newer than {newest}, the newest with which commprof was tested: at its start each layer is "
+        f"tried on a call of its own; {_UNTRIED} are not. The self-check compares all counts with torch's own"
+    )
+
+
+def _try_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
+    pg, backend = _make_group()
+    found = {}
+    for is_complete, calls in (
+        (
+            False,
+            {
+                Layer.PROCESS_GROUP: lambda: pg.allreduce([_tensor()]),
+                Layer.BACKEND: lambda: backend.allreduce([_tensor()]),
+                Layer.FUNCTIONAL: _call_functional,
+            },
+        ),
+        (True, {Layer.C10D: lambda: pg.allreduce([_tensor()])}),
+    ):
+        journal = TrialJournal()
+        interception = make(journal, is_complete)
+        _C10D._register_process_group(_NAME, pg)
+        try:
+            interception.install()
+            for layer, call in calls.items():
+                journal.counts.clear()
+                call()
+                if journal.counts != {layer: 1}:
+                    found[str(layer)] = sum(journal.counts.values())
+        finally:
+            interception.remove()
+            _C10D._unregister_process_group(_NAME)
+    return found
+
+
+def _tensor() -> torch.Tensor:
+    return torch.zeros(1, device="cpu")
+
+
+def _call_functional() -> None:
+    operators = torch.ops._c10d_functional
+    operators.wait_tensor(operators.all_reduce(_tensor(), "sum", _NAME))
+
+
+def _make_group() -> tuple[Any, Any]:
+    """A process group of one rank that sends nothing, and its backend."""
+    backend = _C10D.FakeProcessGroup._create_internal(0, 1)
+    pg = _C10D.ProcessGroup(_C10D.HashStore(), 0, 1)
+    kind = _C10D.ProcessGroup.BackendType.CUSTOM
+    pg._set_default_backend(kind)
+    pg._register_backend(torch.device("cpu"), kind, backend)
+    pg._set_group_name(_NAME)
+    return pg, backend

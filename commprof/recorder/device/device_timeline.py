@@ -1,0 +1,281 @@
+"""The collectives of one device that are under way, and the events around them.
+
+Note [which events]: a synchronous operation of NCCL runs on the current stream, so an event before and one after the call
+enclose it. An asynchronous one runs on a stream of the group's, on which nothing of ours is put: one event before the call
+says when it could begin at the earliest, and one before and one after ``Work.wait()`` say how long the stream of the
+program stood still for it. On a stream beside the default one (FSDP2, a runtime that overlaps) that is no standstill of the
+program, and exposed time stays unknown. Nothing is ever waited for: events are asked whether they were reached.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from commprof.recorder.device.device_clock import DeviceClock
+from commprof.recorder.device.device_events import Event, EventPool
+from commprof.trace.rank_files.segments import (
+    DEVICE_BEGIN_WORD,
+    DEVICE_END_WORD,
+    EXPOSED_WORD,
+    RETURN_WORD,
+    WAIT_BEGIN_WORD,
+    WAIT_END_WORD,
+    Words,
+)
+
+MOST_OPEN: Final = 4096  # operations of one device whose events the device has not reached yet, at most
+MOST_UNREACHED: Final = 8  # events found unreached, after which one pass gives up: each question costs 1 us
+# There is a new anchor after so many operations or so much time, even if no step has ended: the distance to it is given in
+# single precision.
+ANCHOR_OPERATIONS: Final = 512
+ANCHOR_NS: Final = 1_000_000_000
+
+
+@dataclass(slots=True)
+class Tally:
+    """What all timelines of a recording share: the clock of the records, who hears of faults, and counts of operations."""
+
+    clock: Callable[[], int]
+    on_fault: Callable[[BaseException], None]
+    timed: int = 0
+    aside: int = 0  # of these: on another than the default stream
+    captured: int = 0  # not timed, since a graph was captured
+    given_up: int = 0  # not timed, since too many were under way
+
+
+class Anchor:
+    """An event that the times of later ones are counted from. Its own time is known once the device has reached it."""
+
+    __slots__ = ("device_ns", "event", "host_ns", "not_before", "previous")
+
+    def __init__(self, event: Event, host_ns: int, previous: Anchor | None) -> None:
+        self.event = event
+        self.host_ns = host_ns  # read just before the event was made
+        self.not_before = host_ns
+        self.previous = previous
+        self.device_ns: float | None = None
+
+    @property
+    def last(self) -> Event:
+        """What must be reached before this can be resolved."""
+        return self.event
+
+    def place(self) -> float:
+        """Its time on the device, on an axis that begins at the device's first anchor."""
+        if self.previous is None:
+            self.device_ns = 0.0
+        else:
+            assert self.previous.device_ns is not None
+            self.device_ns = self.previous.device_ns + _ns(self.previous.event, self.event)
+            self.previous = None
+        return self.device_ns
+
+
+class Operation:
+    """One collective of a device: the words of its record, and the events around it.
+
+    It stands in the place of the record's words, so that whoever writes down when the call returned and when it was waited
+    for makes the events by the same stroke. Writing never raises.
+    """
+
+    __slots__ = (
+        "anchor",
+        "base",
+        "begin",
+        "end",
+        "is_aside",
+        "is_async",
+        "not_before",
+        "timeline",
+        "wait_begin",
+        "words",
+    )
+
+    def __init__(self, words: Words, base: int, is_async: bool, timeline: Timeline | None) -> None:
+        self.words = words
+        self.base = base
+        self.is_async = is_async
+        self.is_aside = False
+        self.timeline = timeline  # None: no events, then this is nothing but the words
+        self.anchor: Anchor | None = None
+        self.begin: Event | None = None
+        self.wait_begin: Event | None = None
+        self.end: Event | None = None
+        self.not_before = 0
+
+    @property
+    def last(self) -> Event:
+        """What must be reached before this can be resolved."""
+        assert self.end is not None
+        return self.end
+
+    def __getitem__(self, index: int) -> int:
+        return self.words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        timeline = self.timeline
+        try:
+            self.words[index] = value
+            if timeline is not None:
+                timeline.follow(self, index - self.base)
+        except Exception as error:
+            self.timeline = None
+            if timeline is not None:
+                timeline.tally.on_fault(error)
+
+
+class Timeline:
+    """The operations and anchors of one device, in the order in which their last events were made."""
+
+    def __init__(self, tally: Tally, pool: EventPool) -> None:
+        self.tally = tally
+        self.pool = pool
+        self.clock = DeviceClock()
+        self.anchor: Anchor | None = None
+        self._open: deque[Anchor | Operation] = deque()
+        self._since_anchor = 0
+        self._resolving = threading.Lock()
+
+    @property
+    def unresolved(self) -> int:
+        """Operations whose times are not known yet."""
+        return sum(isinstance(item, Operation) for item in list(self._open))
+
+    def begin(self, operation: Operation) -> None:
+        """The call of ``operation`` is about to be made."""
+        now = self.tally.clock()
+        anchor = self.anchor
+        if anchor is None or self._since_anchor >= ANCHOR_OPERATIONS or now - anchor.host_ns > ANCHOR_NS:
+            anchor = self.set_anchor()
+        self._since_anchor += 1
+        operation.anchor = anchor
+        operation.not_before = now
+        operation.begin = self.pool.mark()
+
+    def set_anchor(self) -> Anchor:
+        """Count the times of what follows from here."""
+        host_ns = self.tally.clock()
+        self.anchor = anchor = Anchor(self.pool.mark(), host_ns, self.anchor)
+        self._since_anchor = 0
+        self._open.append(anchor)
+        return anchor
+
+    def end_step(self) -> None:
+        """A step has ended: resolve what can be, and count from a new anchor if anything was counted from the last."""
+        self.resolve()
+        if self._since_anchor and self.has_room and not self.pool.source.is_capturing():
+            self.set_anchor()
+
+    def follow(self, operation: Operation, word: int) -> None:
+        """``word`` of the record of ``operation`` was written: the call returned, or a wait for it began or ended."""
+        ends = WAIT_END_WORD if operation.is_async else RETURN_WORD
+        if word == WAIT_BEGIN_WORD and operation.is_async and not self._is_capturing(operation):
+            operation.wait_begin = self.pool.mark()
+        elif word == ends and (operation.wait_begin is not None or not operation.is_async):
+            if not self._is_capturing(operation):
+                operation.is_aside = self.pool.source.is_aside(self.pool.index)
+                operation.end = self.pool.mark()
+                self._open.append(operation)
+        elif word == WAIT_END_WORD and not self._is_capturing(operation):
+            # Of a synchronous call: a backend that makes the stream wait in Work.wait() only. The later event counts.
+            self._move_end(operation)
+
+    def _is_capturing(self, operation: Operation) -> bool:
+        """Whether a graph is being captured by now: then ``operation`` is not timed."""
+        if not self.pool.source.is_capturing():
+            return False
+        operation.timeline = None
+        self.tally.captured += 1
+        return True
+
+    def _move_end(self, operation: Operation) -> None:
+        # Not while another thread resolves: it may be reading the event.
+        if not self._resolving.acquire(blocking=False):
+            return
+        try:
+            if operation.end is not None and operation.timeline is not None:
+                earlier, operation.end = operation.end, self.pool.mark()
+                self.pool.give(earlier)
+        finally:
+            self._resolving.release()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another operation may be followed."""
+        return len(self._open) < MOST_OPEN
+
+    def resolve(self, most_unreached: int = MOST_UNREACHED) -> None:
+        """Write down the times of the operations whose events the device has reached. Does not wait for any."""
+        if not self._resolving.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            if not self.pool.source.is_capturing():
+                self._write(self._take_reached(most_unreached))
+        finally:
+            self._resolving.release()
+
+    def _take_reached(self, most_unreached: int) -> list[Operation]:
+        """The operations that were reached, out of the queue; the clock learns from each answer."""
+        reached: list[Operation] = []
+        ahead: list[Anchor | Operation] = []
+        now = self.tally.clock
+        while self._open and len(ahead) < most_unreached:
+            item = self._open.popleft()
+            asked = now()
+            if (isinstance(item, Operation) and not self._is_placed(item)) or not item.last.query():
+                item.not_before = asked
+                ahead.append(item)
+                if isinstance(item, Anchor):
+                    break  # what follows is counted from it
+                continue
+            answered = now()
+            if isinstance(item, Anchor):
+                device_ns = item.place()
+            else:
+                device_ns = self._device_time(item, item.last)
+                reached.append(item)
+            self.clock.reached_after(device_ns, item.not_before)
+            self.clock.reached_before(device_ns, answered)
+        self._open.extendleft(reversed(ahead))
+        return reached
+
+    @staticmethod
+    def _is_placed(operation: Operation) -> bool:
+        return operation.anchor is not None and operation.anchor.device_ns is not None
+
+    @staticmethod
+    def _device_time(operation: Operation, event: Event) -> float:
+        anchor = operation.anchor
+        assert anchor is not None and anchor.device_ns is not None
+        return anchor.device_ns + _ns(anchor.event, event)
+
+    def _write(self, reached: list[Operation]) -> None:
+        now = self.tally.clock()
+        for operation in reached:
+            begin, wait_begin, end = operation.begin, operation.wait_begin, operation.end
+            assert begin is not None and end is not None
+            exposed = _ns(begin if wait_begin is None else wait_begin, end)
+            words, base = operation.words, operation.base
+            operation.timeline = None
+            try:
+                for word, event in ((DEVICE_BEGIN_WORD, begin), (DEVICE_END_WORD, end)):
+                    time_ns = self.clock.host_time(self._device_time(operation, event), now)
+                    if time_ns is not None:
+                        words[base + word] = time_ns
+                if operation.is_aside:
+                    self.tally.aside += 1
+                else:
+                    words[base + EXPOSED_WORD] = max(1, round(exposed))  # 0 means that it is not known
+                self.tally.timed += 1
+            except ValueError:
+                pass  # recording has ended, and the record's memory is gone
+            self.pool.give(begin, wait_begin, end)
+
+
+def _ns(begin: Event, end: Any) -> float:
+    """Nanoseconds from ``begin`` to ``end`` on the device."""
+    return begin.elapsed_time(end) * 1e6

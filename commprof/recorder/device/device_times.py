@@ -1,0 +1,125 @@
+"""How long the streams of devices stood still for each collective: what is timed, what is not, and on which device.
+
+Events are resolved in batches at the ends of steps, and no tensor or handle is kept for them; see
+:mod:`commprof.recorder.device.device_timeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from commprof.recorder.device import device_timeline
+from commprof.recorder.device.device_events import CudaEvents, EventPool, EventSource
+from commprof.recorder.device.device_timeline import Operation, Tally, Timeline
+from commprof.trace.rank_files.segments import NO_WORDS, Words
+
+_MOST_SIGNATURES: Final = 200_000
+_SOURCES: Final[dict[str, Callable[[], EventSource]]] = {"cuda": CudaEvents}
+
+
+class DeviceTimes:
+    """Times the collectives of accelerators, and places the times on the host's clock.
+
+    Args:
+        enabled: whether events are made at all.
+        on_fault: called with what an event raised; the operation goes untimed.
+        sources: what makes events, by type of device.
+        clock: nanoseconds, the clock of the records.
+    """
+
+    def __init__(
+        self,
+        enabled: bool,
+        on_fault: Callable[[BaseException], None],
+        sources: dict[str, Callable[[], EventSource]] | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.tally = Tally(clock, on_fault)
+        self._enabled = enabled
+        self._sources = _SOURCES if sources is None else sources
+        self._timelines: dict[str, Timeline | None] = {}
+        self._signatures: dict[int, tuple[Timeline | None, bool]] = {}
+
+    def learn(self, signature: int, device: str, is_async: bool) -> None:
+        """Calls with ``signature`` carry tensors of ``device`` (``cuda:0``)."""
+        if device not in self._timelines:
+            self._timelines[device] = self._new_timeline(device)
+        if len(self._signatures) > _MOST_SIGNATURES:
+            self._signatures.clear()
+        self._signatures[signature] = (self._timelines[device], is_async)
+
+    def _new_timeline(self, device: str) -> Timeline | None:
+        kind, _, index = device.partition(":")
+        source = self._sources.get(kind)
+        if source is None or not self._enabled:
+            return None
+        return Timeline(self.tally, EventPool(source(), int(index or 0)))
+
+    def follow(self, words: Words, base: int, signature: int, captured: bool) -> Words:
+        """What to write the times of a call into that is about to be made: ``words``, or what makes events as well.
+
+        Never raises.
+        """
+        known = self._signatures.get(signature)
+        if known is None or words is NO_WORDS:
+            return words
+        timeline, is_async = known
+        operation = Operation(words, base, is_async, None)
+        if timeline is None:
+            return operation
+        try:
+            if captured:
+                self.tally.captured += 1
+            elif not timeline.has_room:
+                self.tally.given_up += 1
+                timeline.resolve()
+            else:
+                timeline.begin(operation)
+                operation.timeline = timeline
+                timeline.resolve(1)  # the oldest: what bounds the difference of the clocks is asking often
+        except Exception as error:
+            operation.timeline = None
+            self.tally.on_fault(error)
+        return operation
+
+    def end_step(self) -> None:
+        """A step has ended: resolve what can be, and count from a new anchor. Never raises."""
+        for timeline in list(self._timelines.values()):
+            if timeline is None:
+                continue
+            try:
+                timeline.end_step()
+            except Exception as error:
+                self.tally.on_fault(error)
+
+    def finish(self) -> str | None:
+        """Resolve what the devices have reached by now; a sentence on what was timed, None when no device was used."""
+        timelines = [timeline for timeline in self._timelines.values() if timeline is not None]
+        if not timelines:
+            return None
+        now = self.tally.clock()
+        for timeline in timelines:
+            try:
+                timeline.resolve(device_timeline.MOST_OPEN)
+            except Exception as error:
+                self.tally.on_fault(error)
+        unresolved = sum(timeline.unresolved for timeline in timelines)
+        errors = [timeline.clock.error_ns(now) for timeline in timelines]
+        parts = [f"{self.tally.timed} collectives were timed on the device"]
+        known = [error for error in errors if error is not None]
+        if known:
+            parts[0] += f", within {max(known) / 1000:.0f} us of the host's clock"
+        for number, reason in (
+            (
+                self.tally.aside,
+                "of these were on streams beside the default one, where exposed time is unknown",
+            ),
+            (unresolved, "had not ended on the device when recording did"),
+            (self.tally.given_up, f"were not, since {device_timeline.MOST_OPEN} others were under way"),
+            (self.tally.captured, "were not, since a CUDA graph was being captured"),
+        ):
+            if number:
+                parts.append(f"{number} {reason}")
+        return "; ".join(parts)

@@ -1,0 +1,100 @@
+"""What issues collectives from C++, below the methods of ProcessGroup: DDP's reducer and two functions beside it.
+
+Their first use is noticed, so that kernels are put in front of c10d's operators then, and never in a program without them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from commprof.recorder.training.stalls import Stalls
+
+_CLASS: Final = "Reducer"
+_FUNCTIONS: Final = ("_broadcast_coalesced", "_verify_params_across_processes")
+_REBUILD: Final = "_rebuild_buckets"  # of the reducer: before every forward pass, and does something once
+
+
+class CppIssuers:
+    """Watches for the first use.
+
+    Args:
+        on_first: called before it, once.
+        on_fault: called with what ``on_first`` raised.
+        stalls: told when one of them begins and ends in which C++ may wait.
+    """
+
+    def __init__(
+        self, on_first: Callable[[], None], on_fault: Callable[[Exception], None], stalls: Stalls
+    ) -> None:
+        self._on_first = on_first
+        self._on_fault = on_fault
+        self._stalls = stalls
+        self._seen = False
+        self._patched: list[tuple[Any, str, Any, Any]] = []
+
+    def install(self) -> bool:
+        """Watch from now on; False when this torch lacks one of them, so that its use would go unnoticed."""
+        reducer = getattr(_distributed_c10d, _CLASS, None)
+        if reducer is not None:
+            self._patch(reducer, "__init__")
+            if hasattr(reducer, _REBUILD):
+                self._patch(reducer, _REBUILD)
+        for name in _FUNCTIONS:
+            for module in (dist, _distributed_c10d):
+                if hasattr(module, name):
+                    self._patch(module, name)
+        return self.are_known()
+
+    @staticmethod
+    def are_known() -> bool:
+        """Whether this torch has all of what is watched for."""
+        return all(hasattr(_distributed_c10d, name) for name in (_CLASS, *_FUNCTIONS))
+
+    def remove(self) -> None:
+        """Stop watching, except where somebody else has wrapped our wrapper since."""
+        for owner, name, original, wrapper in self._patched:
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        self._patched.clear()
+
+    def _patch(self, owner: Any, name: str) -> None:
+        original = vars(owner)[name]
+        enter, leave, waits = self._stalls.enter, self._stalls.leave, name != "__init__"
+        rebuilt: set[int] = set()  # reducers, by address, that have done so once
+
+        @functools.wraps(original)
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            self._notice()
+            if not waits:
+                return original(*args, **kwargs)
+            entered = enter(detailed=not args or id(args[0]) not in rebuilt)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if leave(entered, name) and name == _REBUILD:
+                    rebuilt.add(id(args[0]))
+
+        setattr(owner, name, noticed)
+        self._patched.append((owner, name, original, noticed))
+
+    def _notice(self) -> None:
+        if self._seen:
+            return
+        self._seen = True
+        try:
+            self._on_first()
+        except Exception as error:
+            self._on_fault(error)
+
+
+def reducer_is_alive() -> bool:
+    """Whether this process has a DistributedDataParallel module: its reducer was made before anybody watched."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return any(issubclass(found, kind) for found in set(map(type, gc.get_objects())))

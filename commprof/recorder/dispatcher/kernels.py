@@ -1,0 +1,239 @@
+"""Records of collectives that no method of ProcessGroup showed, made by kernels in front of torch's operators.
+
+Exactly once: a method that records, and a functional operator, reach c10d's operators on their own thread, so a kernel of
+c10d (``operator_calls``) finds them among the frames below it and leaves the call to them. What it
+finds nobody for, C++ has issued.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+
+from commprof import hooks
+from commprof.recorder.coverage.sequence import GLOO, GLOO_EXTRA, count_raised
+from commprof.recorder.dispatcher.operator_calls import OperatorCalls
+from commprof.recorder.dispatcher.operators import C10D, Issued, Reader, layout
+from commprof.recorder.dispatcher.registration import Kernels, Redispatch, arguments_of
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process_group.callsite import CallSites
+from commprof.recorder.process_group.fast_path import remember
+from commprof.recorder.process_group.groups import Group, Groups
+from commprof.recorder.process_group.methods import Method
+from commprof.recorder.process_group.pending_functional import Results
+from commprof.recorder.process_group.signatures import Signer, freeze, most_known
+from commprof.recorder.training.stalls import Stalls
+from commprof.schema import LAYERS, Layer
+from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
+
+# What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
+_CROSSING_NS: Final = 2_200
+_FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
+
+# Who to ask for a tag when C++ issues a collective that no block of the program tags: method, group, tensors.
+Tagger = Callable[[Method, Group, Sequence[Any]], "hooks.tag | None"]
+
+_Call = tuple[Token, Group]
+
+
+class KernelRecorder:
+    """Makes the kernels of one recording and what they record.
+
+    Args:
+        journal: what the records go to.
+        groups: the process groups of this process.
+    """
+
+    def __init__(self, journal: Journal, groups: Groups) -> None:
+        self.journal = journal
+        self.kernels = Kernels()
+        self.tagger: Tagger | None = None
+        self.records = 0
+        self.cost_ns = 0
+        self.groups = groups
+        self.stalls = Stalls(journal)
+        self.sites = CallSites(lambda row: journal.intern("site", row))
+        self.sign = Signer(journal).sign
+        self._signatures: dict[str, dict[Any, int]] = {}  # by method
+        self._results = Results()  # of functional operators
+        self._operators = OperatorCalls(self)
+
+    def replace_methods(self) -> None:
+        """No method of ProcessGroup records from now on: what they issue, the kernels of c10d record."""
+        self._operators.methods_record = False
+
+    def wrap_method(self, method: Method, owner: type, original: Any, pending: dict[int, Token]) -> Any:
+        """What stands in for a method of ProcessGroup then; ``pending`` are the handles to be waited for."""
+        return self._operators.wrap_method(method, owner, original, pending)
+
+    def observe_c10d(self, name: str) -> None:
+        """Record this operator of c10d, where nobody above it does.
+
+        Raises:
+            Exception: this torch takes no kernel for it, or its arguments are not as they were.
+        """
+        places = layout(arguments_of(name))
+        self.kernels.put(name, lambda redispatch: self._operators.make(C10D[name], places, redispatch))
+
+    def observe(self, operators: Mapping[str, Reader], layer: Layer) -> None:
+        """Record these operators, above which nobody records."""
+        for name, reader in operators.items():
+            self._observe(name, reader, layer)
+
+    def observe_waits(self, operator: str) -> None:
+        """Note when the results of functional operators are waited for, by ``operator``."""
+        self.kernels.put(operator, self._make_wait)
+
+    def remove(self) -> None:
+        """Take every kernel out."""
+        self.kernels.remove()
+        self._operators.functions.remove()
+        self._results.clear()
+
+    def _observe(self, name: str, reader: Reader, layer: Layer) -> None:
+        number = LAYERS.index(layer)
+
+        def make(redispatch: Redispatch) -> Callable[..., Any]:
+            return self._make(reader, number, redispatch)
+
+        self.kernels.put(name, make)
+
+    def _make(self, reader: Reader, layer: int, redispatch: Redispatch) -> Callable[..., Any]:
+        journal, issue, thread = self.journal, self._issue, self._operators.thread
+        get_frame = sys._getframe
+
+        def kernel(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+            calls: list[_Call] = []
+            try:
+                self.cost_ns += _CROSSING_NS
+                calls = issue(reader, layer, args, kwargs, get_frame(1))
+            except Exception as error:
+                journal.fault(error)
+            thread.recorded += 1
+            try:
+                result = redispatch(keyset, *args, **kwargs)
+            except BaseException:
+                self.record_raised(calls, layer)
+                raise
+            finally:
+                thread.recorded -= 1
+            if calls:
+                self._settle(calls, result)
+            return result
+
+        return kernel
+
+    def _issue(
+        self, reader: Reader, layer: int, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any
+    ) -> list[_Call]:
+        """One record for each collective of the call; none while torch only traces."""
+        begin = time.perf_counter_ns()
+        tensor = _first_tensor(args)
+        if tensor is not None and tensor.is_meta:
+            return []
+        calls = [self._append(issued, layer, frame) for issued in reader(args, kwargs)]
+        self.records += len(calls)
+        self.cost_ns += time.perf_counter_ns() - begin
+        return calls
+
+    def _append(self, issued: Issued, layer: int, frame: FrameType) -> _Call:
+        method, _, values, is_async = issued
+        group = self._named_group(issued.group)
+        key = (layer, group.name, freeze(values))
+        signatures = self._signatures.setdefault(method.name, {})
+        number = signatures.get(key)
+        if number is None:
+            number = self.sign(method, group, values, {}, key[-1])
+            if self.journal.may_repeat(number):
+                remember(signatures, key, number, most_known(method))
+        extra = GLOO_EXTRA.get(method.name)
+        if layer == _FRAMEWORK:
+            group.extra -= 1  # the group's backend has no part in it
+        elif extra is not None and group.backend_for(None) == GLOO:
+            group.extra += extra(group, values)
+        seq = next(group.messages if method.is_p2p else group.collectives)
+        tag_number = self._tag_number()
+        thread = hooks._thread.state.recorder_number or self.journal.intern_thread()
+        site = self.sites.find(frame)
+        now = time.perf_counter_ns()
+        words, base = self.journal.append(group, now, seq, number, tag_number, site, thread, layer=layer)
+        return (words, base, is_async), group
+
+    def _tag_number(self) -> int:
+        tag = hooks.current_tag()
+        if tag is None:
+            return 0
+        interned = tag.interned
+        if interned is None or interned[0] is not self.journal.key:
+            return self.journal.intern_tag(tag)
+        return interned[1]
+
+    def _named_group(self, given: Any) -> Group:
+        """The group that an operator was given: a name, a ProcessGroup or a box of one, or None for that of all ranks."""
+        if given is None:
+            return self.groups.world()
+        if isinstance(given, str):
+            return self.groups.named(given)
+        return self.groups.find(given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given))
+
+    def _settle(self, calls: list[_Call], result: Any) -> None:
+        """The call has returned."""
+        try:
+            now = time.perf_counter_ns()
+            tokens = [token for token, _ in calls]
+            for words, base, _ in tokens:
+                words[base + RETURN_WORD] = now
+            self._results.remember(tokens, result)
+        except Exception as error:
+            self.journal.fault(error)
+
+    def _make_wait(self, redispatch: Redispatch) -> Callable[..., Any]:
+        take, journal, clock = self._results.take, self.journal, time.perf_counter_ns
+
+        def wait(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+            token = None
+            try:
+                self.cost_ns += _CROSSING_NS
+                token = take(args[0])
+                if token is not None:
+                    words, base, _ = token
+                    words[base + WAIT_BEGIN_WORD] = clock()
+            except Exception as error:
+                journal.fault(error)
+            result = redispatch(keyset, *args, **kwargs)
+            if token is not None:
+                try:
+                    words[base + WAIT_END_WORD] = clock()
+                except Exception as error:
+                    journal.fault(error)
+            return result
+
+        return wait
+
+    def record_raised(self, calls: list[_Call], layer: int) -> None:
+        """torch's own kernel raised."""
+        try:
+            self.journal.raised += len(calls)
+            for token, group in calls:
+                self.journal.mark_raised(token)
+                if layer != _FRAMEWORK:
+                    count_raised(group)
+        except Exception as error:
+            self.journal.fault(error)
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            found = _first_tensor(value)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,1 @@
+"""One recorded process: its options, its files, its threads and its limits."""

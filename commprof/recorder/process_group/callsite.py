@@ -1,0 +1,116 @@
+"""Where in the program a collective was issued: the first frame outside torch, and torch's function that it called.
+
+DeepSpeed, zero_runtime, accelerate and Lightning issue theirs in modules of their own: there it is the first frame outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import torch
+
+_TORCH: Final = Path(torch.__file__).parent
+_INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parents[2]}/", "<frozen", "<eval_with_key")
+_COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
+# What frameworks put between themselves and torch.distributed says nothing: the place is that of who calls it.
+_FRAMEWORKS_DOORS: Final = (
+    *("/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/zero_runtime/comm.py"),
+    *(
+        "/accelerate/accelerator.py",
+        "/accelerate/data_loader.py",
+        "/accelerate/state.py",
+        "/accelerate/utils/",
+    ),
+    "/transformers/trainer_pt_utils.py",
+    *("/lightning/fabric/utilities/", "/lightning_fabric/utilities/", "/torchmetrics/utilities/"),
+    *("/lightning/fabric/plugins/collectives/", "/lightning_fabric/plugins/collectives/"),
+    *("/lightning/fabric/strategies/", "/lightning_fabric/strategies/"),
+    *("/lightning/pytorch/strategies/", "/pytorch_lightning/strategies/", "/lightning_utilities/"),
+    *("/lightning/pytorch/trainer/call.py", "/pytorch_lightning/trainer/call.py"),
+)
+# The modules whose functions a program calls to issue a collective.
+_API_FILES: Final = frozenset(
+    str(_TORCH / "distributed" / name)
+    for name in ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
+)
+_STANDARD_WRAPPERS: Final = frozenset({"contextlib.py", "functools.py", "typing_extensions.py"})
+
+PROGRAM: Final = 0
+INTERNAL: Final = 1
+API: Final = 2
+
+_MOST_CODES: Final = 20_000
+_MOST_SITES: Final = 50_000
+
+Key = tuple[int, int, int]  # addresses and offset: the program's code, instruction, torch's function
+
+
+class CallSites:
+    """Interned call sites. Keyed by the address of code objects, which are held so that an address is not reused.
+
+    Args:
+        intern: writes one ``site`` row (``call_site``, ``api``) and returns its id.
+    """
+
+    def __init__(self, intern: Callable[[dict[str, Any]], int]) -> None:
+        self.kinds: dict[int, int] = {}
+        self.sites: dict[Key, int] = {}
+        self._codes: list[CodeType] = []
+        self._intern = intern
+
+    def find(self, frame: FrameType | None) -> int:
+        """The site of the call that ``frame``, the caller of a ProcessGroup method, is part of."""
+        api: CodeType | None = None
+        key: Key = (0, 0, 0)
+        kinds = self.kinds
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(id(code))
+            if kind is None:
+                kind = self._classify(code)
+            if kind == PROGRAM:
+                key = (id(code), frame.f_lasti, id(api))
+                break
+            if kind == API:
+                api = code
+            frame = frame.f_back
+        return self.sites.get(key) or self._add(frame, key, api)
+
+    def _classify(self, code: CodeType) -> int:
+        file = code.co_filename
+        if file in _API_FILES:
+            kind = API
+        elif (
+            file.startswith(_INTERNAL_PREFIXES)
+            or any(part in file for part in (_COMPILED, *_FRAMEWORKS_DOORS))
+            or Path(file).name in _STANDARD_WRAPPERS
+        ):
+            kind = INTERNAL
+        else:
+            kind = PROGRAM
+        if len(self._codes) < _MOST_CODES:
+            self._codes.append(code)
+            self.kinds[id(code)] = kind
+        return kind
+
+    def holds(self, code: CodeType) -> bool:
+        """Whether ``code`` is held, so that its address can stand for it."""
+        return id(code) in self.kinds
+
+    def is_program(self, code: CodeType) -> bool:
+        """Whether ``code`` is the program's, and held."""
+        return self.kinds.get(id(code)) == PROGRAM
+
+    def _add(self, frame: FrameType | None, key: Key, api: CodeType | None) -> int:
+        site = None
+        if frame is not None:
+            code = frame.f_code
+            site = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+        number = self._intern({"call_site": site, "api": None if api is None else api.co_name})
+        held = frame is not None and self.holds(frame.f_code) and (api is None or self.holds(api))
+        if held and len(self.sites) < _MOST_SITES:
+            self.sites[key] = number
+        return number

@@ -1,0 +1,268 @@
+"""Which mechanism records which collective: put in place, extended when a program needs more, and taken out again.
+
+=================  ==============================================================================================
+process_group      methods of ProcessGroup: torch.distributed, FSDP, DeepSpeed and zero_runtime issue through them
+backend            methods of Backend, for programs that call those themselves
+functional         operators of ``_c10d_functional``: DTensor, compiled code
+c10d               operators of c10d, for what C++ issues: three of them from the first use of DDP's reducer on; all
+                   of them ("complete") when asked for, or from when a group has counted more than was recorded
+framework          operators of a framework that sends beside c10d
+=================  ==============================================================================================
+
+No method calls another through Python, and a kernel of c10d leaves to the layers above what they record, so nothing is
+counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend, ProcessGroup, Work
+
+from commprof import hooks
+from commprof.recorder.coverage.trial import newer_torch, silent_layers
+from commprof.recorder.coverage.unseen_traffic import Beneath
+from commprof.recorder.dispatcher.cuda_graphs import CapturedGraphs
+from commprof.recorder.dispatcher.functional import FRAMEWORK, FUNCTIONAL, WAIT
+from commprof.recorder.dispatcher.issuers import CppIssuers, reducer_is_alive
+from commprof.recorder.dispatcher.kernels import KernelRecorder
+from commprof.recorder.dispatcher.operators import C10D, ISSUED_IN_CPP, unknown_operators
+from commprof.recorder.dispatcher.registration import is_operator
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process_group.backend_groups import BackendGroups
+from commprof.recorder.process_group.groups import Group, Groups, live_groups
+from commprof.recorder.process_group.methods import METHODS
+from commprof.recorder.process_group.wrappers import Wrappers
+from commprof.schema import LAYERS, Layer
+from commprof.trace.rank_files.segments import count_of
+
+
+class Interception:
+    """The wrappers and kernels of one recording.
+
+    Args:
+        journal: what the records go to.
+        open_group: called at the first sight of a process group, before anything of it is recorded.
+        complete: record c10d's operators, all of them and from the beginning, in place of methods and functional operators.
+        is_trial: nothing but a trial of the layers.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        open_group: Callable[[Group, Any], None],
+        complete: bool = False,
+        is_trial: bool = False,
+    ) -> None:
+        self.journal = journal
+        self.groups = Groups(open_group, self._forget)
+        self.wrappers = Wrappers(journal, self.groups.find)
+        self.kernels = KernelRecorder(journal, self.groups)
+        self.is_complete = False
+        self._backends = BackendGroups(self.groups, lambda address: self._backend_wrappers.forget(address))
+        self._backend_wrappers = Wrappers(
+            journal, self._backends.find, LAYERS.index(Layer.BACKEND), self.wrappers.pending
+        )
+        self.stalls = self.kernels.stalls
+        self._issuers = CppIssuers(self._record_cpp_issuers, journal.fault, self.stalls)
+        self._graphs = CapturedGraphs(journal.fault)
+        self._beneath = Beneath(journal.note)
+        self._wants_complete = complete
+        self._is_trial = is_trial
+        self._installed: list[tuple[type, str, Any, Any]] = []
+        self._blocks = 0
+        self._begun: dict[str, int] = {}  # by group: its collectives when the open coalescing block began
+
+    def _forget(self, address: int) -> None:
+        self.wrappers.forget(address)
+
+    def install(self) -> None:
+        """Put every layer in place. Wrappers that others made stay beneath ours."""
+        if not self._is_trial:
+            self._heed_trial()
+        if self._wants_complete:
+            self.kernels.replace_methods()
+            self._wrap_methods(
+                ProcessGroup,
+                lambda method, owner, original: self.kernels.wrap_method(
+                    method, owner, original, self.wrappers.pending
+                ),
+            )
+            self.complete()
+        else:
+            self._wrap_methods(ProcessGroup, self.wrappers.wrap)
+            self._observe_functional()
+            if not self._issuers.install():
+                self.journal.note(
+                    "this torch lacks a function by which DDP's reducer is noticed: all of c10d is recorded"
+                )
+                self.complete()
+            elif live_groups() and reducer_is_alive():
+                self._record_cpp_issuers()
+        self._wrap_methods(Backend, self._backend_wrappers.wrap)
+        self._graphs.install(torch.cuda.CUDAGraph)
+        self.journal.on_captured = self._graphs.add
+        self._beneath.install()
+        self._attempt("operators of frameworks", self.kernels.observe, FRAMEWORK, Layer.FRAMEWORK)
+        for name, wrap in (
+            ("_start_coalescing", self._wrap_start_coalescing),
+            ("_end_coalescing", self._wrap_end_coalescing),
+        ):
+            original = vars(ProcessGroup).get(name)
+            if original is not None:
+                self._replace(ProcessGroup, name, original, wrap(original))
+        for kind in _work_classes():
+            original = vars(kind).get("wait")
+            if original is not None:
+                self._replace(kind, "wait", original, self.wrappers.wrap_wait(kind, original))
+
+    def _heed_trial(self) -> None:
+        """Where this torch does not let a layer record as it should, look at all of c10d, or say what is missing."""
+        newer = newer_torch(torch.__version__)
+        if newer is not None:
+            self.journal.note(newer)
+        try:
+            silent = silent_layers(
+                lambda journal, complete: Interception(journal, _nobody, complete, is_trial=True)
+            )
+        except Exception as error:  # this torch has no group to try it on
+            if newer is not None:
+                self.journal.note(f"the layers could not be tried: {type(error).__name__}: {error}")
+            return
+        for layer, records in silent.items():
+            self.journal.note(f"tried on a call of its own, the layer {layer} made {records} records of one")
+        if {Layer.PROCESS_GROUP, Layer.FUNCTIONAL} & silent.keys() and Layer.C10D not in silent:
+            self._wants_complete = True
+            self.journal.note("so every operator of c10d is recorded in its place")
+
+    def complete(self) -> None:
+        """From now on record every operator of c10d that nothing above it records."""
+        if self.is_complete:
+            return
+        self.is_complete = True
+        unknown = unknown_operators()
+        if unknown:
+            self.journal.note(
+                f"operators of c10d that are not known here, and not recorded: {', '.join(unknown)}"
+            )
+        self._observe_c10d([name for name in C10D if is_operator(name)])
+
+    def follow(self) -> None:
+        """Once a step, and at the end: what has happened beside the calls that are recorded."""
+        self._graphs.write()
+        self._beneath.look()
+        self.stalls.write()
+
+    def close_gap(self, group: Group) -> None:
+        """``group`` has counted collectives that were not recorded: look at all of c10d from now on, and say so."""
+        if self.is_complete:
+            return
+        self.complete()
+        self.journal.note(
+            f"from step {hooks.position.step} on every operator of c10d is recorded: group {group.desc or group.name} had "
+            f"counted {group.unseen} more than was recorded until then, and those are missing"
+        )
+
+    def renew(self, pg: Any, communicator: Any, before: tuple[int, int]) -> None:
+        """``pg`` was given other members in place; see :meth:`Groups.renew`."""
+        group = self.groups.renew(pg, communicator, before)
+        if group is not None:
+            self._backends.retire(group)
+
+    def remove(self) -> None:
+        """Put torch's methods back, except where somebody else has wrapped ours since, and take the kernels out."""
+        self._issuers.remove()
+        self._graphs.remove()
+        self._beneath.remove()
+        self.kernels.remove()
+        for owner, name, original, wrapper in self._installed:
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        self._installed.clear()
+        self.is_complete = False
+        self.wrappers.remove()
+
+    def _record_cpp_issuers(self) -> None:
+        """C++ is about to issue collectives."""
+        self._observe_c10d(ISSUED_IN_CPP)
+
+    def _observe_c10d(self, operators: Sequence[str]) -> None:
+        for name in operators:
+            self._attempt(name, self.kernels.observe_c10d, name)
+
+    def _observe_functional(self) -> None:
+        for name, reader in FUNCTIONAL.items():
+            if is_operator(name):
+                self._attempt(name, self.kernels.observe, {name: reader}, Layer.FUNCTIONAL)
+        self._attempt(WAIT, self.kernels.observe_waits, WAIT)
+
+    def _attempt(self, what: str, observe: Callable[..., None], *args: Any) -> None:
+        """A torch that takes no kernel of ours costs that kernel's records, and no more."""
+        try:
+            observe(*args)
+        except Exception as error:
+            self.journal.note(f"not recorded by a kernel: {what} ({type(error).__name__}: {error})")
+
+    def _wrap_methods(self, owner: type, wrap: Callable[[Any, type, Any], Any]) -> None:
+        for method in METHODS:
+            original = vars(owner).get(method.name)
+            if original is not None:
+                self._replace(owner, method.name, original, wrap(method, owner, original))
+
+    def _replace(self, owner: type, name: str, original: Any, wrapper: Any) -> None:
+        wrapper.__name__ = name
+        wrapper.__qualname__ = f"{owner.__name__}.{name}"
+        wrapper.__doc__ = original.__doc__
+        wrapper.__wrapped__ = original
+        setattr(owner, name, wrapper)
+        self._installed.append((owner, name, original, wrapper))
+
+    def _wrap_start_coalescing(self, original: Any) -> Any:
+        def start_coalescing(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
+            result = original(pg, *args, **kwargs)
+            try:
+                group = self.groups.find(pg)
+                self._blocks += 1
+                group.coalesce_id = self._blocks
+                self.journal.look_closer(group)
+                self._begun[group.name] = count_of(group.collectives)
+            except Exception as error:
+                self.journal.fault(error)
+            return result
+
+        return start_coalescing
+
+    def _wrap_end_coalescing(self, original: Any) -> Any:
+        def end_coalescing(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                group = self.groups.find(pg)
+                group.coalesce_id = 0
+                self.journal.look_closer(group)
+                issued = count_of(group.collectives) - self._begun.pop(group.name, 0)
+                if issued > 1:
+                    group.extra -= (
+                        issued - 1
+                    )  # NCCL, the only backend that coalesces, counts the block as one
+            except Exception as error:
+                self.journal.fault(error)
+            work = original(pg, *args, **kwargs)
+            # The block's handle is of no single record. It may lie where one was that nobody waited for.
+            self.wrappers.pending.pop(id(work), None)
+            return work
+
+        return end_coalescing
+
+
+def _nobody(group: Group, pg: Any) -> None:
+    return None
+
+
+def _work_classes() -> list[type]:
+    """torch's class of handles and those of its subclasses that are torch's own."""
+    found: list[type] = [Work]
+    for kind in found:
+        subclasses: list[type] = kind.__subclasses__()
+        found.extend(sub for sub in subclasses if sub.__module__.startswith("torch."))
+    return found

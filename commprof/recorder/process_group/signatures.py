@@ -1,0 +1,449 @@
+"""What is equal in all calls with the same tensors, group and arguments: described once, then named by a number.
+
+``freeze`` makes a key of a call's arguments that holds no tensor, and ``describe`` the columns of such calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import ReduceOp
+
+from commprof.recorder.process.journal import Journal
+from commprof.recorder.process_group.groups import Group
+from commprof.recorder.process_group.methods import Method, Shape
+from commprof.schema import UNKNOWN_SPLITS, Op, format_splits
+
+_MISSING: Final = object()
+_OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
+# Methods whose tensors are one for each rank of the group, and those that divide a single tensor by rows.
+_INPUT_LISTS: Final = frozenset({"alltoall", "reduce_scatter", "scatter"})
+_OUTPUT_LISTS: Final = frozenset({"alltoall", "allgather", "gather"})
+_SPLIT_BY_ROWS: Final = frozenset({"alltoall_base", "all_to_all_single"})
+# Of such calls so many are known again. Thousands of keys that never come back would cost more than they save: Python looks
+# at each of them again and again when it collects garbage.
+_MOST_SPLITS: Final = 1000
+_MODULES_OF_TORCH: Final = ("torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
+_REDUCTION: Final = ReduceOp
+_REDUCTION_NUMBER: Final = type(ReduceOp.SUM)
+_MOST_CLASSES: Final = 1000
+_INTEGERS: Final = {int}
+_MOST_TEMPLATES: Final = 1000
+MOST_CALLS: Final = 20_000
+
+
+class Planned:
+    """A tensor that the collective itself will make: of this shape, with dtype and device of ``like``."""
+
+    __slots__ = ("device", "dtype", "is_cpu", "shape")
+
+    def __init__(self, shape: tuple[int, ...], like: torch.Tensor) -> None:
+        self.shape = shape
+        self.dtype = like.dtype
+        self.device = like.device
+        self.is_cpu = like.is_cpu
+
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+
+class CallOptions(NamedTuple):
+    """The options of a call that came without one of torch's options objects."""
+
+    reduction: str | None
+    root: int | None  # group rank
+    is_async: bool
+
+
+def freeze(value: Any) -> Any:
+    """A hashable stand-in for an argument: equal for calls of equal signature, and holding no tensor."""
+    kind = type(value)
+    return (FREEZERS.get(kind) or _freezer(kind))(value)
+
+
+def _freezer(kind: type) -> Callable[[Any], Any]:
+    """What freezes values of this class: found once, since to look for it takes longer than all the rest of a record."""
+    found: Callable[[Any], Any]
+    if issubclass(kind, (torch.Tensor, Planned)):
+        found = freeze_tensor
+    elif issubclass(kind, (list, tuple)):
+        found = _freeze_sequence
+    elif kind is type(None) or issubclass(kind, (int, bool, str, float)):
+        found = _itself
+    elif hasattr(kind, "tolist"):
+        found = _freeze_array  # of numpy: splits may come so
+    elif kind.__module__ not in _MODULES_OF_TORCH:
+        found = _freeze_anything  # what one value of the class has for options, another may not have
+    elif kind is _REDUCTION:
+        found = _freeze_reduction
+    elif kind is _REDUCTION_NUMBER:
+        found = _freeze_reduction_number
+    elif any(hasattr(kind, name) for name in _OPTION_NAMES):
+        found = _options_freezer(kind.__name__, [name for name in _OPTION_NAMES if hasattr(kind, name)])
+    else:
+        found = _freeze_anything
+    if len(FREEZERS) < _MOST_CLASSES:
+        FREEZERS[kind] = found
+    return found
+
+
+def freeze_tensor(value: torch.Tensor | Planned) -> Any:
+    """What :func:`freeze` makes of a tensor. ``device`` makes an object, which is dear to hash; most lie on the CPU."""
+    return value.shape, value.dtype, value.is_cpu or value.device
+
+
+def _freeze_sequence(value: Sequence[Any]) -> Any:
+    if value and type(value[0]) is int and _are_numbers(value):
+        return tuple(value)
+    return tuple([(FREEZERS.get(type(item)) or _freezer(type(item)))(item) for item in value])
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all are Python's own integers: of splits, most often."""
+    return set(map(type, values)) == _INTEGERS
+
+
+def _freeze_array(value: Any) -> Any:
+    return freeze(value.tolist())
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _freeze_reduction(value: Any) -> Any:
+    return "ReduceOp", hash(value)  # equal to ``value.op.value``, which takes ten times as long
+
+
+def _freeze_reduction_number(value: Any) -> Any:
+    return "ReduceOp", value.value
+
+
+def _options_freezer(name: str, options: Sequence[str]) -> Callable[[Any], Any]:
+    plain = [option for option in options if option != "reduceOp"]  # numbers and flags
+    if plain == ["asyncOp"] == options:
+        return lambda value: (name, value.asyncOp)
+    if plain == ["asyncOp"]:
+        return lambda value: (name, hash(value.reduceOp), value.asyncOp)  # see _freeze_reduction
+    values_of = attrgetter(*plain)
+    if plain == options:
+        return lambda value: (name, values_of(value))
+    return lambda value: (name, hash(value.reduceOp), values_of(value))
+
+
+def _freeze_anything(value: Any) -> Any:
+    found = [getattr(value, name, _MISSING) for name in _OPTION_NAMES]
+    options = tuple([None if each is _MISSING else freeze(each) for each in found])
+    if any(each is not _MISSING for each in found):
+        return type(value).__name__, options
+    return type(value).__name__, _reduce_op_name(value)
+
+
+# By class: what freezes its values. The compiled wrappers look here, too.
+FREEZERS: Final[dict[type, Callable[[Any], Any]]] = {}
+
+
+class _Buffers(NamedTuple):
+    """Sums over some tensors."""
+
+    tensors: list[torch.Tensor | Planned]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def sizes(self) -> str:
+        return ";".join(_shape_text(tensor) for tensor in self.tensors)
+
+
+class _Call(NamedTuple):
+    """The arguments of one call, sorted by what they are."""
+
+    outputs: _Buffers
+    inputs: _Buffers
+    root: int | None  # group rank of the root or of the other side
+    reduce_op: str | None
+    is_async: bool
+    output_rows: Any = None  # a sequence of int: of the first dimension, from each rank of the group
+    input_rows: Any = None  # the same, to each rank
+
+
+def describe(method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of ``collectives`` whose source is the signature, ``api`` excepted.
+
+    Args:
+        args: the arguments after the process group.
+        kwargs: its keyword arguments.
+    """
+    call = _sort_arguments(method, args, kwargs)
+    is_root = call.root is not None and call.root == group.rank
+    sizes = _measure(method.op, call, is_root, group.size)
+    first = next(iter(call.inputs.tensors or call.outputs.tensors), None)
+    device = None if first is None else str(first.device)
+    return {
+        "op": str(method.op),
+        "backend_method": method.name,
+        "backend": group.backend_for(None if first is None else first.device.type),
+        "device": device,
+        "reduce_op": call.reduce_op,
+        "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
+        "num_tensors": len(call.inputs.tensors) or len(call.outputs.tensors),
+        "sizes": _sizes_text(method, call),
+        "numel": sizes.numel,
+        "input_bytes": sizes.input_bytes,
+        "output_bytes": sizes.output_bytes,
+        "payload_bytes": sizes.payload_bytes,
+        "input_splits": _splits(call.inputs, call.input_rows, method.name in _INPUT_LISTS, group.size),
+        "output_splits": _splits(call.outputs, call.output_rows, method.name in _OUTPUT_LISTS, group.size),
+        "pg": group.name,
+        "peer": group.global_rank(call.root),
+        "is_async": call.is_async,
+        "is_p2p": method.is_p2p,
+    }
+
+
+def _sort_arguments(method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
+    if method.shape is Shape.NONE:
+        empty = _Buffers([])
+        options = kwargs.get("opts", args[0] if args else None)
+        asked = options.is_async if isinstance(options, CallOptions) else getattr(options, "asyncOp", True)
+        return _Call(empty, empty, None, None, bool(asked) and not method.blocks)
+    tensor_arguments = 2 if method.shape is Shape.OUTPUTS_INPUTS else 1
+    buffers = [_Buffers(_flatten(value)) for value in args[:tensor_arguments]]
+    rest = list(args[tensor_arguments:])
+    outputs, inputs = (
+        [*buffers, _Buffers([]), _Buffers([])][:2]
+        if tensor_arguments == 2
+        else (buffers * 2 or [_Buffers([])] * 2)
+    )
+    for name, value in kwargs.items():
+        if name.startswith("output") and "split" not in name:
+            outputs = _Buffers(_flatten(value))
+        elif name.startswith("input") and "split" not in name:
+            inputs = _Buffers(_flatten(value))
+        elif name in ("tensor", "tensors"):
+            outputs = inputs = _Buffers(_flatten(value))
+    root, reduce_op, is_async = _scalars(method, rest, kwargs)
+    output_rows, input_rows = _split_rows(method, rest, kwargs)
+    return _Call(outputs, inputs, root, reduce_op, is_async, output_rows, input_rows)
+
+
+def _split_rows(method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """How many rows of a single tensor come from and go to each rank, where the call says so."""
+    if method.name not in _SPLIT_BY_ROWS:
+        return None, None
+    given = [value for value in rest[:2] if not isinstance(value, CallOptions)]
+    output_rows, input_rows = [*given, None, None][:2]
+    return kwargs.get("output_split_sizes", output_rows), kwargs.get("input_split_sizes", input_rows)
+
+
+def _splits(buffers: _Buffers, rows: Any, is_list: bool, group_size: int) -> str | None:
+    """Bytes for each rank of the group as text; None where they are equal, or the call has no such parts."""
+    tensors = buffers.tensors
+    if rows is not None:
+        if any(isinstance(count, torch.Tensor) for count in rows):
+            return UNKNOWN_SPLITS  # to read them may wait for their device
+        (tensor,) = tensors
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        return format_splits([int(count) * row_bytes for count in rows])
+    if is_list and len(tensors) == group_size:
+        return format_splits([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return None
+
+
+def _scalars(
+    method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int | None, str | None, bool]:
+    """Root, reduction and whether a handle is asked for, from what follows the tensors."""
+    if method.shape is Shape.ANY_PEER:
+        return None, None, True
+    if method.shape is Shape.PEER:
+        peer = next((value for value in rest if isinstance(value, int)), None)
+        return kwargs.get("dstRank", kwargs.get("srcRank", peer)), None, True
+    root: int | None = kwargs.get("root")
+    reduce_op: str | None = None
+    is_async = True
+    takes_root = method.op in (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)
+    for value in (*rest, *(kwargs[name] for name in ("opts", "op") if name in kwargs)):
+        if isinstance(value, CallOptions):
+            reduce_op, root, is_async = value
+        elif hasattr(value, "asyncOp"):
+            is_async = bool(value.asyncOp)
+            root = getattr(value, "rootRank", root)
+            reduce_op = _reduce_op_name(getattr(value, "reduceOp", None))
+        elif isinstance(value, int) and takes_root and root is None:
+            root = value
+        elif _reduce_op_name(value) is not None:
+            reduce_op = _reduce_op_name(value)
+    if reduce_op is None and method.op in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER):
+        reduce_op = "SUM"  # torch's default
+    if not takes_root:
+        return None, reduce_op, is_async
+    return (0 if root is None else int(root)), reduce_op, is_async
+
+
+class _Sizes(NamedTuple):
+    numel: int
+    input_bytes: int
+    output_bytes: int
+    payload_bytes: int
+
+
+def _measure(op: Op, call: _Call, is_root: bool, group_size: int) -> _Sizes:
+    """Elements and bytes by the conventions of the schema; S as in nccl-tests."""
+    inputs, outputs = call.inputs, call.outputs
+    match op:
+        case Op.ALL_REDUCE | Op.REDUCE:
+            return _Sizes(inputs.numel, inputs.bytes, inputs.bytes, inputs.bytes)
+        case Op.BROADCAST:
+            return _Sizes(inputs.numel, inputs.bytes if is_root else 0, inputs.bytes, inputs.bytes)
+        case Op.ALL_GATHER:
+            return _Sizes(outputs.numel, inputs.bytes, outputs.bytes, outputs.bytes)
+        case Op.REDUCE_SCATTER | Op.ALL_TO_ALL:
+            return _Sizes(inputs.numel, inputs.bytes, outputs.bytes, inputs.bytes)
+        case Op.GATHER:
+            total = inputs.bytes * group_size
+            return _Sizes(inputs.numel * group_size, inputs.bytes, outputs.bytes if is_root else 0, total)
+        case Op.SCATTER:
+            total = outputs.bytes * group_size
+            return _Sizes(outputs.numel * group_size, inputs.bytes if is_root else 0, outputs.bytes, total)
+        case Op.SEND:
+            return _Sizes(inputs.numel, inputs.bytes, 0, inputs.bytes)
+        case Op.RECV:
+            return _Sizes(outputs.numel, 0, outputs.bytes, outputs.bytes)
+        case _:
+            return _Sizes(0, 0, 0, 0)
+
+
+def _flatten(value: Any) -> list[torch.Tensor | Planned]:
+    if isinstance(value, (torch.Tensor, Planned)):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _flatten(item)]
+    return []
+
+
+def _shape_text(tensor: torch.Tensor | Planned) -> str:
+    return "x".join(map(str, tensor.shape)) or "()"
+
+
+def _sizes_text(method: Method, call: _Call) -> str | None:
+    if method.shape is Shape.NONE:
+        return None
+    if method.shape is Shape.OUTPUTS_INPUTS:
+        return f"{call.inputs.sizes}->{call.outputs.sizes}"
+    return call.inputs.sizes
+
+
+def _reduce_op_name(value: Any) -> str | None:
+    """``SUM`` for ``ReduceOp.SUM``, for the ReduceOp of an options object and for its enum alike."""
+    kind = getattr(value, "op", value)
+    name = getattr(kind, "name", None)
+    return name if isinstance(name, str) and name.isupper() else None
+
+
+def most_known(method: Method) -> int:
+    """How many different calls of ``method`` a table may hold."""
+    return _MOST_SPLITS if method.name in _SPLIT_BY_ROWS else MOST_CALLS
+
+
+class _Template(NamedTuple):
+    """Calls that differ in nothing but how many rows come from and go to each rank."""
+
+    signature: int  # of the first of them
+    line: str  # what all their lines say
+    row_bytes: tuple[int, int]  # of the output and of the input
+    timing: tuple[str, bool] | None  # what the times of a device need; None on the CPU
+
+
+class Signer:
+    """Gives each call the number of its signature, which is written down when it first appears.
+
+    Note [splits that never repeat]: a mixture of experts sends other splits in each call. To describe such a call and to
+    intern what was found takes 50 us and more, so of an all_to_all_single with splits only the numbers of rows are written,
+    with the number of a signature that says all else. The reader works out the rest (``commprof.trace.rank_files.splits``).
+
+    Args:
+        journal: where signatures are written.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._templates: dict[Any, _Template] = {}
+
+    def sign(
+        self, method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any], frozen: Any = None
+    ) -> int:
+        """The number of a call's signature.
+
+        Args:
+            args: the arguments after the process group.
+            kwargs: its keyword arguments.
+            frozen: ``args``, frozen, where somebody has done that already.
+        """
+        if method.name not in _SPLIT_BY_ROWS or kwargs or len(args) < _WITH_SPLITS:
+            return self._describe(method, group, args, kwargs)[0]
+        output_rows, input_rows = args[2], args[3]
+        if type(output_rows) is not list or type(input_rows) is not list:
+            return self._describe(method, group, args, kwargs)[0]
+        frozen = frozen or freeze(args)
+        of_output, of_input = frozen[0], frozen[1]
+        output, given = of_output[0], of_input[0]
+        key = (
+            *(method.name, group.name, output[1:], given[1:], of_output[1:], of_input[1:]),
+            frozen[_WITH_SPLITS:],
+        )
+        template = self._templates.get(key)
+        if template is None or not _are_numbers(output_rows + input_rows):
+            number, timing = self._describe(method, group, args, kwargs)
+            if template is None and len(self._templates) < _MOST_TEMPLATES and output and given:
+                self._templates[key] = _template(number, args[0], args[1], timing)
+            return number
+        signature, line, row_bytes, timing = template
+        number = self._journal.add_signature(
+            signature,
+            f'{line}{output[0]},{given[0]}],"splits":[{output_rows!r},{input_rows!r}]}}\n',
+            given[0] * row_bytes[1],
+            output[0] * row_bytes[0],
+        )
+        if timing is not None:
+            self._journal.device_times.learn(number, *timing)
+        return number
+
+    def _describe(
+        self, method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[int, tuple[str, bool] | None]:
+        journal = self._journal
+        row = describe(method, group, args, kwargs)
+        number = journal.intern("signature", row)
+        if row["device"] in (None, "cpu"):
+            return number, None
+        group.accelerated = True
+        journal.look_closer(group)
+        timing = row["device"], row["is_async"]
+        journal.device_times.learn(number, *timing)
+        return number, timing
+
+
+_WITH_SPLITS: Final = 4  # arguments: output, input, and the rows of each that come from and go to each rank
+
+
+def _template(number: int, output: Any, given: Any, timing: tuple[str, bool] | None) -> _Template:
+    shapes = [list(each.shape[1:]) for each in (output, given)]
+    sizes = [math.prod(each.shape[1:]) * each.element_size() for each in (output, given)]
+    line = f'"like":{number},"row_shapes":{shapes},"row_bytes":{sizes},"rows":['
+    return _Template(number, line, (sizes[0], sizes[1]), timing)

@@ -1,0 +1,1 @@
+"""Where the training is: steps, phases, models, buckets, wrappers, waits in C++."""

@@ -1,0 +1,220 @@
+"""When C++ waits for collectives: DistributedDataParallel's reducer at the end of a backward pass, and functions of torch.
+
+No method of ours is called when they wait. But autograd calls back what was queued in a backward pass, in the order in which
+it was queued, and the reducer queues its wait after its last bucket. So one callback that is queued at the first bucket runs
+just before that wait, and one that it queues in turn just after.
+
+In between the thread waits and copies gradients. What of that it waited has bounds: it waited no longer than it was on no
+processor, and at least for as long as it slept. That is less by the time in which it was ready and found no processor. Where
+more threads copy, or others may hold Python's lock, it may have slept for these: what they ran, and waited for a processor,
+is taken off.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.autograd import Variable
+
+from commprof import hooks
+from commprof.recorder.process.journal import Journal
+
+BACKWARD: Final = "backward"
+_NO_TASK: Final = -1
+_MOST_OPEN: Final = 64  # backward passes, nested in each other or ended by an exception
+_MOST_THREADS: Final = 64  # others of which the times are read
+_MOST_WAITING: Final = 512
+_SLACK_NS: Final = 10_000  # what reading the clocks takes itself
+_graph_task: Final = getattr(torch._C, "_current_graph_task_id", lambda: _NO_TASK)
+_running_node: Final = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+class Moment(NamedTuple):
+    """The clocks of a thread. ``off_ns``: for how long it was neither working nor waiting, at most; None: not known."""
+
+    wall_ns: int
+    cpu_ns: int
+    off_ns: int | None
+
+
+class Stalls:
+    """Writes the rows of ``stalls``.
+
+    Args:
+        journal: where the lines go.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.cost_ns = 0
+        self._journal = journal
+        self._rows: list[dict[str, Any]] = []  # not yet written
+        self._issued = 0
+        self._since = 0  # the first collective that nobody has waited for, as far as is known
+        self._in_functions = 0
+        self._open: set[int] = set()  # backward passes
+
+    def issued(self) -> None:
+        """C++, or a communication hook, is about to issue a collective for which C++ waits."""
+        self._issued += 1
+        if self._in_functions:
+            return
+        try:
+            if not self._since:
+                self._since = time.perf_counter_ns()
+            task = _graph_task()
+            if task != _NO_TASK and task not in self._open:
+                self._follow(task)
+        except Exception as error:
+            self._journal.fault(error)
+
+    def _follow(self, task: int) -> None:
+        """Be called back at the end of this backward pass."""
+        if len(self._open) >= _MOST_OPEN:
+            self._open.clear()
+        self._open.add(task)
+        if _running_node() is not None:
+            self._queue(lambda: self._begin(task))
+            return
+        # Autograd has come to its callbacks: a static graph is reduced only there in its first step, and waited for at once.
+        moment = self._now()
+        self._queue(lambda: self._end(task, moment))
+
+    def enter(self, detailed: bool = True) -> tuple[int, Moment]:
+        """A function of torch begins that may issue collectives and wait for them.
+
+        Args:
+            detailed: worth some microseconds more, without which there is no lower bound.
+        """
+        self._in_functions += 1
+        return self._issued, self._now(detailed)
+
+    def leave(self, entered: tuple[int, Moment], place: str) -> bool:
+        """It has returned or raised; whether it has issued any."""
+        self._in_functions -= 1
+        issued, moment = entered
+        has_issued = self._issued > issued
+        if has_issued:
+            self._add(place, moment.wall_ns, moment, self._now(moment.off_ns is not None))
+        return has_issued
+
+    def write(self) -> None:
+        """Write what was added since the last time."""
+        rows, self._rows = self._rows, []
+        for row in rows:
+            self._journal.write("stalls", row)
+
+    def _queue(self, callback: Any) -> None:
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    def _begin(self, task: int) -> None:
+        try:
+            moment = self._now()
+            self._queue(lambda: self._end(task, moment))
+        except Exception as error:
+            self._journal.fault(error)
+
+    def _end(self, task: int, begun: Moment) -> None:
+        try:
+            self._open.discard(task)
+            self._add(BACKWARD, min(self._since or begun.wall_ns, begun.wall_ns), begun, self._now())
+            self._since = 0
+        except Exception as error:
+            self._journal.fault(error)
+
+    def _add(self, place: str, since_ns: int, begun: Moment, ended: Moment) -> None:
+        wall = ended.wall_ns - begun.wall_ns
+        high = min(max(0, wall - (ended.cpu_ns - begun.cpu_ns)), wall)
+        low = 0
+        if begun.off_ns is not None and ended.off_ns is not None:
+            low = min(max(0, high - max(0, ended.off_ns - begun.off_ns) - _SLACK_NS), high)
+        self._rows.append(
+            {
+                "step": hooks.position.step,
+                "place": place,
+                "since_ns": since_ns,
+                "begin_ns": begun.wall_ns,
+                "end_ns": ended.wall_ns,
+                "exposed_low_ns": low,
+                "exposed_high_ns": high,
+            }
+        )
+        if len(self._rows) >= _MOST_WAITING:
+            self.write()
+
+    def _now(self, detailed: bool = True) -> Moment:
+        began = time.perf_counter_ns()
+        off = _off_ns() if detailed else None
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        self.cost_ns += wall - began
+        return Moment(wall, cpu, off)
+
+
+class _OwnTask:
+    """The kernel's account of the thread that makes this, kept open: opening it takes three times as long as reading it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+_thread: Final = threading.local()
+
+
+def _off_ns() -> int | None:
+    """Time in which this thread was ready and found no processor, and what others took for which it may have slept."""
+    try:
+        own: _OwnTask | None = getattr(_thread, "task", None)
+        if own is None or own.pid != os.getpid():  # a forked child has another thread
+            own = _thread.task = _OwnTask()
+        _, waited = _parsed(os.pread(own.descriptor, 128, 0))
+        return waited + sum(sum(_scheduled(thread)) for thread in _others())
+    except (OSError, ValueError, _TooManyError):
+        return None
+
+
+class _TooManyError(Exception):
+    pass
+
+
+def _others() -> Iterable[int]:
+    """The threads for which this one may sleep: those that compute with it, and those of Python."""
+    own = threading.get_native_id()
+    if torch.get_num_threads() > 1:
+        found = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    elif threading.active_count() > 1:
+        named = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+        found = [thread.native_id for thread in named if thread.native_id is not None and thread.is_alive()]
+    else:
+        return ()
+    if len(found) > _MOST_THREADS:
+        raise _TooManyError
+    return [thread for thread in found if thread != own]
+
+
+def _scheduled(thread: int) -> tuple[int, int]:
+    """:func:`_parsed` of another thread of this process.
+
+    Raises:
+        OSError, ValueError: this kernel does not say.
+    """
+    descriptor = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _parsed(os.read(descriptor, 128))
+    finally:
+        os.close(descriptor)
+
+
+def _parsed(line: bytes) -> tuple[int, int]:
+    """Nanoseconds that a thread ran, and that it was ready and waited for a processor."""
+    ran, waited, _ = line.split()
+    return int(ran), int(waited)

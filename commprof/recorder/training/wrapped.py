@@ -1,0 +1,178 @@
+"""What wrappers of models (DistributedDataParallel, FSDP, tensor parallelism) were given, and which passes they ran.
+
+``commprof.requested`` derives from it what they should send. A wrapper is published once, when it is made. Its passes are
+written when a step runs others than the step before, so that a steady training adds nothing to the trace.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from commprof import hooks
+from commprof.recorder.process.journal import Journal
+from commprof.schema import PASSES_UNKNOWN, format_ranks
+
+_MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
+_MOST_ROWS: Final = (
+    100_000  # of passes in one process: inputs of other lengths in each step are passes of their own
+)
+
+
+class _Rows:
+    """How many rows of passes this process may still write."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_ROWS
+
+
+class Wrapped:
+    """One wrapped model, and the passes that it runs in the current step.
+
+    Args:
+        journal: where its passes are written.
+        row: what was published of it.
+        rows: of the passes of all models. From the last of them on, those of a model that runs others are not known.
+    """
+
+    def __init__(self, journal: Journal, row: Mapping[str, Any], rows: _Rows) -> None:
+        self.row = dict(row)
+        self._rows = rows
+        self._journal = journal
+        self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
+        self._step = hooks.position.step
+        self._passes: list[str] = []
+        self._written: tuple[int, str] = (self._step, "")  # the step from which on each runs these passes
+
+    def ran(self, kind: str) -> None:
+        """A pass: one of the letters of ``schema.PASSES``, or as the table ``wrapper_passes`` says it of units."""
+        step = hooks.position.step
+        if step != self._step:
+            self._end_step(step)
+        if len(self._passes) < _MOST_PASSES:
+            self._passes.append(kind)
+
+    @property
+    def number(self) -> int:
+        """Of the wrapper within its process."""
+        return int(self.row["number"])
+
+    def set(self, parameters: Iterable[Sequence[Any]] | None = None, **arguments: Any) -> None:
+        """The program changed how the model is wrapped: publish it anew, with these arguments and parameters as well."""
+        known = json.loads(self.row["arguments"])
+        self.row["arguments"] = json.dumps({**known, **arguments})
+        if parameters is not None:
+            self.row["parameters"] = _listed(parameters)
+        self.publish()
+
+    def publish(self) -> None:
+        """Write what the wrapper was given."""
+        moment = {"step": hooks.position.step, "time_ns": time.perf_counter_ns()}
+        self._journal.write("wrappers", {**self.row, **moment})
+
+    def finish(self) -> None:
+        """Recording ends."""
+        self._end_step(hooks.position.step + 1)
+
+    def _end_step(self, step: int) -> None:
+        passes = "".join(self._passes) if len(self._passes) < _MOST_PASSES else PASSES_UNKNOWN
+        self._say(self._step, passes)
+        if step > self._step + 1:
+            self._say(self._step + 1, "")
+        self._step = step
+        self._passes.clear()
+
+    def _say(self, step: int, passes: str) -> None:
+        if passes != self._written[1] and self._rows.left <= 0:
+            passes = PASSES_UNKNOWN
+        if passes != self._written[1]:
+            self._rows.left -= 1
+            self._written = step, passes
+            row = {"number": self.row["number"], "step": step, "passes": passes}
+            self._journal.write("wrapper_passes", row)
+
+
+class WrappedModels:
+    """All wrapped models of this process.
+
+    Args:
+        journal: where they are written.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._known: list[Wrapped] = []
+        self._rows = _Rows()
+
+    def add(
+        self,
+        kind: str,
+        unit: str,
+        group: Any,
+        arguments: Mapping[str, Any],
+        parameters: Iterable[Sequence[Any]],
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        replicas: Any = None,
+    ) -> Wrapped:
+        """Publish a wrapper that was just made.
+
+        Args:
+            kind: a word of ``schema.WRAPPERS``.
+            unit: qualified name of the module that it wraps, within the model.
+            group: process group over which it reduces or shards.
+            arguments: that it was given, with their defaults; what JSON can hold.
+            parameters: in its order: name and tensor; or name, shape, element type and whether it is trained.
+            buffers: likewise.
+            replicas: process group that holds the same shard, where there is one.
+        """
+        wrapped = Wrapped(
+            self._journal,
+            {
+                "number": len(self._known),
+                "wrapper": kind,
+                "unit": unit,
+                "group_ranks": _ranks(group),
+                "replica_ranks": None if replicas is None else _ranks(replicas),
+                "arguments": json.dumps(arguments),
+                "parameters": _listed(parameters),
+                "buffers": json.dumps([_described(*each) for each in buffers]),
+            },
+            self._rows,
+        )
+        self._known.append(wrapped)
+        wrapped.publish()
+        return wrapped
+
+    @property
+    def next_number(self) -> int:
+        """The number of the wrapper that is added next."""
+        return len(self._known)
+
+    def clipped(self) -> None:
+        """The program clips the gradients of the model that it trains; of which one is known where there is one alone."""
+        sharding = [each for each in self._known if each.has_units]
+        for wrapped in sharding if len(sharding) == 1 else ():
+            wrapped.ran("N")
+
+    def finish(self) -> None:
+        """Recording ends: write the passes of the last step."""
+        for wrapped in self._known:
+            wrapped.finish()
+
+
+def _listed(parameters: Iterable[Sequence[Any]]) -> str:
+    return json.dumps([each if len(each) == 4 else _described(*each) for each in parameters])
+
+
+def _described(name: str, tensor: torch.Tensor) -> Sequence[Any]:
+    """Name, shape, element type, and whether it is trained."""
+    return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+
+
+def _ranks(group: Any) -> str:
+    return format_ranks(dist.get_process_group_ranks(group))
