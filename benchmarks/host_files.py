@@ -28,7 +28,8 @@ import pyarrow.parquet as pq
 from results import arguments, publish
 from spark_scale import of_rank
 
-from commprof.analysis import arrival_sample, host_files
+from commprof.analysis.storage import host_files
+from commprof.analysis.stragglers import arrival_sample
 from commprof.schema import TABLES
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.manifest import COMPLETE, Manifest, write_manifest

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from pathlib import Path
 
-    from commprof.analysis.opened import OpenedRun
+    from commprof.analysis.browse.notebook import OpenedRun
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ def open(path: "Path | str" = "latest") -> "OpenedRun":
     # Imported by name and only now: a program that is being recorded must not load pandas.
     from importlib import import_module
 
-    opened: OpenedRun = import_module("commprof.analysis.opened").OpenedRun(path)
+    opened: OpenedRun = import_module("commprof.analysis.browse.notebook").OpenedRun(path)
     return opened
 
 

@@ -24,6 +24,6 @@ settings.load_profile("any pace")
 @pytest.fixture(autouse=True)
 def _no_answers_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that asks in its own process works its answers out, and leaves none in the user's cache directory."""
-    if "commprof.analysis.answer_cache" in sys.modules:
-        sys.modules["commprof.analysis.answer_cache"].answer_cache.clear()
-    monkeypatch.setattr("commprof.analysis.answer_files.cache_directory", lambda: None)
+    if "commprof.analysis.storage.answer_cache" in sys.modules:
+        sys.modules["commprof.analysis.storage.answer_cache"].answer_cache.clear()
+    monkeypatch.setattr("commprof.analysis.storage.answer_files.cache_directory", lambda: None)

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from commprof.analysis.defaults import MOST_BARS, MOST_LATE
+from commprof.analysis.columns.defaults import MOST_BARS, MOST_LATE
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES, Column
 
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
 
-    from commprof.analysis import comparison, steps
-    from commprof.analysis import index as index_module
-    from commprof.analysis import rank_bytes as rank_bytes_module
-    from commprof.analysis import settings as settings_module
-    from commprof.analysis.advice import Advice
-    from commprof.analysis.alignment import Alignment, AlignmentSummary, AlignmentWindow
-    from commprof.analysis.answer_cache import answer_cache
-    from commprof.analysis.bandwidth import Bandwidths
-    from commprof.analysis.buckets import BucketContent
-    from commprof.analysis.csv_text import frame_csv, write_csv, write_csv_parts
-    from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
-    from commprof.analysis.memory import engine_settings
-    from commprof.analysis.record import Record
-    from commprof.analysis.records import Filter
-    from commprof.analysis.records import Page as RecordsPage
-    from commprof.analysis.settings import ABSENT
-    from commprof.analysis.steady import Step
-    from commprof.analysis.straggling import Straggling
-    from commprof.analysis.timeline import MOST_LANES, Timeline
-    from commprof.analysis.units import format_bytes, format_ns
+    from commprof.analysis.browse.alignment import Alignment, AlignmentSummary, AlignmentWindow
+    from commprof.analysis.browse.record import Record
+    from commprof.analysis.browse.records import Filter
+    from commprof.analysis.browse.records import Page as RecordsPage
+    from commprof.analysis.browse.timeline import MOST_LANES, Timeline
+    from commprof.analysis.columns.csv_text import frame_csv, write_csv, write_csv_parts
+    from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
+    from commprof.analysis.columns.units import format_bytes, format_ns
+    from commprof.analysis.compare import comparison
+    from commprof.analysis.compare import settings as settings_module
+    from commprof.analysis.compare.advice import Advice
+    from commprof.analysis.compare.settings import ABSENT
+    from commprof.analysis.relations.memory import engine_settings
+    from commprof.analysis.storage import index as index_module
+    from commprof.analysis.storage.answer_cache import answer_cache
+    from commprof.analysis.stragglers.straggling import Straggling
+    from commprof.analysis.time import steps
+    from commprof.analysis.time.bandwidth import Bandwidths
+    from commprof.analysis.traffic import rank_bytes as rank_bytes_module
+    from commprof.analysis.traffic.buckets import BucketContent
+    from commprof.analysis.traffic.steady_steps import Step
     from commprof.calibration.results import Calibration
     from commprof.ledger.levels import Verdict
     from commprof.trace.fingerprint import fingerprint
@@ -142,38 +143,38 @@ __all__ = [
 
 # Names of other modules that are this one's too: loaded when they are asked for.
 _ELSEWHERE: Final = {
-    "ABSENT": "commprof.analysis.settings",
-    "MOST_LANES": "commprof.analysis.timeline",
-    "Advice": "commprof.analysis.advice",
-    "Alignment": "commprof.analysis.alignment",
-    "AlignmentSummary": "commprof.analysis.alignment",
-    "AlignmentWindow": "commprof.analysis.alignment",
-    "Bandwidths": "commprof.analysis.bandwidth",
-    "BucketContent": "commprof.analysis.buckets",
-    "Filter": "commprof.analysis.records",
-    "Record": "commprof.analysis.record",
+    "ABSENT": "commprof.analysis.compare.settings",
+    "MOST_LANES": "commprof.analysis.browse.timeline",
+    "Advice": "commprof.analysis.compare.advice",
+    "Alignment": "commprof.analysis.browse.alignment",
+    "AlignmentSummary": "commprof.analysis.browse.alignment",
+    "AlignmentWindow": "commprof.analysis.browse.alignment",
+    "Bandwidths": "commprof.analysis.time.bandwidth",
+    "BucketContent": "commprof.analysis.traffic.buckets",
+    "Filter": "commprof.analysis.browse.records",
+    "Record": "commprof.analysis.browse.record",
     "Run": "commprof.trace.reader",
-    "Straggling": "commprof.analysis.straggling",
-    "Timeline": "commprof.analysis.timeline",
+    "Straggling": "commprof.analysis.stragglers.straggling",
+    "Timeline": "commprof.analysis.browse.timeline",
     "Verdict": "commprof.ledger.levels",
-    "answer_cache": "commprof.analysis.answer_cache",
-    "engine_settings": "commprof.analysis.memory",
-    "exposed_share": "commprof.analysis.exposed_texts",
-    "exposed_time": "commprof.analysis.exposed_texts",
+    "answer_cache": "commprof.analysis.storage.answer_cache",
+    "engine_settings": "commprof.analysis.relations.memory",
+    "exposed_share": "commprof.analysis.columns.exposed_texts",
+    "exposed_time": "commprof.analysis.columns.exposed_texts",
     "fingerprint": "commprof.trace.fingerprint",
-    "format_bytes": "commprof.analysis.units",
-    "format_ns": "commprof.analysis.units",
-    "frame_csv": "commprof.analysis.csv_text",
+    "format_bytes": "commprof.analysis.columns.units",
+    "format_ns": "commprof.analysis.columns.units",
+    "frame_csv": "commprof.analysis.columns.csv_text",
     "open_run": "commprof.trace.reader",
-    "overlapped_time": "commprof.analysis.exposed_texts",
-    "write_csv": "commprof.analysis.csv_text",
-    "write_csv_parts": "commprof.analysis.csv_text",
+    "overlapped_time": "commprof.analysis.columns.exposed_texts",
+    "write_csv": "commprof.analysis.columns.csv_text",
+    "write_csv_parts": "commprof.analysis.columns.csv_text",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "RecordsPage":
-        return import_module("commprof.analysis.records").Page
+        return import_module("commprof.analysis.browse.records").Page
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_ELSEWHERE[name]), name)
@@ -212,7 +213,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 def find_runs(directory: Path | str) -> pd.DataFrame:
     """The runs in and below ``directory``, newest first; one that cannot be read is listed with the reason."""
-    from commprof.analysis import listing
+    from commprof.analysis.browse import listing
 
     return listing.runs_below(Path(directory))
 
@@ -226,8 +227,8 @@ def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    from commprof.analysis import sums
-    from commprof.analysis import traffic as traffic_module
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import operation_totals as traffic_module
 
     run = _opened(run)
     return traffic_module.traffic(sums.operations(run, traffic_module.checked(by)), by)
@@ -256,8 +257,8 @@ def matrix(
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    from commprof.analysis import matrix as matrix_module
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import matrix as matrix_module
 
     run = _opened(run)
     operations = sums.operations(run, matrix_module.columns(by))
@@ -271,8 +272,8 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
     ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
     """
-    from commprof.analysis import matrix as matrix_module
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import matrix as matrix_module
 
     run = _opened(run)
     operations = sums.operations(run, matrix_module.columns(()))
@@ -295,7 +296,7 @@ def bucket_flushes(
     Args:
         step, micro_step, bucket, group_ranks: only those; default: all.
     """
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     only = {"step": step, "micro_step": micro_step, "bucket": bucket, "group_ranks": group_ranks}
     return sums.bucket_flushes(_opened(run), only)
@@ -303,14 +304,14 @@ def bucket_flushes(
 
 def bucket_steps(run: AnyRun) -> pd.DataFrame:
     """The buckets of :func:`bucket_flushes` added up: one row for each step and reason that they were sent for."""
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     return sums.bucket_steps(_opened(run))
 
 
 def buckets_per_step(run: AnyRun) -> pd.DataFrame:
     """What a training step has of gradient buckets, one row per reason, by the rule for values of a step."""
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     return sums.buckets_per_step(_opened(run))
 
@@ -320,7 +321,7 @@ def bucket_means(run: AnyRun) -> pd.DataFrame:
 
     What is sent, and times, leave out the first step of each attempt.
     """
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     return sums.bucket_means(_opened(run))
 
@@ -339,8 +340,8 @@ def bucket_content(
         attempt: default: the last that has it.
         group_ranks: as in :func:`bucket_flushes`; default: the ranks among which the lowest is.
     """
-    from commprof.analysis import buckets as buckets_module
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import buckets as buckets_module
 
     run = _opened(run)
     wanted = bucket_flushes(run, step, micro_step, bucket, group_ranks)
@@ -354,7 +355,7 @@ def bucket_content(
 
 def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     run = _opened(run)
     return sums.step_times(run)
@@ -362,8 +363,8 @@ def step_times(run: AnyRun) -> pd.DataFrame:
 
 def resource_use(run: AnyRun) -> pd.DataFrame:
     """Memory, processors and share of communication of each training step, one row per step and attempt."""
-    from commprof.analysis import resource_use as resource_use_module
-    from commprof.analysis import sums
+    from commprof.analysis.compare import step_resources as resource_use_module
+    from commprof.analysis.storage import run_totals as sums
 
     run = _opened(run)
     return resource_use_module.resource_use(sums.step_times(run), table(run, "samples"))
@@ -381,16 +382,16 @@ def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     Raises:
         UsageError: the frame would not fit into memory: see :func:`arrivals_parts`.
     """
-    from commprof.analysis import lateness_sums
+    from commprof.analysis.stragglers import straggler_answers as lateness_sums
 
     return lateness_sums.arrivals(_opened(run), steps)
 
 
 def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
     """:func:`arrivals` in parts, each of whole collectives and messages: however many there are, in the memory of one."""
-    from commprof.analysis import lateness_sums
-    from commprof.analysis.answers import ANSWERS
-    from commprof.analysis.frames import from_arrow
+    from commprof.analysis.columns.answers import ANSWERS
+    from commprof.analysis.columns.frames import from_arrow
+    from commprof.analysis.stragglers import straggler_answers as lateness_sums
 
     for part in lateness_sums.arrival_parts(_opened(run), steps):
         yield from_arrow(part, ANSWERS["arrivals"].columns)
@@ -411,9 +412,10 @@ def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
     ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``), which part of the collectives
     of these steps was compared (``share``), and the hosts of the ranks that are late (``hosts``).
     """
-    from commprof.analysis import lateness_sums, sums
-    from commprof.analysis.arrival_sample import steps_in
-    from commprof.analysis.arrivals import hosts_of
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.stragglers.arrival_sample import steps_in
+    from commprof.analysis.stragglers.arrivals import hosts_of
 
     run = _opened(run)
     sample = sums.sample_of_arrivals(run)
@@ -432,14 +434,14 @@ def alignment(run: AnyRun) -> Alignment:
     ``counts`` by rank, group, operation and state; ``divergences``, where records and lines of each rank and group part for
     the first time; ``rows``, every record beside its line.
     """
-    from commprof.analysis import alignment as alignment_module
+    from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.alignment(_opened(run))
 
 
 def alignment_summary(run: AnyRun) -> AlignmentSummary:
     """``counts`` and ``divergences`` of :func:`alignment`, however many rows it has."""
-    from commprof.analysis import alignment as alignment_module
+    from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.summary(_opened(run))
 
@@ -461,7 +463,7 @@ def alignment_window(
         at: position within the rank and group.
         limit: rows at most.
     """
-    from commprof.analysis import alignment as alignment_module
+    from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.window(_opened(run), rank, pg, state, at, before, limit)
 
@@ -470,14 +472,14 @@ def alignment_place(
     run: AnyRun, rank: int, attempt: int, pid: int, seq: int
 ) -> tuple[int | None, str | None, int] | None:
     """Rank, group and position of a record among the ``rows`` of :func:`alignment`; None where it is not among them."""
-    from commprof.analysis import alignment as alignment_module
+    from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.place(_opened(run), rank, attempt, pid, seq)
 
 
 def topology(run: AnyRun) -> pd.DataFrame:
     """The rings and trees that NCCL printed: one row per communicator, channel and pair of ranks that it joins."""
-    from commprof.analysis import alignment as alignment_module
+    from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.topology(_opened(run))
 
@@ -488,7 +490,7 @@ def straggling(run: AnyRun, limit: int = MOST_LATE) -> Straggling:
     Args:
         limit: the worst collectives at most.
     """
-    from commprof.analysis import lateness_sums
+    from commprof.analysis.stragglers import straggler_answers as lateness_sums
 
     return lateness_sums.straggling(_opened(run), limit)
 
@@ -500,8 +502,8 @@ def bandwidth_both(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> Bandwidths:
     """:func:`bandwidth` and :func:`bandwidth_times` of the same run, reading it once."""
-    from commprof.analysis import bandwidth as bandwidth_module
-    from commprof.analysis import lateness_sums
+    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
     run = _opened(run)
@@ -546,7 +548,7 @@ def ceiling(
         group_size: of the groups to hold to it; default: as many ranks as were calibrated.
         low, high: payload in bytes, from and to; default: as were measured.
     """
-    from commprof.analysis import bandwidth as bandwidth_module
+    from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
@@ -555,7 +557,7 @@ def ceiling(
 
 def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
     """Latency and bandwidth of each operation of a calibration, with 95 % intervals and how well the fit holds."""
-    from commprof.analysis import bandwidth as bandwidth_module
+    from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
     held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
@@ -564,7 +566,7 @@ def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
 
 def calibrations(directory: Path | str) -> pd.DataFrame:
     """The calibrations (``calibration*.json``) in and below ``directory``, the newest first."""
-    from commprof.analysis import bandwidth as bandwidth_module
+    from commprof.analysis.time import bandwidth as bandwidth_module
 
     return bandwidth_module.calibrations_below(Path(directory))
 
@@ -574,8 +576,8 @@ def untagged(run: AnyRun) -> pd.DataFrame:
 
     A place is the program's own line, as ``call_site`` has it; null where only sums were kept, or no Python called.
     """
-    from commprof.analysis import sums
-    from commprof.analysis import untagged as untagged_module
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import untagged as untagged_module
 
     run = _opened(run)
     if not sums.operations(run, ("purpose",))[
@@ -590,7 +592,7 @@ def algorithms(run: AnyRun) -> pd.DataFrame:
 
     From an aligned NCCL log with TUNING, or a log of the NCCL Inspector; without rows where neither says it.
     """
-    from commprof.analysis import algorithms as algorithms_module
+    from commprof.analysis.traffic import algorithms as algorithms_module
 
     return algorithms_module.algorithms(_opened(run))
 
@@ -604,7 +606,7 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     run = _opened(run)
     return sums.exposure(run, by)
@@ -616,7 +618,7 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
     Medians over the warm steps of means over the ranks; the share is that of the median duration of the same steps. Warm are
     the steps that ended, without the first of each attempt where there are others. Purposes overlap in time.
     """
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
 
     run = _opened(run)
     return sums.exposure_per_step(run)
@@ -628,8 +630,8 @@ def one_offs(run: AnyRun) -> pd.DataFrame:
     No value of a training step includes it. The rule is in ``docs/analysis.md`` (values of a step). It is applied to what
     one operation sends for one purpose in one group.
     """
-    from commprof.analysis import one_offs as one_offs_module
-    from commprof.analysis import sums
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import one_offs as one_offs_module
 
     run = _opened(run)
     return one_offs_module.one_offs(traffic(run, one_offs_module.BY), sums.step_times(run))
@@ -641,7 +643,7 @@ def moved(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["reason"]`` says why this is not the whole run of every host, if it is not: no readings at all, none of
     a host, a first one too late or a last one too early. Column ``left_out`` says it of its host.
     """
-    from commprof.analysis import counters
+    from commprof.analysis.traffic import moved_bytes as counters
     from commprof.trace.coverage import uncovered
 
     opened = _opened(run)
@@ -653,7 +655,7 @@ def requested(run: AnyRun) -> pd.DataFrame:
 
     Where that cannot be told it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
     """
-    from commprof.analysis import expectation
+    from commprof.analysis.traffic import expectation
 
     run = _opened(run)
     frame, reason = expectation.requested(run)
@@ -681,8 +683,9 @@ def overview(run: AnyRun) -> dict[str, Any]:
 
     ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
     """
-    from commprof.analysis import summary, sums
-    from commprof.analysis import traffic as traffic_module
+    from commprof.analysis.compare import summary
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.traffic import operation_totals as traffic_module
 
     run = _opened(run)
     operations = sums.operations(run, summary.COLUMNS)
@@ -701,7 +704,7 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. What else makes runs different
     experiments counts as a key too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
     """
-    from commprof.analysis import settings as settings_module
+    from commprof.analysis.compare import settings as settings_module
 
     opened = [_opened(run) for run in runs]
     names = run_names(opened)
@@ -719,7 +722,7 @@ class _Compared(NamedTuple):
 
 
 def _compared(runs: Sequence[AnyRun]) -> list[_Compared]:
-    from commprof.analysis import settings as settings_module
+    from commprof.analysis.compare import settings as settings_module
 
     opened = [_opened(run) for run in runs]
     manifests, names = [run.manifest for run in opened], run_names(opened)
@@ -728,7 +731,7 @@ def _compared(runs: Sequence[AnyRun]) -> list[_Compared]:
 
 
 def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
-    from commprof.analysis.answer_cache import answer_cache
+    from commprof.analysis.storage.answer_cache import answer_cache
 
     return [
         answer_cache.get(one.run.state, "measured", partial(_measure, one.run))._replace(
@@ -740,8 +743,14 @@ def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
 
 def _measure(run: Run) -> comparison.Measured:
     """What a comparison needs of one run; its name and setting depend on the others."""
-    from commprof.analysis import comparison, counters, expectation, shapes, steps, sums, usage
-    from commprof.analysis import settings as settings_module
+    from commprof.analysis.compare import comparison
+    from commprof.analysis.compare import run_resources as usage
+    from commprof.analysis.compare import settings as settings_module
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.time import steps
+    from commprof.analysis.traffic import expectation
+    from commprof.analysis.traffic import model_sharding as shapes
+    from commprof.analysis.traffic import moved_bytes as counters
 
     operations = sums.operations(run, sums.HELD_COLUMNS)
     times = sums.step_times(run)
@@ -763,9 +772,9 @@ def _measure(run: Run) -> comparison.Measured:
 def _rank_totals(
     runs: Sequence[_Compared], measured: Sequence[comparison.Measured]
 ) -> list[rank_bytes_module.RankTotals]:
-    from commprof.analysis import rank_bytes as rank_bytes_module
-    from commprof.analysis import sums
-    from commprof.analysis.answer_cache import answer_cache
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage.answer_cache import answer_cache
+    from commprof.analysis.traffic import rank_bytes as rank_bytes_module
 
     def answer(run: Run, totals: steps.StepTotals) -> rank_bytes_module.RankTotals:
         operations = sums.operations(run, sums.HELD_COLUMNS)
@@ -792,7 +801,7 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
-    from commprof.analysis import comparison
+    from commprof.analysis.compare import comparison
 
     return comparison.traffic_by_setting(_measured(_compared(runs)))
 
@@ -802,7 +811,7 @@ def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
     Wire bytes are of a rank of the job, as in :func:`compare`: those of a setting add up to its ``wire_bytes_per_step``.
     """
-    from commprof.analysis import comparison
+    from commprof.analysis.compare import comparison
 
     return comparison.traffic_by_group(_measured(_compared(runs)))
 
@@ -824,10 +833,10 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
     Args:
         ranks: whether to answer :func:`rank_bytes` too, which takes a fifth of the time; it is empty otherwise.
     """
-    from commprof.analysis import advice as advice_module
-    from commprof.analysis import comparison, recommendation
-    from commprof.analysis import rank_bytes as rank_bytes_module
-    from commprof.analysis import resources as resources_module
+    from commprof.analysis.compare import advice as advice_module
+    from commprof.analysis.compare import comparison, recommendation
+    from commprof.analysis.compare import setting_resources as resources_module
+    from commprof.analysis.traffic import rank_bytes as rank_bytes_module
 
     found = _compared(runs)
     measured = _measured(found)
@@ -867,8 +876,9 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
-    from commprof.analysis import levels as levels_module
-    from commprof.analysis import steps, sums
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.time import steps
+    from commprof.analysis.traffic import levels as levels_module
     from commprof.ledger import verification
 
     operations, world_size = sums.operations(run, sums.HELD_COLUMNS), run.manifest.world_size
@@ -884,9 +894,9 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
     :func:`compare`. Moved bytes are all that the hosts sent.
     """
-    from commprof.analysis import levels as levels_module
-    from commprof.analysis import settings as settings_module
-    from commprof.analysis.answer_cache import answer_cache
+    from commprof.analysis.compare import settings as settings_module
+    from commprof.analysis.storage.answer_cache import answer_cache
+    from commprof.analysis.traffic import levels as levels_module
 
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
@@ -907,7 +917,7 @@ def table(run: AnyRun, name: str) -> pd.DataFrame:
     Raises:
         UsageError: the schema has no table ``name``.
     """
-    from commprof.analysis.frames import from_arrow
+    from commprof.analysis.columns.frames import from_arrow
 
     if name not in TABLES:
         raise UsageError(f"there is no table {name!r}; the tables are: {', '.join(TABLES)}")
@@ -927,7 +937,7 @@ def query(run: AnyRun, sql: str, session: SparkSession | None = None) -> pd.Data
     import pyarrow as pa
 
     if session is None:
-        from commprof.analysis.question import query as ask_duckdb
+        from commprof.analysis.relations.user_sql import query as ask_duckdb
 
         answer = ask_duckdb(_opened(run), sql)
     else:
@@ -955,7 +965,7 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
     Raises:
         TraceError: the run cannot be read, or is too large to be held in memory and its index cannot be written.
     """
-    from commprof.analysis import index as index_module
+    from commprof.analysis.storage import index as index_module
 
     found = index_module.index_of(run, progress, write=True)
     return {
@@ -984,7 +994,7 @@ def finalise(run: Path | str) -> bool:
 
 def has_index(run: Path | str) -> bool:
     """Whether the questions below are answered at once: the run is small, still going, or its index is there and holds."""
-    from commprof.analysis import index as index_module
+    from commprof.analysis.storage import index as index_module
 
     return index_module.has_index(Path(run))
 
@@ -1009,16 +1019,16 @@ def timeline(
     Raises:
         UsageError: the window has no length.
     """
-    from commprof.analysis import index as index_module
-    from commprof.analysis import timeline as timeline_module
+    from commprof.analysis.browse import timeline as timeline_module
+    from commprof.analysis.storage import index as index_module
 
     return timeline_module.timeline(index_module.index_of(run), begin_ns, end_ns, pixels, ranks, most_bars)
 
 
 def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
     """When a training step began and ended, on the clock of :func:`timeline`; None where none of that number ended."""
-    from commprof.analysis import index as index_module
-    from commprof.analysis import timeline as timeline_module
+    from commprof.analysis.browse import timeline as timeline_module
+    from commprof.analysis.storage import index as index_module
 
     return timeline_module.step_window(index_module.index_of(run), step)
 
@@ -1039,8 +1049,8 @@ def records_page(
     Raises:
         UsageError: there is no such column or test, or a value is not of the column's type.
     """
-    from commprof.analysis import index as index_module
-    from commprof.analysis import records as records_module
+    from commprof.analysis.browse import records as records_module
+    from commprof.analysis.storage import index as index_module
 
     return records_module.page(index_module.index_of(run), filters, sort, offset, limit)
 
@@ -1052,8 +1062,8 @@ def records_csv(
     columns: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
     """All records that fit as CSV, in parts: see :func:`records_page`."""
-    from commprof.analysis import index as index_module
-    from commprof.analysis import records as records_module
+    from commprof.analysis.browse import records as records_module
+    from commprof.analysis.storage import index as index_module
 
     return records_module.csv_parts(index_module.index_of(run), filters, sort, columns)
 
@@ -1066,8 +1076,8 @@ def record(
     Args:
         attempt, pid: which process of the rank; default: the last one.
     """
-    from commprof.analysis import index as index_module
-    from commprof.analysis.record import record as record_of
+    from commprof.analysis.browse.record import record as record_of
+    from commprof.analysis.storage import index as index_module
 
     return record_of(index_module.index_of(run), rank, seq, attempt, pid)
 
@@ -1082,7 +1092,7 @@ def describe_columns(name: str) -> dict[str, Column]:
     Raises:
         UsageError: there is no such answer or table.
     """
-    from commprof.analysis.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
+    from commprof.analysis.columns.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 
     declared = {**TABLES, **ANSWERS}.get(name)
     if declared is None:

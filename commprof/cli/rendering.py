@@ -115,14 +115,14 @@ def count(value: Any) -> str:
 
 def number_of_bytes(value: Any) -> str:
     """Bytes with their unit."""
-    from commprof.analysis.units import format_bytes
+    from commprof.analysis.columns.units import format_bytes
 
     return MISSING if is_missing(value) else format_bytes(float(value))
 
 
 def duration(value: Any) -> str:
     """Nanoseconds with their unit."""
-    from commprof.analysis.units import format_ns
+    from commprof.analysis.columns.units import format_ns
 
     return MISSING if is_missing(value) else format_ns(float(value))
 

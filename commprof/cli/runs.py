@@ -79,7 +79,7 @@ def remembered(question: str, text: str, answer: Callable[[Run], Any], frames: b
         TraceError: there is none, or it cannot be read.
         MissingExtraError: the packages that read tables are not installed.
     """
-    from commprof.analysis import answer_files
+    from commprof.analysis.storage import answer_files
     from commprof.cli.rendering import plain
     from commprof.trace.directory import resolve
 

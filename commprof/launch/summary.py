@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from commprof.analysis.units import format_ns
+from commprof.analysis.columns.units import format_ns
 from commprof.errors import CommprofError, MissingExtraError
 from commprof.launch import injection
 from commprof.printable import command_line
@@ -54,7 +54,7 @@ def last_line(run: Path) -> str:
 def keep_summaries(run: Path) -> None:
     """Keep beside ``run``, which has ended, what most answers begin with. Never raises: answers do without it."""
     with contextlib.suppress(Exception):
-        from commprof.analysis.sums import summarise
+        from commprof.analysis.storage.run_totals import summarise
 
         summarise(run)
 
@@ -65,7 +65,7 @@ def keep_host(run: Path) -> None:
     Never raises: answers do without it.
     """
     with contextlib.suppress(Exception):
-        from commprof.analysis import host_files
+        from commprof.analysis.storage import host_files
 
         host_files.keep_host(run, socket.gethostname())
 
@@ -76,7 +76,7 @@ def keep_missing_hosts(run: Path) -> int:
     Never raises: answers do without them.
     """
     with contextlib.suppress(Exception):
-        from commprof.analysis import host_files
+        from commprof.analysis.storage import host_files
 
         return host_files.keep_missing(run)
     return 0
@@ -110,7 +110,7 @@ def _import(ended: threading.Event) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     with contextlib.suppress(Exception):
         import_module("commprof.trace.finaliser")
-        import_module("commprof.analysis.sums")
+        import_module("commprof.analysis.storage.run_totals")
 
 
 def _exit_code(run: Path) -> int:

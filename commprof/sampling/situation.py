@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from commprof.align.ranks.agreement import Difference, ranks_text, unshifted
 from commprof.align.ranks.group_orders import OrderDifference
-from commprof.analysis.units import format_bytes, format_ns
+from commprof.analysis.columns.units import format_bytes, format_ns
 from commprof.sampling.calls import Call, GroupFacts, RankCalls
 from commprof.sampling.processes import State
 from commprof.sampling.stacks import Stacks

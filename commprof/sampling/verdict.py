@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from commprof.align.ranks.agreement import Difference, ranks_text
-from commprof.analysis.units import format_ns
+from commprof.analysis.columns.units import format_ns
 from commprof.sampling.calls import Call
 from commprof.sampling.processes import State
 from commprof.sampling.situation import RankReport, Situation, short_site

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commprof.analysis import api, index
+from commprof.analysis import api
+from commprof.analysis.storage import index
 from commprof.cli import execute
 from commprof.exit_codes import MEANINGS
 from commprof.trace.finaliser import finalise

@@ -10,7 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from commprof.analysis import api, host_files
+from commprof.analysis import api
+from commprof.analysis.storage import host_files
 from commprof.trace.directory import HOSTS_DIRECTORY, SUMMARIES_DIRECTORY
 from commprof.trace.reader import open_run
 from support import hosts as network

@@ -9,9 +9,9 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis.engine import MADE, connect, keep_agreement, made_of, query_text, register
 from commprof.analysis.relations import graph
-from commprof.analysis.standstill import standstill
+from commprof.analysis.relations.engine import MADE, connect, keep_agreement, made_of, query_text, register
+from commprof.analysis.time.stalls import standstill
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run, Scan
@@ -124,7 +124,11 @@ class RunViews:
 
 def _made(run: Run, name: str) -> pa.Table:
     """The table ``name`` of :data:`graph.MADE` that answers are made from as well."""
-    from commprof.analysis import index_sums, lateness_sums, sums  # which most questions do not need
+    from commprof.analysis.storage import index_sums  # which most questions do not need
+    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.stragglers import (
+        straggler_answers as lateness_sums,  # which most questions do not need
+    )
 
     if name == "arrivals":
         return lateness_sums.arrival_table(run)

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from commprof.analysis.engine import MADE, made_of, query_text
-from commprof.analysis.engine import evaluate as evaluate_by_duckdb
-from commprof.analysis.memory import limit_bytes
 from commprof.analysis.relations import graph
-from commprof.analysis.standstill import PROCESS, by_process
+from commprof.analysis.relations.engine import MADE, made_of, query_text
+from commprof.analysis.relations.engine import evaluate as evaluate_by_duckdb
+from commprof.analysis.relations.memory import limit_bytes
+from commprof.analysis.time.stalls import PROCESS, by_process
 from commprof.errors import MissingExtraError, TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, elsewhere

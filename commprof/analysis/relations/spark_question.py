@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from commprof.analysis.engine import MADE
 from commprof.analysis.relations import graph
+from commprof.analysis.relations.engine import MADE
 from commprof.analysis.relations.evaluation import BY
 from commprof.analysis.relations.spark import SparkRelations, first_line
-from commprof.analysis.standstill import COLUMNS, standstill
+from commprof.analysis.time.stalls import COLUMNS, standstill
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
@@ -157,6 +157,6 @@ def _items(sequence: Any) -> list[Any]:
 
 def _plain(answer: pa.Table) -> pa.Table:
     """``answer`` with whole decimals as 64-bit integers where they fit, as on DuckDB."""
-    from commprof.analysis.question import with_integers
+    from commprof.analysis.relations.user_sql import with_integers
 
     return with_integers(answer)

@@ -58,7 +58,7 @@ def _unseen_waits(row: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
+    from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
 
     purpose = "(no purpose given)" if rendering.is_missing(row["purpose"]) else str(row["purpose"])
     known = row["timed"] + row["bounded"]
@@ -80,7 +80,7 @@ def step_texts(
         steps: the training steps.
         exposure: exposure by attempt and step.
     """
-    from commprof.analysis.exposed_texts import exposed_share, exposed_time, overlapped_time
+    from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
 
     overlapped = {(row["attempt"], row["step"]): overlapped_time(row) for row in exposure}
     found = {}

@@ -73,7 +73,7 @@ def analyse(
         )
     targets = [out] if len(paths) == 1 else [out / name for name in names]
     with needed("analysis", "to analyse a run"):
-        from commprof.analysis import analysed
+        from commprof.analysis.storage import analysed
     for target in targets:
         analysed.check_target(target, force)
     session = session_of()

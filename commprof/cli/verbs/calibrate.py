@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from commprof.analysis.units import format_bytes, format_ns
+from commprof.analysis.columns.units import format_bytes, format_ns
 from commprof.calibration.bandwidths import bus_factor
 from commprof.calibration.plan import (
     BACKENDS,

@@ -60,7 +60,7 @@ def compare(
 
 def comparison_of(runs: list[str]) -> dict[str, Any]:
     """What is shown of a comparison of ``runs``, in values of JSON; from a file where it was asked before."""
-    from commprof.analysis import answer_files
+    from commprof.analysis.storage import answer_files
 
     found: dict[str, Any] = answer_files.remembered("compare", each_path(runs), lambda: _asked(runs))
     return found
@@ -164,7 +164,7 @@ def comparison_table(
     rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting"
 ) -> Rows:
     """One row per setting: the operations, the bytes, the time, the loss."""
-    from commprof.analysis.exposed_texts import exposed_time
+    from commprof.analysis.columns.exposed_texts import exposed_time
 
     both = any(_differ(row) for row in rows)
     headings = (

@@ -30,7 +30,7 @@ def finalise(
     the run, or in the cache directory of the user where that cannot be written to.
     """
     with needed("analysis", "to finalise a run"):
-        from commprof.analysis.index import index_of
+        from commprof.analysis.storage.index import index_of
         from commprof.trace.finaliser import finalise as finalise_run
     for path in each_path(runs):
         health = finalise_run(path)

@@ -99,7 +99,7 @@ def _answers(run: Run) -> dict[str, Any]:
     """What a report says of ``run``: the answers of its JSON, and who comes late, in a sentence."""
     with needed("analysis", "to analyse a run"):
         from commprof.analysis import api
-        from commprof.analysis.index import index_if_there
+        from commprof.analysis.storage.index import index_if_there
         from commprof.trace.directory import elsewhere
 
         facts = api.overview(run)
@@ -219,7 +219,7 @@ def traffic_parts(
 
 def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> Iterator[Rows]:
     """What comes back in each step, and what does not."""
-    from commprof.analysis.steady import TRAFFIC_KEY, steady_traffic, when
+    from commprof.analysis.traffic.steady_steps import TRAFFIC_KEY, steady_traffic, when
 
     found = steady_traffic(traffic, steps)
     count, ended = len(found.warm), sum(not rendering.is_missing(row["duration_ns"]) for row in steps)

@@ -6,8 +6,9 @@ from functools import partial
 import pandas as pd
 import pytest
 
-from commprof.analysis import analysed, api, summaries
-from commprof.analysis.sums import summary_tables
+from commprof.analysis import api
+from commprof.analysis.storage import analysed, summaries
+from commprof.analysis.storage.run_totals import summary_tables
 from commprof.cli import execute
 from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import open_run

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from commprof.analysis import api, differences
+from commprof.analysis import api
+from commprof.analysis.compare import significance as differences
 from support.runs import SyntheticRun
 
 REDUCE = {"gradient_reduction": "reduce"}

@@ -106,7 +106,7 @@ def test_an_alignment_is_read_where_it_lies_a_window_at_a_time(tmp_path, monkeyp
     path = a_run().write(tmp_path / "run")
     whole = api.alignment(path)
     monkeypatch.setattr("commprof.trace.reader._MOST_ROWS", 1)
-    monkeypatch.setattr("commprof.analysis.aligned_rows._FEWEST_SCANNED", 1)
+    monkeypatch.setattr("commprof.analysis.browse.aligned_rows._FEWEST_SCANNED", 1)
     monkeypatch.setattr("commprof.trace.reader.Run.table", _only_small_tables)
     summary = api.alignment_summary(path)
     assert summary.counts.equals(whole.counts) and summary.divergences.equals(whole.divergences)

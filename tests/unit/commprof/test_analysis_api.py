@@ -9,7 +9,7 @@ import pytest
 
 from commprof import schema
 from commprof.analysis import api
-from commprof.analysis.answers import ANSWERS, GROUPINGS
+from commprof.analysis.columns.answers import ANSWERS, GROUPINGS
 from commprof.errors import TraceError, UsageError
 from support.runs import SyntheticRun
 

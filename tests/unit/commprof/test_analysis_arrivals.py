@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api, lateness_sums
-from commprof.analysis.arrivals import arrivals, arrivals_frame
-from commprof.analysis.straggling import straggling
+from commprof.analysis import api
+from commprof.analysis.stragglers import straggler_answers as lateness_sums
+from commprof.analysis.stragglers.arrivals import arrivals, arrivals_frame
+from commprof.analysis.stragglers.straggling import straggling
 from commprof.errors import UsageError
 from support.runs import SyntheticRun
 

@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from commprof.analysis import api, index
+from commprof.analysis import api
+from commprof.analysis.storage import index
 from support.runs import SyntheticRun
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.answers import COMPARISON, TRAFFIC_BY_SETTING
+from commprof.analysis.columns.answers import COMPARISON, TRAFFIC_BY_SETTING
 from support.runs import SyntheticRun
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.detailed_answers import DETAILED_ANSWERS
-from commprof.analysis.opened import OpenedRun
+from commprof.analysis.browse.notebook import OpenedRun
+from commprof.analysis.columns.detailed_answers import DETAILED_ANSWERS
 from support.detailed_runs import aligned_run
 from support.nccl_choices import with_choices
 from support.runs import SyntheticRun

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.analysis import api
-from commprof.analysis.answers import EXPOSURE, EXPOSURE_BY
+from commprof.analysis.columns.answers import EXPOSURE, EXPOSURE_BY
 from commprof.errors import UsageError
 from support.runs import SyntheticRun
 

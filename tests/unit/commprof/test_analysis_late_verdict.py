@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from commprof.analysis import api, slow_paths, whole_collectives
-from commprof.analysis.arrivals import arrivals
-from commprof.analysis.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, TRANSFERS, UNTOLD
-from commprof.analysis.straggling import straggling
+from commprof.analysis import api
+from commprof.analysis.stragglers import slow_paths
+from commprof.analysis.stragglers.arrivals import arrivals
+from commprof.analysis.stragglers.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, TRANSFERS, UNTOLD
+from commprof.analysis.stragglers.straggling import straggling
+from commprof.analysis.time import partitions as whole_collectives
 from commprof.trace import reader
 from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait
 

@@ -10,10 +10,10 @@ import pytest
 
 from commprof.align.ranks.arrivals import arrivals
 from commprof.align.ranks.reference_clock import ReferenceClock
-from commprof.analysis.rank_lateness import RankLateness
-from commprof.analysis.standstill import standstill
-from commprof.analysis.traffic import EVERY_COLUMN, operations, traffic
-from commprof.analysis.transfers import ALSO, timed
+from commprof.analysis.stragglers.rank_lateness import RankLateness
+from commprof.analysis.time.stalls import standstill
+from commprof.analysis.time.transfers import ALSO, timed
+from commprof.analysis.traffic.operation_totals import EVERY_COLUMN, operations, traffic
 from commprof.ledger.records.backends import execution
 from commprof.schema import Op
 from commprof.trace.reader import Scan

@@ -5,7 +5,7 @@ import random
 import pandas as pd
 import pytest
 
-from commprof.analysis.settings import (
+from commprof.analysis.compare.settings import (
     differing_keys,
     flatten,
     in_order,

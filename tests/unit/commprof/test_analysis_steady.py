@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from commprof.analysis.steady import steady, warm_steps, when
-from commprof.analysis.steps import step_totals
-from commprof.analysis.traffic import operations
+from commprof.analysis.time.steps import step_totals
+from commprof.analysis.traffic.operation_totals import operations
+from commprof.analysis.traffic.steady_steps import steady, warm_steps, when
 from support.runs import SyntheticRun
 
 WHOLE = [(0, step) for step in range(9)]

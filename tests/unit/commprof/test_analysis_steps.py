@@ -6,12 +6,12 @@ from math import comb
 import pandas as pd
 import pytest
 
-from commprof.analysis.counters import NO_READINGS, ONE_READING, moved
-from commprof.analysis.exposure import answer
-from commprof.analysis.intervals import Interval, order_statistic_rank, over_repeats, over_steps
-from commprof.analysis.steps import durations_after_first, final_loss, step_times, step_totals
-from commprof.analysis.traffic import operations
-from commprof.analysis.units import format_bytes, format_ns
+from commprof.analysis.columns.units import format_bytes, format_ns
+from commprof.analysis.time.exposure import answer
+from commprof.analysis.time.intervals import Interval, order_statistic_rank, over_repeats, over_steps
+from commprof.analysis.time.steps import durations_after_first, final_loss, step_times, step_totals
+from commprof.analysis.traffic.moved_bytes import NO_READINGS, ONE_READING, moved
+from commprof.analysis.traffic.operation_totals import operations
 from commprof.quantiles import student_t
 from support.runs import SyntheticRun
 

@@ -5,8 +5,8 @@ import random
 import pandas as pd
 import pytest
 
-from commprof.analysis.answers import GROUPINGS, TRAFFIC
-from commprof.analysis.traffic import operations, traffic
+from commprof.analysis.columns.answers import GROUPINGS, TRAFFIC
+from commprof.analysis.traffic.operation_totals import operations, traffic
 from commprof.errors import UsageError
 from support.runs import SyntheticRun
 

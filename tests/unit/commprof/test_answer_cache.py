@@ -16,8 +16,10 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from commprof.analysis import api, listing, memory
-from commprof.analysis.answer_cache import AnswerCache, answer_cache
+from commprof.analysis import api
+from commprof.analysis.browse import listing
+from commprof.analysis.relations import memory
+from commprof.analysis.storage.answer_cache import AnswerCache, answer_cache
 from commprof.errors import UsageError
 from commprof.trace.fingerprint import fingerprint
 from commprof_dash.data import Runs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commprof.analysis import answer_files
+from commprof.analysis.storage import answer_files
 from support.detailed_runs import detailed_run
 
 ROOT = Path(__file__).resolve().parents[3]

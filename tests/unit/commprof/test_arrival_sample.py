@@ -10,9 +10,11 @@ import pyarrow.compute as pc
 import pytest
 
 from commprof.align.ranks.own_times import with_own_times
-from commprof.analysis import api, arrival_sample, host_files
-from commprof.analysis.arrivals import aligned, hosts_of
-from commprof.analysis.straggling import straggling
+from commprof.analysis import api
+from commprof.analysis.storage import host_files
+from commprof.analysis.stragglers import arrival_sample
+from commprof.analysis.stragglers.arrivals import aligned, hosts_of
+from commprof.analysis.stragglers.straggling import straggling
 from commprof.cli import execute
 from commprof.cli.verbs import report
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY

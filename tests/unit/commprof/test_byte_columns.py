@@ -7,8 +7,9 @@ import pyarrow as pa
 import pytest
 
 import commprof
-from commprof.analysis import api, matrix
-from commprof.analysis.engine import evaluate
+from commprof.analysis import api
+from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.traffic import matrix
 from commprof.cli import execute
 from support.runs import SyntheticRun
 

@@ -7,8 +7,10 @@ from functools import partial
 import pandas as pd
 import pytest
 
-from commprof.analysis import api, host_files, summaries, sums
-from commprof.analysis.engine import evaluate
+from commprof.analysis import api
+from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.storage import host_files, summaries
+from commprof.analysis.storage import run_totals as sums
 from commprof.cli import execute
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY

@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api, index, record
-from commprof.analysis import timeline as timeline_module
-from commprof.analysis.density import binned, folded
-from commprof.analysis.spans import own_parts
+from commprof.analysis import api
+from commprof.analysis.browse import record
+from commprof.analysis.browse import timeline as timeline_module
+from commprof.analysis.browse.density import binned, folded
+from commprof.analysis.storage import index
+from commprof.analysis.storage.spans import own_parts
 from commprof.errors import TraceError, UsageError
 from commprof.schema import COLLECTIVES
 from commprof.trace import fingerprint
@@ -336,7 +338,7 @@ CASES = [
 
 @pytest.mark.parametrize(("filters", "sort"), CASES, ids=str)
 def test_any_page_in_any_order(run, filters, sort, monkeypatch):
-    from commprof.analysis import records
+    from commprof.analysis.browse import records
 
     monkeypatch.setattr(records, "_FEW", 20)  # so that deep pages are found as in a large run
     rows = [row for row in plain_rows(run) if all(fits(row, one) for one in filters)]

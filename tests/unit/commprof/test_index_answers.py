@@ -10,8 +10,11 @@ import pyarrow as pa
 import pytest
 
 from commprof.align.ranks import collectives
-from commprof.analysis import api, index, straggling, whole_collectives
-from commprof.analysis.engine import connect
+from commprof.analysis import api
+from commprof.analysis.relations.engine import connect
+from commprof.analysis.storage import index
+from commprof.analysis.stragglers import straggling
+from commprof.analysis.time import partitions as whole_collectives
 from commprof.trace.reader import Scan
 from support.runs import SyntheticRun
 

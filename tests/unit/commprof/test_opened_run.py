@@ -9,7 +9,7 @@ import pytest
 
 import commprof
 from commprof.analysis import api
-from commprof.analysis.opened import OpenedRun
+from commprof.analysis.browse.notebook import OpenedRun
 from commprof.cli import runs as named_runs
 from commprof.errors import TraceError
 from support.detailed_runs import detailed_run

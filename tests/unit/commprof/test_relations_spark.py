@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from commprof.analysis.engine import evaluate
 from commprof.analysis.relations import graph
+from commprof.analysis.relations.engine import evaluate
 from commprof.analysis.relations.evaluation import BY
 from commprof.errors import MissingExtraError, TraceError, UsageError
 from commprof.schema import Op

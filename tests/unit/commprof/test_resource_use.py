@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from commprof.analysis import answers
-from commprof.analysis.frames import from_rows
-from commprof.analysis.resource_use import resource_use
+from commprof.analysis.columns import answers
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.compare.step_resources import resource_use
 from commprof.cli import rendering
 from commprof.cli.rendering import plain
 from commprof.cli.sections.resources import resource_parts

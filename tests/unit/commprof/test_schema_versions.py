@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 import commprof
-from commprof.analysis import whole_collectives
+from commprof.analysis.time import partitions as whole_collectives
 from commprof.errors import SchemaError
 from commprof.export.csv import export_csv
 from commprof.schema import COLLECTIVES, GROUPS, SCHEMA_VERSION, TABLES

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis import api, index, span_source
-from commprof.analysis.combinations import Combinations
-from commprof.analysis.span_source import SpanSource, in_time_order
-from commprof.analysis.spans import SPANS
+from commprof.analysis import api
+from commprof.analysis.columns.combinations import Combinations
+from commprof.analysis.storage import index, span_source
+from commprof.analysis.storage.span_source import SpanSource, in_time_order
+from commprof.analysis.storage.spans import SPANS
 from support.runs import SyntheticRun
 
 times = st.lists(st.lists(st.integers(0, 12), max_size=20), max_size=5)

@@ -7,7 +7,9 @@ from functools import partial
 import pandas as pd
 import pytest
 
-from commprof.analysis import api, summaries, sums
+from commprof.analysis import api
+from commprof.analysis.storage import run_totals as sums
+from commprof.analysis.storage import summaries
 from commprof.trace.directory import SUMMARIES_DIRECTORY
 from support.detailed_runs import detailed_run
 
@@ -33,7 +35,9 @@ def run(tmp_path):
 def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
     plain = question(run)
     assert sums.summarise(run)
-    monkeypatch.setattr("commprof.analysis.traffic.evaluate", None)  # nothing is evaluated from the records
+    monkeypatch.setattr(
+        "commprof.analysis.traffic.operation_totals.evaluate", None
+    )  # nothing is evaluated from the records
     found = question(run)
     pd.testing.assert_frame_equal(found, plain)
     assert len(found)
@@ -61,7 +65,7 @@ def test_summaries_that_cannot_be_written_leave_nothing_behind(run, monkeypatch)
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("commprof.analysis.summaries.write_parquet", full)
+    monkeypatch.setattr("commprof.analysis.storage.summaries.write_parquet", full)
     assert not sums.summarise(run)
     assert sorted(path.name for path in run.iterdir()) == before
 

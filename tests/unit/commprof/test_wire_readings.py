@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from commprof.analysis import counters as analysis
+from commprof.analysis.traffic import moved_bytes as analysis
 from commprof.errors import TraceError
 from commprof.recorder.process.counters import HostReadings, InterfaceCounters, host_readings, parse_net_dev
 from commprof.trace.coverage import uncovered

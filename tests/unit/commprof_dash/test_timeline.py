@@ -172,7 +172,7 @@ def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
     text = draw(tmp_path, "/timeline?run=groups")
     assert "in each of its groups" in text
     assert "Busy time of the window by rank, group and operation" in text
-    monkeypatch.setattr("commprof.analysis.timeline.MOST_LANES", 8)
+    monkeypatch.setattr("commprof.analysis.browse.timeline.MOST_LANES", 8)
     assert "Their groups would be 12 lanes: choose fewer ranks" in draw(tmp_path, "/timeline?run=groups")
     assert "in each of its groups" in draw(tmp_path, "/timeline?run=groups&ranks=0-1")
 

@@ -1,0 +1,1 @@
+"""Single records, alignments and runs as people look at them: listings, pages, the timeline, notebooks."""

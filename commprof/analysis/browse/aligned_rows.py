@@ -1,0 +1,146 @@
+"""The rows of an alignment where they lie: counted, put in order, and read some at a time, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from commprof.analysis.relations.engine import connect, query_text
+from commprof.analysis.relations.memory import engine_settings
+from commprof.analysis.storage.answer_cache import answer_cache
+from commprof.errors import TraceError
+from commprof.printable import command_line
+from commprof.trace.reader import Run, Scan
+from commprof.trace.tables import arrow_schema
+
+_EVERY: Final = "true"
+_ORDERED: Final = "order by rank nulls last, coalesce(pg, ''), position"
+_APART: Final = """exists (
+    select 1 from placed a
+    where a.state <> 'matched' and a.rank is not distinct from p.rank and a.pg is not distinct from p.pg
+)"""
+_MOST_MEMORY: Final = 512 << 20  # of the engine: an alignment of 1e7 lines is put in order in files beside it
+_FEWEST_SCANNED: Final = 100_000  # rows that are read where they lie
+
+
+class Order(NamedTuple):
+    """The rows of one rank and group in order: their numbers in table ``matches``, and their states as text."""
+
+    numbers: npt.NDArray[np.int64]
+    states: pa.DictionaryArray
+
+    def of_state(self, state: str | None) -> npt.NDArray[np.int64]:
+        """The positions of the rows in ``state``; None for all."""
+        if state is None:
+            return np.arange(len(self.numbers))
+        names = self.states.dictionary.to_pylist()
+        if state not in names:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.states.indices.to_numpy() == names.index(state))
+
+
+class AlignedRows:
+    """Questions about table ``matches`` of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def counts(self) -> pa.Table:
+        """How many rows each rank, group, operation and state has: rank, pg, op, state, lines."""
+        return self._places(
+            _EVERY,
+            "select rank, pg, op, state, count(*) as lines from placed group by rank, pg, op, state "
+            "order by rank nulls last, pg nulls last, op, state",
+        )
+
+    def every(self) -> pa.Table:
+        """All rows in order: see :meth:`shown`."""
+        return self.shown(self._places(_EVERY, f"select number, rank, pg, position from numbered {_ORDERED}"))
+
+    def first_apart(self) -> pa.Table:
+        """The first row of each rank and group that is not matched: see :meth:`shown`."""
+        return self.shown(
+            self._places(
+                _APART,
+                "select min_by(number, position) as number, rank, pg, min(position) as position from numbered "
+                "where state <> 'matched' group by rank, pg",
+            )
+        )
+
+    def order(self, rank: int | None, pg: str | None) -> Order:
+        """The rows of one rank and group, in order."""
+        return answer_cache.get(self._run.state, ("order", rank, pg), lambda: self._order(rank, pg))
+
+    def _order(self, rank: int | None, pg: str | None) -> Order:
+        found = self._places(
+            "p.rank is not distinct from cast($rank as integer) and p.pg is not distinct from cast($pg as varchar)",
+            "select number, state from numbered order by position",
+            {"rank": rank, "pg": pg},
+        )
+        states = found["state"].combine_chunks().dictionary_encode()
+        return Order(found["number"].to_numpy().astype(np.int64), states)
+
+    def place(self, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
+        """Rank, group and position of the first line of a record; None where the alignment does not have it."""
+        found = self._places(
+            _EVERY,
+            "select m.pg, min_by(m.file_row_number, coalesce(m.part, 0)) as number from matches m "
+            "where m.rank = $rank and m.attempt = $attempt and m.record_pid = $pid and m.seq = $seq group by m.pg",
+            {"rank": rank, "attempt": attempt, "pid": pid, "seq": seq},
+        ).to_pylist()
+        if not found:
+            return None
+        at = np.flatnonzero(self.order(rank, found[0]["pg"]).numbers == found[0]["number"])
+        return (rank, found[0]["pg"], int(at[0])) if len(at) else None
+
+    def shown(self, chosen: pa.Table) -> pa.Table:
+        """Rows with what is known of record and line.
+
+        Args:
+            chosen: number of each row, and rank, pg and position that it stands at.
+        """
+        with self._engine() as engine:
+            for name in ("collectives", "nccl_ops"):  # of which a few rows are wanted, or none
+                rows = (
+                    self._run.scan(name, _FEWEST_SCANNED) if len(chosen) else arrow_schema(name).empty_table()
+                )
+                _register(engine, name, rows)
+            engine.register("chosen", chosen)
+            numbers = chosen["number"].to_numpy()
+            first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
+            return engine.sql(query_text("aligned").format(first=first, last=last)).to_arrow_table()
+
+    def _places(self, chosen: str, answer: str, values: Mapping[str, Any] | None = None) -> pa.Table:
+        with self._engine() as engine:
+            engine.register("comm_matches", self._run.table("comm_matches"))
+            text = query_text("alignment_places").format(chosen=chosen, answer=answer)
+            return engine.sql(text, params=dict(values) if values else None).to_arrow_table()
+
+    @contextmanager
+    def _engine(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        try:
+            with connect(**engine_settings(_MOST_MEMORY)) as engine:
+                _register(engine, "matches", self._run.scan("matches"), numbered=True)
+                yield engine
+        except duckdb.Error as error:
+            told = str(error).strip().partition("\n")[0]
+            raise TraceError(
+                f"the alignment of the run cannot be read: {told}. Make it again: {command_line('align', self._run.path)}"
+            ) from None
+
+
+def _register(
+    engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan, *, numbered: bool = False
+) -> None:
+    if isinstance(rows, Scan):
+        files = engine.read_parquet([str(file) for file in rows.files], file_row_number=numbered)
+        engine.register(name, files)
+        return
+    number = pa.array(np.arange(len(rows)))
+    engine.register(name, rows.append_column("file_row_number", number) if numbered else rows)

@@ -1,0 +1,157 @@
+"""Lanes: the groups of each rank told apart, where how busy a rank was is told by group.
+
+A rank has a lane for each of its groups, the largest group first, as the bars of a window have. A rank with more than
+:data:`MOST_OF_RANK` groups has lanes for those that were busiest over the run, and one more for all its others together.
+Runs in which no rank has two groups have no lanes, nor have those of so many ranks that nobody could look at them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from commprof.analysis.browse.density import Numbers
+from commprof.schema import OPS
+
+MOST_OF_RANK: Final = 4
+_MOST: Final = 256  # of all ranks
+_USED: Final = """
+create temp table used as
+select u.rank, u.kind, u.busy_ns, k.op, k.pg, k.group_desc, k.group_ranks, k.group_size
+from (select rank, kind, sum(busy_ns) as busy_ns from records group by rank, kind) u join kinds k using (kind)
+"""
+_GROUPS: Final = """
+select rank, group_size, pg, group_ranks, max(group_desc), sum(busy_ns) from used group by rank, group_size, pg, group_ranks
+"""
+# The lane of a row `r` that is of kind `k`.
+JOINED: Final = """
+left join lanes l on l.rank = r.rank and l.pg is not distinct from k.pg
+    and l.group_ranks is not distinct from k.group_ranks and l.groups = 1
+"""
+NUMBER: Final = f"coalesce(l.lane, {MOST_OF_RANK - 1})"
+_LANES_OF_KINDS: Final = (
+    f"select k.rank, k.kind, k.op, {NUMBER} as lane from used k {JOINED.replace('r.rank', 'k.rank')}"
+)
+LANES: Final = pa.schema(
+    [
+        ("rank", pa.int32()),
+        ("lane", pa.int32()),
+        ("pg", pa.string()),
+        ("group_desc", pa.string()),
+        ("group_ranks", pa.string()),
+        ("groups", pa.int32()),
+    ]
+)
+
+
+class Lane(NamedTuple):
+    """One lane of a rank; of more than one of its groups it has neither name nor ranks."""
+
+    rank: int
+    lane: int  # its number within the rank
+    pg: str | None
+    group_desc: str | None
+    group_ranks: str | None
+    groups: int
+
+
+class Cells(NamedTuple):
+    """The rows of a table of how busy ranks were, in order of rank, lane and operation (its number)."""
+
+    rank: Numbers
+    lane: Numbers
+    op: Numbers
+    row: Numbers  # by place of the rank and kind, which row a record counts in
+
+
+def keep_lanes(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], op_of_kind: Numbers) -> Cells:
+    """Create the table ``lanes``, empty where groups are not told apart, and say what cells the run needs.
+
+    Args:
+        ranks: of the run, in order.
+        op_of_kind: the number of the operation of each kind.
+
+    Raises:
+        duckdb.Error: the database cannot be written.
+    """
+    _keep(engine, [])
+    groups = engine.execute("select count(*) from (select distinct pg, group_ranks from kinds)").fetchall()
+    if groups[0][0] < 2 or len(ranks) > _MOST:
+        return _joined_cells(ranks, op_of_kind)
+    engine.execute(_USED)
+    try:
+        lanes = _lanes([_Group(*row) for row in engine.execute(_GROUPS).fetchall()])
+        if len(ranks) < len(lanes) <= _MOST:
+            _keep(engine, lanes)
+            return _cells(engine, ranks, len(op_of_kind))
+    finally:
+        engine.execute("drop table used")
+    return _joined_cells(ranks, op_of_kind)
+
+
+class _Group(NamedTuple):
+    """One group of a rank, and how long it was under way there."""
+
+    rank: int
+    size: int
+    pg: str
+    ranks: str
+    desc: str | None
+    busy_ns: int
+
+    def order(self) -> tuple[int, tuple[int, int, str], str]:
+        return order_of_group(self.size, self.pg, self.ranks)
+
+
+def _lanes(groups: Sequence[_Group]) -> list[Lane]:
+    """The lanes of all ranks."""
+    of_rank: defaultdict[int, list[_Group]] = defaultdict(list)
+    for group in groups:
+        of_rank[group.rank].append(group)
+    lanes = []
+    for rank, held in sorted(of_rank.items()):
+        held.sort(key=lambda group: (-group.busy_ns, group.order()))
+        named = held if len(held) <= MOST_OF_RANK else held[: MOST_OF_RANK - 1]
+        for number, group in enumerate(sorted(named, key=_Group.order)):
+            lanes.append(Lane(rank, number, group.pg, group.desc, group.ranks, 1))
+        if len(named) < len(held):
+            lanes.append(Lane(rank, MOST_OF_RANK - 1, None, None, None, len(held) - len(named)))
+    return lanes
+
+
+def order_of_group(size: int, pg: str, ranks: str) -> tuple[int, tuple[int, int, str], str]:
+    """By what groups are put in order: the largest first, then by their names, of which most are numbers."""
+    number = pg.isdecimal() and len(pg) < 19
+    return -size, ((0, int(pg), "") if number else (1, 0, pg)), ranks
+
+
+def _joined_cells(ranks: Sequence[int], op_of_kind: Numbers) -> Cells:
+    count = len(ranks) * len(OPS)
+    place, op = np.divmod(np.arange(count), len(OPS))
+    row = np.arange(len(ranks))[:, None] * len(OPS) + op_of_kind[None, :]
+    return Cells(np.array(ranks, np.int64)[place], np.zeros(count, np.int64), op, row)
+
+
+def _cells(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], kinds: int) -> Cells:
+    found = engine.sql(_LANES_OF_KINDS).to_arrow_table()
+    place = np.searchsorted(np.array(ranks), found["rank"].to_numpy())
+    number_of_op = {name: number for number, name in enumerate(OPS)}
+    op = np.array([number_of_op[name] for name in found["op"].to_pylist()], np.int64)
+    codes = (place * MOST_OF_RANK + found["lane"].to_numpy()) * len(OPS) + op
+    distinct, row_of = np.unique(codes, return_inverse=True)
+    row = np.zeros((len(ranks), kinds), np.int64)
+    row[place, found["kind"].to_numpy()] = row_of
+    lane, op = np.divmod(distinct, len(OPS))
+    return Cells(np.array(ranks, np.int64)[lane // MOST_OF_RANK], lane % MOST_OF_RANK, op, row)
+
+
+def _keep(engine: duckdb.DuckDBPyConnection, lanes: Sequence[Lane]) -> None:
+    rows = pa.Table.from_pylist([lane._asdict() for lane in lanes], LANES)
+    engine.register("lanes_to_keep", rows)
+    engine.execute("create or replace table lanes as select * from lanes_to_keep")
+    engine.unregister("lanes_to_keep")

@@ -1,0 +1,1 @@
+"""The columns of every answer, and how answers become frames, CSV and text."""

@@ -1,0 +1,354 @@
+"""The columns of the answers about pairs of ranks, buckets, lateness and alignments: see ``answers.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from commprof import schema
+from commprof.align.ranks.arrivals import CAUSES
+from commprof.analysis.columns.byte_columns import between_hosts, between_pairs, padding
+from commprof.schema import Column, Table
+
+
+def _of(table: Table, name: str, **changes: Any) -> Column:
+    return replace(table.column(name), source=None, **changes)
+
+
+# What matrix() can be asked by.
+MATRIX_BY: Final[dict[str, Column]] = {
+    name: _of(schema.COLLECTIVES, name) for name in ("step", "phase", "op", "intended_op", "purpose", "pg")
+}
+
+# One column, one line.
+# fmt: off
+MATRIX: Final = Table(
+    "matrix",
+    "Bytes that each rank sends to each other.",
+    (
+        Column("sender", "int32", "global rank that sends"),
+        Column("receiver", "int32", "global rank that receives"),
+        Column("wire_bytes", "float64", "wire, modelled as issued, and sends as they were recorded", unit="bytes"),
+        Column("message_bytes", "int64", "of these the sends, as they were recorded", unit="bytes"),
+        Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+        between_pairs("wire_bytes"),
+    ),
+    key=("sender", "receiver"),
+)
+
+OWNERS: Final = Table(
+    "owners",
+    "What each rank owns and receives of the reduces to one owner.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("collectives", "int64", "reduces to this rank"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding("int64"),
+        Column("received_bytes", "int64", "wire, modelled: what the others send it for them", unit="bytes"),
+        between_pairs("received_bytes", "from ranks on other hosts"),
+    ),
+    key=("rank",),
+)
+
+ONE_OFFS: Final = Table(
+    "one_offs",
+    "What single training steps sent beyond what comes back in each of them. It is in no value of a step.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "purpose", "op", "intended_op")),
+        *(_of(schema.COLLECTIVES, name) for name in ("group_desc", "group_ranks", "group_size")),
+        Column("collectives", "int64", "collectives beyond those of each step; a message is counted at its send"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, beyond that of each step", unit="bytes"),
+        padding(),
+        Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic, beyond that of each step", unit="bytes"),
+        Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+        between_hosts(),
+    ),
+    key=("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks"),
+)
+
+UNTAGGED: Final = Table(
+    "untagged",
+    "Where collectives without a purpose were issued, the most payload first.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("phase", "op", "api", "call_site")),
+        Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
+        Column("records", "int64", "records of all ranks behind them"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
+        padding("int64"),
+        Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic", unit="bytes"),
+        between_hosts(),
+    ),
+)
+
+ALGORITHMS: Final = Table(
+    "algorithms",
+    "What NCCL chose for the collectives of one operation, group and size, as a log says that is aligned with the records.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("op", "group_desc", "group_ranks", "group_size")),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
+        Column("algorithm", "string", "as NCCL names it: TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT"),
+        Column("protocol", "string", "as NCCL names it: LL, LL128, SIMPLE", True),
+        Column("channels", "int32", "channels: of its kernel (Inspector), or that it may use (NCCL log)", True),
+        Column("collectives", "int64", "collectives of which at least one record has the choice"),
+        Column("records", "int64", "their records that have it: an NCCL log prints it on one rank in most versions"),
+        Column("time_ns", "int64", "median time of these records on the device, waits for late ranks included", True, "ns"),
+        Column("algbw_bytes_per_s", "float64", "algorithm bandwidth (nccl-tests) of that time", True, "bytes/s"),
+        Column("busbw_bytes_per_s", "float64", "bus bandwidth (nccl-tests) of that time", True, "bytes/s"),
+    ),
+    key=("op", "group_desc", "group_ranks", "payload_bytes", "algorithm", "protocol", "channels"),
+)
+
+_BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
+_GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null where no record has its number", True)
+_EXECUTED: Final = Column("executed_wire_bytes", "float64", "of what the backend runs; null: not known", True, "bytes")
+_REDUCED: Final = (
+    Column("op", "string", "operations that reduced it, joined by ', '; null where none is recorded", True),
+    Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
+)
+
+BUCKET_FLUSHES: Final = Table(
+    "bucket_flushes",
+    "The gradient buckets, each once for the ranks that reduce it together, however many of them flushed it.",
+    (
+        *_BUCKET,
+        _GROUP,
+        *(_of(schema.BUCKETS, name) for name in ("numel", "bytes", "capacity")),
+        Column("fill", "float64", "numel over capacity; above 1 for a gradient larger than a bucket", True),
+        *(_of(schema.BUCKETS, name) for name in ("dtype", "owners", "parameters", "flush_reason")),
+        Column("ranks", "int64", "ranks that flushed it"),
+        Column("alike", "bool", "it has equal elements and parameters on all of them"),
+        _of(schema.BUCKETS, "time_ns"),
+        *_REDUCED,
+        Column("collectives", "int64", "collectives that reduced it, each counted once"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding("int64"),
+        Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
+        _EXECUTED,
+        between_hosts(),
+        Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
+        Column("exposed_ns", "int64", "exposed_ns of those of which it is known, added up, mean over ranks", True, "ns"),
+    ),
+    key=("attempt", "step", "micro_step", "bucket", "group_ranks"),
+)
+
+BUCKET_STEPS: Final = Table(
+    "bucket_steps",
+    "The gradient buckets of each step added up, one row for each reason that they were sent for.",
+    (
+        Column("step", "int32", "training step; -1 before the first"),
+        _of(schema.BUCKETS, "flush_reason"),
+        Column("buckets", "int64", "buckets"),
+        Column("bytes", "int64", "bytes of the buckets as they travel", unit="bytes"),
+        Column("collectives", "int64", "collectives that reduced them, each counted once"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding("int64"),
+        Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
+        _EXECUTED,
+        between_hosts(),
+        Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks of a group"),
+        Column("first_micro_step", "int32", "the lowest micro-batch of them"),
+        Column("last_micro_step", "int32", "the highest micro-batch of them"),
+    ),
+    key=("step", "flush_reason"),
+)
+
+BUCKETS_PER_STEP: Final = Table(
+    "buckets_per_step",
+    "What a training step has of gradient buckets, by why they were sent, by the rule for values of a step.",
+    (
+        _of(schema.BUCKETS, "flush_reason"),
+        Column("every", "int64", "one step in so many has them; null: no rhythm", True),
+        Column("buckets", "float64", "buckets of a step"),
+        Column("bytes", "float64", "bytes of the buckets as they travel", unit="bytes"),
+        Column("collectives", "float64", "collectives that reduced them, each counted once"),
+        Column("payload_bytes", "float64", "payload: S of nccl-tests, of these", unit="bytes"),
+        padding(),
+        Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
+        _EXECUTED,
+        between_hosts(),
+    ),
+    key=("flush_reason",),
+)
+
+BUCKET_MEANS: Final = Table(
+    "bucket_means",
+    "The buckets of a mean training step.",
+    (
+        *_BUCKET[2:],
+        _GROUP,
+        Column("steps", "int64", "training steps in which it holds the same: those behind the row"),
+        Column("numel", "float64", "elements, mean", unit="elements"),
+        Column("bytes", "float64", "bytes of the bucket as it travels, mean", unit="bytes"),
+        Column("fill", "float64", "numel over capacity, mean", True),
+        Column("lowest_fill", "float64", "the lowest of them", True),
+        *(_of(schema.BUCKETS, name) for name in ("owners", "parameters")),
+        Column("flush_reason", "string", "why it was sent, joined by ', ' where steps differ", True),
+        Column("steady", "bool", "it holds the same in every step that has a bucket of this number"),
+        *_REDUCED,
+        Column("collectives", "float64", "collectives that reduced it, mean"),
+        Column("payload_bytes", "float64", "payload: S of nccl-tests, of these, mean", unit="bytes"),
+        padding(),
+        Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
+        _EXECUTED,
+        between_hosts(),
+        Column("duration_ns", "int64", "duration_ns of bucket_flushes, median without the first step", True, "ns"),
+        Column("exposed_ns", "int64", "exposed_ns of bucket_flushes, median without the first step", True, "ns"),
+    ),
+    key=("micro_step", "bucket", "group_ranks"),
+)
+
+BUCKET_PARAMETERS: Final = Table(
+    "bucket_parameters",
+    "The parameters of one bucket, in order.",
+    (
+        _of(schema.PARAMETERS, "name"),
+        *(_of(schema.PARAMETERS, name, nullable=True) for name in ("shape", "dtype", "numel")),
+        Column("first_element", "int64", "its place; null where the sizes do not add up to the bucket", True, "elements"),
+    ),
+)
+
+BUCKET_OPERATIONS: Final = Table(
+    "bucket_operations",
+    "The collectives that reduced one bucket, of the lowest rank that issued any, in order of issue.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("rank", "pid", "seq", "op", "intended_op", "owner", "dtype")),
+        *(_of(schema.COLLECTIVES, name) for name in ("reduce_op", "numel", "payload_bytes")),
+        *(_of(schema.COLLECTIVES, name) for name in ("padding_bytes", "pg", "group_ranks", "module")),
+        Column("first_element", "int64", "its part begins here; null where they do not add up", True, "elements"),
+        _of(schema.COLLECTIVES, "issue_ns"),
+        Column("duration_ns", "int64", "from issue_ns to the last end that is known on this rank", unit="ns"),
+        _of(schema.COLLECTIVES, "exposed_ns"),
+    ),
+    key=("rank", "pid", "seq"),
+)
+LATENESS: Final = Table(
+    "lateness",
+    "How late each rank comes after the first: quantiles over the collectives and messages that can be compared.",
+    (
+        _of(schema.COLLECTIVES, "rank"),
+        Column("collectives", "int64", "collectives and messages of several recorded ranks on comparable clocks"),
+        Column("p5_ns", "int64", "lateness: a twentieth of them is below", unit="ns"),
+        Column("p25_ns", "int64", "a quarter is below", unit="ns"),
+        Column("median_ns", "int64", "half is below", unit="ns"),
+        Column("p75_ns", "int64", "three quarters are below", unit="ns"),
+        Column("p95_ns", "int64", "nineteen twentieths are below", unit="ns"),
+        Column("highest_ns", "int64", "the largest", unit="ns"),
+        Column("error_ns", "int64", "a lateness is wrong by this at most, median; 0 on one clock", unit="ns"),
+    ),
+    key=("rank",),
+)
+
+WAITING_CAUSES: Final = Table(
+    "waiting_causes",
+    "What took longest for each rank in its collectives, where that is beyond the error of the clocks.",
+    (
+        _of(schema.COLLECTIVES, "rank"),
+        Column("cause", "string", "as in arrivals", values=CAUSES),
+        Column("collectives", "int64", "collectives and messages in which this took longest"),
+        Column("of_collectives", "int64", "of so many that can be compared"),
+        Column("time_ns", "int64", "waiting_ns, launch_ns or transfer_ns of these, added up", unit="ns"),
+    ),
+    key=("rank", "cause"),
+)
+
+LATE_COLLECTIVES: Final = Table(
+    "late_collectives",
+    "The collectives and messages whose ranks came furthest apart.",
+    (
+        *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "op", "purpose", "pg", "group_ranks")),
+        Column("pg_seq", "int64", "issue order within the group; null for messages", True),
+        Column("members", "int64", "ranks whose records were found"),
+        Column("spread_ns", "int64", "from the first arrival to the last", unit="ns"),
+        Column("error_ns", "int64", "spread_ns is wrong by this at most", unit="ns"),
+        Column("last_rank", "int32", "who came last; null where not all ranks were recorded", True),
+        Column("certain", "bool", "that it was this rank is beyond the error"),
+        Column("pid", "int32", "process of the last record"),
+        Column("seq", "int64", "its issue order"),
+        Column("lead_ns", "int64", "time in which it alone was missing", True, "ns"),
+        Column("others_waited_ns", "int64", "mean time that the others stood still for it", True, "ns"),
+        Column("waiting_ns", "int64", "the longest wait of a rank for the last", True, "ns"),
+        Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
+        Column("transfer_ns", "int64", "from then to the last result, as far as it is known", True, "ns"),
+        Column("cause", "string", "what took longest for the rank that it took longest for", True, values=CAUSES),
+        Column("begin_ns", "int64", "the first arrival, on the clock of arrivals", unit="ns"),
+        Column("end_ns", "int64", "the last end that is known, on that clock", unit="ns"),
+    ),
+)
+_OF_LOG: Final = (
+    Column("rank", "int32", "global rank, of the record or of the process of the line", True),
+    Column("pg", "string", "process group, of the record or of the communicator of the line", True),
+)
+
+ALIGNED: Final = Table(
+    "aligned",
+    "Records beside NCCL lines, in the order of the log.",
+    (
+        *_OF_LOG,
+        Column("position", "int64", "place within the rank and group, from 0"),
+        *(_of(schema.MATCHES, name) for name in ("state", "op", "attempt", "record_pid", "seq", "part", "parts")),
+        *(_of(schema.COLLECTIVES, name, nullable=True) for name in ("step", "purpose")),
+        Column("record_dtype", "string", "element type of the record", True),
+        *(_of(schema.MATCHES, name) for name in ("record_bytes", "line_bytes")),
+        Column("line_dtype", "string", "element type as printed", True),
+        Column("elements", "int64", "count as printed", True, "elements"),
+        Column("opcount", "int64", "opCount as printed", True),
+        *(_of(schema.MATCHES, name) for name in ("comm", "file", "line", "reason")),
+    ),
+)
+
+ALIGNMENT_COUNTS: Final = Table(
+    "alignment_counts",
+    "Records and lines by state.",
+    (
+        *_OF_LOG,
+        *(_of(schema.MATCHES, name) for name in ("op", "state")),
+        Column("lines", "int64", "rows of matches"),
+    ),
+    key=("rank", "pg", "op", "state"),
+)
+
+DIVERGENCES: Final = Table(
+    "divergences",
+    "Where the records and the lines of each rank and group part for the first time.",
+    (
+        *_OF_LOG,
+        Column("matched_before", "int64", "pairs before that place"),
+        *(_of(schema.MATCHES, name) for name in ("state", "op", "seq", "file", "line", "reason")),
+    ),
+    key=("rank", "pg"),
+)
+
+TOPOLOGY: Final = Table(
+    "topology",
+    "The rings and trees of the communicators of an NCCL log: pairs of ranks that a channel joins.",
+    (
+        Column("communicator", "string", "commId; else its address and process"),
+        Column("pg", "string", "process group that it serves", True),
+        Column("kind", "string", "ring or tree", values=("ring", "tree")),
+        Column("channel", "int32", "channel, or number of the tree"),
+        Column("from_rank", "int32", "rank within the communicator: sends to the next of the ring; parent in the tree"),
+        Column("to_rank", "int32", "rank within the communicator: the next; child"),
+    ),
+)
+# fmt: on
+
+DETAILED_ANSWERS: Final[dict[str, Table]] = {
+    "matrix": MATRIX,
+    "owners": OWNERS,
+    "one_offs": ONE_OFFS,
+    "untagged": UNTAGGED,
+    "algorithms": ALGORITHMS,
+    "bucket_flushes": BUCKET_FLUSHES,
+    "bucket_means": BUCKET_MEANS,
+    "bucket_steps": BUCKET_STEPS,
+    "buckets_per_step": BUCKETS_PER_STEP,
+    "bucket_parameters": BUCKET_PARAMETERS,
+    "bucket_operations": BUCKET_OPERATIONS,
+    "lateness": LATENESS,
+    "waiting_causes": WAITING_CAUSES,
+    "late_collectives": LATE_COLLECTIVES,
+    "aligned": ALIGNED,
+    "alignment_counts": ALIGNMENT_COUNTS,
+    "divergences": DIVERGENCES,
+    "topology": TOPOLOGY,
+}

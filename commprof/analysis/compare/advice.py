@@ -1,0 +1,286 @@
+"""What to set, and why: rules over the settings that were measured. Pure; the words are in ``recommendation.py``.
+
+The rules, in this order:
+
+1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss. Where the
+   ranks of the jobs share a model in unlike ways (``shapes.py``), a rank's work and the links of its bytes are not alike,
+   and nothing is recommended.
+2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least. They are those of
+   what the backends run, where that is known of all settings; else of what was issued, of all of them.
+3. Not slower: of those that count, the settings than which none has a measurably shorter step (``differences.py``).
+4. Recommended are those with least bytes that are not slower; where there are none, of the not slower ones those with
+   the least bytes.
+5. Where that is all that count, nothing is recommended: there is no measurable difference, or it cannot be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean, median
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.columns.setting_answers import ADVICE
+from commprof.analysis.compare import significance as differences
+from commprof.analysis.compare.comparison import Measured, by_label
+
+SAME_BYTES: Final = 0.001  # padding of partitions differs by less
+SAME_LOSS: Final = 0.01
+
+RECOMMENDED: Final = "recommended"
+NO_DIFFERENCE: Final = "no measurable difference"
+CANNOT_TELL: Final = "cannot tell"
+
+# Keys that change what is trained, so that bytes and times of two settings are not those of one task.
+_WORK: Final = ("script", "world_size", "gradient_accumulation_steps", "gradient_clipping")
+_WORK_SUFFIXES: Final = ("batch_size", "micro_batch_size_per_gpu")
+_WORK_SECTIONS: Final = ("arguments.", "optimizer.", "scheduler.")
+
+
+class Candidate(NamedTuple):
+    """One setting, as far as the rules weigh it: ``medians`` and ``losses`` hold a value for each run that has one.
+
+    ``wire_bytes`` are of what the backend runs where ``executed``, else as issued.
+    """
+
+    label: str
+    values: Mapping[str, str]
+    wire_bytes: float | None
+    gradient_bytes: float | None
+    payload_bytes: float | None
+    medians: Sequence[float]
+    losses: Sequence[float]
+    steps_of_runs: frozenset[int]
+    repeats: int
+    requested_op: str | None
+    issued_op: str | None
+    intended_op: str | None
+    explanation: str | None
+    shape: str
+    executed: bool = False
+    moved_bytes: float | None = None
+
+    @property
+    def step_time_ns(self) -> float | None:
+        """As in ``compare``: the mean over runs of their medians."""
+        return fmean(self.medians) if self.medians else None
+
+
+class Weighed(NamedTuple):
+    """What the rules made of the candidates. ``left_out``: why, by label; ``shorter``: by label, those measurably faster."""
+
+    answer: str
+    candidates: Sequence[Candidate]  # the least wire bytes first
+    left_out: Mapping[str, str]
+    work: Sequence[str]  # keys that differ and change the work
+    shapes: Sequence[str]  # how the ranks of the jobs share their models, where that is not alike in all
+    least: Sequence[str]
+    not_slower: Sequence[str]
+    recommended: Sequence[str]
+    keys: Mapping[
+        str, str
+    ]  # what all recommended settings share and no other has; empty where that tells nothing
+    pairs: pd.DataFrame
+
+    def of(self, label: str) -> Candidate:
+        """The candidate called ``label``."""
+        return next(one for one in self.candidates if one.label == label)
+
+    def verdict(self, label: str, other: str) -> str:
+        """Of the step time of ``other`` beside that of ``label``."""
+        return _verdicts(self.pairs)[label, other]
+
+
+class Advice(NamedTuple):
+    """What to set, and why.
+
+    Attributes:
+        answer: ``recommended``, ``no measurable difference`` or ``cannot tell``.
+        sentences: the advice first, then its reasons, then warnings.
+        settings: what was weighed (:data:`setting_answers.ADVICE`).
+        pairs: each two settings (:data:`setting_answers.STEP_TIME_PAIRS`).
+    """
+
+    answer: str
+    sentences: tuple[str, ...]
+    settings: pd.DataFrame
+    pairs: pd.DataFrame
+
+
+def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> list[Candidate]:
+    """One for each setting of ``runs``; ``rows`` are those of :func:`comparison.compare` over the same runs."""
+    of_label = by_label(runs)
+    executed = all(
+        row["executed_wire_bytes_per_step"] is not None
+        for row in rows
+        if row["wire_bytes_per_step"] is not None
+    )
+    wire = "executed_wire_bytes_per_step" if executed else "wire_bytes_per_step"
+    found = []
+    for row in rows:
+        repeats = of_label[row["label"]]
+        found.append(
+            Candidate(
+                label=row["label"],
+                values=repeats[0].setting.values,
+                wire_bytes=row[wire],
+                gradient_bytes=row["gradient_wire_bytes_per_step"],
+                payload_bytes=row["gradient_payload_bytes_per_step"],
+                medians=[median(run.durations) for run in repeats if run.durations],
+                losses=[run.final_loss for run in repeats if run.final_loss is not None],
+                steps_of_runs=frozenset(run.step_totals.steps for run in repeats),
+                repeats=len(repeats),
+                requested_op=row["requested_op"],
+                issued_op=None if row["issued_reason"] else row["issued_op"],
+                intended_op=row["intended_op"],
+                explanation=next((run.requested.explanation for run in repeats), None),
+                shape=", or ".join(sorted({run.shape for run in repeats})),
+                executed=executed,
+                moved_bytes=_mean_moved(repeats),
+            )
+        )
+    return found
+
+
+def _mean_moved(repeats: Sequence[Measured]) -> float | None:
+    known = [run.moved_bytes for run in repeats if run.moved_bytes is not None]
+    return fmean(known) if len(known) == len(repeats) else None
+
+
+def weigh(found: Sequence[Candidate]) -> Weighed:
+    """The rules at the head of this module, over ``found`` in any order."""
+    ordered = sorted(found, key=lambda one: (one.wire_bytes is None, one.wire_bytes or 0.0, one.label))
+    left_out = _left_out(ordered)
+    counted = [one for one in ordered if one.label not in left_out]
+    pairs = differences.pairs({one.label: one.medians for one in counted})
+    work = sorted({key for one in ordered for key in one.values if _changes_the_work(key)})
+    shapes = sorted({one.shape for one in counted})
+    verdicts = _verdicts(pairs)
+    least = [one.label for one in counted if _sends_least(one, counted)]
+    slower = {label for (label, _), verdict in verdicts.items() if verdict == differences.SHORTER}
+    not_slower = [one.label for one in counted if one.label not in slower]
+    best = [label for label in least if label in not_slower]
+    if not best:
+        rest = [one for one in counted if one.label in not_slower]
+        best = [one.label for one in rest if _sends_least(one, rest)]
+    told = differences.CANNOT_TELL not in verdicts.values()
+    if work or len(shapes) > 1 or len(counted) < 2:
+        answer, best = CANNOT_TELL, []
+    elif len(best) == len(counted):
+        answer, best = NO_DIFFERENCE if told else CANNOT_TELL, []
+    else:
+        answer = RECOMMENDED
+    keys = _telling_keys(ordered, best)
+    return Weighed(
+        answer,
+        ordered,
+        left_out,
+        work,
+        shapes if len(shapes) > 1 else [],
+        least,
+        not_slower,
+        best,
+        keys,
+        pairs,
+    )
+
+
+def settings_frame(weighed: Weighed) -> pd.DataFrame:
+    """The evidence, one row per setting."""
+    verdicts = _verdicts(weighed.pairs)
+    rows = [
+        {
+            "label": one.label,
+            "recommended": one.label in weighed.recommended,
+            "wire_bytes_per_step": one.wire_bytes,
+            "wire_of": "executed" if one.executed else "issued",
+            "moved_bytes_per_step": one.moved_bytes,
+            "least_bytes": one.label in weighed.least,
+            "step_time_ns": None if one.step_time_ns is None else round(one.step_time_ns),
+            "not_slower": _not_slower(one.label, weighed, verdicts),
+            "final_loss": fmean(one.losses) if one.losses else None,
+            "repeats": one.repeats,
+            "left_out": weighed.left_out.get(one.label),
+        }
+        for one in weighed.candidates
+    ]
+    return from_rows(rows, ADVICE.columns)
+
+
+def _not_slower(label: str, weighed: Weighed, verdicts: Mapping[tuple[str, str], str]) -> bool | None:
+    mine = [verdict for (first, _), verdict in verdicts.items() if first == label]
+    if not mine or differences.CANNOT_TELL in mine:
+        return None
+    return label in weighed.not_slower
+
+
+def _changes_the_work(key: str) -> bool:
+    return key in _WORK or key.startswith(_WORK_SECTIONS) or key.endswith(_WORK_SUFFIXES)
+
+
+def _left_out(found: Sequence[Candidate]) -> dict[str, str]:
+    reasons = {one.label: "no whole training step" for one in found if one.wire_bytes is None}
+    lossy = [one for one in found if one.losses and one.label not in reasons]
+    if len({steps for one in lossy for steps in one.steps_of_runs}) > 1 or not lossy:
+        return reasons  # losses after different numbers of steps are not compared
+    finite = [one for one in lossy if isfinite(fmean(one.losses))]
+    best = min(finite, key=lambda one: (fmean(one.losses), one.label), default=None)
+    for one in lossy:
+        if best is not None and _is_higher(one.losses, best.losses):
+            reasons[one.label] = (
+                f"its loss ends at {fmean(one.losses):.5g}, where {best.label} ends at {fmean(best.losses):.5g}"
+            )
+    return reasons
+
+
+def _is_higher(losses: Sequence[float], lowest: Sequence[float]) -> bool:
+    """Higher by more than 1 %, and, where there are repeats of both, by more than these differ."""
+    loss, low = fmean(losses), fmean(lowest)
+    if not isfinite(loss):
+        return True
+    if loss - low <= SAME_LOSS * abs(low):
+        return False
+    if min(len(losses), len(lowest)) < differences.LEAST_REPEATS:
+        return True
+    return differences.welch(lowest, losses).probability < differences.LEVEL
+
+
+def _sends_least(one: Candidate, among: Sequence[Candidate]) -> bool:
+    known = [other.wire_bytes for other in among if other.wire_bytes is not None]
+    return one.wire_bytes is not None and one.wire_bytes <= min(known) * (1 + SAME_BYTES)
+
+
+def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
+    """Of the second beside the first, for both orders of each pair."""
+    turned = {differences.SHORTER: differences.LONGER, differences.LONGER: differences.SHORTER}
+    found: dict[tuple[str, str], str] = {}
+    for label, other, verdict in zip(pairs["label"], pairs["other"], pairs["verdict"], strict=True):
+        found[label, other] = verdict
+        found[other, label] = turned.get(verdict, verdict)
+    return found
+
+
+def _telling_keys(found: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
+    """The keys to set: those by which exactly the settings ``best`` are told from all others.
+
+    Where there are none, the one key and value that only settings of ``best`` have, and the most of them; else nothing.
+    """
+    mine = [one.values for one in found if one.label in best]
+    if not mine:
+        return {}
+    others = [one.values for one in found if one.label not in best]
+    shared = {
+        key: value for key, value in mine[0].items() if all(values.get(key) == value for values in mine)
+    }
+    told = {key: value for key, value in shared.items() if any(values.get(key) != value for values in others)}
+    if told and not any(told.items() <= values.items() for values in others):
+        return told
+    pairs = {pair for values in mine for pair in values.items()}
+    single = {pair for pair in pairs if not any(pair in values.items() for values in others)}
+    if not single:
+        return {}
+    key, value = min(single, key=lambda pair: (-sum(pair in values.items() for values in mine), pair))
+    return {key: value}

@@ -1,0 +1,222 @@
+"""The advice in sentences: what to set, why, and what to know before doing so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+from commprof.analysis.columns.units import format_bytes, format_ns
+from commprof.analysis.compare import significance as differences
+from commprof.analysis.compare.advice import (
+    CANNOT_TELL,
+    NO_DIFFERENCE,
+    SAME_LOSS,
+    Advice,
+    Candidate,
+    Weighed,
+    settings_frame,
+)
+from commprof.analysis.compare.settings import short_names
+
+_MOST_NAMED: Final = 3
+MOVED_ALIKE: Final = 0.05
+REPEAT: Final = "commprof sweep --repeat 3 ... measures each setting three times"
+
+
+def advise(weighed: Weighed) -> Advice:
+    """The advice of ``weighed``, with its evidence."""
+    told = [
+        _answer(weighed),
+        *_as_good(weighed),
+        *_moved(weighed),
+        *_left_out(weighed),
+        *_times(weighed),
+        *_losses(weighed),
+        *_warnings(weighed),
+    ]
+    return Advice(weighed.answer, tuple(told), settings_frame(weighed), weighed.pairs)
+
+
+def _answer(weighed: Weighed) -> str:
+    counted = _counted(weighed)
+    if weighed.work:
+        return (
+            f"Cannot tell: the settings do not do the same work; they differ in {_listed(weighed.work)}. Compare runs in "
+            "which only the settings to choose from differ."
+        )
+    if weighed.shapes:
+        shapes = "; ".join(shape or "not at all" for shape in weighed.shapes)
+        return (
+            f"Cannot tell: the ranks of these jobs share their models in unlike ways (groups and their sizes: {shapes}). A "
+            "rank's work and the links that its bytes take differ with that, so no sum of bytes says which is better: look "
+            "at the bytes of each group, and compare settings of one shape."
+        )
+    if len(counted) < 2:
+        return f"Cannot tell: {len(counted)} setting{'' if len(counted) == 1 else 's'} to choose from; it takes two."
+    if weighed.answer != "recommended":
+        same_bytes = len(weighed.least) == len(counted)
+        bytes_text = "all settings send the same bytes on the wire" if same_bytes else "the bytes differ"
+        if weighed.answer == NO_DIFFERENCE:
+            return f"No measurable difference: {bytes_text}, and their step times differ by no more than repeats do."
+        return f"No difference in bytes: {bytes_text}. Of their step times it cannot be told."
+    return _recommendation(weighed, counted)
+
+
+def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
+    best = [one for one in counted if one.label in weighed.recommended]
+    others = [one for one in counted if one.label not in weighed.recommended]
+    words = _words(weighed, best)
+    head = f"Set {words}"
+    if set(weighed.recommended) <= set(weighed.least):
+        more = [one for one in others if one.label not in weighed.least]
+        if more:
+            most = max(more, key=lambda one: (one.wire_bytes or 0.0, one.label))
+            return (
+                f"{head}: it sends the least, {_bytes(best[0])}; {most.label} sends {_more(most, best[0])}."
+            )
+        return f"{head}: all send the same bytes, {_bytes(best[0])}, and its step is measurably shorter."
+    least = next(one for one in counted if one.label in weighed.least)
+    return (
+        f"Set {words} if the step time counts: its step is measurably shorter than that of {least.label}, which sends the "
+        f"least, {_bytes(least)}; it sends {_more(best[0], least)}. On a slower network that may turn."
+    )
+
+
+def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
+    """The keys that tell what to set, else the settings by their labels."""
+    if not weighed.keys:
+        more = "" if len(best) <= _MOST_NAMED else f", or one of {len(best) - _MOST_NAMED} more"
+        return "; or ".join(one.label for one in best[:_MOST_NAMED]) + more
+    short = short_names(weighed.keys, best[0].values)
+    return ", ".join(f"{short[key]}={value}" for key, value in weighed.keys.items())
+
+
+def _as_good(weighed: Weighed) -> list[str]:
+    """What is recommended as well, and has not the keys that are named."""
+    if not weighed.keys:
+        return []
+    rest = [
+        label for label in weighed.recommended if not weighed.keys.items() <= weighed.of(label).values.items()
+    ]
+    best = [weighed.of(label) for label in weighed.recommended if label not in rest]
+    rest = [label for label in rest if not any(_moves_more(weighed.of(label), one) for one in best)]
+    return [f"As good by these rules: {'; '.join(rest[:_MOST_NAMED])}."] if rest else []
+
+
+def _moves_more(one: Candidate, other: Candidate) -> bool:
+    """Whether the counters saw more of ``one`` than of ``other``, beyond what headers and other programs explain."""
+    if one.moved_bytes is None or other.moved_bytes is None:
+        return False
+    return one.moved_bytes > other.moved_bytes * (1 + MOVED_ALIKE)
+
+
+def _moved(weighed: Weighed) -> list[str]:
+    """What the counters say against the recommendation: another setting moved less than one that is to be set."""
+    counted = [one for one in _counted(weighed) if one.moved_bytes is not None]
+    for one in counted:
+        less = [other for other in counted if _moves_more(one, other)]
+        if one.label in weighed.recommended and less:
+            least = min(less, key=lambda other: (other.moved_bytes or 0.0, other.label))
+            return [
+                f"But the counters saw more of it: {one.label} moved {format_bytes(one.moved_bytes or 0.0)} a step on all "
+                f"interfaces, {least.label} {format_bytes(least.moved_bytes or 0.0)} (whole run, all programs of a host). "
+                "Look at both ledgers first: commprof verify."
+            ]
+    return []
+
+
+def _bytes(one: Candidate) -> str:
+    of = "modelled, as the backend runs it" if one.executed else "modelled, as issued"
+    return f"{format_bytes(one.wire_bytes or 0.0)} on the wire per rank and step ({of})"
+
+
+def _more(one: Candidate, least: Candidate) -> str:
+    size, low = one.wire_bytes or 0.0, least.wire_bytes or 0.0
+    return f"{format_bytes(size)}" + (f", {100 * (size / low - 1):.0f} % more" if low else "")
+
+
+def _left_out(weighed: Weighed) -> list[str]:
+    return [f"{label} is left out: {why}." for label, why in sorted(weighed.left_out.items())]
+
+
+def _times(weighed: Weighed) -> list[str]:
+    verdicts = list(weighed.pairs["verdict"])
+    if not verdicts or weighed.work:
+        return []
+    unsure = verdicts.count(differences.CANNOT_TELL)
+    if unsure == len(verdicts):
+        return [f"Nothing can be said of the step times: one repeat does not show how runs vary. {REPEAT}."]
+    found = []
+    different = weighed.pairs[weighed.pairs["verdict"].isin([differences.SHORTER, differences.LONGER])]
+    if different.empty:
+        found.append(
+            "There is no measurable difference in step time: no two settings differ by more than their repeats do "
+            "(Welch's t, Holm's correction over all pairs, 5 %)."
+        )
+    else:
+        row = max(different.to_dict("records"), key=lambda row: (abs(row["difference_ns"]), row["label"]))
+        slow, fast = (
+            (row["other"], row["label"])
+            if row["verdict"] == differences.LONGER
+            else (row["label"], row["other"])
+        )
+        low, high = sorted(abs(int(row[name])) for name in ("low_ns", "high_ns"))
+        found.append(
+            f"{len(different)} of {len(verdicts)} pairs differ measurably in step time; the most: {fast} takes "
+            f"{format_ns(abs(int(row['difference_ns'])))} less than {slow} ({format_ns(low)} to {format_ns(high)})."
+        )
+        slower_all = [label for label in weighed.recommended if label not in weighed.not_slower]
+        if weighed.recommended and not slower_all:
+            found.append("No other setting is measurably faster than what is recommended.")
+    if unsure:
+        found.append(
+            f"Of {unsure} of {len(verdicts)} pairs the step times cannot be told apart, for want of repeats."
+        )
+    return found
+
+
+def _losses(weighed: Weighed) -> list[str]:
+    counted = _counted(weighed)
+    if weighed.answer == CANNOT_TELL and weighed.work:
+        return []
+    known = [fmean(one.losses) for one in counted if one.losses]
+    if len(counted) < 2:
+        return []
+    if not known:
+        return [
+            "No loss was published, so it is not known whether the settings train alike: commprof.metric('loss', value)."
+        ]
+    if len({steps for one in counted if one.losses for steps in one.steps_of_runs}) > 1:
+        return ["The runs have different numbers of steps, so their losses are not compared."]
+    rest = (
+        "" if len(known) == len(counted) else f" Of {len(counted) - len(known)} of them none was published."
+    )
+    low, high = min(known), max(known)
+    near = (
+        f"within {100 * SAME_LOSS:.0f} %" if high - low <= SAME_LOSS * abs(low) else "as far as repeats tell"
+    )
+    return [f"Their losses are equal {near}: {low:.5g} to {high:.5g} at the last step.{rest}"]
+
+
+def _warnings(weighed: Weighed) -> list[str]:
+    """Of each setting to be set, or of all where none is, what it asked for and did not get."""
+    wanted = weighed.recommended or [one.label for one in weighed.candidates]
+    found = []
+    for one in sorted(weighed.candidates, key=lambda one: one.label):
+        meant = one.intended_op or one.issued_op
+        if one.label not in wanted or None in (one.requested_op, one.issued_op) or meant == one.requested_op:
+            continue
+        found.append(
+            f"Warning: {one.label} asks for {one.requested_op} and issues {one.issued_op}"
+            + (f": {one.explanation}." if one.explanation else ".")
+        )
+    return list(dict.fromkeys(found))
+
+
+def _counted(weighed: Weighed) -> list[Candidate]:
+    return [one for one in weighed.candidates if one.label not in weighed.left_out]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,86 @@
+"""What one run needed: memory, time that it stood still, and the samples that it got through in a second. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.time.exposure import EXPOSED
+from commprof.analysis.time.warm_steps import warm_steps
+
+METRIC: Final = "metric"
+CONFIG: Final = "config"
+
+
+class Usage(NamedTuple):
+    """What one run needed: a value for each step after the first, as far as known.
+
+    ``rates`` are samples per second, ``rates_from`` where the samples of a step are from.
+    """
+
+    rss: Sequence[int]
+    rss_peak: int | None
+    device: Sequence[int]
+    device_peak: int | None
+    rates: Sequence[float]
+    rates_from: str | None
+    exposed: pd.DataFrame | None = None  # exposure of the warm steps, and their durations
+
+
+def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int | None) -> Usage:
+    """What the steps of a run needed, from its :data:`answers.STEP_TIMES`.
+
+    Samples are those that the program published as its metric ``samples``; else the batch size that its config names.
+    """
+    first = times.groupby("attempt")["step"].transform("min")
+    later = times[times["step"] > first]
+    later = later if len(later) else times
+    timed = times[(times["step"] > first) & (times["duration_ns"].fillna(0) > 0)]
+    published = timed[timed["samples"].notna()]
+    batch = batch_size(config, world_size)
+    rates: list[float] = []
+    source = None
+    if len(published):
+        samples = [float(value) for value in published["samples"]]
+        rates, source = _rates(samples, published["duration_ns"]), METRIC
+    elif batch is not None and len(timed):
+        rates, source = _rates([float(batch)] * len(timed), timed["duration_ns"]), CONFIG
+    return Usage(
+        rss=_integers(later["rss_bytes"]),
+        rss_peak=max(_integers(times["rss_bytes"]), default=None),
+        device=_integers(later["device_bytes"]),
+        device_peak=max(_integers(times["device_bytes"]), default=None),
+        rates=rates,
+        rates_from=source,
+        exposed=warm_steps(times)[["duration_ns", *EXPOSED]],
+    )
+
+
+def batch_size(config: Mapping[str, Any] | None, world_size: int | None) -> int | None:
+    """Samples in a training step of all ranks, by DeepSpeed's words; None where the config does not tell.
+
+    >>> batch_size({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 3)
+    24
+    """
+    config = config or {}
+    whole = config.get("train_batch_size")
+    if _is_count(whole):
+        return int(whole)  # type: ignore[arg-type]  # a count is an integer
+    micro, parts = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
+    if not (_is_count(micro) and _is_count(parts) and world_size):
+        return None
+    return int(micro) * int(parts) * world_size  # type: ignore[arg-type]
+
+
+def _rates(samples: Sequence[float], durations: pd.Series[Any]) -> list[float]:
+    return [1e9 * count / int(duration) for count, duration in zip(samples, durations, strict=True)]
+
+
+def _integers(values: pd.Series[Any]) -> list[int]:
+    return [int(value) for value in values.dropna()]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

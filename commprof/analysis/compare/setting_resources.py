@@ -1,0 +1,53 @@
+"""Memory, time stood still and samples per second of each setting. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median, stdev
+
+import pandas as pd
+
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.columns.setting_answers import RESOURCES
+from commprof.analysis.compare.comparison import Measured, by_label
+from commprof.analysis.time.exposure import EXPOSED, medians
+from commprof.quantiles import t_quantile
+
+
+def resources(runs: Sequence[Measured]) -> pd.DataFrame:
+    """One row per setting (:data:`setting_answers.RESOURCES`)."""
+    rows = []
+    for label, repeats in by_label(runs).items():
+        used = [run.usage for run in repeats]
+        rates = [median(one.rates) for one in used if one.rates]
+        reach = t_quantile(len(rates) - 1) * stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else None
+        center = fmean(rates) if rates else None
+        sources = {one.rates_from for one in used if one.rates_from}
+        rows.append(
+            {
+                "label": label,
+                "rss_bytes": _median([value for one in used for value in one.rss]),
+                "rss_peak_bytes": max(
+                    (one.rss_peak for one in used if one.rss_peak is not None), default=None
+                ),
+                "device_bytes": _median([value for one in used for value in one.device]),
+                "device_peak_bytes": max(
+                    (one.device_peak for one in used if one.device_peak is not None), default=None
+                ),
+                "samples_per_second": center,
+                "samples_low": None if center is None or reach is None else max(0.0, center - reach),
+                "samples_high": None if center is None or reach is None else center + reach,
+                "samples_from": ", ".join(sorted(sources)) or None,
+                **_exposed([one.exposed for one in used if one.exposed is not None]),
+            }
+        )
+    return from_rows(rows, RESOURCES.columns)
+
+
+def _exposed(steps: Sequence[pd.DataFrame]) -> dict[str, float | None]:
+    """Exposed time of a step, over the warm steps of all repeats, as :func:`exposure.medians` has it of one run."""
+    return medians(pd.concat(steps, ignore_index=True), EXPOSED) if steps else {}
+
+
+def _median(values: Sequence[int]) -> int | None:
+    return round(median(values)) if values else None

@@ -1,0 +1,244 @@
+"""How runs differ: the keys of their configs, and of what ran them, whose values are not the same everywhere.
+
+Pure: manifests in, text out. A sweep says itself which keys it varied, so its point gives keys and order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.columns.frames import TEXT
+from commprof.trace.manifest import Manifest
+
+_MOST_NAMED: Final = 4  # keys in a label, where fewer tell the settings apart as well
+ABSENT: Final = "(absent)"
+SAME: Final = "same settings"
+
+# Last parts of keys that say where a run writes or what it is called, not how it trains.
+_NAMES_OF_PLACES: Final = ("path", "dir", "directory", "folder", "file", "filename", "job_name", "run_name")
+# Alone these say nothing: `enabled` needs the section that it enables.
+_NEEDS_SECTION: Final = frozenset({"enabled", "type", "device", "name", "params", "verbose", "dtype"})
+
+
+class Setting(NamedTuple):
+    """The values of one run for the keys that differ (``values``: text by dotted key), and their short form."""
+
+    label: str
+    values: dict[str, str]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys. Lists are values; an empty mapping is a value too.
+
+    >>> flatten({"a": {"b": 1, "c": {}}, "d": [2]})
+    {'a.b': 1, 'a.c': {}, 'd': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def value_text(value: Any) -> str:
+    """A config value as it is shown: JSON, text without quotes, 5e8 as 500000000.
+
+    >>> [value_text(value) for value in (True, "auto", 5e8, 0.1, [1, 2], None)]
+    ['true', 'auto', '500000000', '0.1', '[1, 2]', 'null']
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
+
+
+def _identity(value: Any) -> str:
+    """Equal exactly for equal values; the text "true" is not the value true."""
+    return json.dumps(value) if isinstance(value, str) else value_text(value)
+
+
+def _says_how(key: str) -> bool:
+    last = key.rpartition(".")[2].lower()
+    return not any(last == name or last.endswith(f"_{name}") for name in _NAMES_OF_PLACES)
+
+
+def script_arguments(command: Sequence[str], script: str | None) -> dict[str, Any]:
+    """The options of ``script`` in ``command``, by name with their dashes; words without an option by their position.
+
+    >>> script_arguments(["python", "train.py", "data", "--layers", "4", "--lr=0.1", "--fast"], "train.py")
+    {'1': 'data', '--layers': '4', '--lr': '0.1', '--fast': True}
+    """
+    words = list(command)
+    words = words[words.index(script) + 1 :] if script in words else []
+    found: dict[str, Any] = {}
+    option: str | None = None
+    for position, word in enumerate(words, start=1):
+        is_option = word.startswith("-") and not word.lstrip("-")[:1].isdigit()
+        if is_option:
+            name, equals, value = word.partition("=")
+            found[name] = value if equals else True
+            option = None if equals else name
+        elif option is not None:
+            found[option] = word if found[option] is True else f"{found[option]} {word}"
+        else:
+            found[str(position)] = word
+    return found
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    """What else makes two runs different experiments: script, its arguments, ranks, and NCCL's tuning variables."""
+    facts: dict[str, Any] = {}
+    if manifest.script is not None:
+        facts["script"] = PurePath(manifest.script).name
+    if manifest.engine is not None:
+        facts["engine"] = manifest.engine
+    if manifest.world_size is not None:
+        facts["world_size"] = manifest.world_size
+    for name, value in script_arguments(manifest.command, manifest.script).items():
+        # The config's file name differs in every run of a sweep; what is in it is compared key by key.
+        if name != manifest.config_argument and _says_how(name.replace("-", "_")):
+            facts[f"arguments.{name}"] = value
+    for name, value in manifest.environment.items():
+        if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG"):
+            facts[f"environment.{name}"] = value
+    return facts
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    config = {key: value for key, value in flatten(manifest.config or {}).items() if _says_how(key)}
+    return config | flatten((manifest.sweep or {}).get("point") or {}) | _facts(manifest)
+
+
+def _is_empty_section(key: str, of_runs: Iterable[Mapping[str, Any]]) -> bool:
+    """``key`` is a section that some run leaves empty and another fills: its keys tell the difference."""
+    return any(other.startswith(f"{key}.") for values in of_runs for other in values)
+
+
+def differing_keys(of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same in all runs, in the order in which the runs name them."""
+    keys = dict.fromkeys(key for values in of_runs for key in values)
+    missing = object()
+    differing = []
+    for key in keys:
+        identities = {missing if key not in values else _identity(values[key]) for values in of_runs}
+        if len(identities) > 1 and not _is_empty_section(key, of_runs):
+            differing.append(key)
+    return differing
+
+
+def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
+    """For each of ``keys`` its shortest suffix of whole parts that no other key of ``among`` ends with.
+
+    >>> short_names(["zero_optimization.stage", "fp16.enabled"], ["zero_optimization.stage", "fp16.enabled"])
+    {'zero_optimization.stage': 'stage', 'fp16.enabled': 'fp16.enabled'}
+    """
+    others = set(among)
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        first = 2 if parts[-1] in _NEEDS_SECTION else 1
+        candidates = [".".join(parts[-length:]) for length in range(min(first, len(parts)), len(parts) + 1)]
+        names[key] = next(
+            (
+                name
+                for name in candidates
+                if not any(other != key and f".{other}".endswith(f".{name}") for other in others)
+            ),
+            key,
+        )
+    return names
+
+
+def _swept_keys(manifests: Sequence[Manifest]) -> list[str]:
+    """The keys that one sweep varied, where all the runs are of it; else none."""
+    points = [(manifest.sweep or {}).get("point") for manifest in manifests]
+    names = {(manifest.sweep or {}).get("name") for manifest in manifests}
+    if len(names) != 1 or not all(points):
+        return []
+    return list(dict.fromkeys(key for point in points for key in flatten(point or {})))
+
+
+def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    differing = differing_keys(of_runs)
+    swept = _swept_keys(manifests)
+    if not swept:
+        return differing
+    # What a sweep did not vary only follows from what it did; the ranks and the script are the caller's mixture.
+    facts = {key for manifest in manifests for key in _facts(manifest)}
+    shown = [key for key in swept if key in differing] + [key for key in differing if key in facts]
+    return shown or swept
+
+
+def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Setting]:
+    """The setting of each run. ``names`` are the runs' names, for a label where there is only one of them.
+
+    Runs of unlike scripts differ in many keys: a label then names those that tell the settings apart, ``values`` has all.
+    """
+    of_runs = [_values(manifest) for manifest in manifests]
+    keys = _keys_to_show(manifests, of_runs)
+    short = short_names(keys, {key for values in of_runs for key in values})
+    texts = [
+        {key: value_text(values[key]) if key in values else ABSENT for key in keys} for values in of_runs
+    ]
+    labels = _labels(texts, short)
+    if len(keys) > _MOST_NAMED:
+        few = _labels([{key: each[key] for key in telling_keys(texts)} for each in texts], short)
+        if len(set(few)) == len(set(labels)):
+            labels = few
+    unnamed = SAME if len(names) > 1 else names[0] if names else ""
+    return [Setting(label or unnamed, each) for label, each in zip(labels, texts, strict=True)]
+
+
+def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> list[str]:
+    """The label of each run. A key that it lacks is left out, unless nothing would be left."""
+    found = []
+    for each in texts:
+        named = {key: text for key, text in each.items() if text != ABSENT} or each
+        found.append(", ".join(f"{short[key]}={text}" for key, text in named.items()))
+    return found
+
+
+def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Of the keys of ``texts``, in their order, a few by whose values all that differ are told apart.
+
+    Each is the one that tells most of what the ones before left together apart; of equal ones the first.
+
+    >>> telling_keys([{"lr": "1", "stage": "1", "script": "a"}, {"lr": "1", "stage": "2", "script": "b"}])
+    ['stage']
+    """
+    every = list(texts[0]) if texts else []
+    distinct = len({tuple(each.values()) for each in texts})
+    chosen: list[str] = []
+
+    def told(keys: Sequence[str]) -> int:
+        return len({tuple(each[key] for key in keys) for each in texts})
+
+    while told(chosen) < distinct:
+        chosen.append(max((key for key in every if key not in chosen), key=lambda key: told([*chosen, key])))
+    return [key for key in every if key in chosen]
+
+
+def in_order(manifests: Sequence[Manifest]) -> list[int]:
+    """Positions of the runs in the order to show them: as given; those of one sweep as they were started."""
+    positions = list(range(len(manifests)))
+    if _swept_keys(manifests):
+        positions.sort(key=lambda position: manifests[position].started_realtime_ns or 0)
+    return positions
+
+
+def settings_frame(found: Sequence[Setting], names: Sequence[str]) -> pd.DataFrame:
+    """One row per run: ``run``, ``label``, then the differing keys in full, as text."""
+    rows = [
+        {"run": name, "label": setting.label, **setting.values}
+        for setting, name in zip(found, names, strict=True)
+    ]
+    keys = found[0].values if found else {}
+    return pd.DataFrame(rows, columns=["run", "label", *keys], dtype=TEXT)

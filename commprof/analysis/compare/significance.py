@@ -1,0 +1,112 @@
+"""Whether the step times of two settings differ by more than their repeats do. Pure.
+
+Repeats of one setting vary, and two settings that are the same differ as well. A difference is measurable where Welch's t
+over the medians of the repeats says that chance makes it in less than 5 % of such comparisons, by Holm's correction over all
+pairs: of settings that are all alike, no pair is called different in 95 % of the sweeps. One repeat tells nothing of how
+runs vary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import inf, sqrt
+from statistics import fmean, variance
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.columns.setting_answers import STEP_TIME_PAIRS
+from commprof.quantiles import t_quantile, t_tail
+
+LEVEL: Final = 0.05
+LEAST_REPEATS: Final = 2
+SHORTER: Final = "shorter"
+LONGER: Final = "longer"
+SAME: Final = "no measurable difference"
+CANNOT_TELL: Final = "cannot tell"
+
+
+class Difference(NamedTuple):
+    """Mean of the second less that of the first, with its 95 % interval and the probability of it by chance."""
+
+    value: float
+    low: float
+    high: float
+    probability: float
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Welch's t-test of two samples of two values or more (Welch 1947; degrees of freedom by Satterthwaite)."""
+    parts = [variance(values) / len(values) for values in (first, second)]
+    value, error = fmean(second) - fmean(first), sqrt(sum(parts))
+    if error == 0:
+        return Difference(value, value, value, 1.0 if value == 0 else 0.0)
+    spread = sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True) if part
+    )
+    degrees = sum(parts) ** 2 / spread
+    reach = t_quantile(degrees) * error
+    return Difference(value, value - reach, value + reach, t_tail(abs(value) / error, degrees))
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """The probabilities of several tests, corrected so that all of them together err as rarely as one (Holm 1979).
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    corrected, least = [0.0] * len(probabilities), 0.0
+    order = sorted(range(len(probabilities)), key=lambda i: probabilities[i])
+    for place, i in enumerate(order):
+        least = max(least, min(1.0, probabilities[i] * (len(order) - place)))
+        corrected[i] = least
+    return corrected
+
+
+def pairs(medians: Mapping[str, Sequence[float]]) -> pd.DataFrame:
+    """Each two settings (:data:`setting_answers.STEP_TIME_PAIRS`).
+
+    Args:
+        medians: for each setting the median step time of each of its runs that has one, in ns.
+    """
+    rows: list[dict[str, Any]] = []
+    tested: list[dict[str, Any]] = []
+    for label, other in combinations(sorted(medians), 2):
+        row: dict[str, Any] = {"label": label, "other": other, "verdict": CANNOT_TELL}
+        rows.append(row)
+        few = [name for name in (label, other) if len(medians[name]) < LEAST_REPEATS]
+        if few:
+            row["reason"] = (
+                f"{_repeats(len(medians[few[0]]))} of {few[0]}; how runs vary takes {LEAST_REPEATS} at least"
+            )
+            if all(medians[name] for name in (label, other)):
+                row["difference_ns"] = round(fmean(medians[other]) - fmean(medians[label]))
+            continue
+        found = welch(medians[label], medians[other])
+        row |= {
+            "difference_ns": round(found.value),
+            "low_ns": _rounded(found.low),
+            "high_ns": _rounded(found.high),
+            "probability": found.probability,
+        }
+        tested.append(row)
+    for row, probability in zip(tested, holm([row["probability"] for row in tested]), strict=True):
+        row["probability"] = probability
+        row["verdict"] = (
+            SAME
+            if probability >= LEVEL or not row["difference_ns"]
+            else LONGER
+            if row["difference_ns"] > 0
+            else SHORTER
+        )
+    return from_rows(rows, STEP_TIME_PAIRS.columns)
+
+
+def _repeats(count: int) -> str:
+    return {0: "no step time", 1: "1 repeat"}.get(count, f"{count} repeats")
+
+
+def _rounded(value: float) -> int | None:
+    return None if abs(value) == inf else round(value)

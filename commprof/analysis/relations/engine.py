@@ -1,0 +1,219 @@
+"""Asks one question of the tables of a run, in SQL: a relation (:mod:`commprof.analysis.relations.graph`), or a question.
+
+Relations have a fixed meaning and a name; questions (``queries/*.sql``) take parameters and are asked of relations. Both
+are in a subset of SQL that DuckDB and Spark understand: common table expressions, window frames, ``coalesce``, ``max_by``;
+no QUALIFY, no quoted or reserved names, no lists. Only registering the tables and starting the engine is particular to
+DuckDB, and that is all this module does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Final
+
+import duckdb
+import pyarrow as pa
+
+from commprof.analysis.relations.graph import requested, statement, steps
+from commprof.analysis.relations.memory import engine_settings
+from commprof.analysis.traffic.bucket_groups import bucket_groups
+from commprof.errors import TraceError
+from commprof.schema import parse_ranks
+from commprof.trace.reader import Scan
+
+
+class _Connection(threading.local):
+    """One engine for each thread: starting one takes longer than most questions."""
+
+    def __init__(self) -> None:
+        self.engine = connect()
+
+
+def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnection:
+    """An engine that takes no more memory than it should, and puts the rest into files (``memory``).
+
+    Args:
+        path: of its database; default: none.
+        settings: DuckDB's, in the place of the usual ones.
+
+    Raises:
+        UsageError: the environment sets a limit that is no size. duckdb.Error: the database cannot be opened.
+    """
+    return duckdb.connect(path, config={**engine_settings(), **settings})
+
+
+_connection: Final = _Connection()
+_AGREEMENT: Final = "agreement"
+_numbers: Final = itertools.count()
+
+
+@cache
+def query_text(question: str) -> str:
+    """The SQL of ``question``, as it stands in ``queries/<question>.sql``."""
+    return (resources.files("commprof.analysis") / "queries" / f"{question}.sql").read_text("utf-8")
+
+
+def ask(question: str, tables: Mapping[str, pa.Table | Scan], **clauses: str) -> pa.Table:
+    """The answer to ``question`` over ``tables``.
+
+    Args:
+        question: name of a file in ``queries/``.
+        tables: the tables that its text names, by that name; a large one as where its rows lie.
+        clauses: text to put in the place of ``{name}`` in the query; made of checked column names only.
+
+    Raises:
+        TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
+    """
+    text = query_text(question)
+    return _answer(f"the question of {question!r}", text.format(**clauses) if clauses else text, tables)
+
+
+def evaluate(
+    name: str,
+    tables: Mapping[str, pa.Table | Scan],
+    by: Sequence[str] = (),
+    known: Mapping[str, pa.Table] | None = None,
+    select: str = "select * from {name}",
+) -> pa.Table:
+    """The rows of relation ``name`` over ``tables`` of the schema.
+
+    Args:
+        tables: those of :func:`commprof.analysis.relations.graph.tables_of`, but for the ones that are made here.
+        by: the columns that are requested of it.
+        known: rows of relations that it is made of, evaluated before by the columns that it needs at least.
+        select: the question to ask of it; it may name ``tables`` too.
+
+    Raises:
+        TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
+    """
+    known = known or {}
+    texts = " ".join(steps(name, by, known).values())
+    made = {
+        table: made_of(table, lambda question: ask(question, tables))
+        for table in MADE
+        if table not in tables and re.search(rf"\b{table}\b", texts)
+    }
+    held = {step: f"known_{step}" for step in known}
+    registered = {**tables, **made, **{held[step]: rows for step, rows in known.items()}}
+    return _answer(
+        f"the relation {name!r}", "", registered, lambda engine: _evaluated(engine, name, by, held, select)
+    )
+
+
+def _evaluated(
+    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], held: Mapping[str, str], select: str
+) -> pa.Table:
+    agreement = keep_agreement(engine, name, by, held)
+    try:
+        return engine.sql(statement(name, by, select, {**held, **agreement})).to_arrow_table()
+    finally:
+        for table in agreement.values():
+            engine.execute(f"drop table {table}")
+
+
+def keep_agreement(
+    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], known: Collection[str] = ()
+) -> dict[str, str]:
+    """Evaluate what ``name`` needs of the relation agreement into a temporary table, for :func:`statement`.
+
+    How many rows it has decides how the engine joins them with the records: from a guess it takes several times the memory.
+
+    Args:
+        known: relations that were evaluated before.
+    """
+    by = requested(name, by)
+    if name == _AGREEMENT or _AGREEMENT not in steps(name, by, known):
+        return {}
+    table = f"{_AGREEMENT}_{next(_numbers)}"
+    engine.execute(f"create temp table {table} as {statement(_AGREEMENT, by)}")
+    return {_AGREEMENT: table}
+
+
+def made_of(name: str, ask_records: Callable[[str], pa.Table]) -> pa.Table:
+    """The table ``name`` of :data:`MADE`.
+
+    Args:
+        ask_records: gives the answer to a question (``queries/*.sql``) about the collectives of the run.
+
+    Raises:
+        TraceError: a text has no ranks.
+    """
+    question, make = MADE[name]
+    return make(ask_records(question))
+
+
+def group_members(groups: pa.Table) -> pa.Table:
+    """The ranks of each text of ``groups`` (column group_ranks), with their positions in it.
+
+    Raises:
+        TraceError: a text has no ranks.
+    """
+    texts = groups["group_ranks"].to_pylist()
+    rows = [(text, rank, place) for text in texts for place, rank in enumerate(parse_ranks(text))]
+    columns = zip(*rows, strict=True) if rows else [()] * 3
+    kinds = (pa.string(), pa.int32(), pa.int32())
+    names = ["group_ranks", "rank", "position"]
+    return pa.table([pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)], names)
+
+
+MADE: Final[Mapping[str, tuple[str, Callable[[pa.Table], pa.Table]]]] = {  # of what question, and how
+    "bucket_groups": ("reducing_groups", bucket_groups),
+    "group_members": ("split_groups", group_members),
+    "ranks_of_groups": ("groups_of_operations", group_members),
+}
+
+
+def _answer(
+    what: str,
+    text: str,
+    tables: Mapping[str, pa.Table | Scan],
+    act: Callable[[duckdb.DuckDBPyConnection], pa.Table] | None = None,
+) -> pa.Table:
+    """The answer to ``text``, or what ``act`` gives, with ``tables`` in the engine."""
+    engine = _connection.engine
+    registered: list[str] = []
+    try:
+        for name, rows in tables.items():
+            registered += register(engine, name, rows)
+        return engine.sql(text).to_arrow_table() if act is None else act(engine)
+    except duckdb.Error as error:
+        first = str(error).strip().partition("\n")[0]
+        raise TraceError(
+            f"the {' and '.join(tables)} of the run do not answer {what}: {first}. Some file of the run is damaged; copy it "
+            "again from where it was recorded"
+        ) from None
+    finally:
+        for name in reversed(registered):
+            engine.unregister(name)  # so that no table outlives its question
+
+
+def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
+    """Make ``rows`` known to ``engine`` as ``name``; returns the names that were taken for it."""
+    if not isinstance(rows, Scan):
+        engine.register(name, rows)
+        return [name]
+    rest = f"{name}_rest"
+    engine.register(rest, rows.rest)
+    engine.register(name, scanned(engine, rows, rest))
+    return [rest, name]
+
+
+def scanned(engine: duckdb.DuckDBPyConnection, rows: Scan, rest: str) -> duckdb.DuckDBPyRelation:
+    """All rows of a table that lies in files: those of the files, then ``rest``, the name of ``rows.rest`` in ``engine``.
+
+    Columns that a file's version of the schema did not have are null.
+    """
+    others = engine.table(rest)
+    files = engine.read_parquet([str(file) for file in rows.files], union_by_name=not rows.is_current)
+    if not rows.is_current:
+        present = set(files.columns)
+        kinds = zip(others.columns, others.types, strict=True)
+        files = files.project(
+            ", ".join(name if name in present else f"cast(null as {kind}) as {name}" for name, kind in kinds)
+        )
+    return files.union(others)

@@ -1,0 +1,1 @@
+"""Answers that are evaluated once and stored: the index, summaries, files of hosts, caches."""

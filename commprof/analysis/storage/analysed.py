@@ -1,0 +1,151 @@
+"""A run evaluated into a directory of its own, which opens as that run: its summaries, small tables and provenance.
+
+The records are not copied: ``collectives`` is a link to those of the run, for the answers that need every record.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from commprof import __version__
+from commprof.analysis.storage import summaries
+from commprof.analysis.storage.index_sums import process_times, standing_of
+from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, OPERATIONS
+from commprof.analysis.storage.run_totals import SUMMARISED, summary_tables
+from commprof.analysis.time import stalls as standstill
+from commprof.analysis.traffic import buckets
+from commprof.errors import TraceError, UsageError
+from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
+from commprof.trace.fingerprint import fingerprint
+from commprof.trace.reader import Run, open_run
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PROVENANCE: Final = "analysis.json"
+
+
+def check_target(out: Path, force: bool) -> None:
+    """See that ``out`` is free, or holds an earlier analysis that ``force`` replaces.
+
+    Raises:
+        UsageError: it is taken.
+    """
+    if not out.exists():
+        return
+    if not (out / PROVENANCE).is_file():
+        raise UsageError(f"{out} exists already and is no analysis; choose another --out")
+    if not force:
+        raise UsageError(f"{out} exists already; give --force to replace it, or another --out")
+
+
+def analyse_place(place: str, out: Path, session: SparkSession, force: bool = False) -> dict[str, int]:
+    """Evaluate the summaries of the run at ``place``, which Spark reads and this machine does not: see :func:`analyse`.
+
+    Its records stay there. An answer that needs every record says so and where they are.
+
+    Args:
+        place: URL of the run (``s3a://...``).
+
+    Raises:
+        UsageError: ``out`` is taken. TraceError: there is no finalised run at ``place``, a file of it is damaged, or ``out``
+            cannot be written.
+    """
+    from commprof.analysis.relations import spark_store
+
+    with tempfile.TemporaryDirectory(prefix="commprof-fetched-") as folder:
+        fetched = Path(folder) / "run"
+        spark_store.fetch(session, place, fetched)
+        return analyse(open_run(fetched), out, session, force, place)
+
+
+def analyse(
+    run: Run, out: Path, session: SparkSession | None = None, force: bool = False, place: str | None = None
+) -> dict[str, int]:
+    """Evaluate the summaries of ``run``, and put them with its small tables into directory ``out``, all or nothing.
+
+    Args:
+        session: of Spark (:func:`commprof.analysis.relations.spark.start`); default: DuckDB evaluates.
+        force: replace an earlier analysis.
+        place: where the run lies; default: its path.
+
+    Returns:
+        The rows of each summary.
+
+    Raises:
+        UsageError: ``out`` is taken. TraceError: a file of the run is damaged, or ``out`` cannot be written.
+    """
+    check_target(out, force)
+    if run.pending:
+        raise TraceError(f"{run.path} still works, and its records change; analyse it when it has ended")
+    before = fingerprint(run.path).inputs
+    tables = summary_tables(run, None if session is None else _on_spark(session, run))
+    rows = {key[0]: len(table) for key, table in tables.items()}
+    engine = f"spark {session.version}" if session is not None else f"duckdb {_duckdb_version()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
+            staging = Path(folder) / "run"
+            _copy(run.path, staging)
+            summaries.keep(staging, tables, fingerprint(staging).inputs)
+            facts = {
+                "analysed_by": f"commprof {__version__}",
+                "engine": engine,
+                "run": place or str(run.path.absolute()),
+                "fingerprint": before,
+                "rows": rows,
+            }
+            (staging / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+            if out.exists():
+                shutil.rmtree(out)
+            staging.rename(out)
+    except OSError as error:
+        raise TraceError(
+            f"{error.filename or out} cannot be written: {error.strerror or error}; choose another --out, or make room there"
+        ) from None
+    return rows
+
+
+def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table]:
+    """What is evaluated from records, by the keys of the summaries; the rest follows from it."""
+    from commprof.analysis.relations.spark import relations_of
+
+    relations = relations_of(session, run)
+    operations = relations.table("operations", SUMMARISED)
+    steps, stalls = run.table("steps"), run.table("stalls")
+    times = relations.of_processes(standstill.COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
+    found = {(OPERATIONS, *SUMMARISED): operations}
+    found |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
+    if len(run.table("buckets")):
+        flushes = relations.table(BUCKET_FLUSHES, known={OPERATIONS: operations})
+        found[BUCKET_FLUSHES,] = buckets.in_order(flushes)
+    return found
+
+
+def _copy(path: Path, target: Path) -> None:
+    """The manifest and the small tables of the run at ``path``, and a link to its records."""
+    target.mkdir()
+    for file in sorted(path.iterdir()):
+        if (
+            file.is_file()
+            and (file.suffix == ".parquet" or file.suffix == ".json")
+            and file.name != PROVENANCE
+        ):
+            shutil.copy2(file, target / file.name)
+    if not (target / MANIFEST_NAME).exists():
+        raise TraceError(f"{path} has no {MANIFEST_NAME}; analyse a run that commprof recorded or imported")
+    records = path / COLLECTIVES_DIRECTORY
+    if records.is_dir():
+        (target / COLLECTIVES_DIRECTORY).symlink_to(records.resolve())
+
+
+def _duckdb_version() -> str:
+    import duckdb
+
+    return str(duckdb.__version__)

@@ -1,0 +1,119 @@
+"""Small answers about runs as files in the user's cache directory, so that a command need not work them out again.
+
+A file is named by what it answers: the question, the runs with the names, sizes and times of all their files, and those of
+commprof itself and of the directory that packages are installed into. If any of them changes, another name is looked for.
+
+They are no table of the index of the run. Only runs of 300,000 records and more have an index, and DuckDB lets no process
+write to a database that another one, as the dashboard, has open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.trace.fingerprint import fingerprint
+
+_PACKAGE: Final = Path(__file__).resolve().parents[2]
+_SOURCES: Final = (".py", ".sql")
+_LARGEST: Final = 4 << 20  # bytes of an answer; a larger one is not stored
+_MOST_BYTES: Final = 64 << 20
+_MOST_FILES: Final = 512
+
+
+def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[Any, bool]]) -> Any:
+    """What ``answer`` says of ``runs``, or what it said when it was asked last and the files were what they are now.
+
+    Args:
+        question: what is asked; with ``runs``, all that the answer depends on.
+        answer: gives values of JSON, and whether they hold for as long as the files of the runs are the same.
+    """
+    before = _name(question, runs)
+    directory = cache_directory()
+    if before is None or directory is None:
+        return answer()[0]
+    try:
+        return json.loads((directory / before).read_bytes())
+    except (OSError, ValueError):  # there is none, or it cannot be read: the next one takes its place
+        pass
+    found, holds = answer()
+    if holds and _name(question, runs) == before:
+        _store(directory / before, found)
+    return found
+
+
+def cache_directory() -> Path | None:
+    """Where answers lie: in the user's cache directory; None where there is none."""
+    return user_cache("answers")
+
+
+def user_cache(kind: str) -> Path | None:
+    """The directory for ``kind`` of files in the user's cache directory (XDG specification); None where there is none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        cache = Path(os.environ.get("HOME", ""), ".cache")
+    return cache / "commprof" / kind if cache.is_absolute() else None
+
+
+def _name(question: str, runs: Sequence[Path]) -> str | None:
+    """The name of the answer's file; None where a run is being written, or cannot be read."""
+    found = [fingerprint(run) for run in runs]
+    if not all(each.is_still for each in found):
+        return None
+    named = [(str(run), each.key) for run, each in zip(runs, found, strict=True)]
+    return hashlib.sha256(repr((question, named, _code())).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _code() -> tuple[Any, ...]:
+    """The state of what works an answer out: the files of commprof, and the directory of the installed packages."""
+    packages = Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
+    installed = packages.stat().st_mtime_ns if packages.is_dir() else 0
+    sources = [each for each in fingerprint(_PACKAGE).files if each[0].endswith(_SOURCES)]
+    return (sys.version, installed, sources)
+
+
+def _store(file: Path, answer: Any) -> None:
+    """Write ``answer``; where that is not possible, it is worked out again the next time."""
+    text = json.dumps(answer, allow_nan=False).encode()
+    if len(text) > _LARGEST:
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".")
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                out.write(text)
+            os.replace(name, file)  # noqa: PTH105 - as the other calls on the name
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name)  # noqa: PTH108
+            raise
+        _prune(file.parent)
+
+
+def _prune(directory: Path) -> None:
+    """Remove the oldest files down to half of the limits, where there are more than these."""
+    files = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat()
+                files.append((status.st_mtime_ns, status.st_size, entry.path))
+    size = sum(each for _, each, _ in files)
+    if len(files) <= _MOST_FILES and size <= _MOST_BYTES:
+        return
+    files.sort()
+    count = len(files)
+    for _, each, path in files:
+        if count <= _MOST_FILES // 2 and size <= _MOST_BYTES // 2:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # noqa: PTH108
+        count, size = count - 1, size - each

@@ -1,0 +1,410 @@
+"""The index of a run: its records in order of time on one clock, and how busy each rank was, in a DuckDB file beside them.
+
+It holds nothing that the run does not, so it may be deleted at any time and is built again when a file of the run
+changes. Where the directory cannot be written to, it lies in the user's cache directory. That of a small run, of one that is
+still going, and whenever nobody asked for a file, is held in memory.
+
+Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.spans`), ``kinds``, ``lanes`` (groups of ranks,
+``lanes``), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only what is not 0), ``bands``
+(steps and phases), ``facts``;
+in a file also the sums that other questions begin with (:mod:`commprof.analysis.storage.index_sums`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, TypeVar
+
+import duckdb
+import pyarrow as pa
+
+from commprof.analysis.relations.engine import connect
+from commprof.analysis.relations.memory import engine_settings
+from commprof.analysis.storage.answer_cache import answer_cache
+from commprof.analysis.storage.answer_files import user_cache
+from commprof.analysis.storage.index_sums import fill_sums, standing
+from commprof.analysis.storage.index_tables import Laid, fill, fill_overview, fill_records
+from commprof.analysis.storage.index_totals import keep_operations
+from commprof.errors import TraceError
+from commprof.printable import command_line
+from commprof.trace.directory import INDEX_NAME, MANIFEST_NAME, resolve
+from commprof.trace.fingerprint import fingerprint
+from commprof.trace.manifest import read_manifest
+from commprof.trace.rank_files.layout import rank_files
+from commprof.trace.reader import Run, open_run
+
+MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
+_FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
+_KEPT: Final = 8  # indexes that stay open
+_MOST_CACHED: Final = 16  # files in the user's cache directory; the oldest go
+_LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
+_MOST_MEMORY: Final = (
+    400 << 20
+)  # that the engine takes while it builds an index; what does not fit goes to files
+_CORRUPT: Final = "Corrupt database file"  # begins what the engine says of a block whose checksum is another
+
+Progress = Callable[[int, int], None]
+Answer = TypeVar("Answer")
+
+
+class Index:
+    """An opened index. Questions are asked one at a time.
+
+    Attributes:
+        run: the run directory.
+        facts: records, begin_ns, end_ns, ranks, lanes (how many; 0: groups are not told apart), ops, unknown_clocks,
+            levels (bin width and number of bins of each).
+        path: its file; None for one in memory.
+        stamp: the ``inputs`` of the :func:`fingerprint` of the run that it was made from.
+    """
+
+    def __init__(self, run: Path, engine: duckdb.DuckDBPyConnection, path: Path | None) -> None:
+        self.run = run
+        self.path = path
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._opened: Run | None = None
+        self.stamp = str(_one(engine, "select value from facts where name = 'fingerprint'"))
+        self.facts: Mapping[str, Any] = json.loads(
+            _one(engine, "select value from facts where name = 'facts'")
+        )
+        self.born = time.monotonic()
+        self.seconds = 0.0  # that opening or building it took
+
+    def ask(self, sql: str, values: Sequence[Any] = ()) -> pa.Table:
+        """The answer to ``sql``, with ``values`` in the place of its question marks.
+
+        Raises:
+            TraceError: a block of the file is damaged. The file is removed then, so that the next question finds none.
+        """
+        with self._lock:
+            try:
+                return self._engine.sql(sql, params=list(values)).to_arrow_table()
+            except duckdb.Error as error:
+                said = _first_line(error)
+        if self.path is None:
+            raise TraceError(f"the index of {self.run} cannot be read: {said}")
+        again = f"answers need no index, and {command_line('finalise', self.run)} makes it again"
+        if _CORRUPT not in said:
+            raise TraceError(f"{self.path} cannot be read: {said}. Remove it: {again}")
+        _shelf.forget(self.run)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            do = f"Remove it, which was not possible here ({error.strerror}): {again}"
+        else:
+            do = f"It was removed. Ask again: {again}"
+        raise TraceError(f"{self.path} has a damaged block: {said}. {do}")
+
+    def opened(self) -> Run:
+        """The run itself, for its other tables."""
+        if self._opened is None:
+            self._opened = open_run(self.run)
+        return self._opened
+
+    def close(self) -> None:
+        """Close it, once nobody asks it anything."""
+        with self._lock:
+            self._engine.close()
+
+
+class _Shelf:
+    """The indexes that are open in this process, by run directory."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[Path, Index] = OrderedDict()
+        self._lock = threading.Lock()
+        self._building: dict[Path, threading.Lock] = {}
+
+    def take(self, run: Path, make: Callable[[], Index]) -> Index:
+        """The index of ``run``: the one that is open, where it still holds, else what ``make`` gives."""
+        run = run.resolve()
+        with self._lock:
+            building = self._building.setdefault(run, threading.Lock())
+        with building:  # ten tabs wait for one build
+            with self._lock:
+                held = self._held.get(run)
+                if held is not None:
+                    young = time.monotonic() - held.born < max(_LIVE_SECONDS, 10 * held.seconds)
+                    if held.stamp == fingerprint(run).inputs and (young or not _is_live(run)):
+                        self._held.move_to_end(run)
+                        return held
+                    # A file that is open under the same name would be found in the place of the new one.
+                    self._held.pop(run).close()
+            begin = time.monotonic()
+            index = make()
+            index.seconds = time.monotonic() - begin
+            with self._lock:
+                self._held[run] = index
+                while len(self._held) > _KEPT:
+                    self._held.popitem(last=False)[1].close()
+            return index
+
+    def holds(self, run: Path) -> bool:
+        """Whether the index of ``run`` is open, and still that of its files."""
+        with self._lock:
+            held = self._held.get(run.resolve())
+            return held is not None and held.stamp == fingerprint(run).inputs
+
+    def forget(self, run: Path) -> None:
+        """Close the index of ``run``, if it is open."""
+        with self._lock:
+            held = self._held.pop(run.resolve(), None)
+        if held is not None:
+            held.close()
+
+
+_shelf: Final = _Shelf()
+
+
+def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: bool = False) -> Index:
+    """The index of ``run``, opened; it is built first where there is none that holds.
+
+    Args:
+        progress: told how many records of how many are done, now and then, while it is built.
+        write: into a file, where the run is large and has ended; else it is held in memory.
+
+    Raises:
+        TraceError: the run cannot be read; or it is too large to be held in memory and is not, or cannot be, written.
+    """
+    path = run.path if isinstance(run, Run) else resolve(run)
+    given = run if isinstance(run, Run) else None
+    return _shelf.take(path, lambda: _open(path, given, progress or _ignore, write))
+
+
+def index_if_there(run: Path) -> Index | None:
+    """The index of ``run``, opened, where its file is there and holds; nothing is built."""
+    path = run.resolve()
+    files = [file for file in _places(path) if file.is_file()]
+    if not files or _is_live(path) or not (_shelf.holds(path) or _holds(path, files)):
+        return None
+    found = index_of(path)
+    return found if found.path is not None else None
+
+
+def by_index(
+    run: Run,
+    indexed: Callable[[Index], Answer | None],
+    otherwise: Callable[[], Answer],
+    question: Hashable = None,
+) -> Answer:
+    """What ``indexed`` says of the index of ``run`` where one is there and holds, else what ``otherwise`` gives.
+
+    Args:
+        question: what the answer of the index is held under; default: it is not held.
+    """
+
+    def ask() -> Answer | None:
+        index = index_if_there(run.path)
+        return None if index is None else indexed(index)
+
+    found = ask() if question is None else answer_cache.get(run.state, question, ask)
+    return otherwise() if found is None else found
+
+
+def has_index(run: Path) -> bool:
+    """Whether questions about ``run`` are answered at once: it is small, still going, or its index is there and holds."""
+    path = resolve(run)
+    if _shelf.holds(path) or _is_live(path):
+        return True
+    entries = read_manifest(path).ranks if (path / MANIFEST_NAME).is_file() else []
+    if sum(int(entry.get("records") or 0) for entry in entries) < _FEWEST_IN_FILE:
+        return True
+    return _holds(path, _places(path))
+
+
+def _places(run: Path) -> list[Path]:
+    """Where the file of the index may lie: beside the run, else in the user's cache directory."""
+    places = [run / INDEX_NAME]
+    cache = user_cache("indexes")
+    if cache is not None:
+        name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
+        places.append(cache / f"{name}{Path(INDEX_NAME).suffix}")
+    return places
+
+
+def _holds(path: Path, files: Sequence[Path]) -> bool:
+    index = _existing(path, files)
+    if index is None:
+        return False
+    index.close()
+    return True
+
+
+def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index:
+    files = _places(path)
+    if not _is_live(path):
+        index = _existing(path, files)
+        if index is not None:
+            return index
+    run = run or open_run(path)
+    records = run.health.records
+    if records < _FEWEST_IN_FILE or run.health.state == "running" or _is_live(path):
+        return _in_memory(run, progress)
+    if not write:
+        if records <= MOST_IN_MEMORY:
+            return _in_memory(run, progress)
+        raise TraceError(
+            f"{path} has {records:,} records and no index. Make it once: {command_line('finalise', path)}"
+        )
+    try:
+        with _locked(path):
+            index = _existing(path, files)  # somebody else may have built it meanwhile
+            if index is None:
+                _write(run, files, progress)
+    except OSError as error:
+        if records > MOST_IN_MEMORY:
+            raise TraceError(
+                f"{path} has {records:,} records, and its index cannot be written to "
+                f"{' or '.join(str(file.parent) for file in files)}: {error.strerror or error}. Copy the run to a directory "
+                "that you may write to, or set XDG_CACHE_HOME to one"
+            ) from None
+        return _in_memory(run, progress)
+    return index or _existing(path, files) or _in_memory(run, progress)
+
+
+def _existing(run: Path, files: Sequence[Path]) -> Index | None:
+    """The index in the first of ``files`` that holds one of this run, as it is; None where none does."""
+    for file in files:
+        index = _read(run, file)
+        if index is not None:
+            return index
+    return None
+
+
+def _read(run: Path, file: Path) -> Index | None:
+    """The index in ``file``; None where there is none, or another run's, or half of one."""
+    if not file.is_file():
+        return None
+    engine = None
+    try:
+        engine = duckdb.connect(str(file), read_only=True, config=engine_settings())
+        # Free blocks at the end may be missing.
+        blocks = int(_one(engine, "select block_size * used_blocks from pragma_database_size()"))
+        is_whole = file.stat().st_size >= blocks
+        stamp = _one(engine, "select value from facts where name = 'fingerprint'")
+        if is_whole and stamp == fingerprint(run).inputs:
+            return Index(run, engine, file)
+    except (duckdb.Error, ValueError, TypeError, OSError):
+        pass
+    if engine is not None:
+        engine.close()
+    return None
+
+
+def _in_memory(run: Run, progress: Progress) -> Index:
+    engine = connect()
+    try:
+        fill(engine, run, {"fingerprint": fingerprint(run.path).inputs}, progress)
+    except duckdb.Error as error:
+        raise TraceError(f"the records of {run.path} cannot be put in order: {_first_line(error)}") from None
+    return Index(run.path, engine, None)
+
+
+def _write(run: Run, files: Sequence[Path], progress: Progress) -> None:
+    """Write the index, whole or not at all, to the first of ``files`` that can be written. OSError: none can."""
+    for file in files:
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_to(file, run, progress)
+        except OSError:
+            if file == files[-1]:
+                raise
+        else:
+            break
+    if file != run.path / INDEX_NAME:
+        _remove_oldest(file.parent)
+
+
+def _remove_oldest(cache: Path) -> None:
+    """Keep the newest files of the cache directory."""
+    with contextlib.suppress(OSError):
+        files = sorted(cache.glob(f"*{Path(INDEX_NAME).suffix}"), key=lambda file: -file.stat().st_mtime_ns)
+        for file in files[_MOST_CACHED:]:
+            file.unlink(missing_ok=True)
+
+
+def _write_to(file: Path, run: Run, progress: Progress) -> None:
+    for left in file.parent.glob(f".{file.name}-*"):  # of a process that was killed; its lock is ours now
+        _remove(left)
+    with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-", ignore_cleanup_errors=True) as folder:
+        temporary = Path(folder) / file.name
+        try:
+            settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
+            with (
+                ThreadPoolExecutor(
+                    1
+                ) as beside,  # what need not wait for the rest fills what that leaves idle
+                connect(str(temporary), **settings) as engine,
+            ):
+                stood = beside.submit(standing, run)
+                laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
+                facts, records = {"fingerprint": fingerprint(run.path).inputs}, run.health.records
+                seen = beside.submit(_fill_overview, engine, run, facts, laid)
+                summed = beside.submit(keep_operations, engine, run)
+                found = fill_sums(
+                    engine,
+                    run,
+                    stood,
+                    summed,
+                    lambda done, of: progress((of + done) * records // of // 2, records),
+                )
+                seen.result()
+                engine.executemany("insert into facts values (?, ?)", list(found.items()))
+        except duckdb.Error as error:
+            raise OSError(_first_line(error)) from None
+        temporary.replace(file)
+
+
+def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
+    """:func:`fill_overview` on another thread than that which uses ``engine``."""
+    with engine.cursor() as cursor:
+        fill_overview(cursor, run, facts, laid)
+
+
+def _remove(left: Path) -> None:
+    if left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """Alone with ``run`` among those who build an index; a lock on the directory leaves no file behind."""
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the rename keeps the file whole anyway
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_live(run: Path) -> bool:
+    return bool(rank_files(run))
+
+
+def _one(engine: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    rows = engine.execute(sql).fetchall()  # all: a connection with an unread result refuses other questions
+    return rows[0][0] if rows else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _ignore(done: int, of: int) -> None:
+    return None

@@ -1,0 +1,150 @@
+"""What stands in the index of a run beside its records: sums and answers, so that no question reads every record again.
+
+Whatever is asked of whole collectives is worked out part by part (:mod:`commprof.analysis.time.partitions`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Final, NamedTuple
+
+import duckdb
+import pyarrow as pa
+
+from commprof.align.ranks.arrivals import NEEDED
+from commprof.analysis.relations.memory import give_back
+from commprof.analysis.storage.index_totals import TransferTimes, append, rows_of
+from commprof.analysis.stragglers import arrivals, straggling
+from commprof.analysis.time import exposure, transfers
+from commprof.analysis.time.partitions import IndexedParts, columns_of
+from commprof.analysis.time.stalls import standstills
+from commprof.trace.reader import Run, Scan
+from commprof.trace.tables import empty_table
+
+STRAGGLING: Final = dict(
+    zip(
+        straggling.Straggling._fields,
+        ("stragglers", "lateness", "waiting_causes", "late_collectives"),
+        strict=True,
+    )
+)
+EXPOSURES: Final = {  # by these columns
+    ("attempt", "step"): "exposure_of_steps",
+    ("attempt", "step", "purpose"): "exposure_of_purposes",
+}
+_COLUMNS: Final = columns_of(NEEDED, transfers.ALSO)
+_WORKERS: Final = 2
+_FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
+_AHEAD: Final = 2  # parts that are worked on at once
+
+Progress = Callable[[int, int], None]
+
+
+class _Found(NamedTuple):
+    """What one part says."""
+
+    times: pa.Table
+    arrived: pa.Table
+
+
+def fill_sums(
+    engine: duckdb.DuckDBPyConnection,
+    run: Run,
+    stood: Future[dict[str, pa.Table]],
+    summed: Future[None],
+    progress: Progress,
+) -> dict[str, str]:
+    """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
+
+    Args:
+        stood: will be what :func:`standing` says.
+        summed: has ended when the operations and buckets are there (``index_totals.keep_operations``).
+        progress: told how many parts of how many are done.
+
+    Returns:
+        What is to stand among the facts.
+
+    Raises:
+        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
+    """
+    with (
+        ThreadPoolExecutor(_WORKERS) as pool,
+        closing(straggling.Collector(hosts=arrivals.hosts_of(run))) as taken,
+    ):
+        times = TransferTimes(engine)
+        for number, found in enumerate(_parts(engine, run, pool, progress)):
+            taken.add(straggling.apart(found.arrived, number))
+            times.add(found.times)
+        times.end()
+        give_back()  # what the parts took is left for what follows
+        late = pool.submit(taken.answer)
+        summed.result()
+        facts = _keep_straggling(engine, late.result())
+        for name, rows in stood.result().items():
+            append(engine, name, rows)
+    progress(1, 1)
+    return facts
+
+
+def _parts(
+    engine: duckdb.DuckDBPyConnection, run: Run, pool: ThreadPoolExecutor, progress: Progress
+) -> Iterator[_Found]:
+    """What the parts say, in their order; some are worked on while the one before is kept."""
+    aligned = arrivals.aligned(run, transfers.ALSO)
+    parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
+
+    def work(condition: str) -> _Found:
+        with engine.cursor() as cursor:
+            rows = parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
+        arrived = aligned(rows)
+        return _Found(transfers.timed(arrived), arrived)
+
+    under_way: deque[Future[_Found]] = deque()
+    for number, condition in enumerate(parts.conditions):
+        under_way.append(pool.submit(work, condition))
+        if len(under_way) > _AHEAD:
+            yield under_way.popleft().result()
+            progress(number - _AHEAD, len(parts.conditions))
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def standing(run: Run) -> dict[str, pa.Table]:
+    """What collectives cost in time, by the columns of :data:`EXPOSURES`.
+
+    Raises:
+        TraceError: a file of the run is damaged.
+    """
+    collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
+    stalls = run.table("stalls")
+    found = standing_of(process_times(collectives, of_steps, stalls), of_steps, stalls)
+    give_back()  # what it took of each file is not needed again
+    return found
+
+
+def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
+    """What :func:`standing_of` is made of. Those of several processes are those of each, one after the other."""
+    return [
+        *standstills(collectives, of_steps, list(EXPOSURES), stalls),
+        exposure.counts(collectives, max(EXPOSURES, key=len), stalls),
+    ]
+
+
+def standing_of(times: list[pa.Table], of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
+    """:func:`standing`, from the :func:`process_times` of all processes."""
+    *stood, counted = times
+    unused = empty_table("collectives")
+    return {
+        name: exposure.answer(unused, of_steps, by, stalls, each, counted)
+        for (by, name), each in zip(EXPOSURES.items(), stood, strict=True)
+    }
+
+
+def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:
+    for field, name in STRAGGLING.items():
+        append(engine, name, rows_of(getattr(found, field)))
+    return {"straggling": json.dumps(found.ranks.attrs)}

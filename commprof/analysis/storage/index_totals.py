@@ -1,0 +1,148 @@
+"""Tables of an index that are filled part by part: operations added up, and how long collectives took."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import duckdb
+import pandas as pd
+import pyarrow as pa
+
+from commprof.analysis.columns.bandwidth_answers import BANDWIDTH_TIMES as TIMES
+from commprof.analysis.columns.combinations import KIND, Combinations
+from commprof.analysis.columns.detailed_answers import BUCKET_FLUSHES as FLUSHES
+from commprof.analysis.columns.frames import from_arrow
+from commprof.analysis.relations.engine import MADE, keep_agreement, made_of, query_text, register
+from commprof.analysis.relations.graph import statement, tables_of
+from commprof.analysis.storage.spans import KIND_COLUMNS
+from commprof.analysis.traffic import buckets
+from commprof.schema import COLLECTIVES
+from commprof.trace.reader import Run
+
+OPERATIONS: Final = "operations"
+BANDWIDTH_TIMES: Final = "bandwidth_times"
+BUCKET_FLUSHES: Final = "bucket_flushes"
+BUCKET_MEANS: Final = "bucket_means"
+HELD_COLUMNS: Final = (
+    "attempt",
+    "step",
+    "after_step",
+    "phase",
+    "op",
+    "intended_op",
+    "purpose",
+    "pg",
+    "group_desc",
+    "group_ranks",
+    "group_size",
+    "backend",
+    "root",
+    "sender",
+    "receiver",
+    "call_bytes",
+    "span",
+)
+MEASURES: Final = {
+    "collectives": "bigint",
+    "records": "bigint",
+    "payload_bytes": "bigint",
+    "padding_bytes": "bigint",
+    "wire_share": "decimal(38, 0)",
+    "executed_share": "decimal(38, 0)",
+    "unexecuted": "bigint",
+    "between_share": "decimal(38, 0)",
+    "unlocated": "bigint",
+    "host_ns": "double",
+    "exposed_ns": "double",
+    "timed": "bigint",
+    "tensors": "bigint",
+}
+SUMS: Final = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
+_TIMES_OWN: Final = ("attempt", "step", "error_ns", "time_ns")
+_TOLD: Final = TIMES.names[: TIMES.names.index("time_source") + 1]  # the others follow from these
+_NUMBERS: Final = {"group_size": pa.int32(), "payload_bytes": pa.int64()}
+_TIMES_KINDS: Final = pa.schema(
+    [(name, _NUMBERS.get(name, pa.string())) for name in _TOLD if name not in _TIMES_OWN]
+)
+_FEWEST_SCANNED: Final = 100_000  # rows that the engine reads from the files
+_ROWS_AT_ONCE: Final = 200_000  # that are kept: an engine writes fewer twice
+
+
+def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
+    """Create the operations and gradient buckets of the index of ``run`` from the records in ``engine``'s database.
+
+    Raises:
+        TraceError: a table of the run is damaged. duckdb.Error: the database cannot be written.
+    """
+    columns = ", ".join(f"{'k' if name in KIND_COLUMNS else 'r'}.{name}" for name in COLLECTIVES.names)
+    with engine.cursor() as cursor:
+        cursor.execute(
+            f"create temp view collectives as select {columns} from records r join kinds k using (kind)"
+        )
+        cursor.register("aggregates", run.table("aggregates"))
+        cursor.register("groups", run.table("groups"))
+        register(cursor, "buckets", run.scan("buckets", _FEWEST_SCANNED))
+        for name in set(MADE) & {*tables_of("operations"), *tables_of(BUCKET_FLUSHES)}:
+            rows = made_of(name, lambda question: cursor.sql(query_text(question)).to_arrow_table())
+            cursor.register(name, rows)
+        every = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
+        known = keep_agreement(cursor, "operations", every)
+        cursor.execute(f"create temp table every_operation as {statement('operations', every, known=known)}")
+        names = ", ".join((*HELD_COLUMNS, "wire_ranks"))
+        cursor.execute(
+            f"create table {OPERATIONS} as select {names}, {SUMS} from every_operation group by {names}"
+        )
+        flushes = cursor.sql(statement(BUCKET_FLUSHES, known={"operations": "every_operation"}))
+        found = buckets.in_order(flushes.to_arrow_table())
+        append(cursor, BUCKET_FLUSHES, found)
+        means = buckets.bucket_means(from_arrow(found, FLUSHES.columns))
+        append(cursor, BUCKET_MEANS, rows_of(means))
+        for table in ("every_operation", *known.values()):
+            cursor.execute(f"drop table {table}")
+
+
+class TransferTimes:
+    """How long collectives took (:func:`commprof.analysis.time.transfers.timed`); what repeats once for each combination."""
+
+    def __init__(self, engine: duckdb.DuckDBPyConnection) -> None:
+        self._engine = engine
+        self._kinds = Combinations(_TIMES_KINDS)
+        self._held: list[pa.Table] = []
+
+    def add(self, times: pa.Table) -> None:
+        """Take those of one part."""
+        kind = pa.array(self._kinds.number(times), pa.int32())
+        self._held.append(times.select(_TIMES_OWN).append_column(KIND, kind))
+        if sum(map(len, self._held)) >= _ROWS_AT_ONCE:
+            self._keep()
+
+    def _keep(self) -> None:
+        append(self._engine, "transfer_times", pa.concat_tables(self._held))
+        self._held.clear()
+
+    def end(self) -> None:
+        """Keep what is left."""
+        if self._held:
+            self._keep()
+        append(self._engine, "transfer_kinds", self._kinds.table())
+        columns = ", ".join(f"{'t' if name in _TIMES_OWN else 'k'}.{name}" for name in _TOLD)
+        self._engine.execute(
+            f"create view {BANDWIDTH_TIMES} as select {columns} from transfer_times t join transfer_kinds k using ({KIND})"
+        )
+
+
+def append(
+    engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table, sql: str = "select * from rows_to_add"
+) -> None:
+    """Put ``rows``, or what ``sql`` makes of them, into table ``name``, which is created by the first of them."""
+    engine.register("rows_to_add", rows)
+    try:
+        engine.execute(f"create table if not exists {name} as {sql} limit 0")
+        engine.execute(f"insert into {name} {sql}")
+    finally:
+        engine.unregister("rows_to_add")
+
+
+def rows_of(frame: pd.DataFrame) -> pa.Table:
+    """A frame as a table, without what pandas adds."""
+    return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

@@ -1,0 +1,293 @@
+"""What most questions about a run begin with: its operations added up, and how long its steps stood still.
+
+The index of the run answers where it is there and holds, else the summaries beside the run, the files of its hosts, or its
+records. Answers are held in the cache (:mod:`commprof.analysis.storage.answer_cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.analysis.columns.detailed_answers import BUCKET_FLUSHES as FLUSHES
+from commprof.analysis.columns.detailed_answers import BUCKET_MEANS as MEANS
+from commprof.analysis.columns.detailed_answers import BUCKET_STEPS
+from commprof.analysis.columns.frames import from_arrow, from_rows
+from commprof.analysis.relations.engine import ask, query_text
+from commprof.analysis.storage import host_files, summaries
+from commprof.analysis.storage.answer_cache import answer_cache
+from commprof.analysis.storage.index import by_index
+from commprof.analysis.storage.index_sums import EXPOSURES, standing
+from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, BUCKET_MEANS, OPERATIONS, SUMS, rows_of
+from commprof.analysis.storage.index_totals import HELD_COLUMNS as HELD_COLUMNS
+from commprof.analysis.stragglers import arrival_sample
+from commprof.analysis.stragglers.arrival_sample import Sample
+from commprof.analysis.time import exposure as exposure_module
+from commprof.analysis.time import steps
+from commprof.analysis.traffic import buckets as buckets_module
+from commprof.analysis.traffic import operation_totals as traffic
+from commprof.analysis.traffic.steady_steps import EXECUTED
+from commprof.errors import CommprofError
+from commprof.ledger.records.backends import GLOO, NCCL
+from commprof.ledger.records.executed import executed_factors
+from commprof.schema import OPS
+from commprof.trace.directory import elsewhere
+from commprof.trace.fingerprint import fingerprint
+from commprof.trace.reader import Run, Scan, open_run
+
+_FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
+SUMMARISED: Final = tuple(
+    dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS))
+)  # of a summary of operations
+STEP_TIMES: Final = "step_times"
+_STEP: Final = ("attempt", "step")
+_LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
+
+
+def operations(run: Run, columns: Sequence[str]) -> pa.Table:
+    """The operations of ``run``, added up by ``columns`` at least: rows of it are sums, and sums of them hold.
+
+    What NCCL ran for them is taken from the alignment with its log that the run keeps.
+    """
+    return _with_nccl(run, _operations(run, tuple(dict.fromkeys((*columns, "op", "backend")))))
+
+
+def _with_nccl(run: Run, found: pa.Table) -> pa.Table:
+    unknown = pc.and_kleene(pc.greater(found["unexecuted"], 0), pc.equal(found["backend"], NCCL))
+    if not pc.any(unknown).as_py():
+        return found
+    factors = _executed_factors(run)
+    factor = pa.array((factors.get(op) for op in found["op"].to_pylist()), pa.float64())
+    known = pc.and_kleene(unknown, pc.is_valid(factor))
+    for name, value in (
+        ("executed_share", pc.multiply(pc.cast(found["wire_share"], pa.float64(), safe=False), factor)),
+        ("unexecuted", pa.scalar(0, pa.int64())),
+    ):
+        at = found.column_names.index(name)
+        cast = pc.cast(value, found[name].type)
+        found = found.set_column(at, name, pc.if_else(known, cast, found[name]))
+    return found
+
+
+def _executed_factors(run: Run) -> dict[str, float]:
+    return answer_cache.get(run.state, "executed_factors", lambda: executed_factors(run))
+
+
+def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
+    """The operations by the columns ``wanted`` at least, as the records alone tell."""
+    if not set(wanted) <= set(HELD_COLUMNS):
+        return _from_files(run, (OPERATIONS, *wanted))
+    by = ", ".join((*sorted(wanted), "wire_ranks"))
+    text, key = f"select {by}, {SUMS} from {OPERATIONS} group by {by}", (OPERATIONS, *HELD_COLUMNS)
+    return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), question=text)
+
+
+def _from_files(run: Run, key: tuple[str, ...]) -> pa.Table:
+    """A summary of ``run`` by its name and columns, with these columns at least: it is evaluated where there is none."""
+    name, *columns = key
+    present = _summaries(run)
+    for other, *held in sorted(present, key=len):
+        if other == name and set(columns) <= set(held):
+            return present[other, *held]
+    return answer_cache.get(run.state, key, lambda: _evaluated(run, key))
+
+
+def _summaries(run: Run) -> dict[tuple[str, ...], pa.Table]:
+    return answer_cache.get(
+        run.state, "summaries", lambda: summaries.read(run.path) or host_files.answers(run)
+    )
+
+
+def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
+    name, *columns = key
+    if name == OPERATIONS:
+        tables = {"collectives": run.scan("collectives", _FEWEST_SCANNED)}
+        tables |= {name: run.table(name) for name in ("aggregates", "groups")}
+        return traffic.operations(tables, columns)
+    if name == STEP_TIMES:
+        return _step_times(run)
+    if name == BUCKET_FLUSHES:
+        return _flushes(run, lambda: _operations(run, (*buckets_module.COLUMNS, "backend")))
+    by = next(by for by, exposed in EXPOSURES.items() if exposed == name)
+    return exposure_module.answer(run.scan("collectives"), run.table("steps"), by, run.table("stalls"))
+
+
+def summarise(path: Path) -> bool:
+    """Evaluate what most answers about the run at ``path`` begin with, and keep it beside the records.
+
+    Returns:
+        Whether that was done: a large run of a short job gets none (it gets an index on demand), and neither does one that
+        still works, or cannot be read or written.
+    """
+    try:
+        run, stamp = open_run(path), fingerprint(path).inputs
+        records = run.health.records + run.health.summed
+        if run.pending or not records or not summaries.is_affordable(records, run.health.wall_ns or 0):
+            return False
+        summaries.keep(path, summary_tables(run), stamp)
+    except (CommprofError, OSError):
+        return False
+    return True
+
+
+def summary_tables(
+    run: Run, evaluated: Mapping[tuple[str, ...], pa.Table] | None = None
+) -> dict[tuple[str, ...], pa.Table]:
+    """The summaries of ``run`` by name and columns.
+
+    Args:
+        evaluated: those that another engine has evaluated from the records; default: what summaries and files of hosts say.
+
+    Raises:
+        TraceError: a file of the run is damaged.
+    """
+    tables = dict(evaluated or _summaries(run))
+    summed = next((rows for key, rows in tables.items() if set(key) >= {OPERATIONS, *SUMMARISED}), None)
+    if summed is None:
+        summed = _evaluated(run, (OPERATIONS, *SUMMARISED))
+    if not all((name,) in tables for name in EXPOSURES.values()):
+        tables |= {(name,): rows for name, rows in standing(run).items()}
+    if (STEP_TIMES,) not in tables:
+        exposed = tables[EXPOSURES[_STEP],]
+        tables[STEP_TIMES,] = steps.answer(run.table("steps"), exposed, _with_nccl(run, summed))
+    if (BUCKET_FLUSHES,) not in tables:
+        tables[BUCKET_FLUSHES,] = _flushes(run, lambda: summed)
+    names = (*EXPOSURES.values(), STEP_TIMES, BUCKET_FLUSHES)
+    return {(OPERATIONS, *SUMMARISED): summed} | {(name,): tables[name,] for name in names}
+
+
+def step_times(run: Run) -> pd.DataFrame:
+    """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
+    key = (STEP_TIMES,)
+    return steps.as_frame(by_index(run, lambda _: _step_times(run), lambda: _from_files(run, key), key))
+
+
+def _step_times(run: Run) -> pa.Table:
+    return steps.answer(run.table("steps"), exposure_rows(run, _STEP), operations(run, steps.COLUMNS))
+
+
+def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
+    """What collectives cost ``run`` in time: see :func:`commprof.analysis.api.exposure`."""
+    wanted = tuple(dict.fromkeys(by))
+    if wanted not in EXPOSURES:
+        return exposure_module.exposure(
+            run.scan("collectives"), run.table("steps"), wanted, run.table("stalls")
+        )
+    return exposure_module.as_frame(exposure_rows(run, wanted), wanted)
+
+
+def exposure_rows(run: Run, by: tuple[str, ...]) -> pa.Table:
+    """What collectives cost by one of :data:`EXPOSURES`."""
+    key = (EXPOSURES[by],)
+    text = f"select * from {EXPOSURES[by]} order by {', '.join(by)}"
+    return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), key)
+
+
+def sample_of_arrivals(run: Run) -> Sample | None:
+    """The arrivals of some steps that the files of the hosts of ``run`` have; None without any."""
+    key, known = (host_files.SAMPLE,), _summaries(run)
+    rows = known[key] if key in known else host_files.sample(run)
+    return arrival_sample.of_table(rows) if rows is not None and len(rows) else None
+
+
+def exposure_per_step(run: Run) -> pd.DataFrame:
+    """The exposed time of a training step of ``run``: see :func:`commprof.analysis.api.exposure_per_step`."""
+    whole = ("attempt", "step")
+    return exposure_module.per_step(exposure(run, (*whole, "purpose")), exposure(run, whole), step_times(run))
+
+
+def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFrame:
+    """The gradient buckets of ``run``: see :func:`commprof.analysis.api.bucket_flushes`.
+
+    Args:
+        only: values of columns that the rows must have; None: any.
+    """
+    wanted = {name: value for name, value in only.items() if value is not None}
+    which = " and ".join(("true", *(f"{name} = ?" for name in wanted)))
+    text = f"select * from {BUCKET_FLUSHES} where {which} order by attempt, step, micro_step, bucket, {_LOWEST_RANK}"
+
+    rows = by_index(
+        run,
+        lambda index: index.ask(text, list(wanted.values())),
+        lambda: _from_files(run, (BUCKET_FLUSHES,)),
+    )
+    frame = from_arrow(rows, FLUSHES.columns)
+    for name, value in wanted.items():
+        frame = frame[frame[name] == value]
+    return _with_executed(run, frame.reset_index(drop=True))
+
+
+def _nccl_factors(run: Run) -> dict[str, float]:
+    """:func:`_executed_factors`, where all groups of ``run`` are of gloo or NCCL, so that what is not of gloo is of NCCL."""
+    names = set(run.table("groups")["backend"].to_pylist())
+    return _executed_factors(run) if NCCL in names and names <= {GLOO, NCCL} else {}
+
+
+def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
+    """Buckets with what NCCL ran for them, by the alignment with its log that the run keeps; of gloo it is known."""
+    if not buckets_found[EXECUTED].isna().any():
+        return buckets_found
+    factors = buckets_found["op"].map(_nccl_factors(run)).astype("float64")
+    return buckets_found.assign(
+        **{EXECUTED: buckets_found[EXECUTED].fillna(buckets_found["wire_bytes"] * factors)}
+    )
+
+
+def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
+    """All buckets of a run, from its operations where it has any."""
+    rows = run.scan("buckets", _FEWEST_SCANNED)
+    if isinstance(rows, Scan) or len(rows):
+        return buckets_module.bucket_flushes(run, summed())
+    return rows_of(from_rows([], FLUSHES.columns))
+
+
+def bucket_steps(run: Run) -> pd.DataFrame:
+    """The buckets of each step of ``run`` added up: see :func:`commprof.analysis.api.bucket_steps`."""
+    return from_arrow(_bucket_steps(run, ""), BUCKET_STEPS.columns)
+
+
+def buckets_per_step(run: Run) -> pd.DataFrame:
+    """What a step of ``run`` has of buckets: see :func:`commprof.analysis.api.buckets_per_step`."""
+    return buckets_module.per_step(_bucket_steps(run, "attempt, ").to_pandas(), step_times(run))
+
+
+def _bucket_steps(run: Run, by: str) -> pa.Table:
+    cases = "".join(
+        f" when '{op}' then {factor!r} * wire_bytes" for op, factor in _nccl_factors(run).items() if op in OPS
+    )
+    executed = f"coalesce({EXECUTED}, case op{cases} end)" if cases else EXECUTED
+    clauses = {"by": by, "executed": executed}
+    return by_index(
+        run,
+        lambda index: index.ask(query_text("bucket_steps").format(**clauses)),
+        lambda: ask("bucket_steps", {BUCKET_FLUSHES: _from_files(run, (BUCKET_FLUSHES,))}, **clauses),
+    )
+
+
+def bucket_means(run: Run) -> pd.DataFrame:
+    """The buckets of a mean step of ``run``: see :func:`commprof.analysis.api.bucket_means`."""
+    text = f"select * from {BUCKET_MEANS} order by micro_step, bucket, {_LOWEST_RANK}"
+    return by_index(
+        run,
+        lambda index: _with_executed(run, from_arrow(index.ask(text), MEANS.columns)),
+        lambda: buckets_module.bucket_means(bucket_flushes(run, {})),
+    )
+
+
+def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
+    """The records of ``run`` among which are those that reduced ``bucket``; of an index no others.
+
+    None where the records lie elsewhere: the operations of the bucket are not listed then.
+    """
+    here = run if elsewhere(run.path) is None else run.without_records()
+    text = (
+        "select r.*, k.* exclude (kind) from records r join kinds k using (kind) "
+        "where k.bucket = ? and r.step = ? and r.micro_step = ? and r.attempt = ?"
+    )
+    values = [int(bucket[name]) for name in ("bucket", "step", "micro_step", "attempt")]
+    return by_index(run, lambda index: index.ask(text, values), lambda: here.scan("collectives"))

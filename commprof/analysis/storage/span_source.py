@@ -1,0 +1,175 @@
+"""The spans of a run as a stream: in order of time, where the files of its processes are.
+
+A process writes its records as it issues them, so that its file is in order; several files are put together as they are
+read. Where some are not in order (imported traces, clocks that were set back), or are too many to be read at once, the
+engine has to sort what comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from commprof.align.ranks.reference_clock import ReferenceClock
+from commprof.analysis.columns.combinations import Combinations
+from commprof.analysis.storage.spans import KINDS, SPANS, TIME_COLUMNS, Own, begins, own, spans, with_spans
+from commprof.errors import TraceError
+from commprof.schema import COLLECTIVES
+from commprof.trace.reader import Run, Scan
+from commprof.trace.tables import column_parts, read_columns
+
+ORDER: Final = ("begin_ns", "rank", "attempt", "pid", "seq")
+_FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
+_MOST_OPEN: Final = 64  # files that are read at once
+_ROWS_AT_ONCE: Final = 1 << 19  # of all files together
+_MOST_ROWS: Final = 1 << 16  # of one file
+_ROWS_IN_ORDER: Final = (
+    1 << 13
+)  # of one file that are put in order with the others': few stay in the processor's caches
+
+Progress = Callable[[int, int], None]
+
+
+class _Piece(NamedTuple):
+    """The records of some processes: what is told from all of them, and the records themselves, some at a time."""
+
+    own: Own
+    key: tuple[int, ...]
+    is_in_order: bool
+    rows: Callable[[int], Iterator[pa.Table]]  # of so many rows each
+
+
+class SpanSource:
+    """The spans of a run as a stream, and what is learned on the way.
+
+    Attributes:
+        is_in_order: whether they come in :data:`ORDER`.
+        failure: the error that ended the stream.
+
+    Raises:
+        TraceError: a file of the run is damaged.
+    """
+
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self.kinds = Combinations(KINDS)
+        self.clock = _clock(run)
+        self.unknown_clocks = 0
+        self.failure: TraceError | None = None
+        self._pieces = sorted(
+            _pieces(run.scan("collectives", _FEWEST_SCANNED), self.clock), key=lambda piece: piece.key
+        )
+        self.is_in_order = len(self._pieces) <= _MOST_OPEN and all(
+            piece.is_in_order for piece in self._pieces
+        )
+        self._progress = progress
+        self._done, self._records = 0, run.health.records
+
+    def reader(self) -> pa.RecordBatchReader:
+        """All spans, each once."""
+        return pa.RecordBatchReader.from_batches(SPANS, self._batches())
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        rows = min(_MOST_ROWS, _ROWS_AT_ONCE // max(1, len(self._pieces)))
+        streams = [self._spans(piece, rows) for piece in self._pieces]
+        try:
+            for table in in_time_order(streams) if self.is_in_order else chain.from_iterable(streams):
+                self._done += len(table)
+                self._progress(self._done, max(self._records, self._done))
+                yield from table.to_batches()
+        except TraceError as error:
+            self.failure = error
+            raise
+
+    def _spans(self, piece: _Piece, most_rows: int) -> Iterator[pa.Table]:
+        first = 0
+        for rows in piece.rows(most_rows):
+            mine = slice(first, first + len(rows))
+            found = spans(rows, self.clock)
+            self.unknown_clocks += found.unknown_clocks
+            table = with_spans(rows, found, piece.own.of(mine), self.kinds)
+            for begin in range(0, len(table), _ROWS_IN_ORDER):
+                yield table.slice(begin, _ROWS_IN_ORDER)
+            first += len(rows)
+
+
+def in_time_order(streams: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
+    """The rows of ``streams``, of which each is in order of begin_ns, in that order; equal ones in that of the streams."""
+    going = dict(enumerate(streams))
+    held: dict[int, pa.Table] = {}
+
+    def pull(number: int) -> None:
+        more = next((rows for rows in going[number] if len(rows)), None)
+        if more is None:
+            del going[number]
+        else:
+            held[number] = pa.concat_tables([held[number], more]).combine_chunks() if number in held else more
+
+    for number in list(going):
+        pull(number)
+    while going:
+        last = {number: held[number]["begin_ns"][-1].as_py() for number in going}
+        slowest = min(last, key=lambda number: last[number])
+        known = []  # what begins before anything that is still to come
+        for number, rows in sorted(held.items()):
+            count = int(np.searchsorted(rows["begin_ns"].to_numpy(), last[slowest]))
+            known.append(rows.slice(0, count))
+            held[number] = rows.slice(count)
+        yield _sorted(known)
+        pull(slowest)
+    yield _sorted([rows for _, rows in sorted(held.items())])
+
+
+def _sorted(tables: Sequence[pa.Table]) -> pa.Table:
+    rows = pa.concat_tables([SPANS.empty_table(), *tables]).combine_chunks()
+    return rows.take(pa.array(np.argsort(rows["begin_ns"].to_numpy(), kind="stable")))
+
+
+def _pieces(collectives: pa.Table | Scan, clock: ReferenceClock | None) -> Iterator[_Piece]:
+    if not isinstance(collectives, Scan):
+        yield _of_table(collectives)
+        return
+    for file in collectives.files:
+        yield _of_file(file, clock)
+    if len(collectives.rest):
+        yield _of_table(collectives.rest)
+
+
+def _of_table(rows: pa.Table) -> _Piece:
+    return _Piece(own(rows.select(TIME_COLUMNS)), (), False, lambda _: iter([rows]))
+
+
+def _of_file(file: Path, clock: ReferenceClock | None) -> _Piece:
+    times = read_columns(file, TIME_COLUMNS)
+    begin = begins(times, clock)
+    key = tuple(int(times[name][0].as_py()) if len(times) else 0 for name in ORDER[1:])
+    is_one = all(_is_constant(times[name].to_numpy()) for name in ORDER[1:-1])
+    in_order = is_one and _is_in_order(begin, times["seq"].to_numpy())
+    return _Piece(
+        own(times), key, in_order, lambda rows: column_parts(file, "collectives", COLLECTIVES.names, rows)
+    )
+
+
+def _is_constant(values: npt.NDArray[np.int32]) -> bool:
+    return not len(values) or bool(values.min() == values.max())
+
+
+def _is_in_order(begin: npt.NDArray[np.int64], seq: npt.NDArray[np.int64]) -> bool:
+    later = begin[1:] > begin[:-1]
+    return bool((later | ((begin[1:] == begin[:-1]) & (seq[1:] > seq[:-1]))).all())
+
+
+def _clock(run: Run) -> ReferenceClock | None:
+    """The clock of the run; None where all its processes read one, and nothing need be added to any time."""
+    clock = ReferenceClock(
+        run.table("clocks").to_pylist(),
+        run.table("clock_offsets").to_pylist(),
+        one_host=len(run.manifest.hosts) < 2,
+    )
+    processes = {(entry["rank"], entry["attempt"], entry["pid"]) for entry in run.manifest.ranks}
+    return None if len({clock.clock_of(process) for process in processes}) < 2 else clock

@@ -1,0 +1,1 @@
+"""Who comes late: arrivals, lateness, slow paths, and the verdict on them."""

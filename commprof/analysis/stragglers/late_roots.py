@@ -1,0 +1,132 @@
+"""Rooted collectives: a root that its receivers wait for, a sender that the root waits for, late by own time. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.ranks.arrivals import FROM_ROOT, REAL_WAIT_NS, TO_ROOT
+from commprof.analysis.stragglers.late_ranks import binomial_tail, heaviest, warm_steps
+
+Numbers = npt.NDArray[np.int64]
+
+_CHANCE: Final = 0.01  # that equal ranks come in such an order so often
+_WORTH: Final = 0.02  # of the time
+_NUMBERS: Final = (
+    *("attempt", "step", "rank", "peer", "group_size"),
+    *("awaited_own_ns", "awaited_later_ns", "own_lead_ns"),
+)
+
+
+class LateRoot(NamedTuple):
+    """A rank that rooted collectives wait for.
+
+    Attributes:
+        op: the operation. ``is_root``: the rank is the root, else a sender that the root waits for.
+        cost_ns: what those that wait for it waited for its own time.
+        collectives: in so many of ``compared`` it came late by its own time.
+    """
+
+    rank: int
+    op: str
+    is_root: bool
+    cost_ns: int
+    collectives: int
+    compared: int
+
+
+class RootedCollectives:
+    """Takes arrivals, part by part."""
+
+    def __init__(self) -> None:
+        self._parts: list[pa.Table] = []
+
+    def add(self, arrived: pa.Table) -> None:
+        """Take the rows of the ranks that others wait for."""
+        names = [*_NUMBERS, "op", "group_ranks"]
+        if arrived["awaited_own_ns"].null_count < len(arrived):
+            some = arrived.select(names).filter(arrived["awaited_own_ns"].is_valid())
+            texts = [pa.compute.cast(some[name], pa.string()) for name in names[-2:]]
+            self._parts.append(pa.table([*(some[name] for name in _NUMBERS), *texts], names=names))
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def costs(self, steps: set[int]) -> dict[int, int]:
+        """What others waited in all for the own time of each rank, whether chance explains it or not."""
+        every = self._warm(steps)
+        if every is None:
+            return {}
+        rank, cost = every["rank"].to_numpy(), _beyond_resolution(every["awaited_own_ns"].to_numpy())
+        return {each: int(cost[rank == each].sum()) for each in np.unique(rank).tolist()}
+
+    def _warm(self, steps: set[int]) -> pa.Table | None:
+        """The rows of ``steps`` without those of the warm-up; None without rows."""
+        if not self._parts:
+            return None
+        every = pa.concat_tables(self._parts)
+        codes = (every["attempt"].to_numpy().astype(np.int64) << 32) + every["step"].to_numpy()
+        if steps:
+            warm = np.isin(codes, np.array(sorted(warm_steps(steps)), np.int64))
+            every = every.filter(pa.array(warm & (every["step"].to_numpy() >= 0)))
+        return every
+
+    def late(self, span_ns: int, steps: set[int]) -> list[LateRoot]:
+        """Those that cost enough of ``span_ns``, the costliest first.
+
+        Args:
+            steps: of the run, each with its attempt as one number; those of the warm-up are not counted.
+        """
+        every = self._warm(steps)
+        if every is None:
+            return []
+        found = []
+        kinds = every.group_by(["op", "group_ranks", "peer"]).aggregate([]).to_pylist()
+        for kind in sorted(kinds, key=lambda each: tuple(map(str, each.values()))):
+            mine = every
+            for name, value in kind.items():
+                mine = mine.filter(pc.equal(mine[name], value))
+            found += _late_ones(mine, kind["op"], kind["peer"], span_ns)
+        costliest: dict[int, LateRoot] = {}
+        for late in sorted(found, key=lambda each: (-each.cost_ns, each.rank, each.op)):
+            costliest.setdefault(late.rank, late)
+        return list(costliest.values())
+
+
+def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoot]:
+    """Of the collectives of one operation, group and root."""
+    rank, size, cost, later, lead = (
+        pc.fill_null(rows[name], 0).to_numpy()
+        for name in ("rank", "group_size", "awaited_own_ns", "awaited_later_ns", "own_lead_ns")
+    )
+    cost, lead = _beyond_resolution(cost), _beyond_resolution(lead)
+    found = []
+    for each in np.unique(rank).tolist():
+        is_root = each == root
+        mine = rank == each
+        if is_root != (op in FROM_ROOT):
+            continue  # nobody waits for the root of a reduce, which is the last to come
+        late = mine & (later > 0)
+        # A root that comes early makes up for one that comes late, and so does one that comes after its senders: only what
+        # costs most of the time counts.
+        judged = heaviest(np.abs(later) if is_root else lead)
+        chance = 0.5 if op in FROM_ROOT else 1 / int(size[0])
+        total, net = int(cost[mine].sum()), int(later[mine].sum())
+        times = int(late[judged].sum())
+        bound = _CHANCE if is_root else _CHANCE * chance  # for all senders together
+        is_beyond_chance = binomial_tail(times, len(judged), chance) < bound
+        if min(total, net) >= _WORTH * span_ns and total and is_beyond_chance:
+            collectives = times if is_root else int(late.sum())
+            found.append(LateRoot(each, op, is_root, total, collectives, len(rows)))
+    return found
+
+
+def _beyond_resolution(waits: Numbers) -> Numbers:
+    return np.where(waits >= REAL_WAIT_NS, waits, 0)
+
+
+__all__ = ["FROM_ROOT", "TO_ROOT", "LateRoot", "RootedCollectives"]

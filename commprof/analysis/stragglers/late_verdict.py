@@ -1,0 +1,267 @@
+"""The verdict on lateness, in words: a rank that is late by its own time, a slow path, or why neither can be told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.columns.units import format_bytes, format_ns
+from commprof.analysis.stragglers.late_ranks import Findings, LateRank
+from commprof.analysis.stragglers.late_roots import LateRoot
+from commprof.analysis.stragglers.slow_paths import (
+    EITHER,
+    GROUP,
+    LINK,
+    PATH,
+    PATHS,
+    RECEIVES,
+    SENDS,
+    Paths,
+    SlowPath,
+)
+
+LATE_RANK: Final = "late_rank"
+SLOW_TRANSFER: Final = "slow_transfer"
+TRANSFERS: Final = "transfers"
+UNTOLD: Final = "untold"
+NOBODY: Final = "nobody"
+
+# What is worth a sentence, as a part of the time from the first arrival to the last.
+_WORTH_SAYING: Final = 0.05
+_ALL_MOST: Final = 0.5  # of the collectives
+
+
+class LateVerdict(NamedTuple):
+    """What is said of the lateness of a run, what that names (one of the five words above), and which ranks as late."""
+
+    statement: str | None
+    culprit: str
+    late: list[int]
+
+
+def verdict(
+    ranks: pd.DataFrame,
+    found: Findings,
+    rooted: Sequence[LateRoot],
+    paths: Paths,
+    span_ns: int,
+    unknown: int,
+) -> LateVerdict:
+    """What the arrivals of a run prove.
+
+    Args:
+        ranks: one row per rank (answers.STRAGGLERS).
+        found: what those who came last say; ``rooted``: ranks that rooted collectives wait for.
+        paths: what the transfers say.
+        span_ns: from the first arrival to the last.
+        unknown: collectives whose ranks have clocks that were never compared.
+    """
+    by_rank = {int(row["rank"]): row for _, row in ranks.iterrows()}
+    sentences = [_late(each, by_rank[each.rank], found) for each in found.late]
+    late = [each.rank for each in found.late]
+    roots = [each for each in rooted if each.rank not in late]
+    sentences += [_late_root(each, found) for each in roots]
+    late += [each.rank for each in roots]
+    transfers = _transfers(found, paths, by_rank, span_ns)
+    culprit = LATE_RANK if sentences else SLOW_TRANSFER if transfers else NOBODY
+    sentences += transfers
+    if not sentences:
+        sentences = _elsewhere(found, span_ns) or _untold(found, by_rank, span_ns)
+        culprit = UNTOLD if sentences else NOBODY
+    elif culprit == LATE_RANK:
+        sentences += _elsewhere(found, span_ns)
+    sentences += _turns(found) if not sentences else []
+    if culprit == NOBODY or (culprit == UNTOLD and not found.untold):
+        limits = _transfers_alone(paths, by_rank)
+        culprit = limits.culprit if limits.statement else culprit
+        sentences += [limits.statement] if limits.statement else []
+    if (
+        not sentences
+        and len(ranks)
+        and int(ranks["within_bound"].sum()) * 2 > int(ranks["collectives"].max())
+    ):
+        bound = format_ns(float(ranks["error_ns"].max()))
+        sentences.append(
+            "No rank is distinguishable: in most collectives the last rank came within what the clocks of the hosts may "
+            f"be wrong by ({bound})."
+        )
+    if unknown:
+        sentences.append(
+            f"In {unknown:,} collectives it cannot be told who was last: the clocks of their hosts were never compared "
+            "(rank 0 was not recorded, could not be reached, or the job ended first)."
+        )
+    return LateVerdict(" ".join(sentences) or None, culprit, late)
+
+
+def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
+    cost = _cost(late.cost_ns, found)
+    if late.is_hidden:
+        return f"Without it rank {late.rank} would be late by itself: the others would wait {cost} for its own time."
+    if (
+        found.compared
+        and found.share == 1  # else it may have been late in collectives of a step that were not compared
+        and late.collectives < _ALL_MOST * found.compared
+        and late.steps < _ALL_MOST * found.steps
+    ):
+        each = format_ns(late.cost_ns / max(late.steps, 1))
+        return (
+            f"Rank {late.rank} is late by itself in {late.steps:,} of {found.steps:,} steps: the others waited about {each} "
+            f"for its own time in each of them, {cost} over all steps."
+        )
+    error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
+    came = f"Rank {late.rank} is late by itself: it was the last to come to {_share(row)}{error}"
+    if not late.is_seen:
+        return f"{came}; by its own time it alone was missing for {cost}, and whether the others waited was not recorded."
+    return f"{came}; the others waited {cost} for its own time between collectives."
+
+
+def _late_root(late: LateRoot, found: Findings) -> str:
+    came = f"in {late.collectives:,} of {late.compared:,} {late.op} collectives"
+    cost = _cost(late.cost_ns, found)
+    if late.is_root:
+        return f"Rank {late.rank} is late by itself as the root {came}: the others waited {cost} for its own time."
+    return f"Rank {late.rank} is late by itself {came}: their root waited {cost} for its own time."
+
+
+def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
+    """Sentences on a slow path, and on the rank that comes late because of it."""
+    slow = paths.slow(_WORTH_SAYING * span_ns)
+    by_cost = sorted(found.inherited, key=lambda rank: (-found.inherited[rank], rank))
+    late = [rank for rank in by_cost if found.inherited[rank] * 2 >= found.inherited[by_cost[0]]]
+    waited = sum(found.inherited[rank] for rank in late)
+    # Some ranks were held before, and not each in its turn: halfway from their part of the ranks to all of it.
+    few = 2 * len(by_rank) * waited >= (len(late) + len(by_rank)) * sum(found.inherited.values())
+    is_told = 0 < len(late) < len(by_rank) and few
+    if not is_told or waited < _WORTH_SAYING * span_ns:
+        return [] if slow is None else [f"{_named(slow)}{_compared(slow, found)}."]
+    slow = slow or paths.rings(late)
+    if slow is None:
+        groups = paths.groups_of(late[0])[:3]
+        slow = SlowPath(GROUP, tuple(groups) or (_all_of(by_rank),), 0.0, 0)
+    last = " and ".join(f"{_share(by_rank[rank])} (rank {rank})" for rank in late[:3])
+    cost = _cost(waited, found)
+    after = (
+        f"Rank {late[0]} came last to {_share(by_rank[late[0]])}, and the others waited {cost} for it, "
+        "but not for its own time: the collectives before ended late for it."
+    )
+    if len(late) > 1:
+        after = (
+            f"Ranks {_all_of(late)} came last, to {last}, and the others waited {cost} for them, but not "
+            "for their own time: the collectives before ended late for them."
+        )
+    return [f"{_named(slow)}{_compared(slow, found)}. {after}"]
+
+
+def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerdict:
+    """Of a run whose time goes into transfers for which no rank comes late: all of them wait equally long."""
+    costliest = paths.costliest()
+    if costliest is None or costliest.share < _ALL_MOST:
+        return LateVerdict(None, NOBODY, [])
+    what = (
+        f"Transfers take the time, and no rank stands out as late by its own time: {costliest.what} of "
+        f"{format_bytes(costliest.size)} takes {format_ns(costliest.took_ns)} (median), "
+        f"{format_bytes(costliest.size / costliest.took_ns * 1e9)} per second."
+    )
+    slow = paths.rings(by_rank)
+    if slow is not None:
+        return LateVerdict(f"{what} {_named(slow)}.", SLOW_TRANSFER, [])
+    why = "no path or group of these transfers is much slower than another"
+    if costliest.compared < 2:
+        why = f"of these transfers only those {costliest.where} are timed"
+    return LateVerdict(
+        f"{what} Whether one host's link is slow, or the whole network is no faster, cannot be told: {why}. "
+        "Messages between each pair of hosts tell: iperf3, or a recorded program of send and recv.",
+        TRANSFERS,
+        [],
+    )
+
+
+def _named(slow: SlowPath) -> str:
+    if slow.kind == LINK:
+        return f"Slow transfers: the link of {slow.ends[0]} is slow"
+    if slow.kind == SENDS:
+        return f"Slow transfers: {slow.ends[0]} sends slowly"
+    if slow.kind == RECEIVES:
+        return f"Slow transfers: {slow.ends[0]} receives slowly"
+    if slow.kind == PATH:
+        return (
+            f"Slow transfers: the path from {slow.ends[0]} to {slow.ends[1]} is slow; whether the one sends or the other "
+            "receives slowly cannot be told"
+        )
+    if slow.kind == EITHER:
+        return (
+            f"Slow transfers: the link of {' or '.join(slow.ends)} is slow; which cannot be told, since operations that "
+            "cost about the same disagree"
+        )
+    if slow.kind == PATHS:
+        return f"Slow transfers from {', from '.join(slow.ends)}: these paths have no one end in common"
+    return (
+        f"Slow transfers between ranks {', '.join(slow.ends)}: which host or link is slow cannot be told, since their "
+        "collectives have all of them in common; messages between each pair tell"
+    )
+
+
+def _compared(slow: SlowPath, found: Findings) -> str:
+    if not slow.ratio:
+        return ""
+    return f" ({slow.ratio:.0f} times as long as elsewhere, {_cost(slow.extra_ns, found)} more)"
+
+
+def _elsewhere(found: Findings, span_ns: int) -> list[str]:
+    """What ranks pass on that waited in other groups or for messages."""
+    rank, waited = max(found.elsewhere.items(), key=lambda each: each[1], default=(None, 0))
+    if rank is None or waited < _WORTH_SAYING * span_ns:
+        return []
+    return [
+        f"For rank {rank} the others waited {_cost(waited, found)} that it passes on: waits in other groups, "
+        "in rooted collectives or for messages held it, not its own time."
+    ]
+
+
+def _untold(found: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
+    """Of a rank that stands out, where nothing tells whether by itself."""
+    said = []
+    for rank, waited in sorted(found.untold.items(), key=lambda each: -each[1]):
+        row = by_rank[rank]
+        if not row["stands_out"] or waited < _WORTH_SAYING * span_ns:
+            continue
+        came = f"Rank {rank} was the last to come to {_share(row)}"
+        if pd.isna(row["others_waited_ns"]):
+            came += f"; it alone was missing for {_cost(waited, found)}"
+            came += ", and whether the others waited was not recorded"
+        else:
+            came += f"; the others waited {_cost(waited, found)} for it"
+        said.append(
+            f"{came}. Whether by its own time, or because collectives before ended late for it, cannot be told: not "
+            "all waits of the program for its collectives were recorded."
+        )
+    return said
+
+
+def _turns(found: Findings) -> list[str]:
+    if not found.turns:
+        return []
+    whole = sum(found.turns.values())
+    shares = ", ".join(
+        f"rank {rank} {100 * cost / whole:.0f} %"
+        for rank, cost in sorted(found.turns.items(), key=lambda each: -each[1])[:4]
+    )
+    return [
+        "No rank is late more often than the others: they are late in turn, and waited "
+        f"{_cost(whole, found)} for each other ({shares})."
+    ]
+
+
+def _share(row: pd.Series) -> str:
+    return f"{100 * row['last'] / row['collectives']:.0f} % of {row['collectives']:,} collectives"
+
+
+def _cost(cost_ns: float, found: Findings) -> str:
+    cost_ns = cost_ns / found.share
+    return f"{format_ns(cost_ns / found.steps)} a step" if found.steps else f"{format_ns(cost_ns)} in all"
+
+
+def _all_of(by_rank: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(by_rank)))

@@ -1,0 +1,162 @@
+"""What follows from when ranks came to their collectives: out of the index of a run where it holds, else part by part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.align.ranks.arrivals import NEEDED
+from commprof.analysis.columns.answers import ARRIVALS, STRAGGLERS
+from commprof.analysis.columns.defaults import MOST_LATE
+from commprof.analysis.columns.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
+from commprof.analysis.columns.frames import from_arrow
+from commprof.analysis.relations.engine import connect
+from commprof.analysis.relations.memory import limit_bytes
+from commprof.analysis.storage.index import Index, by_index
+from commprof.analysis.storage.index_sums import STRAGGLING
+from commprof.analysis.storage.index_totals import BANDWIDTH_TIMES
+from commprof.analysis.stragglers import arrival_sample
+from commprof.analysis.stragglers import arrivals as arrivals_module
+from commprof.analysis.stragglers import straggling as straggling_module
+from commprof.analysis.stragglers.arrival_sample import Sample
+from commprof.analysis.stragglers.straggling import Straggling, apart
+from commprof.analysis.time import transfers
+from commprof.analysis.time.partitions import columns_of, of_scan
+from commprof.errors import UsageError
+from commprof.trace.reader import Run
+
+_DECLARED: Final = dict(
+    zip(Straggling._fields, (STRAGGLERS, LATENESS, WAITING_CAUSES, LATE_COLLECTIVES), strict=True)
+)
+_ROW_BYTES: Final = 400  # of a frame of arrivals and of what it is made from
+_ORDER: Final = {"ranks": "rank", "lateness": "rank", "causes": "rank, rowid", "collectives": "rowid"}
+
+
+def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
+    """All arrivals of ``run`` in one frame: see :func:`commprof.analysis.api.arrivals`.
+
+    Raises:
+        UsageError: it would not fit into the memory that there is.
+    """
+    parts = [
+        dict(zip(part.column_names, part.columns, strict=True)) for part in _parts_within_limit(run, steps)
+    ]
+    return pd.DataFrame(
+        {
+            column.name: from_arrow(
+                pa.table({column.name: _joined([part.pop(column.name) for part in parts])}), [column]
+            )[column.name]
+            for column in ARRIVALS.columns
+        }
+    )
+
+
+def arrival_table(run: Run) -> pa.Table:
+    """All arrivals of ``run``, with the columns of the answer.
+
+    Raises:
+        UsageError: they would not fit into the memory that there is.
+    """
+    parts = [part.select(ARRIVALS.names) for part in _parts_within_limit(run, None)]
+    return pa.table({name: _joined([part[name] for part in parts]) for name in ARRIVALS.names})
+
+
+def _parts_within_limit(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
+    most = limit_bytes()
+    rows = 0
+    for part in arrival_parts(run, steps):
+        rows += len(part)
+        if rows * _ROW_BYTES > most:
+            raise UsageError(
+                f"the arrivals of {run.path} take more than {rows * _ROW_BYTES >> 20:,} MiB in one frame, of {most >> 20:,} "
+                "MiB that commprof may use; ask for some steps (steps=(0, 99)), or take all with arrivals_parts"
+            )
+        yield part
+
+
+def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:
+    """The chunks of ``columns`` one after the other, text as text."""
+    chunks = [chunk for column in columns for chunk in column.chunks]
+    if any(pa.types.is_dictionary(chunk.type) for chunk in chunks):
+        chunks = [chunk.cast(pa.string()) for chunk in chunks]
+    return pa.chunked_array(chunks, columns[0].type if not chunks else None)
+
+
+def arrival_parts(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
+    """The arrivals of all records of ``run`` that can have partners, in parts of whole collectives.
+
+    Args:
+        steps: the first and the last; None for all.
+    """
+    align = arrivals_module.aligned(run)
+    with connect() as engine:
+        collectives = 0
+        for part in of_scan(run.scan("collectives"), NEEDED, engine):
+            arrived = align(part)
+            place = arrived.column_names.index("collective")
+            moved = pc.add(arrived["collective"], pa.scalar(collectives, pa.int64()))
+            collectives = max(collectives, (pc.max(moved).as_py() or 0) + 1)
+            yield _of_steps(arrived.set_column(place, "collective", moved), steps)
+
+
+def _of_steps(rows: pa.Table, steps: tuple[int, int] | None) -> pa.Table:
+    if steps is None:
+        return rows
+    step = rows["step"]
+    return rows.filter(pc.and_(pc.greater_equal(step, steps[0]), pc.less_equal(step, steps[1])))
+
+
+def straggling(run: Run, limit: int) -> Straggling:
+    """Who comes late in ``run``: see :func:`commprof.analysis.api.straggling`."""
+
+    def from_files() -> Straggling:
+        with connect() as engine:
+            parts = of_scan(run.scan("collectives"), NEEDED, engine)
+            align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
+            return straggling_module.straggling(parts, align, limit, hosts)
+
+    return by_index(run, lambda index: _from_index(index, limit) if limit <= MOST_LATE else None, from_files)
+
+
+def sampled_straggling(run: Run, sample: Sample) -> Straggling:
+    """Who comes late in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
+    align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
+    span_ns = round(sample.span_ns * arrival_sample.steps_in(sample) / sample.steps)
+    parts = arrival_sample.parts_of(sample)
+    return straggling_module.straggling(parts, align, MOST_LATE, hosts, span_ns, sample.share)
+
+
+def _from_index(index: Index, limit: int) -> Straggling:
+    frames = {
+        field: from_arrow(
+            index.ask(f"select * from {STRAGGLING[field]} order by {_ORDER[field]}"), declared.columns
+        )
+        for field, declared in _DECLARED.items()
+    }
+    told: dict[str, Any] = json.loads(
+        index.ask("select value from facts where name = 'straggling'")["value"][0].as_py()
+    )
+    frames["ranks"].attrs.update(told)
+    frames["collectives"] = frames["collectives"].head(limit)
+    return Straggling(**frames)
+
+
+def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
+    """How long each collective and message of ``run`` took (``transfers.timed``), of some steps."""
+    first, last = (-(1 << 31), 1 << 31) if steps is None else steps
+    text = f"select * from {BANDWIDTH_TIMES} where step between ? and ?"
+    return by_index(run, lambda index: index.ask(text, [int(first), int(last)]), lambda: _times(run, steps))
+
+
+def _times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
+    align = arrivals_module.aligned(run, transfers.ALSO)
+    columns = columns_of(NEEDED, transfers.ALSO)
+    with connect() as engine:
+        parts = enumerate(of_scan(run.scan("collectives"), columns, engine))
+        found = pa.concat_tables([transfers.timed(apart(align(part), number)) for number, part in parts])
+    return _of_steps(found, steps)

@@ -1,0 +1,138 @@
+"""Who comes late in a run: the arrivals of its collectives, part by part, and what follows from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.analysis.columns.defaults import MOST_LATE
+from commprof.analysis.stragglers import arrivals as arrivals_module
+from commprof.analysis.stragglers.arrival_spread import late_collectives, worst
+from commprof.analysis.stragglers.late_ranks import LastRanks
+from commprof.analysis.stragglers.late_roots import RootedCollectives
+from commprof.analysis.stragglers.late_verdict import verdict
+from commprof.analysis.stragglers.rank_lateness import RankLateness, last_ones
+from commprof.analysis.stragglers.slow_paths import Paths
+
+_MORE_THAN_WAITED: Final = (
+    4  # times what it waited for the other: of two ranks that are alike, one seldom costs so much more
+)
+
+
+class Straggling(NamedTuple):
+    """Who comes late, in four tables: see :func:`commprof.analysis.api.straggling`."""
+
+    ranks: pd.DataFrame
+    lateness: pd.DataFrame
+    causes: pd.DataFrame
+    collectives: pd.DataFrame
+
+
+class Collector:
+    """Takes the arrivals of whole collectives, part by part, and answers over all of them. To be closed.
+
+    Args:
+        limit: collectives that are told one by one.
+        hosts: of each rank.
+    """
+
+    def __init__(self, limit: int = MOST_LATE, hosts: Mapping[int, str] | None = None) -> None:
+        self._limit = limit
+        self._ranks = RankLateness()
+        self._last_ranks, self._rooted, self._paths = LastRanks(), RootedCollectives(), Paths(hosts or {})
+        self._late: pa.Table | None = None
+        self._first: int | None = None
+        self._last: int | None = None
+        self._unknown = 0
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._ranks.close()
+
+    def add(self, arrived: pa.Table) -> None:
+        """Take the arrivals of one part. A collective has a number that no other part has."""
+        ends = pc.min_max(arrived["arrived_ns"]).as_py()
+        if ends["min"] is not None:
+            self._first = ends["min"] if self._first is None else min(self._first, ends["min"])
+            self._last = ends["max"] if self._last is None else max(self._last, ends["max"])
+        self._unknown += arrivals_module.incomparable(arrived)
+        late = worst(arrived, self._limit)
+        held = [late] if self._late is None else [self._late, late]
+        self._late = worst(pa.concat_tables([_plain(each) for each in held]), self._limit)
+        self._ranks.add(arrived)
+        self._last_ranks.add(arrived, last_ones(arrived))
+        self._rooted.add(arrived)
+        self._paths.add(arrived)
+
+    def answer(self, span_ns: int | None = None, share: float = 1.0) -> Straggling:
+        """What follows from all that was taken.
+
+        Args:
+            span_ns: how long that was; default: from the first arrival to the last.
+            share: which part of the collectives of that time was taken.
+        """
+        if self._late is None:
+            raise ValueError("no part was taken")
+        span = 0 if self._first is None or self._last is None else int(self._last - self._first)
+        span = round((span if span_ns is None else span_ns) * share)
+        ranks = self._ranks.stragglers()
+        found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)._replace(share=share)
+        steps = self._last_ranks.steps
+        rooted = self._rooted.late(span, steps)
+        if len(ranks) == 2:
+            # Where rooted collectives hold one of two ranks only the other can come last by its own time. What that one
+            # waited itself for the first is then as much evidence as what it cost.
+            costs = self._rooted.costs(steps)
+            waited = {rank: sum(costs.values()) - costs.get(rank, 0) for rank in ranks["rank"]}
+            found = found._replace(
+                late=[late for late in found.late if late.cost_ns >= _MORE_THAN_WAITED * waited[late.rank]]
+            )
+        said = verdict(ranks, found, rooted, self._paths, span, self._unknown)
+        ranks.attrs.update(said._asdict())
+        return Straggling(
+            ranks, self._ranks.lateness(), self._ranks.causes(), late_collectives(self._late, self._limit)
+        )
+
+
+def straggling(
+    parts: Iterable[pa.Table],
+    align: Callable[[pa.Table], pa.Table],
+    limit: int,
+    hosts: Mapping[int, str] | None = None,
+    span_ns: int | None = None,
+    share: float = 1.0,
+) -> Straggling:
+    """The answer over ``parts`` of the records of a run, each of whole collectives.
+
+    Args:
+        align: from records to arrivals.
+        hosts: of each rank.
+        span_ns: how long that was; default: from the first arrival to the last.
+        share: which part of the collectives of that time ``parts`` have.
+    """
+    with closing(Collector(limit, hosts)) as taken:
+        for number, arrived in enumerate(map(align, parts)):
+            taken.add(apart(arrived, number))
+        return taken.answer(span_ns, share)
+
+
+def apart(arrived: pa.Table, part: int) -> pa.Table:
+    """``arrived`` with numbers of its collectives that no other part has."""
+    if not part:
+        return arrived
+    place = arrived.column_names.index("collective")
+    moved: Any = pc.add(arrived["collective"], pa.scalar(part << 40, pa.int64()))
+    return arrived.set_column(place, "collective", moved)
+
+
+def _plain(rows: pa.Table) -> pa.Table:
+    """``rows`` with text as text, so that tables of different values go together."""
+    for place, field in enumerate(rows.schema):
+        if pa.types.is_dictionary(field.type):
+            rows = rows.set_column(place, field.name, rows.column(place).cast(pa.string()))
+    return rows

@@ -1,0 +1,1 @@
+"""What collectives cost in time: steps, exposed and overlapped communication, transfers, bandwidth."""

@@ -1,0 +1,178 @@
+"""What collectives cost the program in time (exposed), and what they hid behind its work (overlapped).
+
+Both are lengths of time on each rank, in which every moment counts once: see :mod:`commprof.analysis.time.stalls`. What a
+training step has of them (:func:`per_step`) is defined here and nowhere else: medians over the warm steps of means over the
+ranks; the share is that of the median duration of the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+from commprof.analysis.columns.answers import EXPOSURE, EXPOSURE_BY, EXPOSURE_PER_STEP
+from commprof.analysis.columns.frames import from_arrow, from_rows
+from commprof.analysis.relations.engine import ask
+from commprof.analysis.time.stalls import standstill
+from commprof.analysis.time.warm_steps import warm_steps
+from commprof.errors import UsageError
+from commprof.trace.reader import Scan
+
+_COUNTS = ("records", "timed", "sampled", "unwaited", "bounded")
+EXPOSED = ("exposed_ns", "exposed_low_ns", "exposed_high_ns")
+_OVERLAPPED = ("overlapped_ns", "overlapped_at_most_ns")
+_OF_DURATIONS = ("attempt", "rank", "step")  # a step lasts differently long by these
+
+
+def exposure(
+    collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str], stalls: pa.Table
+) -> pd.DataFrame:
+    """:func:`answer` as a frame."""
+    return as_frame(answer(collectives, steps, by, stalls), tuple(dict.fromkeys(by)))
+
+
+def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
+    """An :func:`answer` as a frame, with the declared columns."""
+    return from_arrow(answer, (*(EXPOSURE_BY[name] for name in by), *EXPOSURE.columns))
+
+
+def counts(collectives: pa.Table | Scan, by: Sequence[str], stalls: pa.Table) -> pa.Table:
+    """What the records of each rank know of their times, by the columns ``by`` (``queries/exposure_counts.sql``)."""
+    tables = {"collectives": collectives, "stalls": stalls}
+    return ask("exposure_counts", tables, by=_listed(by), of_row=_listed(by, "c."))
+
+
+def answer(
+    collectives: pa.Table | Scan,
+    steps: pa.Table,
+    by: Sequence[str],
+    stalls: pa.Table,
+    standing: pa.Table | None = None,
+    counted: pa.Table | None = None,
+    participating: pa.Table | None = None,
+) -> pa.Table:
+    """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
+
+    Args:
+        stalls: the intervals in which C++ waited.
+        standing: what :func:`standstill` says by these columns, where that is known.
+        counted: :func:`counts` by these columns at least, where they are known.
+        participating: how many ranks have part in each combination without the step, where that is known.
+
+    Raises:
+        UsageError: a column of ``by`` cannot be grouped by.
+    """
+    by = tuple(dict.fromkeys(by))
+    for name in by:
+        if name not in EXPOSURE_BY:
+            near = get_close_matches(name, EXPOSURE_BY, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(
+                f"exposure cannot be grouped by {name!r}: {hint}choose from {', '.join(EXPOSURE_BY)}"
+            )
+    lasting = [name for name in by if name in _OF_DURATIONS]
+    per_rank = "rank" in by
+    partition = [name for name in by if name != "step"]
+    if counted is None:
+        counted = counts(collectives, by, stalls)
+    if participating is None:
+        participating = ask("exposure_ranks", {"counts": counted}, partition=_listed(partition))
+    return ask(
+        "exposure",
+        {
+            "standstill": standstill(collectives, steps, by, stalls) if standing is None else standing,
+            "counts": counted,
+            "participating": participating,
+            "steps": steps,
+        },
+        by=_listed(by),
+        of_row=_listed(by, "c."),
+        partition=_listed(partition),
+        same_partition=" and ".join(f"p.{name} is not distinct from s.{name}" for name in partition)
+        or "1 = 1",
+        group_by=f"group by {', '.join(by)}" if by else "",
+        order_by=f"order by {', '.join(f'c.{name}' for name in by)}" if by else "",
+        per_rank="rank," if per_rank else "",
+        and_rank="and d.rank = s.rank" if per_rank else "",
+        of_duration=_listed(lasting),
+        group_by_duration=f"group by {', '.join(lasting)}" if lasting else "",
+        on_duration=" and ".join(f"l.{name} = c.{name}" for name in lasting) or "1 = 1",
+    )
+
+
+def _listed(names: Sequence[str], table: str = "") -> str:
+    return "".join(f"{table}{name}, " for name in names)
+
+
+def per_step(by_purpose: pd.DataFrame, whole: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """Exposed and overlapped time of a training step, by purpose and, in the last row, altogether.
+
+    Args:
+        by_purpose: exposure by attempt, step and purpose.
+        whole: exposure by attempt and step.
+        times: the training steps (:data:`answers.STEP_TIMES`).
+    """
+    steps = warm_steps(times)
+    if not len(steps):
+        return from_rows([], EXPOSURE_PER_STEP.columns)
+    every = steps[["attempt", "step", "duration_ns", *EXPOSED]].merge(
+        whole.drop(columns=list(EXPOSED)), on=["attempt", "step"], how="left"
+    )
+    rows = []
+    for purpose, part in by_purpose.groupby("purpose", dropna=False):
+        found = every[["attempt", "step", "duration_ns"]].merge(part, on=["attempt", "step"], how="left")
+        if found["records"].notna().any():
+            rows.append(_typical(None if pd.isna(purpose) else str(purpose), _over_ranks(found, every)))
+    rows.sort(
+        key=lambda row: (-(row["exposed_low_ns"] or 0), row["purpose"] or "~")
+    )  # what has no purpose comes last
+    return from_rows([*rows, _typical("all", every)], EXPOSURE_PER_STEP.columns)
+
+
+def _over_ranks(part: pd.DataFrame, whole: pd.DataFrame) -> pd.DataFrame:
+    """``part``, whose means are over the ranks with part in it, as means over all those of ``whole``: none exceeds it."""
+    factor = part["ranks"].astype(float) / whole["ranks"].astype(float)
+    means = {name: part[name].astype(float) * factor for name in (*EXPOSED, *_OVERLAPPED)}
+    return part.assign(**{name: values.mask(part["records"].isna(), 0.0) for name, values in means.items()})
+
+
+def _typical(purpose: str | None, part: pd.DataFrame) -> dict[str, Any]:
+    """A row of :func:`per_step`, from the warm steps and what one purpose, or all, has in each."""
+    idle = part["records"].isna()
+    part = part.assign(**{name: part[name].astype(float).mask(idle, 0.0) for name in _OVERLAPPED})
+    row: dict[str, Any] = {"purpose": purpose, "steps": len(part)}
+    row |= {name: int(part[name].fillna(0).sum()) for name in _COUNTS}
+    row |= medians(part, (*EXPOSED, *_OVERLAPPED))
+    if not row["records"]:  # nothing was issued, or only sums are kept
+        row |= dict.fromkeys(_OVERLAPPED)
+    return row
+
+
+def medians(steps: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
+    """The medians of the columns ``names`` over ``steps``, of their duration, and the share of it that is exposed.
+
+    What is not known in one of the steps is not known; a lower bound counts as nothing there.
+    """
+    row: dict[str, Any] = {"step_ns": _median(steps["duration_ns"])}
+    for name in names:
+        known = steps[name].notna()
+        lower = name == "exposed_low_ns" and known.any()
+        row[name] = _median(steps[name].fillna(0)) if lower or (len(steps) and known.all()) else None
+    return row | {"exposed_share": share(row["exposed_ns"], row["step_ns"])}
+
+
+def _median(values: pd.Series[Any]) -> int | None:
+    return round(float(values.astype(float).median())) if len(values) else None
+
+
+def share(exposed_ns: float | None, step_ns: float | None) -> float | None:
+    """Exposed time as part of the step that it was spent in; None where one of them is not known.
+
+    >>> share(25, 100), share(None, 100), share(25, 0)
+    (0.25, None, None)
+    """
+    return None if exposed_ns is None or not step_ns else float(exposed_ns) / float(step_ns)

@@ -1,0 +1,206 @@
+"""The records of a run in parts that each hold whole collectives and whole messages.
+
+What is asked of every collective by itself can so be asked of one part after another, in the memory of one. The members of a
+collective share their number in the group, so a part has all records of some numbers; a message is a send and a recv, so
+a part has all that some ranks receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from commprof.align.ranks.own_times import (
+    OWN_COLUMNS,
+    SOURCES,
+    OwnTimes,
+    no_own_times,
+    own_times,
+    with_own_times,
+)
+from commprof.align.sequences.group_ids import numbered, split_by
+from commprof.analysis.relations.engine import scanned
+from commprof.analysis.storage.spans import KIND_COLUMNS
+from commprof.errors import TraceError
+from commprof.trace.reader import Scan
+from commprof.trace.tables import read_columns
+
+MOST_ROWS: Final = 100_000  # of a part, unless one number has more
+_MOST_SCANNED: Final = 600_000  # of one out of files, each of which is a scan of all
+_FINEST: Final = 16  # stretches of numbers that a part is made of
+_IS_MESSAGE: Final = "op in ('send', 'recv')"
+_PROCESS: Final = ("rank", "attempt", "pid")
+_RECEIVER: Final = "case when op = 'send' then peer else rank end"
+
+Numbers = npt.NDArray[np.int64]
+Ask = Callable[[str], pa.Table]
+
+
+def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]:
+    """The parts of ``relation``, each as a condition on its rows; every row fits exactly one.
+
+    Args:
+        ask: answers a question in SQL.
+        relation: what stands after FROM: columns pg_seq, op, peer and rank.
+    """
+    extent = ask(
+        f"select count(*) as rows, min(pg_seq) as low, max(pg_seq) as high from {relation} where not {_IS_MESSAGE}"
+    ).to_pylist()[0]
+    found: list[str] = []
+    if extent["rows"]:
+        low, high = extent["low"] or 0, extent["high"] or 0
+        of_one = extent["rows"] / (high - low + 1)
+        width = max(1, int(most_rows / _FINEST / of_one))
+        counted = ask(
+            f"select (coalesce(pg_seq, 0) - ({low})) // {width} as place, count(*) as rows from {relation} "
+            f"where not {_IS_MESSAGE} group by place order by place"
+        )
+        for first, last in _stretches(counted, most_rows):
+            ends = f"{low + first * width} and {low + (last + 1) * width - 1}"
+            found.append(f"not {_IS_MESSAGE} and coalesce(pg_seq, 0) between {ends}")
+    counted = ask(
+        f"select {_RECEIVER} as place, count(*) as rows from {relation} where {_IS_MESSAGE} group by place order by place"
+    )
+    found += [
+        f"{_IS_MESSAGE} and {_RECEIVER} between {first} and {last}"
+        for first, last in _stretches(counted, most_rows)
+    ]
+    return found
+
+
+def _stretches(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
+    """First and last place of neighbours that together have few enough rows, or are one."""
+    first = last = None
+    held = 0
+    for place, rows in zip(counted["place"].to_pylist(), counted["rows"].to_pylist(), strict=True):
+        if first is not None and held + rows > most_rows:
+            yield first, last if last is not None else first
+            first, held = None, 0
+        first = place if first is None else first
+        last, held = place, held + rows
+    if first is not None:
+        yield first, last if last is not None else first
+
+
+def of_scan(
+    collectives: pa.Table | Scan, columns: Sequence[str], engine: duckdb.DuckDBPyConnection
+) -> Iterator[pa.Table]:
+    """The parts of a table, or of what lies in files; a table that is held anyway is one part.
+
+    Args:
+        columns: of the table ``collectives``, and :data:`OWN_COLUMNS`.
+
+    Raises:
+        TraceError: a file cannot be read.
+    """
+    has_own_times = OWN_COLUMNS[0] in columns
+    if not isinstance(collectives, Scan):
+        yield (with_own_times(collectives) if has_own_times else collectives).select(columns)
+        return
+    try:
+        engine.register("rest_of_parts", collectives.rest)
+        engine.register("rows_of_parts", scanned(engine, collectives, "rest_of_parts"))
+        ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
+        own = _OwnTimesOfFiles(collectives) if has_own_times else None
+        names = ", ".join(name for name in columns if name not in OWN_COLUMNS)
+        for condition in conditions(ask, "rows_of_parts", _MOST_SCANNED):
+            rows = ask(f"select {names} from rows_of_parts where {condition}")
+            yield rows if own is None else own.beside(rows)
+    except duckdb.Error as error:
+        told = str(error).strip().partition("\n")[0]
+        raise TraceError(
+            f"the records of the run cannot be read: {told}. Some file of it is damaged; copy it again from where it was "
+            "recorded"
+        ) from None
+
+
+class _OwnTimesOfFiles:
+    """The own times of all records, which follow from all records of a process: of a part they are looked up."""
+
+    def __init__(self, collectives: Scan) -> None:
+        self._numbers: dict[tuple[int, ...], Numbers] = {}  # of each process, in order
+        self._times: dict[tuple[int, ...], OwnTimes] = {}
+        needed = tuple(dict.fromkeys((*_PROCESS, "seq", *SOURCES)))
+        files = (read_columns(file, needed) for file in collectives.files)
+        for rows in chain(files, [collectives.rest.select(needed)]):
+            times, seq = own_times(rows), rows["seq"].to_numpy()
+            for process, mine in _by_process(rows):
+                mine = mine[np.argsort(seq[mine], kind="stable")]
+                self._numbers[process], self._times[process] = seq[mine], times.of(mine)
+
+    def beside(self, rows: pa.Table) -> pa.Table:
+        """``rows`` with :data:`OWN_COLUMNS`."""
+        found = no_own_times(len(rows))
+        seq = rows["seq"].to_numpy()
+        for process, mine in _by_process(rows):
+            place = np.searchsorted(self._numbers[process], seq[mine])
+            for into, values in zip(found, self._times[process].of(place), strict=True):
+                into[mine] = values
+        for name, column in zip(OWN_COLUMNS, found.columns(), strict=True):
+            rows = rows.append_column(name, column)
+        return rows
+
+
+def _by_process(rows: pa.Table) -> Iterator[tuple[tuple[int, ...], Numbers]]:
+    """Each process among ``rows``, and its rows."""
+    codes, first = numbered(rows.select(_PROCESS))
+    names = rows.select(_PROCESS).take(pa.array(first)).to_pylist()
+    for mine in split_by(codes, np.arange(len(rows))):
+        yield tuple(names[codes[mine[0]]].values()), mine
+
+
+class IndexedParts:
+    """The parts of an index: its ``records``, with the columns of its ``kinds`` beside them as numbers into their values.
+
+    Args:
+        ask: answers a question to the index in SQL.
+        columns: of the table ``collectives``, those that are wanted.
+    """
+
+    def __init__(self, ask: Ask, columns: Sequence[str]) -> None:
+        self._columns = list(columns)
+        self._own = [name for name in columns if name not in KIND_COLUMNS]
+        self._kinds = {
+            name: _encoded(column)
+            for name, column in _by_name(ask("select * from kinds order by kind")).items()
+            if name in columns
+        }
+        self.conditions = conditions(ask, "records r join kinds k using (kind)")
+
+    def read(self, condition: str, ask: Ask) -> pa.Table:
+        """The rows of one of the ``conditions``."""
+        names = ", ".join(f"r.{name}" for name in (*self._own, "kind"))
+        found = ask(f"select {names} from records r join kinds k using (kind) where {condition}")
+        kind = found["kind"].combine_chunks()
+        columns = {
+            name: found[name] if name in self._own else _taken(self._kinds[name], kind)
+            for name in self._columns
+        }
+        return pa.table(columns)
+
+
+def _by_name(table: pa.Table) -> Mapping[str, pa.ChunkedArray]:
+    return dict(zip(table.column_names, table.columns, strict=True))
+
+
+def _encoded(column: pa.ChunkedArray) -> pa.Array:
+    whole = column.combine_chunks()
+    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+    return whole.dictionary_encode() if pa.types.is_string(whole.type) else whole
+
+
+def _taken(values: pa.Array, kind: Any) -> pa.Array:
+    if isinstance(values, pa.DictionaryArray):
+        return pa.DictionaryArray.from_arrays(values.indices.take(kind), values.dictionary)
+    return values.take(kind)
+
+
+def columns_of(*needs: Iterable[str]) -> tuple[str, ...]:
+    """The columns that any of ``needs`` names, each once."""
+    return tuple(dict.fromkeys(name for need in needs for name in need))

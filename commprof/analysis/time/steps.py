@@ -1,0 +1,119 @@
+"""Training steps: when they ran, how long they took, what they sent together."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Final, NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.analysis.columns.answers import STEP_TIMES, STEP_TOTALS
+from commprof.analysis.columns.frames import from_arrow, from_rows
+from commprof.analysis.relations.engine import ask, evaluate
+from commprof.analysis.traffic.steady_steps import BESIDE, COUNTED, Steady, Step, steady
+
+COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
+
+
+def step_times(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pd.DataFrame:
+    """:func:`answer` as a frame."""
+    return as_frame(answer(steps, exposure, operations))
+
+
+def as_frame(answer: pa.Table) -> pd.DataFrame:
+    """An :func:`answer` as a frame, with the declared columns."""
+    return from_arrow(answer, STEP_TIMES.columns)
+
+
+def answer(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Table:
+    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step.
+
+    Args:
+        exposure: :func:`commprof.analysis.time.exposure.answer` by attempt and step.
+    """
+    return answer_of_sums(evaluate("step_sums", {"steps": steps}), exposure, operations)
+
+
+def answer_of_sums(sums: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Table:
+    """:func:`answer` from rows of the relation step_sums."""
+    return ask("step_times", {"step_sums": sums, "exposure": exposure, "operations": operations})
+
+
+def durations_after_first(times: pd.DataFrame) -> list[int]:
+    """Step durations in ns, without the first step of each attempt (it warms up) and without those that never ended."""
+    later = times["step"] > times.groupby("attempt")["step"].transform("min")
+    return [int(value) for value in times.loc[later, "duration_ns"].dropna()]
+
+
+def final_loss(times: pd.DataFrame) -> float | None:
+    """Loss of the last step that has one, of the last attempt that has any."""
+    losses = times["loss"].dropna()
+    return None if losses.empty else float(losses.iloc[-1])
+
+
+class StepTotals(NamedTuple):
+    """What ``steps`` whole training steps sent together, as far as it comes back in them (``steady_steps``).
+
+    ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: how many groups, and their
+    collectives, payload_bytes and wire_bytes; the last are those of a rank of the job, the mean over all of them.
+    Divided by ``steps`` they are those of a step. They are not rounded: a mean of 3.5 collectives over two warm steps is
+    10.5 in three steps. ``weights``: how often what a step sent counts in the mean step, by attempt, step and that key.
+    """
+
+    steps: int
+    totals: pd.DataFrame
+    weights: pa.Table | None = None
+
+
+_KEY: Final = ("op", "intended_op", "purpose", "group_desc", "group_size")
+_WEIGHTS: Final = pa.schema(
+    [
+        *((name, pa.int32()) for name in ("attempt", "step", "group_size")),
+        *((name, pa.string()) for name in _KEY if name != "group_size"),
+        ("weight", pa.float64()),
+    ]
+)
+
+
+def whole_steps(times: pd.DataFrame) -> list[Step]:
+    """Attempt and number of the training steps that ended."""
+    ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
+    return [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+
+
+def step_totals(
+    steps: pa.Table, operations: pa.Table, times: pd.DataFrame, world_size: int | None
+) -> StepTotals:
+    """Sums over the whole training steps (``queries/step_totals.sql``), for means of a step.
+
+    A step that a killed run was in is left out, and so is what was sent once.
+
+    Args:
+        world_size: ranks of the job; None: as many as the largest group has.
+    """
+    ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
+    rows = ask(
+        "step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks))
+    ).to_pylist()
+    whole = whole_steps(times)
+    judged = steady(rows, _KEY, whole, ("groups", *BESIDE))
+    found = [
+        {**row, "groups": ceil(row["groups"])}
+        | {name: None if row[name] is None else row[name] * len(whole) for name in (*COUNTED, *BESIDE)}
+        for row in judged.per_step
+    ]
+    found.sort(key=lambda row: tuple((row[name] is None, row[name]) for name in _KEY))
+    return StepTotals(len(whole), from_rows(found, STEP_TOTALS.columns), _weights(judged))
+
+
+def _weights(judged: Steady) -> pa.Table:
+    rows = [
+        {name: row[name] for name in _KEY} | {"attempt": attempt, "step": step, "weight": weight}
+        for row, weights in zip(judged.per_step, judged.weights, strict=True)
+        for (attempt, step), weight in weights.items()
+    ]
+    return pa.table(
+        {field.name: pa.array([row[field.name] for row in rows], field.type) for field in _WEIGHTS}
+    )

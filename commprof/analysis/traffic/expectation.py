@@ -1,0 +1,54 @@
+"""What a run's config asked for, by the rules of ``commprof.requested``: the level that no collective is read for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.columns.answers import REQUESTED
+from commprof.analysis.columns.frames import from_rows
+from commprof.ledger.requests.request import RecordedRun, as_asked, request_of, why_no_zero_config
+from commprof.requested.zero import stages as zero
+
+UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
+
+
+class Requested(NamedTuple):
+    """``op``: what the config asks for to reduce gradients, or None and ``reason``: why that is not known.
+
+    ``explanation`` is a clause: which words ask for it, and what a runtime sends in its place.
+    """
+
+    op: str | None
+    reason: str | None
+    explanation: str | None = None
+
+
+def requested_reduction(
+    config: Mapping[str, Any] | None, effective: Mapping[str, Any] | None = None
+) -> Requested:
+    """The operation that the words of the config ask for to reduce gradients.
+
+    Args:
+        config: the config as the user wrote it.
+        effective: the one that the engine published, for a script that has no config file.
+    """
+    if config is None and effective is not None:
+        config = as_asked(effective)
+    reason = why_no_zero_config(config)
+    if reason is not None:
+        return Requested(None, reason)
+    op = zero.requested_gradient_op(config)
+    return Requested(op, None if op else UNREADABLE, zero.describe(config) if op else None)
+
+
+def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:
+    """What the config of ``run`` should send, one row per purpose (:data:`answers.REQUESTED`), and why there is none.
+
+    The rules are those of the runtime that the run used, as in its ledger.
+    """
+    request = request_of(run)
+    rows = [] if request.reason is not None else request.rows()
+    return from_rows((row._asdict() for row in rows), REQUESTED.columns), request.reason

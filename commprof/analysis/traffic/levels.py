@@ -1,0 +1,209 @@
+"""The four levels of reducing gradients, by setting, out of the ledgers of the runs. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS, PADDING
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.columns.setting_answers import REDUCTION_LEVELS
+from commprof.analysis.time.steps import StepTotals
+from commprof.analysis.traffic.steady_steps import EXECUTED, PARTLY_KNOWN, Step, steady
+from commprof.exit_codes import State
+from commprof.ledger.levels import STEPS, LedgerRow, Verdict
+from commprof.schema import Op, Purpose
+
+NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
+NOT_REQUESTED: Final = "what the config asks for is not known"
+NOT_EXECUTED: Final = "what the backend ran is not known"
+_SUMMED: Final = ("payload_bytes", "wire_bytes", *PARTLY_KNOWN)  # not known unless of all
+
+
+class Ledger(NamedTuple):
+    """The ledger of one run.
+
+    ``totals``: what its steps sent, as comparisons have it; ``shares``: what :func:`job_shares` says; ``whole``: attempt and
+    step of the steps that ended.
+    """
+
+    label: str
+    verdict: Verdict
+    totals: StepTotals
+    shares: Mapping[str, float]
+    whole: Sequence[Step]
+
+
+def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
+    """By operation, what a rank of the job sends to reduce gradients of what a ledger adds up over the groups.
+
+    It is the number of ranks that send over those of the job, the mean over groups by their wire bytes: 1 where the group is
+    the job, and 1/2 where two groups of half of the ranks reduce half of the model each.
+
+    Args:
+        operations: :func:`commprof.analysis.storage.run_totals.operations` by purpose, op, step and group_size at least.
+        world_size: ranks of the job; None: as many as the largest group has.
+    """
+    ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
+    rows = operations.filter(
+        pc.and_(
+            pc.equal(operations["purpose"], Purpose.GRADIENT_REDUCE),
+            pc.greater_equal(operations["step"], 0),
+        )
+    )
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows.select(["op", "group_size", "wire_share", "wire_ranks"]).to_pylist():
+        wire = int(row["wire_share"]) / row["wire_ranks"]
+        senders = 1 if row["op"] == Op.SEND else row["group_size"]
+        sums[row["op"]][0] += wire * (senders / ranks)
+        sums[row["op"]][1] += wire
+    return {op: sent / wire for op, (sent, wire) in sums.items() if wire}
+
+
+def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
+    """One row per setting, level and operation (:data:`setting_answers.REDUCTION_LEVELS`).
+
+    Args:
+        ledgers: that of each run, repeats one after the other or not.
+    """
+    of_label: dict[str, list[Ledger]] = defaultdict(list)
+    for ledger in ledgers:
+        of_label[ledger.label].append(ledger)
+    rows: list[dict[str, Any]] = []
+    for label, repeats in of_label.items():
+        verdicts = [ledger.verdict for ledger in repeats]
+        states = {verdict.state for verdict in verdicts}
+        state = next(s for s in (State.MISMATCH, State.UNKNOWN, State.CLOSED) if s in states)
+        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(repeats)]
+    return from_rows(rows, REDUCTION_LEVELS.columns)
+
+
+def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+    verdicts = [ledger.verdict for ledger in repeats]
+    gradients = [
+        row
+        for verdict in verdicts
+        for row in verdict.rows
+        if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE
+    ]
+    issued = _issued([ledger.totals for ledger in repeats])
+    reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
+    return [
+        *_requested(repeats, reason or NOT_REQUESTED),
+        *(issued or [{"level": "issued", "reason": NOTHING_ISSUED}]),
+        *_executed(gradients, issued),
+        _moved(verdicts),
+    ]
+
+
+def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
+    """What reduces gradients in a step, by operation: the values of :func:`comparison.traffic_by_setting`.
+
+    ``executed_wire_bytes_per_step``: of what the backend runs, None where that is not known.
+    """
+    steps = sum(each.steps for each in totals)
+    sums: dict[tuple[str, str | None], dict[str, float | None]] = {}
+    for each in totals:
+        for row in each.totals.to_dict("records"):
+            if row["purpose"] != Purpose.GRADIENT_REDUCE or row["op"] == Op.BARRIER:
+                continue
+            intended = (
+                None if pd.isna(row["intended_op"]) or row["intended_op"] == row["op"] else row["intended_op"]
+            )
+            into = sums.setdefault((row["op"], intended), dict.fromkeys(_SUMMED, 0.0) | {PADDING: None})
+            for name in _SUMMED:
+                before = into[name]
+                into[name] = None if before is None or pd.isna(row[name]) else before + float(row[name])
+            if not pd.isna(row[PADDING]):
+                into[PADDING] = (into[PADDING] or 0.0) + float(row[PADDING])
+    return [
+        {"level": "issued", "op": op, "intended_op": intended}
+        | {f"{name}_per_step": None if value is None else value / steps for name, value in values.items()}
+        for (op, intended), values in sums.items()
+    ]
+
+
+def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the backend ran for ``issued``: its operation out of the ledger, and its bytes from there where only it knows."""
+    ran = {row.issued_op: row for row in gradients if row.executed_op and row.executed_wire_bytes is not None}
+    rows = []
+    for level in issued:
+        row = ran.get(level["op"])
+        if row is None:
+            continue
+        wire = level[f"{EXECUTED}_per_step"]
+        if wire is None:
+            factor = (
+                (row.executed_wire_bytes or 0.0) / row.issued_wire_bytes if row.issued_wire_bytes else 1.0
+            )
+            wire = level["wire_bytes_per_step"] * factor
+        ran_here = {"op": row.executed_op, "wire_bytes_per_step": wire, f"{BETWEEN_HOSTS}_per_step": None}
+        rows.append({**level, "level": "executed", **ran_here})
+    return rows or [{"level": "executed", "reason": NOT_EXECUTED}]
+
+
+def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
+    """What is asked for in a step: of the steps that what is issued is of, and by the same rule."""
+    steps = sum(len(ledger.whole) for ledger in repeats)
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for ledger in repeats:
+        rows = [
+            {**each._asdict(), "attempt": attempt, "step": step, "collectives": each.count}
+            for each in ledger.verdict.asked
+            for attempt, step in each.steps
+        ]
+        for row in steady(rows, ("requested_op", "op", "group_size"), ledger.whole).per_step:
+            total = sums[row["requested_op"]]
+            total[0] += row["payload_bytes"] * len(ledger.whole)
+            total[1] += row["wire_bytes"] * ledger.shares.get(row["op"], 1.0) * len(ledger.whole)
+    if not sums:
+        return [{"level": "requested", "reason": reason}]
+    return [
+        {
+            "level": "requested",
+            "op": op,
+            "payload_bytes_per_step": payload / steps,
+            "wire_bytes_per_step": wire / steps,
+        }
+        for op, (payload, wire) in sums.items()
+    ]
+
+
+def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Mean over the repeats of what all hosts sent; of a step where all were read at steps, else of the run.
+
+    What a step sent is without what evaluations and checkpoints between the readings sent by the model.
+    """
+    counted = [verdict.moved for verdict in verdicts if verdict.moved]
+    if not counted:
+        reason = next(
+            (verdict.sources.get("moved") for verdict in verdicts if verdict.sources.get("moved")), None
+        )
+        return {"level": "moved", "reason": reason or "no counters were read during the run"}
+    by_step = all(
+        row.when == STEPS and row.steps and row.outside_bytes is not None for rows in counted for row in rows
+    )
+    sent = [
+        sum(
+            (row.sent_bytes - (row.outside_bytes or 0)) / row.steps if by_step else row.sent_bytes
+            for row in rows
+        )
+        for rows in counted
+    ]
+    left_out = sum(row.outside_bytes or 0 for rows in counted for row in rows) if by_step else 0
+    said = f"without {round(left_out):,} bytes that are modelled outside of the steps" if left_out else None
+    return {
+        "level": "moved",
+        "moved_bytes": sum(sent) / len(sent),
+        "moved_over": "step" if by_step else "run",
+        "reason": _joined([said, *(row.reason for rows in counted for row in rows)]),
+    }
+
+
+def _joined(reasons: Iterable[str | None]) -> str | None:
+    return "; ".join(dict.fromkeys(reason for reason in reasons if reason)) or None

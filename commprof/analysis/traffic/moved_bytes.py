@@ -1,0 +1,47 @@
+"""What moved: the machine's own counters, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import pandas as pd
+import pyarrow as pa
+
+from commprof.analysis.columns.answers import MOVED
+from commprof.analysis.columns.frames import from_arrow
+from commprof.analysis.relations.engine import ask
+from commprof.schema import LOOPBACK
+
+NO_READINGS: Final = "no counters were read during the run"
+ONE_READING: Final = "the counters were read only once, so no difference can be formed"
+
+
+def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
+    """Bytes that each interface of each host moved during the run (``queries/moved.sql``).
+
+    The counters are those of the whole host: other processes and other traffic are in them. ``frame.attrs["reason"]``
+    says why there is no sum over all hosts for the whole run; None where there is one.
+
+    Args:
+        uncovered: host -> what its readings leave out of the run; see :mod:`commprof.trace.coverage`.
+    """
+    rows = ask("moved", {"wire": wire})
+    texts = [uncovered.get(host) for host in rows["host"].to_pylist()]
+    frame = from_arrow(rows.append_column("left_out", pa.array(texts, pa.string())), MOVED.columns)
+    said = "; ".join(f"host {host}: {text}" for host, text in uncovered.items())
+    once = not frame.empty and bool((frame["readings"] < 2).all())
+    frame.attrs["reason"] = NO_READINGS if frame.empty else said or (ONE_READING if once else None)
+    return frame
+
+
+def moved_per_step(frame: pd.DataFrame, steps: int) -> float | None:
+    """What the hosts of a run sent over its ``steps``, by :func:`moved`; None where that is not the whole run of every host.
+
+    On one host that is what passed its loopback interface, on several what passed the others.
+    """
+    if frame.attrs["reason"] is not None or not steps:
+        return None
+    interfaces = frame[frame["kind"] == "interface"]
+    on_one = interfaces["host"].nunique() == 1
+    return float(interfaces.loc[(interfaces["device"] == LOOPBACK) == on_one, "sent_bytes"].sum()) / steps

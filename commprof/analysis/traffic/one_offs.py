@@ -1,0 +1,31 @@
+"""One-off traffic of a run: what was sent in single training steps and does not come back in the others. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pandas as pd
+
+from commprof.analysis.columns.detailed_answers import ONE_OFFS
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.traffic.steady_steps import TRAFFIC_KEY, steady_traffic
+
+BY: Final = ("attempt", "step", "group_size", *TRAFFIC_KEY)  # of the traffic that this question asks for
+
+
+def one_offs(traffic: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """The one-off traffic as a frame, step by step: see :func:`commprof.analysis.api.one_offs`."""
+    rows = [
+        row | {name: round(row[name]) for name in ("collectives", "payload_bytes")}
+        for row in steady_traffic(_plain(traffic), _plain(times)).one_offs
+    ]
+    rows.sort(key=lambda row: (row["attempt"], row["step"], *(str(row[name] or "~") for name in TRAFFIC_KEY)))
+    return from_rows(rows, ONE_OFFS.columns)
+
+
+def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of ``frame`` with None for what is null."""
+    return [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in frame.to_dict("records")
+    ]

@@ -1,0 +1,188 @@
+"""What comes back in every training step, and what was sent once: the one rule for figures per step.
+
+It is asked of the warm steps: those that ended, without the first of each attempt where there are others. What was sent by
+one operation, for one purpose, in one group
+
+* in each of them is steady: its value is that of most steps, and what single steps sent beyond it is one-off. Where no value
+  is that of most, it varies, and its value is the mean;
+* in every k-th of them counts as a k-th part in each;
+* in at least half of them comes and goes: its value is the mean over all;
+* in fewer of them is one-off, and so is what only the first step sent. One-off traffic is in no mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import nan
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS, PADDING
+
+COUNTED: Final = ("collectives", "payload_bytes", "wire_bytes")
+EXECUTED: Final = "executed_wire_bytes"
+PARTLY_KNOWN: Final = (EXECUTED, BETWEEN_HOSTS)  # not known of a sum unless it is of all
+BESIDE: Final = (*PARTLY_KNOWN, PADDING)  # bytes that may not be known
+TRAFFIC_KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
+_TRAFFIC_MEANS: Final = ("records", "host_ns", *BESIDE)
+
+Step: TypeAlias = tuple[int, int]  # attempt and step
+Row: TypeAlias = Mapping[str, Any]
+
+
+class Steady(NamedTuple):
+    """Rows with the columns of the key and the measures.
+
+    Attributes:
+        warm: the steps that were asked.
+        per_step: what a step sends; ``every``: of how many steps one sends it, null where that is not regular.
+        one_offs: beyond that: what one ``attempt`` and ``step`` sent.
+        weights: of each row of ``per_step`` the steps that it is made of. The sum over them of weight times what the step
+            sent is what a step sends, in any measure.
+    """
+
+    warm: list[Step]
+    per_step: list[dict[str, Any]]
+    one_offs: list[dict[str, Any]]
+    weights: list[dict[Step, float]]
+
+
+def warm_steps(whole: Sequence[Step]) -> list[Step]:
+    """The steps without the first of each attempt, where there are others."""
+    first: dict[int, int] = {}
+    for attempt, step in whole:
+        first[attempt] = min(step, first.get(attempt, step))
+    return sorted({each for each in whole if each[1] > first[each[0]]} or set(whole))
+
+
+def steady(
+    rows: Sequence[Row], key: Sequence[str], whole: Sequence[Step], means: Sequence[str] = ()
+) -> Steady:
+    """What of ``rows`` comes back in each step.
+
+    Args:
+        rows: ``attempt``, ``step``, the key and the measures of operations; several of one key and step are added up.
+        key: the columns that tell operations apart.
+        whole: the steps that ended.
+        means: measures beside :data:`COUNTED`, such as times: their means over the steps that count.
+    """
+    warm = warm_steps(whole)
+    sums: dict[tuple[Any, ...], dict[Step, dict[str, float | None]]] = defaultdict(dict)
+    known = set(whole)
+    for row in rows:
+        step = int(row["attempt"]), int(row["step"])
+        if step not in known:
+            continue
+        into = sums[tuple(row[name] for name in key)].setdefault(step, dict.fromkeys((*COUNTED, *means)))
+        for name in into:
+            if row[name] is not None and row[name] == row[name]:
+                into[name] = (into[name] or 0) + row[name]
+            elif name in PARTLY_KNOWN:
+                into[name] = nan
+    found = Steady(warm, [], [], [])
+    for values, by_step in sums.items():
+        _judge(dict(zip(key, values, strict=True)), by_step, found)
+    return found
+
+
+def steady_traffic(traffic: Sequence[Row], times: Sequence[Row]) -> Steady:
+    """What of ``traffic`` comes back in each training step, and what does not.
+
+    Args:
+        traffic: rows of :func:`commprof.analysis.api.traffic` by attempt, step, group_size and :data:`TRAFFIC_KEY` at
+            least, with None for what is null.
+        times: attempt, step and duration_ns of the training steps; None for that of one that did not end.
+    """
+    whole = sorted((row["attempt"], row["step"]) for row in times if row["duration_ns"] is not None)
+    inside = [row for row in traffic if row["step"] >= 0]
+    return steady(inside, (*TRAFFIC_KEY, "group_size"), whole, _TRAFFIC_MEANS)
+
+
+def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], found: Steady) -> None:
+    warm = found.warm
+    present = [step for step in warm if step in by_step]
+    value: dict[str, Any] | None = None
+    every = 1 if len(present) == len(warm) else _period(present, warm)
+    weights: dict[Step, float] = {}
+    if every is not None:
+        chosen = _of_most(present, by_step)
+        weights = dict.fromkeys(chosen, 1 / (len(chosen) * every))
+    elif 2 * len(present) >= len(warm):
+        weights = dict.fromkeys(present, 1 / len(warm))
+    if weights:
+        value = _mean(weights, by_step)
+        found.per_step.append({**named, **value, "every": every})
+        found.weights.append(weights)
+    expected = {name: (value[name] or 0) * (every or 0) for name in COUNTED} if value is not None else None
+    for step, sent in sorted(by_step.items()):
+        if expected is None or (every and (step not in warm or _is_of_most(present, by_step))):
+            beyond = {
+                name: (sent[name] or 0) - (0 if expected is None else expected[name]) for name in COUNTED
+            }
+            for name in BESIDE:
+                if name in sent:
+                    beyond[name] = _beyond(name, sent[name], value, every)
+            if beyond["collectives"] > 0 or beyond["payload_bytes"] > 0:
+                found.one_offs.append({**named, "attempt": step[0], "step": step[1], **beyond})
+
+
+def _beyond(
+    name: str, sent: float | None, value: Mapping[str, Any] | None, every: int | None
+) -> float | None:
+    """The bytes ``name`` of a step beyond those of each step; None where one of them is not known."""
+    usual = 0.0 if value is None else value[name]
+    if sent is None or sent != sent or usual is None:
+        return None
+    return sent - usual * (every or 0)
+
+
+def _counts(sent: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(sent[name] for name in COUNTED[:2])
+
+
+def _is_of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> bool:
+    _, times = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
+    return 2 * times > len(present)
+
+
+def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> Sequence[Step]:
+    """The steps that send what most do; all, where no value is that of most."""
+    if not _is_of_most(present, by_step):
+        return present
+    most, _ = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
+    return [step for step in present if _counts(by_step[step]) == most]
+
+
+def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any]]) -> dict[str, Any]:
+    """What one step sends on average. The weights are equal: a sum is divided once, so that whole numbers stay whole."""
+    divisor = round(1 / next(iter(weights.values())))
+    found: dict[str, Any] = {}
+    for name in by_step[next(iter(weights))]:
+        known = [by_step[step][name] for step in weights if by_step[step][name] is not None]
+        total = sum(known) / divisor if known else None
+        found[name] = None if total != total else total
+    return found
+
+
+def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:
+    """k, where every k-th of the warm steps is among ``present``, at least two; else null."""
+    places = [number for number, step in enumerate(warm) if step in set(present)]
+    if len(places) < 2:
+        return None
+    k = places[1] - places[0]
+    regular = all(after - before == k for before, after in pairwise(places))
+    return k if k > 1 and regular and places[0] < k and len(warm) - places[-1] <= k else None
+
+
+def when(rows: Sequence[Row]) -> str:
+    """``step 0``, ``steps 0, 3`` or ``steps 0-2``: of the attempts together."""
+    steps = sorted({int(row["step"]) for row in rows})
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"step{'' if len(steps) == 1 else 's'} {text}"

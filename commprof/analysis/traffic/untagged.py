@@ -1,0 +1,26 @@
+"""The places of a program that issue collectives without a purpose. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pandas as pd
+
+from commprof.analysis.columns.detailed_answers import UNTAGGED
+from commprof.analysis.columns.frames import from_rows
+
+BY: Final = ("purpose", "phase", "op", "api", "call_site")  # what traffic() is to be asked by
+
+
+def none() -> pd.DataFrame:
+    """The answer for a run whose collectives all have a purpose."""
+    return from_rows([], UNTAGGED.columns)
+
+
+def untagged(traffic: pd.DataFrame) -> pd.DataFrame:
+    """Those rows of ``traffic`` by :data:`BY` that have no purpose, the most payload first."""
+    found = traffic[traffic["purpose"].isna()]
+    found = found.sort_values(
+        ["payload_bytes", "collectives", "call_site"], ascending=[False, False, True], kind="stable"
+    )
+    return found[list(UNTAGGED.names)].reset_index(drop=True)
