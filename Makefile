@@ -116,6 +116,10 @@ test-torch: $(TORCH_VENV)/installed ## the recorder's, injection's and zero_runt
 	$(TORCH_VENV)/bin/python -m pytest -q -m "not long and alone" $(wildcard $(TORCH_SETS)) || failed=1; \
 	exit $$failed
 
+.PHONY: house
+house: $(STAMPS)/dev ## figures about the structure of the code
+	$(BIN)/python tools/house.py
+
 .PHONY: bench
 bench: $(STAMPS)/dev ## the benchmarks: a table and JSON each
 	$(BIN)/python benchmarks/recorder_cost.py

@@ -29,9 +29,10 @@ from results import Spread, arguments, publish, spread
 from commprof.analysis import api
 from commprof.trace.finaliser import finalise
 from commprof.trace.tables import write_table
-from commprof_dash import overview_data
 from commprof_dash.data import Runs
-from commprof_dash.pages import PAGES, overview
+from commprof_dash.pages import PAGES
+from commprof_dash.pages.overview import data as overview_data
+from commprof_dash.pages.overview import page as overview
 from support.browser import open_browser, served, watched
 
 INDEX_TARGET_S, SERVER_TARGET_MS, PAINT_TARGET_S, ZOOM_TARGET_S = 3.0, 300.0, 1.5, 0.5

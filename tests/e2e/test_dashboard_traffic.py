@@ -8,7 +8,8 @@ import io
 import pytest
 
 from commprof.analysis import api
-from commprof_dash import overview_data, settings_data
+from commprof_dash.pages.compare import data as settings_data
+from commprof_dash.pages.overview import data as overview_data
 from support.browser import served, watched
 from support.detailed_runs import aligned_run, detailed_run
 

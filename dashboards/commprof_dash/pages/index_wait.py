@@ -10,7 +10,7 @@ from dash.development.base_component import Component
 
 from commprof_dash.components import messages
 from commprof_dash.data import Runs, reason
-from commprof_dash.timeline_data import Builds, path_of
+from commprof_dash.pages.timeline.data import Builds, path_of
 
 RUN: Final = "timeline-run"
 WAIT: Final = "timeline-wait"

@@ -13,12 +13,12 @@ from plotly.utils import PlotlyJSONEncoder
 from commprof.analysis import api
 from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
-from commprof_dash import bandwidth_data
 from commprof_dash.address import link
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts.axes import log_axis
 from commprof_dash.components.legend import legend
 from commprof_dash.data import Runs
+from commprof_dash.pages.bandwidth import data as bandwidth_data
 from commprof_dash.theme import OP_COLOURS
 from support.runs import SyntheticRun
 

@@ -14,8 +14,8 @@ from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts import alignment, lateness, matrix, ranks, topology
 from commprof_dash.data import Runs
-from commprof_dash.pages.matrix import parse_steps
-from commprof_dash.timeline_data import record_text, view_in
+from commprof_dash.pages.matrix.page import parse_steps
+from commprof_dash.pages.timeline.data import record_text, view_in
 from support.detailed_runs import aligned_run, detailed_run
 from support.runs import SyntheticRun
 

@@ -11,14 +11,16 @@ from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof.errors import TraceError
-from commprof_dash import overview_data, settings_data
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.background import Background
 from commprof_dash.charts import lanes, settings
 from commprof_dash.charts.exposure import by_purpose
 from commprof_dash.charts.series import Series
 from commprof_dash.data import Runs
-from commprof_dash.pages import overview, overview_cards
+from commprof_dash.pages.compare import data as settings_data
+from commprof_dash.pages.overview import cards as overview_cards
+from commprof_dash.pages.overview import data as overview_data
+from commprof_dash.pages.overview import page as overview
 from support.runs import SyntheticRun
 
 HOSTILE = "<script>alert(1)</script>"

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
-from commprof_dash import records_data, timeline_data
 from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.charts import timeline as chart
 from commprof_dash.data import Runs
-from commprof_dash.pages import index_wait, records
+from commprof_dash.pages import index_wait
+from commprof_dash.pages.records import data as records_data
+from commprof_dash.pages.records import page as records
+from commprof_dash.pages.timeline import data as timeline_data
 from support.runs import SyntheticRun
 
 HOSTILE = "<script>alert(1)</script>"

@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from commprof.analysis import api
-from commprof_dash import address, ids, settings_data
+from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import loss, times, traffic
 from commprof_dash.charts.series import is_reducing
@@ -20,7 +20,8 @@ from commprof_dash.components import cards, controls, messages, pending
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs, Selection, reason
 from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
-from commprof_dash.pages import settings_cards
+from commprof_dash.pages.compare import cards as settings_cards
+from commprof_dash.pages.compare import data as settings_data
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of

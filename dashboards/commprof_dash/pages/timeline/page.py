@@ -23,10 +23,10 @@ from commprof_dash.pages import index_wait
 from commprof_dash.pages.index_wait import RUN, builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.pages.timeline_shown import CSV_PATH, below
-from commprof_dash.pages.timeline_tools import BUTTON, RANKS, RECORD, STEP, toolbar
+from commprof_dash.pages.timeline.data import View, path_of, timeline, view_in, view_of
+from commprof_dash.pages.timeline.shown import CSV_PATH, below
+from commprof_dash.pages.timeline.toolbar import BUTTON, RANKS, RECORD, STEP, toolbar
 from commprof_dash.theme import Scheme, scheme_of
-from commprof_dash.timeline_data import View, path_of, timeline, view_in, view_of
 
 PATH: Final = "/timeline"
 VIEW: Final = "timeline-view"  # the store that holds what is shown

@@ -11,7 +11,7 @@ import pandas as pd
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import address, bandwidth_data
+from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import bandwidth as charts
 from commprof_dash.charts.bandwidth import BUSBW, RATES, Rate, format_rate
@@ -19,12 +19,13 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
+from commprof_dash.pages.bandwidth import data as bandwidth_data
 from commprof_dash.pages.index_wait import builds, waiting_for_index
-from commprof_dash.pages.matrix import parse_steps
+from commprof_dash.pages.matrix.page import parse_steps
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline.data import path_of
 from commprof_dash.theme import Scheme
-from commprof_dash.timeline_data import path_of
 
 ALL: Final = "all"
 NONE: Final = "none"

@@ -12,14 +12,15 @@ from dash.development.base_component import Component
 
 from commprof.analysis import api
 from commprof.schema import OPS, PURPOSES
-from commprof_dash import address, matrix_data
+from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import matrix as charts
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
-from commprof_dash.matrix_data import Steps
 from commprof_dash.measures import Measure, format_count
+from commprof_dash.pages.matrix import data as matrix_data
+from commprof_dash.pages.matrix.data import Steps
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme

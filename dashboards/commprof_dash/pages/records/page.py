@@ -23,8 +23,7 @@ from commprof_dash.downloads import download
 from commprof_dash.pages.index_wait import RUN, builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.pages.timeline import PATH as TIMELINE_PATH
-from commprof_dash.records_data import (
+from commprof_dash.pages.records.data import (
     COLUMN,
     COLUMNS,
     FILTER,
@@ -39,8 +38,9 @@ from commprof_dash.records_data import (
     is_number,
     sort_text,
 )
+from commprof_dash.pages.timeline.data import path_of, record_text
+from commprof_dash.pages.timeline.page import PATH as TIMELINE_PATH
 from commprof_dash.theme import Scheme
-from commprof_dash.timeline_data import path_of, record_text
 
 PATH: Final = "/records"
 CSV_PATH: Final = "/records.csv"

@@ -17,12 +17,12 @@ from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
-from commprof_dash.pages import overview_cards
 from commprof_dash.pages.index_wait import builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run, no_records
+from commprof_dash.pages.overview import cards as overview_cards
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline.data import FROM, TO, path_of
 from commprof_dash.theme import Scheme
-from commprof_dash.timeline_data import FROM, TO, path_of
 
 _TABLE_ROWS: Final = 500
 _ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length

@@ -12,7 +12,7 @@ from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.components import messages, tables
 from commprof_dash.components.tables import Field
-from commprof_dash.timeline_data import Record, record_text
+from commprof_dash.pages.timeline.data import Record, record_text
 
 _ROWS_SHOWN: Final = 200
 

@@ -22,8 +22,8 @@ from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline.data import RECORD, record_of
 from commprof_dash.theme import Scheme
-from commprof_dash.timeline_data import RECORD, record_of
 
 PATH: Final = "/alignment"
 RANK: Final = "rank"

@@ -8,7 +8,7 @@ import pandas as pd
 
 from commprof.analysis import api
 from commprof_dash.data import Runs
-from commprof_dash.timeline_data import path_of
+from commprof_dash.pages.timeline.data import path_of
 
 MOST_STEPS: Final = 600  # that a chart has room for
 MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million

@@ -17,9 +17,9 @@ from commprof_dash.charts.density import OTHER_GROUPS, lane_names
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import tables
 from commprof_dash.components.tables import Field
-from commprof_dash.pages.timeline_record import record_section, shortened
+from commprof_dash.pages.timeline.data import View, record_text
+from commprof_dash.pages.timeline.record import record_section, shortened
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR
-from commprof_dash.timeline_data import View, record_text
 
 CSV_PATH: Final = "/timeline.csv"
 _ROWS_SHOWN: Final = 200

@@ -14,15 +14,16 @@ from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from commprof.analysis import api
-from commprof_dash import address, ids, overview_data
+from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import times, traffic
 from commprof_dash.components import cards, controls, messages, pending, tables
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
-from commprof_dash.pages import overview_cards
 from commprof_dash.pages.one_run import still_going
+from commprof_dash.pages.overview import cards as overview_cards
+from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of

@@ -10,12 +10,12 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import settings_data
 from commprof_dash.charts import settings as charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.grid import GridCell, grid_card
 from commprof_dash.components.tables import Cell, Field, csv_link, facts, table
 from commprof_dash.measures import COUNT
+from commprof_dash.pages.compare import data as settings_data
 from commprof_dash.theme import Scheme
 
 _ANSWERS: Final = {

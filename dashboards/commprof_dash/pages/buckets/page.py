@@ -10,18 +10,19 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import address, buckets_data
+from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import buckets as charts
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
+from commprof_dash.pages.buckets import data as buckets_data
 from commprof_dash.pages.index_wait import builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline.data import path_of
 from commprof_dash.theme import Scheme
-from commprof_dash.timeline_data import path_of
 
 STEP: Final = "step"
 GROUP: Final = "group"

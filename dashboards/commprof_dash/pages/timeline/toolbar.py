@@ -8,7 +8,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash.timeline_data import View
+from commprof_dash.pages.timeline.data import View
 
 STEP: Final = "timeline-step"
 RANKS: Final = "timeline-ranks"

@@ -1,0 +1,1 @@
+"""The Traffic matrix page."""

@@ -1,0 +1,45 @@
+"""Names of modules before they moved: each gives the module that stands for it now, and a warning."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from commprof.moved import MOVED
+
+
+@pytest.mark.parametrize(
+    "old", [old for old in sorted(MOVED) if old not in {n.rpartition(".")[0] for n in MOVED.values()}]
+)
+def test_an_old_name_is_the_module_of_the_new_one(old, recwarn):
+    sys.modules.pop(f"commprof.{old}", None)
+    module = importlib.import_module(f"commprof.{old}")
+    new = importlib.import_module(f"commprof.{MOVED[old]}")
+    assert module is new and new.__spec__.name == new.__name__ == f"commprof.{MOVED[old]}"
+    assert any(f"commprof.{old} is now commprof.{MOVED[old]}" in str(warning.message) for warning in recwarn)
+
+
+def test_a_room_with_the_name_of_a_module_has_its_attributes():
+    code = (
+        "import warnings; warnings.simplefilter('error'); import commprof.analysis.traffic as room\n"
+        "try: room.traffic\n"
+        "except DeprecationWarning as warning: print(warning)\n"
+        "warnings.simplefilter('ignore')\n"
+        "from commprof.analysis.traffic import traffic\n"
+        "from commprof.analysis.traffic.operation_totals import traffic as new\n"
+        "assert traffic is new\n"
+        "try: room.nothing\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (
+        "commprof.analysis.traffic.traffic is now commprof.analysis.traffic.operation_totals.traffic"
+        in done.stdout
+    )
+    assert "module 'commprof.analysis.traffic' has no attribute 'nothing'" in done.stdout
+
+
+def test_a_module_that_never_was_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match=r"commprof\.analysis\.nothing"):
+        importlib.import_module("commprof.analysis.nothing")
