@@ -198,9 +198,23 @@ def _config_row(name: str, key: Key) -> str:
     return f"| `{name}` | {key.check.expected} | {default} | {meaning} | {statuses[key.status]}{instead} |"
 
 
-def architecture_page() -> str:
-    """docs/ARCHITECTURE.md with its list of modules renewed."""
-    return renewed("ARCHITECTURE.md", "modules", module_map())
+def modules_page() -> str:
+    """docs/modules.md: every module of the three packages, by its path, with the first line of its docstring."""
+    lines = [
+        "# Modules\n\n",
+        "Reference. For people who look for the module that does something. Generated from the first line of\n",
+        "each module by `make docs`; do not edit. [The parts](ARCHITECTURE.md) come first.\n",
+    ]
+    for package in ("commprof", "runtime/zero_runtime", "dashboards/commprof_dash"):
+        for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
+            initial = first_line(folder / "__init__.py") if (folder / "__init__.py").exists() else ""
+            lines.append(f"\n## {folder.relative_to(ROOT)}\n\n{initial}\n\n")
+            lines += [
+                f"- `{path.relative_to(ROOT)}`: {first_line(path)}\n"
+                for path in sorted(folder.glob("*.py"))
+                if path.name not in {"__init__.py", "__main__.py"}
+            ]
+    return "".join(lines)
 
 
 def deepspeed_names_page() -> str:
@@ -217,22 +231,6 @@ def renewed(name: str, part: str, text: str) -> str:
     return f"{before}<!-- {part} -->\n{text}<!-- /{part} -->{after}"
 
 
-def module_map() -> str:
-    """A list of every module of the three packages with the first line of its docstring."""
-    lines = []
-    for package in ("commprof", "runtime/zero_runtime", "dashboards/commprof_dash"):
-        for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
-            modules = [
-                path
-                for path in sorted(folder.glob("*.py"))
-                if path.name not in {"__init__.py", "__main__.py"}
-            ]
-            initial = first_line(folder / "__init__.py") if (folder / "__init__.py").exists() else ""
-            lines.append(f"\n**{folder.relative_to(ROOT)}/** {initial}\n\n")
-            lines += [f"- `{path.name}`: {first_line(path)}\n" for path in modules]
-    return "".join(lines) + "\n"
-
-
 def first_line(path: Path) -> str:
     """The first sentence line of a module's docstring, joined where it runs over two lines."""
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -244,7 +242,7 @@ PAGES = {
     "relations.md": relations_page,
     "cli.md": command_line_page,
     "config.md": config_page,
-    "ARCHITECTURE.md": architecture_page,
+    "modules.md": modules_page,
     "deepspeed-names.md": deepspeed_names_page,
 }
 
