@@ -74,6 +74,11 @@ contracts: $(STAMPS)/dev ## who may import what
 docs: $(STAMPS)/install ## write the generated pages of docs/
 	$(BIN)/python docs/generate.py
 
+.PHONY: docs-site
+docs-site: $(STAMPS)/install ## docs/ as a site in build/site, links checked
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 # Two tests beside each other, except what measures times. The second part runs although the first failed: both say
 # what is wrong. $(1): which tests, and a space.
 define pytest
