@@ -195,8 +195,9 @@ def _figure(
     if timed.empty:
         return messages.message(
             title,
-            "Of none of these collectives is known when it ended. Have the backend say so for each asynchronous one:",
-            ["commprof run --completion-every 1 train.py"],
+            "When these collectives ended was not recorded. The backend reports it for one asynchronous call in 251, and "
+            "events report it on GPUs, unless --completion-every 0 was given. Record more steps, without that option:",
+            ["commprof run train.py"],
         )
     series = (
         timed.groupby(["op", "group_ranks"], sort=False)["collectives"]
