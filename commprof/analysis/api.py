@@ -1,8 +1,9 @@
 """Every question that commprof answers about runs. The only module of ``analysis`` that others import.
 
 A ``run`` is a path or an opened :class:`Run`. Answers are pandas frames; their columns are declared in
-``analysis/answers.py`` and described in ``docs/analysis.md``. Three measures of bytes never mix: ``payload_bytes`` (S of
-nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends) and moved (counters, see :func:`moved`).
+``analysis/columns/answers.py`` and described in ``docs/analysis.md``. Three measures of bytes never mix:
+``payload_bytes`` (S of nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends) and moved
+(counters, see :func:`moved`).
 """
 
 from __future__ import annotations
@@ -856,7 +857,7 @@ def advice(runs: Sequence[AnyRun]) -> Advice:
     """What to set, and why: least wire bytes at equal loss, a shorter step only where repeats show it.
 
     ``answer`` is ``recommended``, ``no measurable difference`` or ``cannot tell``; the other fields are its
-    sentences and its evidence. The rules are in ``analysis/advice.py`` and ``docs/analysis.md``; the order of
+    sentences and its evidence. The rules are in ``analysis/compare/advice.py`` and ``docs/analysis.md``; the order of
     the runs changes nothing.
     """
     return compare_both(runs, ranks=False).advice

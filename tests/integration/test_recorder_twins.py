@@ -166,7 +166,7 @@ def program(rank, world, run):
         if (
             event == "call"
             and frame.f_code.co_filename.endswith(
-                ("recorder/direct.py", "recorder/wrappers.py", "recorder/waits.py")
+                tuple(f"recorder/process_group/{module}.py" for module in ("fast_path", "wrappers", "waits"))
             )
             and frame.f_code.co_name in ("call", "wait")
         ):

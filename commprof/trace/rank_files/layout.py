@@ -30,7 +30,7 @@ EVENTS_SUFFIX: Final = ".events"
 # What the ``kind`` of a line in the events file may be.
 EVENT_KINDS: Final[tuple[str, ...]] = (
     "begin",  # who writes: rank, attempt, pid, host, world size, versions
-    "signature",  # interned: id and the columns whose source is SIGNATURE; or those of trace/splits.py
+    "signature",  # interned: id and the columns whose source is SIGNATURE; or those of trace/rank_files/splits.py
     "tag",  # interned: id and the columns whose source is TAG
     "site",  # interned: id, call_site, api
     "thread",  # interned: id, name, ident
