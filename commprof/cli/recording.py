@@ -31,33 +31,33 @@ def _declared(
         typer.Option(
             "--steps",
             metavar="A:B",
-            help="Record steps A up to but not including B only, as in a slice of Python. A: goes on to the end; "
+            help="Record only steps A to B - 1, as in a Python slice. A: goes on to the end; "
             ":B begins at the start, with initialisation.",
         ),
     ] = None,
     warmup: Annotated[
         str | None,
-        typer.Option(
-            "--warmup", metavar="N", help="Do not record initialisation and the first N training steps."
-        ),
+        typer.Option("--warmup", metavar="N", help="Skip initialization and the first N training steps."),
     ] = None,
     aggregate: Annotated[
         bool,
-        typer.Option("--aggregate", help="Keep sums over each step, not each collective: for jobs of weeks."),
+        typer.Option(
+            "--aggregate", help="Record sums per step instead of each collective, for jobs of weeks."
+        ),
     ] = False,
     max_size: Annotated[
         str | None,
         typer.Option(
             "--max-size",
             metavar="SIZE",
-            help="What each rank may write while it runs: 500MB, 2GiB. Of what goes beyond it sums are kept.",
+            help="Limit of what each rank writes: 500MB, 2GiB. Beyond it, sums are recorded.",
         ),
     ] = None,
     complete: Annotated[
         bool,
         typer.Option(
             "--complete",
-            help="Record below every issuer, C++ included, from the start. Slower for each call.",
+            help="Record all operators of c10d, those that C++ issues included, from the start. Slower per call.",
         ),
     ] = False,
     watchdog: Annotated[
@@ -65,7 +65,7 @@ def _declared(
         typer.Option(
             "--watchdog",
             metavar="SECONDS",
-            help="Without progress for so long, write down what every rank is waiting for.",
+            help="Dump all ranks after SECONDS without progress.",
         ),
     ] = None,
     sample: Annotated[
@@ -74,16 +74,14 @@ def _declared(
     ] = None,
     sample_every: Annotated[
         str | None,
-        typer.Option(
-            "--sample-every", metavar="SECONDS", help="Between readings of the samplers. Default: 1."
-        ),
+        typer.Option("--sample-every", metavar="SECONDS", help="Sampling interval. Default: 1."),
     ] = None,
     completion_every: Annotated[
         str | None,
         typer.Option(
             "--completion-every",
             metavar="N",
-            help="Of the calls sampled on the CPU ask one in N when it ended. 0: none, and no events on GPUs. Default: 1.",
+            help="Record the completion time of every Nth sampled CPU call. 0: none, and no GPU events. Default: 1.",
         ),
     ] = None,
 ) -> Options:

@@ -55,7 +55,7 @@ def align(
         typer.Option(
             "--force",
             "-f",
-            help="Replace an earlier alignment of this run; keep one in which nothing matches.",
+            help="Replace an earlier alignment of this run, even by one without matches.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,

@@ -40,15 +40,17 @@ def analyse(
             "--out",
             "-o",
             metavar="DIR",
-            help="Where it goes; several runs each get a directory in it.",
+            help="Output directory; with several runs, one directory for each.",
             show_default=False,
         ),
     ],
-    engine: Annotated[Engine, typer.Option("--engine", help="What evaluates the relations.")] = Engine.DUCKDB,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="Engine that evaluates the relations.")
+    ] = Engine.DUCKDB,
     master: Master = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier analysis.")] = False,
 ) -> int:
-    """Evaluate what most answers begin with, once, into a directory that opens as the run.
+    """Evaluate the common relations of runs once, into a directory that opens as the run.
 
     report, compare, dashboard and export take DIR in the place of the run. Its records are not copied: DIR/collectives is a
     link to them, and those of a run that only Spark reads (s3a://...) stay where they are. --engine spark needs Java 17 and

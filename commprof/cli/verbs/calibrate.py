@@ -38,7 +38,7 @@ def calibrate(
     nproc: Annotated[str | None, typer.Option("--nproc", metavar="N", help=NPROC_HELP)] = None,
     ops: Annotated[
         list[str] | None,
-        typer.Option("--ops", metavar="OP,...", help=f"Which operations. Default: {', '.join(OPS)}."),
+        typer.Option("--ops", metavar="OP,...", help=f"Operations. Default: {', '.join(OPS)}."),
     ] = None,
     sizes: Annotated[
         str,
@@ -50,9 +50,10 @@ def calibrate(
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "auto",
     backend: Annotated[str, typer.Option("--backend", help="gloo or nccl.")] = "auto",
     iterations: Annotated[
-        int, typer.Option("--iterations", metavar="N", help="Timed per operation and size, at most.")
+        int,
+        typer.Option("--iterations", metavar="N", help="Timed iterations per operation and size, at most."),
     ] = 20,
-    warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="Before them, not timed.")] = 3,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="Untimed iterations before them.")] = 3,
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace an earlier calibration in --out.")
     ] = False,

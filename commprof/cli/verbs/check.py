@@ -30,9 +30,9 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The violations as JSON.")] = False,
 ) -> int:
-    """Hold a run to a budget: bytes and operations of a step, no new operation, nothing that the config does not ask for.
+    """Check a run against a budget: bytes and operations per step, no new operation, nothing unrequested.
 
-    Exits with 0 when the run keeps to it and 1 when it does not.
+    Exits with 0 if the run meets the budget, and with 1 if it does not.
     """
     if (budget is None) == (write_budget is None):
         raise UsageError(

@@ -46,10 +46,10 @@ def compare(
         ),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same as JSON, bytes and nanoseconds as they are.")
+        bool, typer.Option("--json", help="Print JSON with exact bytes and nanoseconds.")
     ] = False,
 ) -> int:
-    """Compare runs: what each setting asked for, issued and sent, what it took, and what to set."""
+    """Compare runs: what each setting requested, issued and sent, how long it took, and what to set."""
     answers = comparison_of(runs)
     if as_json:
         rendering.show_json(answers["advised"])

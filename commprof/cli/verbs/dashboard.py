@@ -38,18 +38,18 @@ def dashboard(
     port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8050,
     host: Annotated[
         str,
-        typer.Option("--host", help="Address to listen on. Others than 127.0.0.1 ask for a token."),
+        typer.Option("--host", help="Address to listen on. Any but 127.0.0.1 requires a token."),
     ] = LOOPBACK,
     token: Annotated[
         str | None,
         typer.Option(
             "--token",
             metavar="TEXT",
-            help="What a browser must know. Default: with another --host one is made up.",
+            help="Access token. Default: generated if --host is not loopback.",
         ),
     ] = None,
 ) -> int:
-    """Look at runs in a browser. Stop it with Ctrl-C."""
+    """Serve the dashboard of runs to a browser. Stop it with Ctrl-C."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: a TCP port was expected, 0 to 65535")
     if directory.exists() and not directory.is_dir():

@@ -12,9 +12,9 @@ from commprof.cli import rendering
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Say what is installed, what would be recorded here, what would not, and why.
+    """Show what is installed, and what would and would not be recorded here, with the reasons.
 
     Exit code 1 when nothing could be recorded.
     """

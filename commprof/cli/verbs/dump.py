@@ -16,19 +16,20 @@ from commprof.printable import escaped
 
 def dump(
     run: RunArgument,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The same as JSON, times and bytes as they are.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with exact times and bytes.")] = False,
     stacks: Annotated[
-        bool, typer.Option("--stacks/--no-stacks", help="Look at the Python stacks of this host's ranks too.")
+        bool,
+        typer.Option("--stacks/--no-stacks", help="Also read the Python stacks of the ranks on this host."),
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write it there; the first sentence is printed."),
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Write the dump to FILE; only the first sentence is printed."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file of --out.")] = False,
 ) -> int:
-    """Say which rank a job that hangs waits for, what each rank is in, and where each stands in its program.
+    """Show which rank a hung job waits for, which collective each rank is in, and its Python stacks.
 
     The job goes on. Of one that was killed, its end is described, without stacks.
     """

@@ -25,7 +25,7 @@ def paper(
         bool, typer.Option("--force", "-f", help="Replace the files of an earlier call.")
     ] = False,
 ) -> int:
-    """Make figures (PDF, SVG) and LaTeX tables of an export, from its CSV files alone.
+    """Make figures (PDF, SVG) and LaTeX tables from the CSV files of an export.
 
     Traffic, step time and loss, each one and two columns wide, with embedded fonts, readable without colour; tables of
     the comparison with the rules of booktabs; sources.json says what they were made of.

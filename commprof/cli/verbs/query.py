@@ -26,11 +26,11 @@ def query(
     csv: Annotated[bool, typer.Option("--csv", help="All rows as CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON.")] = False,
     engine: Annotated[
-        Engine, typer.Option("--engine", help="What answers, each in its SQL.")
+        Engine, typer.Option("--engine", help="Engine, which also sets the SQL dialect.")
     ] = Engine.DUCKDB,
     master: Master = None,
 ) -> int:
-    """Ask a run a question of your own, in SQL.
+    """Query a run in SQL.
 
     Tables are those of docs/schema.md, relations those of docs/relations.md; the question reaches nothing else:
     commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op".

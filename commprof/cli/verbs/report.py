@@ -67,9 +67,9 @@ LEGEND: Final = (
 
 def report(
     run: RunArgument,
-    per_step: Annotated[bool, typer.Option("--per-step", help="One block for each training step.")] = False,
+    per_step: Annotated[bool, typer.Option("--per-step", help="Show each training step separately.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same as JSON, bytes and nanoseconds as they are.")
+        bool, typer.Option("--json", help="Print JSON with exact bytes and nanoseconds.")
     ] = False,
 ) -> int:
     """Show what a run sent: by operation, group and purpose, in counts, bytes and times, and what is missing."""

@@ -28,11 +28,11 @@ def requested(
     layers: Annotated[
         int | None,
         typer.Option(
-            metavar="L", min=1, help="Layers of the model; default: what is usual for N.", show_default=False
+            metavar="L", min=1, help="Layers of the model. Default: typical for N.", show_default=False
         ),
     ] = None,
     devices_per_host: Annotated[
-        int, typer.Option(metavar="D", min=1, help="Ranks of a host, which share its memory and disk.")
+        int, typer.Option(metavar="D", min=1, help="Ranks per host, which share memory and disk.")
     ] = 8,
     backend: Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")] = "nccl",
     sequence: Annotated[
@@ -40,7 +40,7 @@ def requested(
         typer.Option(
             metavar="S",
             min=1,
-            help="Words of a sample, for activations that ranks send each other.",
+            help="Sequence length in tokens, for activations that ranks send each other.",
             show_default=False,
         ),
     ] = None,
@@ -52,9 +52,9 @@ def requested(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Say what a config asks for: the memory of each rank, and the bytes that it moves in each step. Nothing is run."""
+    """Predict what a config requests: memory per rank, and bytes per step. Nothing is run."""
     from commprof.requested.errors import RequestedError
     from commprof.requested.memory.models import likely_layers, shared_transformer, transformer
     from commprof.requested.memory.states import holdings, movements

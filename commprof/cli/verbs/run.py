@@ -17,12 +17,12 @@ from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.recorder.process.options import DEFAULTS, Options
 
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
-NCCL_LOG_HELP = "Have NCCL write a log into the run. auto: where a GPU is visible."
+NCCL_LOG_HELP = "Have NCCL write its log into the run. auto: if a GPU is visible."
 ENGINE_HELP = (
     "What import deepspeed means in the program: zero_runtime, deepspeed (the installed one), or auto (that if there is "
     "one, else zero_runtime). Default: left as it is."
 )
-WIRE_HELP = "Read the interface counters at each step too, once per host."
+WIRE_HELP = "Also read the interface counters at each step, once per host."
 
 
 @recording_options
@@ -31,7 +31,7 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="PROGRAM...",
-            help="SCRIPT ARGS, or -m MODULE ARGS, or -- CMD ARGS. From here on everything is the program's, untouched.",
+            help="SCRIPT ARGS, -m MODULE ARGS, or -- CMD ARGS. All that follows is passed to the program unchanged.",
             show_default=False,
         ),
     ] = None,

@@ -57,7 +57,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
         ),
     ] = None,
     repeat: Annotated[
-        int, typer.Option("--repeat", metavar="N", help="Run every point N times, interleaved.")
+        int, typer.Option("--repeat", metavar="N", help="Run every combination N times, interleaved.")
     ] = 1,
     out: Annotated[
         Path | None,

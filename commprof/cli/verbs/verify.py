@@ -41,7 +41,7 @@ _MOST_LISTED: Final = 20
 def verify(
     run: RunArgument,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same as JSON, bytes as they are, everything listed.")
+        bool, typer.Option("--json", help="Print JSON with exact bytes and every item.")
     ] = False,
 ) -> int:
     """Close the ledger of a run: what its config requested, what was issued, executed and moved, and why they differ.
