@@ -18,7 +18,7 @@ from commprof.analysis.storage import summaries
 from commprof.analysis.storage.index_sums import process_times, standing_of
 from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, OPERATIONS
 from commprof.analysis.storage.run_totals import SUMMARISED, summary_tables
-from commprof.analysis.time import stalls as standstill
+from commprof.analysis.time.stalls import COLUMNS as STALL_COLUMNS
 from commprof.analysis.traffic import buckets
 from commprof.errors import TraceError, UsageError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
@@ -119,7 +119,7 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
     relations = relations_of(session, run)
     operations = relations.table("operations", SUMMARISED)
     steps, stalls = run.table("steps"), run.table("stalls")
-    times = relations.of_processes(standstill.COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
+    times = relations.of_processes(STALL_COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
     found = {(OPERATIONS, *SUMMARISED): operations}
     found |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
     if len(run.table("buckets")):

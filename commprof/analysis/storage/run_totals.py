@@ -1,4 +1,4 @@
-"""What most questions about a run begin with: its operations added up, and how long its steps stood still.
+"""Totals of a run that most answers use: operations summed, exposed time and duration of each step.
 
 The index of the run answers where it is there and holds, else the summaries beside the run, the files of its hosts, or its
 records. Answers are held in the cache (:mod:`commprof.analysis.storage.answer_cache`).
