@@ -36,22 +36,22 @@ class _Scope(NamedTuple):
 def violations(run: WholeRun, budget: Budget) -> list[Violation]:
     """Every limit of ``budget`` that ``run`` breaks, or that its records do not suffice to check."""
     scopes = _scopes(_issued_by(run))
-    found = [
+    broken_limits = [
         Violation("records", f"{text}, so no limit can be shown to hold")
         for text in gaps(run, sum(map(len, scopes.values())))
     ]
     wanted = {limit.scope for limit in budget.limits} | set(budget.allowed_ops)
     if "step" in wanted and not scopes["step"]:
-        found.append(
+        broken_limits.append(
             Violation("step", "the run has no training step, so what a step may send cannot be checked")
         )
     for limit in budget.limits:
-        found += _broken(limit, scopes[limit.scope])
+        broken_limits += _broken(limit, scopes[limit.scope])
     for scope, ops in budget.allowed_ops.items():
-        found += _new_ops(scope, ops, scopes[scope])
+        broken_limits += _new_ops(scope, ops, scopes[scope])
     if budget.only_requested:
-        found += _not_requested(verify(run))
-    return found
+        broken_limits += _not_requested(verify(run))
+    return broken_limits
 
 
 def _issued_by(run: WholeRun) -> Issued:
@@ -62,11 +62,11 @@ def _issued_by(run: WholeRun) -> Issued:
 def _scopes(sent: Issued) -> dict[str, list[_Scope]]:
     init = [_Scope(_name(key), messages) for key, messages in sorted(sent.items()) if key.step < 0]
     steps = [_Scope(_name(key), messages) for key, messages in sorted(sent.items()) if key.step >= 0]
-    whole: dict[Message, int] = defaultdict(int)
+    of_run: dict[Message, int] = defaultdict(int)
     for messages in sent.values():
         for message, count in messages.items():
-            whole[message] += count
-    return {"init": init, "step": steps, "run": [_Scope("in the run", whole)] if whole else []}
+            of_run[message] += count
+    return {"init": init, "step": steps, "run": [_Scope("in the run", of_run)] if of_run else []}
 
 
 def _name(key: StepKey) -> str:
@@ -138,12 +138,12 @@ def _new_ops(scope: str, allowed: frozenset[str], scopes: Iterable[_Scope]) -> l
 def _not_requested(verdict: Verdict) -> list[Violation]:
     if verdict.request_reason is not None:
         return [Violation("only_requested", f"what was requested is not known: {verdict.request_reason}")]
-    asked_by_nobody = [_nobody_asked(item) for item in verdict.unexplained if item.kind == "unexplained"]
+    not_requested = [_unexplained_text(item) for item in verdict.unexplained if item.kind == "unexplained"]
     unsure = [f"cannot tell: {text}" for text in verdict.unsure]
-    return [Violation("only_requested", text) for text in (*asked_by_nobody, *verdict.disagreements, *unsure)]
+    return [Violation("only_requested", text) for text in (*not_requested, *verdict.disagreements, *unsure)]
 
 
-def _nobody_asked(item: Unexplained) -> str:
+def _unexplained_text(item: Unexplained) -> str:
     steps = item.steps if item.steps == INIT else f"step{'' if item.steps.isdigit() else 's'} {item.steps}"
     return (
         f"{item.count:,} {item.op} ({item.payload_bytes:,} bytes, purpose {item.purpose or UNTAGGED}) in {steps} "

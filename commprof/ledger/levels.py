@@ -50,7 +50,7 @@ class LedgerRow:
     outside_count: int = 0  # of issued_count: after a step had ended, in none
 
 
-class Asked(NamedTuple):
+class RequestedReduction(NamedTuple):
     """What reduces gradients in the ranks of one group, as asked for alike in each of some training steps.
 
     ``payload_bytes`` by the rules of the runtime, which make ``op`` of ``requested_op``; ``wire_bytes`` as ``requested_op``
@@ -124,7 +124,7 @@ class Verdict:
         sources: level -> where it was taken from, or why it is not known.
         request_reason: why it is not known what was requested; None when it is.
         moved_together: all hosts as one, where some host cannot be held to a model of its own.
-        asked: what was asked for to reduce gradients, step by step; ``rows`` have the sums.
+        requested_reductions: what was requested to reduce gradients, step by step; ``rows`` have the sums.
     """
 
     state: State
@@ -142,7 +142,7 @@ class Verdict:
     labelled_bytes: int = 0
     request_reason: str | None = None
     moved_together: Moved | None = None
-    asked: tuple[Asked, ...] = ()
+    requested_reductions: tuple[RequestedReduction, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -150,9 +150,13 @@ class Verdict:
         return int(CODE_OF_STATE[self.state])
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it but ``asked`` as plain dictionaries and lists, the exit code included."""
+        """All of it but ``requested_reductions`` as plain dictionaries and lists, the exit code included."""
         return {
-            **{item.name: getattr(self, item.name) for item in fields(self) if item.name != "asked"},
+            **{
+                item.name: getattr(self, item.name)
+                for item in fields(self)
+                if item.name != "requested_reductions"
+            },
             "state": str(self.state),
             "rows": [asdict(row) for row in self.rows],
             "moved": [row._asdict() for row in self.moved],

@@ -106,30 +106,30 @@ def parse_budget(content: Mapping[str, Any], name: str) -> Budget:
 def _of_parts(
     section: Mapping[str, Any], part: str, names: Iterable[str], file: str, scope: str
 ) -> list[Limit]:
-    found: list[Limit] = []
-    parts = _section(section.get(part, {}), file, f"{scope}.{part}")
-    _known(parts, tuple(names), file, f"{scope}.{part}")
-    for name, values in parts.items():
+    limits: list[Limit] = []
+    sections = _section(section.get(part, {}), file, f"{scope}.{part}")
+    _known(sections, tuple(names), file, f"{scope}.{part}")
+    for name, values in sections.items():
         where = f"{scope}.{part}.{name}"
         values = _section(values, file, where)
         _known(values, MEASURES, file, where)
         op, purpose = (name, None) if part == "op" else (None, name)
-        found += _limits(values, file, scope, op, purpose)
-    return found
+        limits += _limits(values, file, scope, op, purpose)
+    return limits
 
 
 def _limits(
     section: Mapping[str, Any], file: str, scope: str, op: str | None, purpose: str | None
 ) -> list[Limit]:
-    found = []
+    limits = []
     for measure in MEASURES:
         if measure in section:
             limit = Limit(scope, op, purpose, measure, 0)
             most = section[measure]
             if isinstance(most, bool) or not isinstance(most, int) or most < 0:
                 raise UsageError(f"{file}: {limit.key} is {most!r}; expected a whole number, 0 or more")
-            found.append(limit._replace(most=most))
-    return found
+            limits.append(limit._replace(most=most))
+    return limits
 
 
 def _allowed(value: Any, file: str, scope: str) -> frozenset[str]:

@@ -15,10 +15,10 @@ from commprof.ledger.reconcile.group_orders import COLUMNS as OF_GROUP_ORDERS
 from commprof.ledger.reconcile.group_orders import GroupOrders
 from commprof.ledger.reconcile.ledger_table import (
     Labelled,
-    asked_of_steps,
     doubtful,
     ledger_rows,
     remarks,
+    requested_reductions,
     unexplained,
 )
 from commprof.ledger.reconcile.rank_orders import COLUMNS as OF_ORDERS
@@ -46,14 +46,14 @@ from commprof.trace.pending import NO_MANIFEST
 from commprof.trace.wire import DAMAGED_LINES
 
 
-def verify(whole: WholeRun) -> Verdict:
-    """Close the ledger of ``whole``, a run: requested, issued, executed and moved, and what none of them explains.
+def verify(recorded: WholeRun) -> Verdict:
+    """Close the ledger of ``recorded``, a run: requested, issued, executed and moved, and what none of them explains.
 
     Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
     are told all the same. So it is where records are lost, torn or unseen, or lie where they cannot be read.
     """
-    there = elsewhere(whole.path)
-    run: RecordedRun = whole if there is None else whole.without_records()
+    there = elsewhere(recorded.path)
+    run: RecordedRun = recorded if there is None else recorded.without_records()
     survey, orders, group_orders, splits, ends = Survey(), RankOrders(), GroupOrders(run), Splits(run), Ends()
     columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
     for part in run.parts("collectives", columns):
@@ -66,15 +66,15 @@ def verify(whole: WholeRun) -> Verdict:
     of_group = backends_of(aggregates, run.table("groups"))
     ran = executed(run, survey.backends | set(of_group.values()))
     turns = turns_of(run)
-    parts = run.parts("collectives", COLUMNS)
-    records = before_steps(parts) if turns else parts
+    tables = run.parts("collectives", COLUMNS)
+    records = before_steps(tables) if turns else tables
     steps = with_sums(issued(records, survey, ran.ops), aggregates, of_group)
     is_told = bool(survey.records or len(aggregates))
     if turns:
-        request, (wanted, partial, said), requests = demands_in_turn(run, turns, steps)
+        request, (wanted, partial, notes), requests = demands_in_turn(run, turns, steps)
     else:
         request, requests = request_of(run), []
-        wanted, partial, said = demands(run, request, steps)
+        wanted, partial, notes = demands(run, request, steps)
     findings = attribution.attribute(
         steps,
         wanted,
@@ -100,8 +100,10 @@ def verify(whole: WholeRun) -> Verdict:
     is_expected = request.reason is None and is_told and not is_without_steps
     left = _left(run, findings) if is_expected else ()
     unrecorded = gaps(run, survey.records)
-    differences = orders.differences(run, whole=not unrecorded, complete=run.health.state == COMPLETE)
-    in_other_order = group_orders.differences(run, differences, whole=not unrecorded)
+    differences = orders.differences(
+        run, has_all_records=not unrecorded, complete=run.health.state == COMPLETE
+    )
+    in_other_order = group_orders.differences(run, differences, has_all_records=not unrecorded)
     differences += unshifted(splits.differences(run), differences)
     if run.health.state == COMPLETE:  # a program that was stopped leaves messages on their way
         differences += ends.lone(run)
@@ -127,8 +129,8 @@ def verify(whole: WholeRun) -> Verdict:
     no_request = [] if request.reason is None else [request.reason]
     state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
     contradiction = "Mismatch" if state == State.MISMATCH else "Cannot tell"
-    told = [
-        *(_told_in_turn(requests, turns, findings) if requests else _told(request, rows)),
+    report_sentences = [
+        *(_sentences_by_engine(requests, turns, findings) if requests else _request_sentences(request, rows)),
         *sentences.execution_sentences(rows),
         *map(sentences.moved_sentence, moved),
         *sentences.unread_sentences(left_out, moved),
@@ -136,20 +138,20 @@ def verify(whole: WholeRun) -> Verdict:
         *([f"{edited}."] if edited else []),
         *([f"Note: {NO_MANIFEST}."] if NO_MANIFEST in run.health.notes else []),
         *(f"Note: {note}." for note in run.health.notes if note.endswith(DAMAGED_LINES)),
-        *(said if is_told else ()),  # what steps lack is not told where there is nothing of any
+        *(notes if is_told else ()),  # what steps lack is not told where there is nothing of any
         *remarks(findings),
         *(f"Note: {each.sentence}." for each in in_other_order),
         *(f"Cannot tell: {text}." for text in doubts),
         *(f"{contradiction}: {text}." for text in problems),
         *(
-            [_total(request, issued_bytes, explained_bytes, left, labels, whole=not unrecorded)]
+            [_total(request, issued_bytes, explained_bytes, left, labels, has_all_records=not unrecorded)]
             if there is None
             else []
         ),
     ]
     return Verdict(
         state=state,
-        sentences=tuple(told),
+        sentences=tuple(report_sentences),
         rows=rows,
         moved=moved,
         issued_bytes=issued_bytes,
@@ -163,16 +165,16 @@ def verify(whole: WholeRun) -> Verdict:
         unsure=tuple(unsure),
         request_reason=request.reason,
         moved_together=together,
-        asked=asked_of_steps(findings),
+        requested_reductions=requested_reductions(findings),
     )
 
 
 def _left(run: RecordedRun, findings: Findings) -> tuple[Unexplained, ...]:
     """What is left over or missing. A program that was stopped has not written the sums of its last steps."""
-    found = unexplained(findings)
+    items = unexplained(findings)
     if run.health.summed and run.health.state != COMPLETE:
-        return tuple(item for item in found if item.kind != "missing")
-    return tuple(found)
+        return tuple(item for item in items if item.kind != "missing")
+    return tuple(items)
 
 
 def _latest(run: RecordedRun) -> list[Mapping[str, Any]]:
@@ -193,8 +195,8 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
     """What is missing from the records, so that nothing can be said of the whole."""
     health = run.health
     there = elsewhere(run.path)
-    found = [] if records or health.summed or there is not None else ["no collective was recorded"]
-    found += [] if there is None else [f"the records lie at {there.place}, and were not read"]
+    clauses = [] if records or health.summed or there is not None else ["no collective was recorded"]
+    clauses += [] if there is None else [f"the records lie at {there.place}, and were not read"]
     for number, text in (
         (health.lost, "collectives were lost while recording"),
         (health.unseen, "collectives were issued beside the layer that is recorded"),
@@ -206,49 +208,49 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
         (health.outside, "collectives were issued outside the steps that were recorded"),
     ):
         if number:
-            found.append(f"{number:,} {text}")
-    found += health.damaged
+            clauses.append(f"{number:,} {text}")
+    clauses += health.damaged
     if health.missing_ranks:
-        found.append(f"ranks {', '.join(map(str, health.missing_ranks))} left no records")
-    return found
+        clauses.append(f"ranks {', '.join(map(str, health.missing_ranks))} left no records")
+    return clauses
 
 
 def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
     """What the counters say against the records: less than was executed needs, or more than it explains."""
-    found = []
+    clauses = []
     for row in moved:
         who = row.host if row.host == movement.ALL_HOSTS else f"host {row.host}"
         if movement.is_short(row):
             needed = round(row.expected_bytes or 0)
-            found.append(f"{who} moved {row.sent_bytes:,} bytes where what was executed needs {needed:,}")
+            clauses.append(f"{who} moved {row.sent_bytes:,} bytes where what was executed needs {needed:,}")
         elif movement.is_long(row):
             explained = round(row.expected_bytes or 0)
-            found.append(f"{who} moved {row.sent_bytes:,} bytes where the records explain {explained:,}")
-    return found
+            clauses.append(f"{who} moved {row.sent_bytes:,} bytes where the records explain {explained:,}")
+    return clauses
 
 
-def _told_in_turn(requests: Sequence[Request], turns: Sequence[Turn], findings: Findings) -> list[str]:
+def _sentences_by_engine(requests: Sequence[Request], turns: Sequence[Turn], findings: Findings) -> list[str]:
     """What each engine asked for, each sentence once, with the step from which it holds where that is not the first."""
-    told: dict[str, str] = {}
+    first_texts: dict[str, str] = {}
     for request, turn in zip(requests, turns, strict=True):
-        rows = ledger_rows({key: found for key, found in findings.items() if turn.covers(key)})
-        for text in _told(request, rows):
-            told.setdefault(text, f"From step {turn.first} on: {text}" if turn.first else text)
-    return list(told.values())
+        rows = ledger_rows({key: classes for key, classes in findings.items() if turn.covers(key)})
+        for text in _request_sentences(request, rows):
+            first_texts.setdefault(text, f"From step {turn.first} on: {text}" if turn.first else text)
+    return list(first_texts.values())
 
 
-def _told(request: Request, rows: Sequence[LedgerRow]) -> list[str]:
-    told = []
+def _request_sentences(request: Request, rows: Sequence[LedgerRow]) -> list[str]:
+    texts = []
     if request.reason is not None:
-        told.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
+        texts.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
         sentence = sentences.gradient_sentence(request.config, request.configuration, rows, request.replicas)
-        told += [sentence] if sentence else []
-        told += [f"The config and the engine differ: {text}." for text in request.differences]
+        texts += [sentence] if sentence else []
+        texts += [f"The config and the engine differ: {text}." for text in request.differences]
     elif request.wrapped is not None:
         sentence = sentences.wrapper_sentence(request.wrapped.names, rows)
-        told += [sentence] if sentence else []
-    return told
+        texts += [sentence] if sentence else []
+    return texts
 
 
 def _total(
@@ -258,7 +260,7 @@ def _total(
     left: Sequence[Unexplained],
     labels: Labelled,
     *,
-    whole: bool,
+    has_all_records: bool,
 ) -> str:
     """How much is explained; of records that are not whole only what they do not hold, for it may have been issued."""
     share = 100 * explained_bytes / max(issued_bytes, 1)
@@ -269,7 +271,7 @@ def _total(
             f"{share:.3f} % of the issued payload is explained: {explained_bytes:,} of {issued_bytes:,} bytes"
         )
     else:
-        text = "No payload was issued" if whole else "No payload is among the records"
+        text = "No payload was issued" if has_all_records else "No payload is among the records"
     if labels.payload_bytes:
         part = 100 * labels.payload_bytes / max(issued_bytes, 1)
         text += (
@@ -281,7 +283,8 @@ def _total(
     if extra:
         text += f"; {extra:,} collective{' has' if extra == 1 else 's have'} no explanation"
     if missing:
-        text += f"; {missing:,} bytes that the config asks for {'were not issued' if whole else 'are not among them'}"
+        where = "were not issued" if has_all_records else "are not among them"
+        text += f"; {missing:,} bytes that the config asks for {where}"
     return text + "."
 
 

@@ -8,7 +8,7 @@ import torch.distributed._functional_collectives as functional
 
 from commprof.align.matching import align
 from commprof.analysis import api
-from commprof.ledger.records.backends import parts_of
+from commprof.ledger.records.backends import sent_by_rank
 from commprof.ledger.verification import verify
 from commprof.nccl.parser import parse_logs
 from support import planted_nccl
@@ -298,7 +298,7 @@ def test_the_parts_of_an_exchange_follow_from_the_records_of_its_ranks(tmp_path)
     run, _ = record(tmp_path / "run", 4, exchange)
     rows = [of_rank(run, rank)[0] for rank in range(4)]
     names = ("input_bytes", "output_bytes", "input_splits", "output_splits")
-    parts = parts_of(*([row[name] for row in rows] for name in names))
+    parts = sent_by_rank(*([row[name] for row in rows] for name in names))
     assert parts == tuple(tuple(12 * count for count in row) for row in rows_between(4))
 
 

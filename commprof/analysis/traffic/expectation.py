@@ -9,7 +9,12 @@ import pandas as pd
 
 from commprof.analysis.columns.answers import REQUESTED
 from commprof.analysis.columns.frames import from_rows
-from commprof.ledger.requests.request import RecordedRun, as_asked, request_of, why_no_zero_config
+from commprof.ledger.requests.request import (
+    RecordedRun,
+    request_of,
+    why_no_zero_config,
+    without_derived_reduction,
+)
 from commprof.requested.zero import stages as zero
 
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
@@ -36,7 +41,7 @@ def requested_reduction(
         effective: the one that the engine published, for a script that has no config file.
     """
     if config is None and effective is not None:
-        config = as_asked(effective)
+        config = without_derived_reduction(effective)
     reason = why_no_zero_config(config)
     if reason is not None:
         return Requested(None, reason)

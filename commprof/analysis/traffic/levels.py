@@ -154,7 +154,7 @@ def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
     for ledger in repeats:
         rows = [
             {**each._asdict(), "attempt": attempt, "step": step, "collectives": each.count}
-            for each in ledger.verdict.asked
+            for each in ledger.verdict.requested_reductions
             for attempt, step in each.steps
         ]
         for row in steady(rows, ("requested_op", "op", "group_size"), ledger.whole).per_step:

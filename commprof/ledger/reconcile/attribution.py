@@ -105,9 +105,9 @@ Findings = dict[StepKey, dict[Class, Finding]]
 
 def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, Want]:
     """The expectations of one step by class."""
-    found: dict[Class, Want] = {}
+    by_class: dict[Class, Want] = {}
     for row, ranks in ((each, ranks) for each in expectations for ranks in _groups(each, world_size)):
-        want = found.setdefault(Class(row.purpose, row.issued_op, ranks), Want(row.requested_op))
+        want = by_class.setdefault(Class(row.purpose, row.issued_op, ranks), Want(row.requested_op))
         want.count += row.count
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
@@ -121,7 +121,7 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
             want.in_each_pass, want.least_of_a_pass = True, least
         elif row.purpose == Purpose.PARAMETER_GATHER and row.when == "step":
             want.kept_bytes += row.payload_bytes
-    return found
+    return by_class
 
 
 def _groups(row: Expectation, world_size: int) -> list[str]:
@@ -180,13 +180,13 @@ def _classes(
 ) -> dict[StepKey, dict[Class, Counter[Message]]]:
     nothing: dict[Message, int] = {}
     known: dict[int, dict[Class, Counter[Message]]] = {}
-    found: dict[StepKey, dict[Class, Counter[Message]]] = {}
+    by_step: dict[StepKey, dict[Class, Counter[Message]]] = {}
     for key in sorted({*issued, *wanted}):
         messages = issued.get(key, nothing)
         if id(messages) not in known:
             known[id(messages)] = _by_class(messages)
-        found[key] = known[id(messages)]
-    return found
+        by_step[key] = known[id(messages)]
+    return by_step
 
 
 def _judged(
@@ -208,14 +208,14 @@ def _judged(
         unpredicted: purposes of which the rules do not know all that is sent, and why.
         ended: whether it reached its end.
     """
-    found = {}
+    findings = {}
     for kind in sorted({*sent, *wants}, key=str):
         own = sent.get(kind, Counter()) - evaluated.get(kind, Counter())
         if own or kind in wants:
-            found[kind] = _judge(
+            findings[kind] = _judge(
                 kind, own, wants, payload(left.get(kind, {})), unpredicted, partial=not ended
             )
-    return found
+    return findings
 
 
 def _by_class(messages: Mapping[Message, int]) -> dict[Class, Counter[Message]]:
@@ -284,13 +284,13 @@ def _judge(
 
 def _of_script(kind: Class, messages: Counter[Message], own: Counter[Message]) -> Finding:
     """``own`` of ``messages`` were issued in a group that only the script uses: no config speaks of them."""
-    found = Finding(None, messages, OF_SCRIPT, 0, surplus=messages - own, reason=UNTAGGED)
+    finding = Finding(None, messages, OF_SCRIPT, 0, surplus=messages - own, reason=UNTAGGED)
     number, size = sum(own.values()), payload(own)
-    found.doubt = (
+    finding.doubt = (
         f"{number} {kind.op} ({size:,} bytes) {'was' if number == 1 else 'were'} issued in a group that the script made "
         f"(ranks {kind.group_ranks}), of which the config says nothing: commprof.tag can give the purpose"
     )
-    return found
+    return finding
 
 
 def _estimated(finding: Finding, want: Want, total: int) -> Finding:
@@ -354,12 +354,12 @@ def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
         for kind, finding in step.items():
             if finding.want is not None and finding.want.estimated and not finding.want.estimate:
                 alike[kind, finding.want.count, finding.want.payload_bytes].append(finding)
-    for found in alike.values():
-        sizes = [_sizes(finding.messages) for finding in found]
+    for estimated in alike.values():
+        sizes = [_sizes(finding.messages) for finding in estimated]
         usual, steps = Counter(sizes).most_common(1)[0]
-        if 2 * steps <= len(found):
+        if 2 * steps <= len(estimated):
             continue
-        for finding, own in zip(found, sizes, strict=True):
+        for finding, own in zip(estimated, sizes, strict=True):
             if own != usual:
                 count, total = sum(n for _, n in usual), sum(size * n for size, n in usual)
                 finding.doubt = (

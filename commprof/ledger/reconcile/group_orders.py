@@ -137,19 +137,21 @@ class GroupOrders:
                     self._take_in(stream, (attempt, rank), pid, event[mine], steps[mine])
 
     def differences(
-        self, run: RecordedRun, differences: Collection[Difference], *, whole: bool
+        self, run: RecordedRun, differences: Collection[Difference], *, has_all_records: bool
     ) -> list[OrderDifference]:
         """For each set of groups that ranks share, the first two collectives that they issued in different orders.
 
         Args:
             run: whose records were added.
             differences: within groups. These groups are left out: their numbers do not show what belongs together.
-            whole: no record is missing.
+            has_all_records: no record is missing.
         """
         left_out = {(each.pg, each.group_ranks) for each in differences}
-        kept = {number for (_, *group), number in self._groups.items() if tuple(group) not in left_out}
+        comparable = {number for (_, *group), number in self._groups.items() if tuple(group) not in left_out}
         chosen = {
-            each: groups for each in self._suspects() if len(groups := self._shared[each].groups & kept) > 1
+            each: groups
+            for each in self._suspects()
+            if len(groups := self._shared[each].groups & comparable) > 1
         }
         if not chosen:
             return []
@@ -161,30 +163,32 @@ class GroupOrders:
             of_ranks = {
                 rank: mine.of(is_mine) for rank, mine in rows.items() if each in self._of_rank.get(rank, ())
             }
-            windows.append((of_ranks, *_apart(of_ranks, whole=whole)))
+            windows.append((of_ranks, *_differing_slots(of_ranks, has_all_records=has_all_records)))
         calls = _calls(run, {key for of_ranks, _, apart in windows for key in _keys(of_ranks, apart)})
         names = list(threads)
-        found = (
+        first_differences = (
             first_order_difference(
-                self._courses(of_ranks, apart, slots, names, calls), whole=whole, reference=reference
+                self._courses(of_ranks, apart, slots, names, calls),
+                whole=has_all_records,
+                reference=reference,
             )
             for of_ranks, reference, apart in windows
         )
-        return distinct_differences(each for each in found if each is not None)
+        return distinct_differences(each for each in first_differences if each is not None)
 
     def _groups_of(self, part: pa.Table) -> Numbers:
         """The number of each row's group; -1 where the row is no collective that ran."""
-        found = np.full(len(part), -1, np.int64)
+        group_numbers = np.full(len(part), -1, np.int64)
         for (*group, op, captured, status), places in combinations(part, [*GROUP, *_STATE]):
             if op not in (Op.SEND, Op.RECV) and not captured and status != Status.RAISED:
-                found[places] = self._groups.get(tuple(group), -1)
-        return found
+                group_numbers[places] = self._groups.get(tuple(group), -1)
+        return group_numbers
 
     def _is_in(self, groups: Iterable[int]) -> Flags:
         """By number of a group, at the end for -1: whether it is one of ``groups``."""
-        found = np.zeros(len(self._groups) + 1, bool)
-        found[list(groups)] = True
-        return found
+        is_chosen = np.zeros(len(self._groups) + 1, bool)
+        is_chosen[list(groups)] = True
+        return is_chosen
 
     def _take_in(self, stream: int, rank: _Rank, pid: int, event: Sums, steps: Numbers) -> None:
         """Add up each collective of a process in a stream, mixed with the one before it, by step."""
@@ -220,7 +224,7 @@ class GroupOrders:
     ) -> tuple[dict[_Rank, _Rows], _Slots]:
         """The collectives of ``groups``, by rank. ``threads`` gets the numbers of the threads."""
         wanted = self._is_in(groups)
-        pieces: dict[_Rank, list[list[Numbers]]] = defaultdict(list)
+        columns_of_rank: dict[_Rank, list[list[Numbers]]] = defaultdict(list)
         for part in run.parts("collectives", _ORDER):
             group = self._groups_of(part)
             thread = np.zeros(len(part), np.int32)
@@ -229,9 +233,9 @@ class GroupOrders:
             columns = [group.astype(np.int32), thread, *(part[name].to_numpy() for name in _NUMBERS)]
             for (attempt, rank), places in combinations(part, ["attempt", "rank"]):
                 mine = places[wanted[group[places]]]
-                pieces[attempt, rank].append([column[mine] for column in columns])
-        ranks = list(pieces)
-        of_ranks = [list(map(np.concatenate, zip(*pieces.pop(rank), strict=True))) for rank in ranks]
+                columns_of_rank[attempt, rank].append([column[mine] for column in columns])
+        ranks = list(columns_of_rank)
+        of_ranks = [list(map(np.concatenate, zip(*columns_of_rank.pop(rank), strict=True))) for rank in ranks]
         bounds = np.cumsum([0, *(len(columns[0]) for columns in of_ranks)])
         columns = list(map(np.concatenate, zip(*of_ranks, strict=True)))
         del of_ranks
@@ -262,8 +266,8 @@ class GroupOrders:
             for group in np.flatnonzero(np.bincount(mine.group)).tolist():
                 is_mine = mine.group == group
                 course.last[names[group]] = slots.of(int(mine.slot[is_mine].max()))[1:]
-                found = np.flatnonzero(np.bincount(mine.thread[is_mine]))
-                course.threads[names[group]] = {threads[code] for code in found}
+                thread_codes = np.flatnonzero(np.bincount(mine.thread[is_mine]))
+                course.threads[names[group]] = {threads[code] for code in thread_codes}
         return courses
 
 
@@ -290,14 +294,16 @@ def _mixed(numbers: Sums) -> Sums:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def _apart(of_ranks: Mapping[_Rank, _Rows], *, whole: bool) -> tuple[int, Numbers]:
+def _differing_slots(of_ranks: Mapping[_Rank, _Rows], *, has_all_records: bool) -> tuple[int, Numbers]:
     """The rank to compare with, and the collectives at which each of the others parts from it."""
     reference = reference_of({rank: [rows.slot.tobytes()] for (_, rank), rows in of_ranks.items()})
     (mine,) = (rows for (_, rank), rows in of_ranks.items() if rank == reference)
     slots: list[int] = []
     for (_, rank), theirs in of_ranks.items():
         if rank != reference:
-            swap = min(_swaps(mine, theirs), default=None) or (_unissued(mine, theirs) if whole else None)
+            swap = min(_swaps(mine, theirs), default=None) or (
+                _unissued(mine, theirs) if has_all_records else None
+            )
             slots += swap[1:] if swap is not None else ()
     return reference, np.array(slots, np.int64)
 
@@ -349,10 +355,10 @@ def _calls(run: RecordedRun, wanted: Collection[_Key]) -> dict[_Key, IssuedCall]
     if not wanted:
         return {}
     numbers = np.array(sorted({seq for *_, seq in wanted}), np.int64)
-    found = {}
+    calls = {}
     for part in run.parts("collectives", _SHOWN):
         for row in part.filter(pa.array(np.isin(part["seq"].to_numpy(), numbers))).to_pylist():
             key = row["attempt"], row["rank"], row["pid"], row["seq"]
             if key in wanted:
-                found[key] = call_of(row, row["pg_seq"])
-    return found
+                calls[key] = call_of(row, row["pg_seq"])
+    return calls

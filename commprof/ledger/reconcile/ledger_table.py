@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from commprof.ledger.levels import INIT, STEPS, Asked, LedgerRow, Unexplained
+from commprof.ledger.levels import INIT, STEPS, LedgerRow, RequestedReduction, Unexplained
 from commprof.ledger.reconcile import attribution
 from commprof.ledger.reconcile.attribution import Class, Finding, Findings
 from commprof.ledger.records import backends
@@ -37,25 +37,25 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
         for kind, finding in step.items():
             merged[when, kind.purpose, kind.op, kind.group_ranks].append(_OfGroup(kind.group_ranks, finding))
     by_class: dict[tuple[str, str | None, str], dict[str | None, list[_OfGroup]]] = defaultdict(dict)
-    for (when, purpose, op, _), found in merged.items():
-        asked = [None if each.finding.want is None else each.finding.want.requested_op for each in found]
+    for (when, purpose, op, _), of_groups in merged.items():
+        asked = [None if each.finding.want is None else each.finding.want.requested_op for each in of_groups]
         first = next((each for each in asked if each is not None), None)
-        for each, of_finding in zip(found, asked, strict=True):
+        for each, of_finding in zip(of_groups, asked, strict=True):
             by_class[when, purpose, op].setdefault(of_finding or first, []).append(each)
     rows: list[LedgerRow] = []
     for (when, purpose, op), by_asked in by_class.items():
         steps = numbers[STEPS] if when == STEPS else 0
-        for found in _with_the_unexpected(by_asked):
-            trained = [each for each in found if each.finding.messages or each.finding.want is not None]
-            evaluated = [_of_evaluation(each) for each in found if each.finding.evaluated]
+        for of_groups in _with_the_unexpected(by_asked):
+            trained = [each for each in of_groups if each.finding.messages or each.finding.want is not None]
+            evaluated = [_of_evaluation(each) for each in of_groups if each.finding.evaluated]
             rows += [_row(when, purpose, op, steps, some) for some in (trained, evaluated) if some]
     return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
 
 
-def asked_of_steps(findings: Findings) -> tuple[Asked, ...]:
+def requested_reductions(findings: Findings) -> tuple[RequestedReduction, ...]:
     """What each training step was asked for to reduce gradients; equal ones once, with their steps."""
-    steps: dict[Asked, list[tuple[int, int]]] = defaultdict(list)
-    known: dict[tuple[Class, int], Asked] = {}  # steps share findings that are equal
+    steps: dict[RequestedReduction, list[tuple[int, int]]] = defaultdict(list)
+    known: dict[tuple[Class, int], RequestedReduction] = {}  # steps share findings that are equal
     for key, step in findings.items():
         for kind, finding in step.items():
             want = finding.want
@@ -63,12 +63,14 @@ def asked_of_steps(findings: Findings) -> tuple[Asked, ...]:
                 continue
             asked = known.get((kind, id(finding)))
             if asked is None:
-                wire = _asked_wire(kind.op, [_OfGroup(kind.group_ranks, finding)], finding.messages)
+                wire = _requested_wire(kind.op, [_OfGroup(kind.group_ranks, finding)], finding.messages)
                 size = _size(kind.group_ranks)
-                asked = Asked(want.requested_op, kind.op, size, want.count, want.payload_bytes, wire, ())
+                asked = RequestedReduction(
+                    want.requested_op, kind.op, size, want.count, want.payload_bytes, wire, ()
+                )
                 known[kind, id(finding)] = asked
             steps[asked].append((key.attempt, key.step))
-    return tuple(asked._replace(steps=tuple(found)) for asked, found in steps.items())
+    return tuple(asked._replace(steps=tuple(its_steps)) for asked, its_steps in steps.items())
 
 
 def _of_evaluation(group: _OfGroup) -> _OfGroup:
@@ -79,7 +81,7 @@ def _of_evaluation(group: _OfGroup) -> _OfGroup:
 
 def _with_the_unexpected(by_asked: Mapping[str | None, list[_OfGroup]]) -> list[list[_OfGroup]]:
     """The findings by what was asked for; those of groups that nothing was expected of stand with the first of them."""
-    known = [found for asked, found in by_asked.items() if asked is not None]
+    known = [of_groups for asked, of_groups in by_asked.items() if asked is not None]
     rest = by_asked.get(None, [])
     return [known[0] + rest, *known[1:]] if known else [rest]
 
@@ -105,7 +107,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_
         expected_op=op if wants else None,
         expected_count=sum(want.count for want in wants) if wants else None,
         expected_payload_bytes=expected_payload if wants else None,
-        requested_wire_bytes=_asked_wire(op, groups, messages) if wants else None,
+        requested_wire_bytes=_requested_wire(op, groups, messages) if wants else None,
         issued_op=op if messages else None,
         issued_count=sum(messages.values()),
         issued_payload_bytes=payload,
@@ -120,7 +122,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_
     )
 
 
-def _asked_wire(op: str, groups: Sequence[_OfGroup], messages: Mapping[Message, int]) -> float:
+def _requested_wire(op: str, groups: Sequence[_OfGroup], messages: Mapping[Message, int]) -> float:
     """What the operation asked for would send, each group by its own size; where it is what was issued, the same number."""
     asked = [(each.ranks, each.finding.want) for each in groups if each.finding.want is not None]
     as_issued = all(
@@ -209,22 +211,22 @@ def _doubted(
 
 def remarks(findings: Findings) -> list[str]:
     """What is explained although it is not what was expected, a sentence for each purpose and difference."""
-    found: dict[str, list[StepKey]] = defaultdict(list)
+    steps_by_text: dict[str, list[StepKey]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():
             if finding.remark:
-                found[f"{kind.purpose}: {finding.remark}."].append(key)
-    return [f"{step_list(keys)}, {text}" for text, keys in found.items()]
+                steps_by_text[f"{kind.purpose}: {finding.remark}."].append(key)
+    return [f"{step_list(keys)}, {text}" for text, keys in steps_by_text.items()]
 
 
 def doubtful(findings: Findings) -> list[str]:
     """What may or may not be explained, a clause for each purpose and difference."""
-    found: dict[str, list[StepKey]] = defaultdict(list)
+    steps_by_text: dict[str, list[StepKey]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():
             if finding.doubt:
-                found[f"{kind.purpose or 'no purpose given'}: {finding.doubt}"].append(key)
-    return [f"{step_list(keys)}, {text}" for text, keys in found.items()]
+                steps_by_text[f"{kind.purpose or 'no purpose given'}: {finding.doubt}"].append(key)
+    return [f"{step_list(keys)}, {text}" for text, keys in steps_by_text.items()]
 
 
 def unexplained(findings: Findings) -> Iterable[Unexplained]:
@@ -239,15 +241,15 @@ def unexplained(findings: Findings) -> Iterable[Unexplained]:
             if finding.lacking_bytes or finding.lacking_count:
                 group = ("missing", *kind, finding.lacking_bytes, None, finding.reason)
                 groups[group].append((key, finding.lacking_count, finding.lacking_bytes))
-    for (kind_name, purpose, op, ranks, _, site, reason), found in sorted(groups.items(), key=str):
+    for (kind_name, purpose, op, ranks, _, site, reason), occurrences in sorted(groups.items(), key=str):
         yield Unexplained(
             kind=kind_name,
-            steps=step_text([key for key, _, _ in found]),
+            steps=step_text([key for key, _, _ in occurrences]),
             purpose=purpose,
             op=op,
             group_ranks=ranks,
-            count=sum(count for _, count, _ in found),
-            payload_bytes=sum(size for _, _, size in found),
+            count=sum(count for _, count, _ in occurrences),
+            payload_bytes=sum(size for _, _, size in occurrences),
             call_site=site,
             reason=reason,
         )

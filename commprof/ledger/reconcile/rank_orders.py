@@ -116,25 +116,25 @@ class RankOrders:
         count = np.bincount(key)
         # Sums of numbers of 26 bits are exact as float64 for 2 ** 27 records.
         total = np.bincount(key, weights=mixed)
-        found = np.flatnonzero(count)
-        found = found[found >= len(ranks.values) * len(steps.values)]  # the others count for no group
-        rest, step = np.divmod(found, len(steps.values))
+        present = np.flatnonzero(count)
+        present = present[present >= len(ranks.values) * len(steps.values)]  # the others count for no group
+        rest, step = np.divmod(present, len(steps.values))
         group, rank = np.divmod(rest, len(ranks.values))
         columns = (
             group - 1,
             steps.values[step],
             ranks.values[rank],
-            count[found],
-            total[found].astype(np.int64),
+            count[present],
+            total[present].astype(np.int64),
         )
         self._sums.append(pa.table(list(map(pa.array, columns)), names=_SUMS))
 
-    def differences(self, run: RecordedRun, *, whole: bool, complete: bool) -> list[Difference]:
+    def differences(self, run: RecordedRun, *, has_all_records: bool, complete: bool) -> list[Difference]:
         """The first collective of each group that its recorded ranks did not issue alike.
 
         Args:
             run: whose records were added.
-            whole: no record is missing. Otherwise only what two ranks issued under one number is compared.
+            has_all_records: no record is missing. Otherwise only what two ranks issued under one number is compared.
             complete: every rank ended in order. Otherwise a rank may merely have stopped earlier, as in every attempt
                 before the last.
         """
@@ -147,8 +147,10 @@ class RankOrders:
         attempts = [attempt for attempt, *_ in self._groups]
         for group, rows in self._rows_of(run, set(suspects)).items():
             uneven = _first_uneven_step(counts, group, members[group])
-            ended = whole and complete and attempts[group] == last
-            window = self._window(rows, members[group], uneven, whole=whole, complete=ended)
+            ended = has_all_records and complete and attempts[group] == last
+            window = self._window(
+                rows, members[group], uneven, has_all_records=has_all_records, complete=ended
+            )
             if window is not None:
                 windows[group] = window
         return list(self._described(run, windows)) if windows else []
@@ -197,7 +199,7 @@ class RankOrders:
     def _rows_of(self, run: RecordedRun, groups: set[int]) -> dict[int, _Rows]:
         """The rows of ``groups``, each in the order of the records."""
         labels: dict[tuple[Any, ...], int] = {}
-        pieces: dict[int, list[list[Numbers]]] = {group: [] for group in groups}
+        columns_of_group: dict[int, list[list[Numbers]]] = {group: [] for group in groups}
         for part in run.parts("collectives", _ORDER):
             kinds = self._kinds(part)
             columns = {name: part[name].to_numpy().astype(np.int64) for name in _NUMBERS}
@@ -205,26 +207,32 @@ class RankOrders:
             label = columns["step"].copy()
             for key, places in combinations(part, ["module", "call_site"]):
                 label[places] += labels.setdefault(key, len(labels)) << _STEP_BITS
-            for group, of_group in pieces.items():
+            for group, of_group in columns_of_group.items():
                 places = np.flatnonzero(kinds.group == group)
                 of_group.append([column[places] for column in (*columns.values(), kinds.agreed, label)])
         return {
             group: _ordered(*map(np.concatenate, zip(*of_group, strict=True)))
-            for group, of_group in sorted(pieces.items())
+            for group, of_group in sorted(columns_of_group.items())
         }
 
     def _window(
-        self, rows: _Rows, members: frozenset[int], uneven: int | None, *, whole: bool, complete: bool
+        self,
+        rows: _Rows,
+        members: frozenset[int],
+        uneven: int | None,
+        *,
+        has_all_records: bool,
+        complete: bool,
     ) -> _Window | None:
         """Where the ranks differ first, and what is looked at to say how; None where they do not."""
         order, starts = in_order((rows.life, rows.place))
         sizes = np.diff(np.append(starts, len(order)))
         slot = np.empty(len(order), np.int64)
         slot[order] = np.repeat(np.arange(len(starts)), sizes)
-        found = [self._first_conflict(rows.agreed[order], starts, sizes)]
-        if whole:
-            found += [_first_missing(slot[rows.rank == rank], len(starts), complete) for rank in members]
-        first = min((each for each in found if each is not None), default=None)
+        conflicts = [self._first_conflict(rows.agreed[order], starts, sizes)]
+        if has_all_records:
+            conflicts += [_first_missing(slot[rows.rank == rank], len(starts), complete) for rank in members]
+        first = min((each for each in conflicts if each is not None), default=None)
         if first is None:
             return None
         begins = {first, _begin_of_shift(rows.label[order], starts, sizes, first)}
@@ -245,10 +253,12 @@ class RankOrders:
         pairs: dict[tuple[int, ...], bool] = {}
         differs = np.minimum.reduceat(kinds, starts) != np.maximum.reduceat(kinds, starts)
         for slot in np.flatnonzero(differs).tolist():
-            found = tuple(np.unique(kinds[starts[slot] : starts[slot] + sizes[slot]]).tolist())
-            if found not in pairs:
-                pairs[found] = any(conflict(known[a], known[b]) for a in found for b in found)
-            if pairs[found]:
+            kinds_of_slot = tuple(np.unique(kinds[starts[slot] : starts[slot] + sizes[slot]]).tolist())
+            if kinds_of_slot not in pairs:
+                pairs[kinds_of_slot] = any(
+                    conflict(known[a], known[b]) for a in kinds_of_slot for b in kinds_of_slot
+                )
+            if pairs[kinds_of_slot]:
                 return int(slot)
         return None
 

@@ -24,8 +24,8 @@ def gradient_sentence(
     issued = [row for row in mine if row.issued_payload_bytes]
     if not issued or world_size < 2:  # one replica has nothing to reduce: its own copies of a weight at most
         return None
-    if (said := _in_another_way(config, issued, world_size)) is not None:
-        return said
+    if (sentence := _in_another_way(config, issued, world_size)) is not None:
+        return sentence
     row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op is None or row.issued_op is None:
         return None
@@ -137,7 +137,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
     """Where the backend ran another operation than was issued, or sends more for it than its model: with the factor."""
-    found: dict[tuple[str, str], str] = {}
+    sentences: dict[tuple[str, str], str] = {}
     for row in rows:
         if row.issued_op is None or row.executed_op is None or not row.issued_wire_bytes:
             continue
@@ -148,14 +148,14 @@ def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
         share = f"of the payload on the wire per rank at n = {row.group_size} (modelled)"
         amount = f"{ran:.2f} instead of {issued:.2f} {share}"
         if row.executed_op != row.issued_op:
-            found[row.issued_op, row.executed_op] = (
+            sentences[row.issued_op, row.executed_op] = (
                 f"The backend ran {row.issued_op} as {row.executed_op}: {amount}."
             )
         elif f"{ran:.2f}" != f"{issued:.2f}":
-            found[row.issued_op, row.executed_op] = (
+            sentences[row.issued_op, row.executed_op] = (
                 f"The backend sends more for {_article(row.issued_op)} than the best algorithm would: {amount}."
             )
-    return list(found.values())
+    return list(sentences.values())
 
 
 def moved_sentence(row: Moved) -> str:

@@ -85,18 +85,18 @@ class Splits:
             for group, sums in self._sums.items()
             if (blocks := sorted(block for block, total in sums.items() if total))
         }
-        found: list[Difference] = []
+        differences: list[Difference] = []
         while open_blocks:
             near = {group: set(blocks[:_MOST_BLOCKS]) for group, blocks in open_blocks.items()}
             for group, calls in self._calls(run, near).items():
                 difference = _first_of_lives(group, calls)
                 if difference is not None:
-                    found.append(difference)
+                    differences.append(difference)
                     open_blocks[group] = []
             open_blocks = {
                 group: rest for group, blocks in open_blocks.items() if (rest := blocks[_MOST_BLOCKS:])
             }
-        return found
+        return differences
 
     def _exchanges(self, part: pa.Table) -> pa.Table:
         """The all_to_alls of which it is known how they are split."""
@@ -119,21 +119,21 @@ class Splits:
                 if group in blocks:
                     of_block = rows["pg_seq"].to_numpy()[places] // _block(len(parse_ranks(group[2])))
                     tables[group].append(rows.take(pa.array(places[np.isin(of_block, list(blocks[group]))])))
-        return {group: _by_life(parts) for group, parts in tables.items()}
+        return {group: _by_life(of_group) for group, of_group in tables.items()}
 
 
 def _has_run(captured: bool, status: str, layer: str) -> bool:
     return not captured and status != Status.RAISED and layer != Layer.IMPORTED
 
 
-def _by_life(parts: list[pa.Table]) -> dict[tuple[int, int], dict[int, IssuedCall]]:
-    found: dict[tuple[int, int], dict[int, IssuedCall]] = defaultdict(dict)
-    rows = pa.concat_tables(parts)
+def _by_life(tables: list[pa.Table]) -> dict[tuple[int, int], dict[int, IssuedCall]]:
+    calls: dict[tuple[int, int], dict[int, IssuedCall]] = defaultdict(dict)
+    rows = pa.concat_tables(tables)
     number, rank = (numbers_of(rows, name)[0] for name in ("pg_seq", "rank"))
     lives = repetitions((rank, number), rows).tolist() if len(rows) else []
     for life, row in zip(lives, rows.to_pylist(), strict=True):
-        found[life, row["pg_seq"]][row["rank"]] = call_of(row, row["pg_seq"])
-    return found
+        calls[life, row["pg_seq"]][row["rank"]] = call_of(row, row["pg_seq"])
+    return calls
 
 
 def _first_of_lives(
@@ -175,8 +175,8 @@ def _parsed(texts: pa.Array, ranks: int) -> Numbers:
     except pa.ArrowInvalid:
         values = np.empty(0, np.int64)
     if len(values) == len(texts) * ranks and (pc.list_value_length(lists).to_numpy() == ranks).all():
-        found: Numbers = values.reshape(len(texts), ranks)
-        return found
+        sizes: Numbers = values.reshape(len(texts), ranks)
+        return sizes
     unknown = (_UNKNOWN,) * ranks
     return np.array([parse_splits(text, ranks) or unknown for text in texts.to_pylist()], np.int64)
 

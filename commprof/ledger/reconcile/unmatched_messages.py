@@ -77,7 +77,7 @@ class Ends:
         Args:
             run: whose records were added.
         """
-        found, last = {}, last_attempt(run)
+        first_steps, last = {}, last_attempt(run)
         for pair, steps in sorted(self._sums.items()):
             if pair.attempt < last:
                 continue
@@ -85,10 +85,10 @@ class Ends:
             if not ends <= self._ranks or ends & self._from_any or pair.source == pair.target:
                 continue
             if _total(steps, Op.SEND) != _total(steps, Op.RECV):
-                found[pair] = _first_uneven(steps)
+                first_steps[pair] = _first_uneven(steps)
         return [
             Difference(pair.pg, pair.group_ranks, _conducts(pair, messages), _clause(pair, self._sums[pair]))
-            for pair, messages in (_messages(run, found).items() if found else ())
+            for pair, messages in (_messages(run, first_steps).items() if first_steps else ())
         ]
 
 
@@ -120,7 +120,7 @@ def _clause(pair: _Pair, steps: Mapping[int, Mapping[str, _Sum]]) -> str:
 
 def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[str, pa.Table]]:
     """The messages of each pair in its step, as sent and as received, in order."""
-    found: dict[_Pair, dict[str, list[pa.Table]]] = defaultdict(lambda: {Op.SEND: [], Op.RECV: []})
+    tables_of_pair: dict[_Pair, dict[str, list[pa.Table]]] = defaultdict(lambda: {Op.SEND: [], Op.RECV: []})
     for part in run.parts("collectives", _SHOWN):
         rows = _messages_in(part)
         for key, places in combinations(rows, _KEY):
@@ -128,9 +128,10 @@ def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[
             source, target = (rank, peer) if op == Op.SEND else (peer, rank)
             pair = _Pair(attempt, group_ranks, pg, source, target)
             if steps.get(pair) == step:
-                found[pair][op].append(rows.take(pa.array(places)))
+                tables_of_pair[pair][op].append(rows.take(pa.array(places)))
     return {
-        pair: {op: pa.concat_tables(tables) for op, tables in found[pair].items() if tables} for pair in steps
+        pair: {op: pa.concat_tables(tables) for op, tables in tables_of_pair[pair].items() if tables}
+        for pair in steps
     }
 
 

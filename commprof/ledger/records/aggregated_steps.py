@@ -68,14 +68,14 @@ def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str])
     if not len(aggregates):
         return issued
     aggregates = by_last_step(aggregates)
-    found = _issued(_over_ranks(aggregates), of_group)
+    summed = _issued(_over_ranks(aggregates), of_group)
     if not issued:
-        return found
+        return summed
     known: dict[tuple[int, int], dict[Message, int]] = {}
     together: Issued = {}
     nothing: dict[Message, int] = {}
-    for key in sorted({*issued, *found}):
-        records, sums = issued.get(key, nothing), found.get(key, nothing)
+    for key in sorted({*issued, *summed}):
+        records, sums = issued.get(key, nothing), summed.get(key, nothing)
         alike = id(records), id(sums)
         if alike not in known:
             known[alike] = dict(Counter(records) + Counter(sums))
@@ -105,29 +105,29 @@ def _over_ranks(aggregates: pa.Table) -> pa.Table:
         .aggregate([("calls", "sum"), ("payload_bytes", "sum")])
     )
     measures = [(f"{name}_sum", how) for name in ("calls", "payload_bytes") for how in ("max", "sum")]
-    found = of_rank.group_by(list(_KIND)).aggregate([*measures, ([], "count_all")])
+    totals = of_rank.group_by(list(_KIND)).aggregate([*measures, ([], "count_all")])
     names = {
         f"{name}_sum_{how}": f"{short}_{how}" for name, short in _SHORT.items() for how in ("max", "sum")
     }
     names["count_all"] = "ranks"
-    found = found.rename_columns([names.get(name, name) for name in found.column_names])
-    return found.append_column("is_before", pc.less(found["step"], 0))
+    totals = totals.rename_columns([names.get(name, name) for name in totals.column_names])
+    return totals.append_column("is_before", pc.less(totals["step"], 0))
 
 
 def _issued(sums: pa.Table, of_group: Mapping[str, str]) -> Issued:
     codes, first = numbered(sums.select(list(_Sum._fields)))
     messages: dict[Message, int] = {}
-    parts = []
+    entries = []
     distinct = sums.select(list(_Sum._fields)).take(pa.array(first)).to_pylist()
     for code, row in enumerate(distinct):
         rows = np.flatnonzero(codes == code)
         for message, count in _messages(_Sum(**row), of_group.get(row["pg"])).items():
-            parts.append((rows, messages.setdefault(message, len(messages)), count))
-    rows = np.concatenate([rows for rows, _, _ in parts] or [np.empty(0, np.int64)])
-    lengths = [len(rows) for rows, _, _ in parts]
+            entries.append((rows, messages.setdefault(message, len(messages)), count))
+    rows = np.concatenate([rows for rows, _, _ in entries] or [np.empty(0, np.int64)])
+    lengths = [len(rows) for rows, _, _ in entries]
     counted = sums.select(["attempt", "step"]).take(pa.array(rows))
     for name, place in (("message", 1), ("count_all_sum", 2)):
-        values = np.repeat(np.array([part[place] for part in parts], np.int64), lengths)
+        values = np.repeat(np.array([entry[place] for entry in entries], np.int64), lengths)
         counted = counted.append_column(name, pa.array(values))
     return dict(by_step(counted, list(messages)))
 
@@ -157,6 +157,6 @@ def _messages(total: _Sum, backend: str | None) -> Counter[Message]:
         executed_op=backends.execution(total.op, 0, 2).op if backends.known(backend) else None,
         in_evaluation=outside or inference,
     )
-    found = Counter({message: calls - larger})
-    found[message._replace(payload_bytes=each + 1)] += larger
-    return +found
+    counts = Counter({message: calls - larger})
+    counts[message._replace(payload_bytes=each + 1)] += larger
+    return +counts

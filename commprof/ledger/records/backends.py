@@ -62,7 +62,7 @@ class Call(NamedTuple):
         root: the root of a rooted operation; None for none, or not known.
         sender, receiver: of a message.
         inputs, outputs: bytes that each rank gives and gets, where these may differ; empty where that is not known.
-        parts: of an all_to_all, bytes from each rank to each; empty where the records do not say.
+        sent_to: of an all_to_all, bytes from each rank to each; empty where the records do not say.
         chunks: of a reduce_scatter, bytes that each rank keeps, where these differ.
     """
 
@@ -75,7 +75,7 @@ class Call(NamedTuple):
     receiver: int | None = None
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
-    parts: tuple[tuple[float, ...], ...] = ()
+    sent_to: tuple[tuple[float, ...], ...] = ()
     chunks: tuple[int, ...] = ()
 
 
@@ -147,7 +147,7 @@ def _direct(call: Call) -> Flows:
     return Flows({(r, root) if call.op == Op.GATHER else (root, r): size / n for r in others}, total)
 
 
-def parts_of(
+def sent_by_rank(
     inputs: Sequence[int],
     outputs: Sequence[int],
     input_splits: Sequence[str | None],
@@ -166,14 +166,14 @@ def parts_of(
         return ()
     sent = [_shares(text, size, n) for text, size in zip(input_splits, inputs, strict=True)]
     got = [_shares(text, size, n) for text, size in zip(output_splits, outputs, strict=True)]
-    parts = []
+    by_sender = []
     for a, row in enumerate(sent):
         # Of a sender whose splits are not known, its receivers' are.
-        given = row or [shares[a] for shares in got if shares is not None]
-        if len(given) < n:
+        sent_bytes = row or [shares[a] for shares in got if shares is not None]
+        if len(sent_bytes) < n:
             return ()
-        parts.append(tuple(given))
-    return tuple(parts)
+        by_sender.append(tuple(sent_bytes))
+    return tuple(by_sender)
 
 
 def _shares(text: str | None, size: int, ranks: int) -> tuple[float, ...] | None:
@@ -187,15 +187,15 @@ def _pairwise(call: Call) -> Flows:
     """
     n, inputs, outputs = call.group_size, call.inputs, call.outputs
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
-    if len(call.parts) == n:
-        parts = {(a, b): float(call.parts[a][b]) for a, b in pairs if call.parts[a][b]}
+    if len(call.sent_to) == n:
+        bytes_of_pair = {(a, b): float(call.sent_to[a][b]) for a, b in pairs if call.sent_to[a][b]}
     elif len(set(inputs)) == 1 and len(outputs) == n:
-        parts = {(a, b): outputs[b] / n for a, b in pairs}
+        bytes_of_pair = {(a, b): outputs[b] / n for a, b in pairs}
     elif len(set(outputs)) == 1 and len(inputs) == n:
-        parts = {(a, b): inputs[a] / n for a, b in pairs}
+        bytes_of_pair = {(a, b): inputs[a] / n for a, b in pairs}
     else:
         return Flows(None, None, "the splits of an all_to_all are not in its records")
-    return Flows(parts, sum(parts.values()))
+    return Flows(bytes_of_pair, sum(bytes_of_pair.values()))
 
 
 def _by_chunks(call: Call) -> Flows:
@@ -262,7 +262,7 @@ def _reduced_by_all(size: int, ranks: int) -> int:
     """
     length, each = _segments(size, ranks)
     chunks = size // (each * length)  # whole ones; the end of the next may be within the buffer
-    kept = chunks * 2 * length
+    unsent = chunks * 2 * length
     if chunks < ranks:
-        kept += _clipped(size, ((chunks + 1) * each - 2) * length, 2 * length)
-    return (ranks + 1) * size - kept - size // ranks
+        unsent += _clipped(size, ((chunks + 1) * each - 2) * length, 2 * length)
+    return (ranks + 1) * size - unsent - size // ranks

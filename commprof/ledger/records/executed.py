@@ -53,7 +53,7 @@ def executed(run: RecordedRun, names: Iterable[str]) -> Executed:
         return Executed(_as_known, f"not known: {', '.join(unknown)} keeps no log that commprof reads")
     if not names:
         return Executed(_as_known, "not known: no record names its backend")
-    agreed, of, problems = _beside_flight(run)
+    agreed, of, problems = _compare_flight(run)
     source = "the known behaviour of gloo"
     if of:
         source += f"; torch's Flight Recorder agrees on {agreed:,} of {of:,}"
@@ -79,13 +79,13 @@ def _from_log(run: RecordedRun) -> Executed:
     except CommprofError as error:
         return Executed(_nothing, f"not known: {str(error).rstrip('.')}")
     states, problems, doubts = lines.states, [], []
-    strangers = _strangers(run, lines)
-    if strangers and len(strangers) == len(lines.writers):
-        text = f"the NCCL log is not of this run: it is of {_named(strangers)}; the run has {_processes(run)}"
+    foreign = _foreign_writers(run, lines)
+    if foreign and len(foreign) == len(lines.writers):
+        text = f"the NCCL log is not of this run: it is of {_named(foreign)}; the run has {_processes(run)}"
         return Executed(_nothing, f"not known: {text}", doubts=(text,))
-    if strangers:
-        doubts.append(f"the NCCL log has lines of other processes than the run's: {_named(strangers)}")
-    extra = sum(count["extra"] for writer, count in lines.writers.items() if writer not in strangers)
+    if foreign:
+        doubts.append(f"the NCCL log has lines of other processes than the run's: {_named(foreign)}")
+    extra = sum(count["extra"] for writer, count in lines.writers.items() if writer not in foreign)
     extra += lines.ambiguous_extra
     if extra:
         problems.append(
@@ -107,16 +107,16 @@ def executed_factors(run: RecordedRun) -> dict[str, float]:
     operations of unlike cost. All are missing without an alignment, where the log is of other processes, and where sums
     were kept.
     """
-    lines = _kept_lines(run)
-    if not lines.states or _strangers(run, lines) or len(run.table("aggregates")):
+    lines = _stored_alignment(run)
+    if not lines.states or _foreign_writers(run, lines) or len(run.table("aggregates")):
         return {}
-    found: dict[str, set[float | None]] = defaultdict(set)
+    factors: dict[str, set[float | None]] = defaultdict(set)
     for part in run.parts("collectives", ("rank", "attempt", "pid", "seq", "op", "backend")):
         rows = part.filter(pa.array(where(part, ["backend"], lambda name: name == NCCL)))
         pairs = pa.table({"op": rows["op"], "ran": lines.executed_ops(rows)})
         for (op, ran), _ in combinations(pairs, ["op", "ran"]):
-            found[op].add(None if ran is None else _factor(op, ran))
-    return {op: one for op, (one, *more) in found.items() if one is not None and not more}
+            factors[op].add(None if ran is None else _factor(op, ran))
+    return {op: one for op, (one, *more) in factors.items() if one is not None and not more}
 
 
 def _factor(op: str, ran: str) -> float:
@@ -132,20 +132,20 @@ def _ambiguous_extra(comm_matches: pa.Table) -> int:
     return int(pc.sum(comm_matches["ambiguous_extra"]).as_py() or 0)
 
 
-def _strangers(run: RecordedRun, lines: LogLines) -> set[Writer]:
+def _foreign_writers(run: RecordedRun, lines: LogLines) -> set[Writer]:
     """The processes of the log that are none of the run's, by process id, and by host where the run recorded it."""
     own: dict[int, set[str | None]] = defaultdict(set)
     for entry in run.manifest.ranks:
         host = entry.get("host")
         own[entry["pid"]].add(None if host is None else host.partition(".")[0])
-    found = set()
+    foreign = set()
     for writer in lines.writers:
         hosts = own.get(writer.pid, set())
         known = None in hosts or writer.host is None or writer.host.partition(".")[0] in hosts
         if not (hosts and known):
-            found.add(writer)
-    found |= {writer for _, pid, writer in lines.pairs if pid != writer.pid}
-    return found
+            foreign.add(writer)
+    foreign |= {writer for _, pid, writer in lines.pairs if pid != writer.pid}
+    return foreign
 
 
 def _named(writers: Iterable[Writer]) -> str:
@@ -165,7 +165,7 @@ def _lines_of(run: RecordedRun) -> LogLines:
     Raises:
         CommprofError: there are no logs, or they cannot be read.
     """
-    lines = _kept_lines(run)
+    lines = _stored_alignment(run)
     if lines.states:
         lines.ambiguous_extra = _ambiguous_extra(run.table("comm_matches"))
         return lines
@@ -183,7 +183,7 @@ def _lines_of(run: RecordedRun) -> LogLines:
     return lines
 
 
-def _kept_lines(run: RecordedRun) -> LogLines:
+def _stored_alignment(run: RecordedRun) -> LogLines:
     """The lines and the alignment that the run keeps; without states where it keeps none."""
     lines = LogLines()
     for part in run.parts("nccl_ops", LINE_COLUMNS):
@@ -193,7 +193,7 @@ def _kept_lines(run: RecordedRun) -> LogLines:
     return lines
 
 
-def _beside_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
+def _compare_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
     """How many of the newest collectives of each rank and group gloo lists as it is known to, of how many compared."""
     entries: dict[tuple[Any, ...], list[tuple[int, str]]] = defaultdict(list)
     for row in run.table("flight").to_pylist():
@@ -222,7 +222,7 @@ def _newest(
 
     gloo does not list what it refused.
     """
-    held: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    newest: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for part in run.parts("collectives", _LISTED):
         on_gloo = where(part, ["op", "backend"], lambda op, name: op not in _P2P and name == backends.GLOO)
         rows = part.filter(pc.and_(pa.array(on_gloo), pc.invert(has_raised(part))))
@@ -230,9 +230,9 @@ def _newest(
         for key, places in combinations(rows, _LISTING):
             if key in most:
                 last = places[np.argsort(seq[places], kind="stable")][-most[key] :]
-                held[key] += rows.take(pa.array(last)).to_pylist()
-                held[key] = sorted(held[key], key=lambda record: int(record["seq"]))[-most[key] :]
-    return held
+                newest[key] += rows.take(pa.array(last)).to_pylist()
+                newest[key] = sorted(newest[key], key=lambda record: int(record["seq"]))[-most[key] :]
+    return newest
 
 
 def _listed(record: Mapping[str, Any]) -> list[str]:

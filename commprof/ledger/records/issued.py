@@ -62,20 +62,20 @@ _OF_RECORD: Final = ("purpose", "op", "group_ranks", "group_size", "backend", "c
 COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD)))
 
 
-def issued(parts: Iterable[pa.Table], survey: Survey, executed_ops: Executed | None = None) -> Issued:
+def issued(tables: Iterable[pa.Table], survey: Survey, executed_ops: Executed | None = None) -> Issued:
     """The messages of each step, counted, in order of step.
 
     Args:
-        parts: the records, with :data:`COLUMNS` at least.
+        tables: the records, with :data:`COLUMNS` at least.
         survey: of the same records.
         executed_ops: says what the backend ran for each of the records that count, null where that is not known;
             default: it is known of none.
     """
     messages: dict[Message, int] = {}
-    found = [_of_part(part, survey, executed_ops, messages) for part in parts]
-    if not found:
+    counts = [_of_part(part, survey, executed_ops, messages) for part in tables]
+    if not counts:
         return {}
-    sums = pa.concat_tables(found).group_by(["attempt", "step", "message"]).aggregate([("count_all", "sum")])
+    sums = pa.concat_tables(counts).group_by(["attempt", "step", "message"]).aggregate([("count_all", "sum")])
     return dict(by_step(sums, list(messages)))
 
 
@@ -96,9 +96,9 @@ def _of_part(
         if "after_step" in rows.column_names
         else pa.repeat(pa.scalar(False), len(rows))
     )
-    told = pa.table(columns).select(list(Message._fields))
-    codes, first = numbered(told)
-    distinct = [Message(*row.values()) for row in told.take(pa.array(first)).to_pylist()]
+    described = pa.table(columns).select(list(Message._fields))
+    codes, first = numbered(described)
+    distinct = [Message(*row.values()) for row in described.take(pa.array(first)).to_pylist()]
     number = np.array([messages.setdefault(message, len(messages)) for message in distinct], np.int64)
     counted = rows.select(["attempt", "step"]).append_column("message", pa.array(number[codes]))
     return counted.group_by(["attempt", "step", "message"]).aggregate([([], "count_all")])
@@ -135,7 +135,7 @@ def _counted(numbers: list[int], times: list[int], messages: list[Message]) -> d
 
 def step_text(keys: Iterable[StepKey]) -> str:
     """``init``, ``4`` or ``0-3,7``; of the second attempt ``0-3 (attempt 1)``."""
-    parts = []
+    texts = []
     by_attempt: dict[int, list[int]] = defaultdict(list)
     for key in sorted(set(keys)):
         by_attempt[key.attempt].append(key.step)
@@ -147,8 +147,8 @@ def step_text(keys: Iterable[StepKey]) -> str:
             else:
                 ranges.append([step, step])
         text = ",".join("init" if a < 0 else f"{a}-{b}" if a != b else str(a) for a, b in ranges)
-        parts.append(f"{text} (attempt {attempt})" if attempt else text)
-    return "; ".join(parts)
+        texts.append(f"{text} (attempt {attempt})" if attempt else text)
+    return "; ".join(texts)
 
 
 def step_list(keys: Iterable[StepKey]) -> str:

@@ -75,15 +75,15 @@ class _Model:
             self.unknown = self.unknown or flows.reason
         elif flows.sent is None:
             self.uneven = self.uneven or flows.reason
-            self._whole(flows.total * count, sending, apart < len(places))
+            self._add_total(flows.total * count, sending, apart < len(places))
         elif any(receiver == backends.ANY for _, receiver in flows.sent):
-            self._whole(flows.total * count, sending, apart < len(places))
+            self._add_total(flows.total * count, sending, apart < len(places))
             for (sender, _), size in flows.sent.items():
                 self.sent[places[sender]] += size * count
         else:
             self._between(flows, places, count)
 
-    def _whole(self, total: float, sending: Sending, shared: bool) -> None:
+    def _add_total(self, total: float, sending: Sending, shared: bool) -> None:
         if shared:
             self.unknown = self.unknown or f"{SEVERAL_RANKS}{sending.call.backend or 'an unknown backend'}"
         self.total += total
@@ -139,7 +139,7 @@ def moved(
     outside = {steps: modelled(sendings.outside(steps), hosts) for steps in models}
     stopped = SEVERAL_ATTEMPTS.format(attempts) if attempts > 1 else None
     rows = [
-        _beside(
+        _compared(
             one,
             models[one.steps],
             on_one,
@@ -148,7 +148,9 @@ def moved(
         )._replace(outside_bytes=_known(outside[one.steps], one.host))
         for one in counted
     ]
-    return Movement(tuple(rows), None if on_one else _together(counted, rows, models, set(hosts.values())))
+    return Movement(
+        tuple(rows), None if on_one else _compared_together(counted, rows, models, set(hosts.values()))
+    )
 
 
 class _Counted(NamedTuple):
@@ -241,7 +243,7 @@ def _known(model: _Model, host: str) -> float | None:
     return None if model.unknown or model.uneven else model.sent.get(host, 0.0)
 
 
-def _beside(one: _Counted, model: _Model, on_one: bool, left_out: str | None, stopped: str | None) -> Moved:
+def _compared(one: _Counted, model: _Model, on_one: bool, left_out: str | None, stopped: str | None) -> Moved:
     """One host beside its model. What its loopback carries besides is not judged: all its programs use that."""
     if left_out is not None:
         return _row(one, None, None, left_out)._replace(when=PART)
@@ -289,7 +291,7 @@ def _row(one: _Counted, expected: float | None, allowed: float | None, reason: s
     )
 
 
-def _together(
+def _compared_together(
     counted: Sequence[_Counted],
     rows: Sequence[Moved],
     models: Mapping[tuple[int, int] | None, _Model],

@@ -55,7 +55,7 @@ class Survey:
         self._has_default = False  # otherwise nothing tells which group is the default one
         self._last_of_optimizer = Lookup(np.maximum)
         self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
-        self._uneven_kept, self._splits = Lookup(np.add), Lookup(np.maximum)
+        self._uneven_own_bytes, self._splits = Lookup(np.add), Lookup(np.maximum)
 
     def add(self, part: pa.Table) -> None:
         """Take in some records: their columns :data:`COLUMNS`."""
@@ -73,8 +73,8 @@ class Survey:
         uneven = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))
         self._uneven_bytes.add(uneven, GROUP, "pg_seq", numbers_of(uneven, "payload_bytes")[0])
         self._uneven_ranks.add(uneven, GROUP, "pg_seq", np.ones(len(uneven), np.int64))
-        kept, splits = _kept_bytes(uneven)
-        self._uneven_kept.add(uneven, GROUP, "pg_seq", kept)
+        own_bytes, splits = _own_bytes(uneven)
+        self._uneven_own_bytes.add(uneven, GROUP, "pg_seq", own_bytes)
         if splits.any():
             self._splits.add(uneven, GROUP, "pg_seq", splits)
 
@@ -87,13 +87,13 @@ class Survey:
     def counts(self, part: pa.Table) -> Flags:
         """Which records of ``part`` stand for their collective or message."""
 
-        def stands(*key: Any) -> bool:
+        def counts_once(*key: Any) -> bool:
             *group, rank, op = key
             if op in (Op.SEND, Op.RECV):
                 return op == Op.SEND or tuple(group) not in self._with_sends
             return bool(self._speakers.get(tuple(group)) == rank)
 
-        return where(part, [*GROUP, "rank", "op"], stands)
+        return where(part, [*GROUP, "rank", "op"], counts_once)
 
     def in_evaluation(self, rows: pa.Table) -> Flags:
         """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases.
@@ -142,42 +142,42 @@ class Survey:
         uneven = known & (splits == _KNOWN) & where(rows, ["op"], lambda op: op == Op.ALL_TO_ALL)
         if not uneven.any():
             return pa.nulls(len(rows), pa.int64())
-        total, kept, ranks = (
+        total, own_bytes, ranks = (
             lookup.find(rows, GROUP, "pg_seq")[0]
-            for lookup in (self._uneven_bytes, self._uneven_kept, self._uneven_ranks)
+            for lookup in (self._uneven_bytes, self._uneven_own_bytes, self._uneven_ranks)
         )
         uneven &= ranks == numbers_of(rows, "group_size")[0]
-        return pa.array(total - kept, mask=~uneven)
+        return pa.array(total - own_bytes, mask=~uneven)
 
 
-def _kept_bytes(rows: pa.Table) -> tuple[Numbers, Numbers]:
+def _own_bytes(rows: pa.Table) -> tuple[Numbers, Numbers]:
     """What the rank of each of ``rows`` (all_to_alls) keeps of its own input; :data:`_KNOWN`, 0 where it has no splits."""
     sizes, _ = numbers_of(rows, "payload_bytes")
-    kept = sizes // np.maximum(numbers_of(rows, "group_size")[0], 1)
-    found = np.zeros(len(rows), np.int64)
+    own_bytes = sizes // np.maximum(numbers_of(rows, "group_size")[0], 1)
+    splits_state = np.zeros(len(rows), np.int64)
     columns = ["input_splits", "output_splits"]
     if all(rows[name].null_count == len(rows) for name in columns):
-        return kept, found
+        return own_bytes, splits_state
     for (own, size, *splits), places in combinations(rows, ["group_rank", "group_size", *columns]):
         # Both have the rank's part for itself. An input without splits has equal parts, which stand there already.
         if not any(splits):
             continue
-        parts = (
+        sizes_of_ranks = (
             None if splits[0] is None else next(filter(None, (_parsed(text, size) for text in splits)), None)
         )
-        found[places] = _KNOWN if splits[0] is None or parts is not None else _NOT_KNOWN
-        if parts is not None and 0 <= own < size:
-            kept[places] = parts[own]
-    return kept, found
+        splits_state[places] = _KNOWN if splits[0] is None or sizes_of_ranks is not None else _NOT_KNOWN
+        if sizes_of_ranks is not None and 0 <= own < size:
+            own_bytes[places] = sizes_of_ranks[own]
+    return own_bytes, splits_state
 
 
 def _parsed(text: str | None, group_size: int) -> tuple[int, ...] | None:
     return None if text is None else parse_splits(text, group_size)
 
 
-def survey_of(parts: Iterable[pa.Table]) -> Survey:
+def survey_of(tables: Iterable[pa.Table]) -> Survey:
     """The survey of all records, given in parts."""
     survey = Survey()
-    for part in parts:
+    for part in tables:
         survey.add(part)
     return survey

@@ -54,22 +54,22 @@ class StepReadings:
             part: records, with :data:`COLUMNS` and ``step``, this being the last one before what is outside of steps.
         """
         own, _ = numbers_of(part, "step")
-        found = own.copy()
+        reading_steps = own.copy()
         issued, _ = numbers_of(part, "issue_ns")
         ended = issued
         for name in ("return_ns", "wait_end_ns"):
             ended = np.maximum(ended, numbers_of(part, name)[0])  # 0 where it is not known
         for (attempt, rank), places in combinations(part, ["attempt", "rank"]):
             if attempt != self.last:
-                found[places] = BEFORE_ALL
+                reading_steps[places] = BEFORE_ALL
             elif (readings := self._readings.get(self._hosts.get(rank, ""))) is not None:
                 times, steps = readings
                 first = np.searchsorted(times, issued[places])
                 last = np.searchsorted(times, ended[places])
                 labels = np.append(steps, steps[-1] + 1)
-                found[places] = np.clip(own[places], labels[first], labels[last])
-                found[places] = np.where(first == last, labels[first], found[places])
-        return found
+                reading_steps[places] = np.clip(own[places], labels[first], labels[last])
+                reading_steps[places] = np.where(first == last, labels[first], reading_steps[places])
+        return reading_steps
 
 
 def _of_attempt(wire: pa.Table, clocks: pa.Table, attempt: int) -> pa.Table:
@@ -92,10 +92,10 @@ def _by_host(wire: pa.Table) -> dict[str, tuple[Numbers, Numbers]]:
     for row in rows:
         if row["kind"] == "interface" and row["step"] is not None:
             taken[row["host"]][row["time_ns"]] = row["step"]
-    found = {}
+    readings = {}
     for host, at in taken.items():
         if len(at) > 1:
             times = np.array(sorted(at), np.int64)
             steps = np.array([at[time] for time in times.tolist()], np.int64)
-            found[host] = times, np.maximum.accumulate(steps)
-    return found
+            readings[host] = times, np.maximum.accumulate(steps)
+    return readings

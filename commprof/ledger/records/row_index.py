@@ -26,7 +26,7 @@ class Lookup:
 
     def __init__(self, combine: np.ufunc) -> None:
         self._combine = combine
-        self._held: dict[Names, list[tuple[Numbers, Numbers]]] = {}
+        self._batches: dict[Names, list[tuple[Numbers, Numbers]]] = {}
 
     def add(self, rows: pa.Table, names: Sequence[str], number: str, values: Numbers) -> None:
         """Keep ``values``, one for each of ``rows``, under its ``names`` and ``number``; not where that is null."""
@@ -34,27 +34,27 @@ class Lookup:
         for key, places in combinations(rows, names):
             places = places[known[places]]
             if len(places):
-                self._held.setdefault(key, []).append(self._combined(numbers[places], values[places]))
+                self._batches.setdefault(key, []).append(self._combined(numbers[places], values[places]))
 
     def find(self, rows: pa.Table, names: Sequence[str], number: str) -> tuple[Numbers, Flags]:
         """The value of each of ``rows``, and whether there is one."""
-        values, found = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
+        values, is_known = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
         numbers, known = numbers_of(rows, number)
         for key, places in combinations(rows, names):
-            if key not in self._held:
+            if key not in self._batches:
                 continue
-            held, of_held = self._together(key)
-            at = np.minimum(np.searchsorted(held, numbers[places]), len(held) - 1)
-            found[places] = known[places] & (held[at] == numbers[places])
-            values[places] = of_held[at]
-        return values, found
+            stored_numbers, stored_values = self._merged(key)
+            at = np.minimum(np.searchsorted(stored_numbers, numbers[places]), len(stored_numbers) - 1)
+            is_known[places] = known[places] & (stored_numbers[at] == numbers[places])
+            values[places] = stored_values[at]
+        return values, is_known
 
-    def _together(self, key: Names) -> tuple[Numbers, Numbers]:
-        pieces = self._held[key]
-        if len(pieces) > 1:
-            numbers, values = (np.concatenate(of_pieces) for of_pieces in zip(*pieces, strict=True))
-            self._held[key] = pieces = [self._combined(numbers, values)]
-        return pieces[0]
+    def _merged(self, key: Names) -> tuple[Numbers, Numbers]:
+        batches = self._batches[key]
+        if len(batches) > 1:
+            numbers, values = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+            self._batches[key] = batches = [self._combined(numbers, values)]
+        return batches[0]
 
     def _combined(self, numbers: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
         order = np.argsort(numbers, kind="stable")
@@ -85,8 +85,8 @@ def where(rows: pa.Table, names: Sequence[str], holds: Callable[..., bool]) -> F
     if not len(rows):
         return np.zeros(0, bool)
     codes, keys = _coded(rows, names)
-    held: Flags = np.array([holds(*key) for key in keys], bool)[codes]
-    return held
+    flags: Flags = np.array([holds(*key) for key in keys], bool)[codes]
+    return flags
 
 
 def each_for(rows: pa.Table, names: Sequence[str], value: Callable[..., str | None]) -> pa.Array:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from commprof.align.ranks.collectives import has_raised
 from commprof.align.sequences.group_ids import numbered
-from commprof.ledger.records.backends import Call, known, parts_of
+from commprof.ledger.records.backends import Call, known, sent_by_rank
 from commprof.ledger.records.issued import Executed, Issued
 from commprof.ledger.records.precount import COLUMNS as SURVEYED
 from commprof.ledger.records.precount import GROUP, Survey, by_last_step
@@ -84,7 +84,7 @@ def _between(sent: Mapping[int, Counter[Sending]], steps: tuple[int, int] | None
 
 
 def sendings(
-    parts: Iterable[pa.Table],
+    tables: Iterable[pa.Table],
     survey: Survey,
     executed_ops: Executed,
     sums: Sums,
@@ -93,16 +93,16 @@ def sendings(
     """What was sent until the reading of each step.
 
     Args:
-        parts: the records, with :data:`COLUMNS` at least. What is outside of the steps counts to the step before it: a
+        tables: the records, with :data:`COLUMNS` at least. What is outside of the steps counts to the step before it: a
             reading for that step comes after it. A call that raised sent nothing.
         survey: of the same records.
         readings: of the counters at steps: between which of them a record lies, its times say.
         executed_ops: says what the backend ran for each record, null where that is not known.
         sums: what is kept as sums only, without roots, receivers and splits.
     """
-    found = Sendings()
+    sent = Sendings()
     members: list[pa.Table] = []
-    for part in map(by_last_step, parts):
+    for part in map(by_last_step, tables):
         place = part.column_names.index("step")
         part = part.set_column(place, "step", pa.array(readings.steps(part)))
         part = part.filter(pc.invert(has_raised(part)))
@@ -115,16 +115,16 @@ def sendings(
         rows = part.filter(pa.array(survey.counts(part) & ~is_uneven))
         rows = rows.select(list(_OF_RECORD)).append_column("executed_op", executed_ops(rows))
         for key, places in combinations(rows, rows.column_names):
-            _add(found, dict(zip(rows.column_names, key, strict=True)), len(places))
+            _add(sent, dict(zip(rows.column_names, key, strict=True)), len(places))
     if members:
-        _add_uneven(found, pa.concat_tables(members))
-    for is_outside, kept in ((False, sums.in_steps), (True, sums.outside)):
-        for key, messages in kept.items():
+        _add_uneven(sent, pa.concat_tables(members))
+    for is_outside, summed in ((False, sums.in_steps), (True, sums.outside)):
+        for key, messages in summed.items():
             step = key.step if key.attempt == readings.last else BEFORE_ALL
             for message, count in messages.items():
                 call = Call(message.backend, message.op, message.payload_bytes, message.group_size)
-                found.add(step, Sending(call, parse_ranks(message.group_ranks)), count, is_outside)
-    return found
+                sent.add(step, Sending(call, parse_ranks(message.group_ranks)), count, is_outside)
+    return sent
 
 
 def _may_be_uneven(op: str, backend: str | None) -> bool:
@@ -141,7 +141,7 @@ def _has_chunks(part: pa.Table) -> Flags:
     return where(part, ["op"], lambda op: op == Op.REDUCE_SCATTER) & has_splits
 
 
-def _add(found: Sendings, row: Mapping[str, Any], count: int) -> None:
+def _add(sent: Sendings, row: Mapping[str, Any], count: int) -> None:
     members = parse_ranks(row["group_ranks"])
     place = {rank: position for position, rank in enumerate(members)}
     peer, own = place.get(row["peer"]), place.get(row["rank"])
@@ -151,7 +151,7 @@ def _add(found: Sendings, row: Mapping[str, Any], count: int) -> None:
         call = call._replace(sender=sender, receiver=receiver)
     else:
         call = call._replace(root=peer)
-    found.add(row["step"], Sending(call, members), count, row["after_step"] is not None)
+    sent.add(row["step"], Sending(call, members), count, row["after_step"] is not None)
 
 
 def _ran(row: Mapping[str, Any]) -> str:
@@ -160,7 +160,7 @@ def _ran(row: Mapping[str, Any]) -> str:
     return str(ran if ran in OPS and ran not in _P2P and row["op"] not in _P2P else row["op"])
 
 
-def _add_uneven(found: Sendings, rows: pa.Table) -> None:
+def _add_uneven(sent: Sendings, rows: pa.Table) -> None:
     """Collectives of which each rank may give and get unlike much, out of the records of all their ranks."""
     codes, _ = numbered(rows.select([*GROUP, "pg_seq"]))
     order = np.lexsort((rows["rank"].to_numpy(), codes))
@@ -169,13 +169,15 @@ def _add_uneven(found: Sendings, rows: pa.Table) -> None:
     for begin, end in pairwise([*starts.tolist(), len(records)]):
         ranks = records[begin:end]
         first = ranks[0]
-        whole = len(ranks) == first["group_size"]
-        inputs, outputs, *splits = (tuple(one[name] for one in ranks) if whole else () for name in _SIZES)
+        has_all_ranks = len(ranks) == first["group_size"]
+        inputs, outputs, *splits = (
+            tuple(one[name] for one in ranks) if has_all_ranks else () for name in _SIZES
+        )
         size = round(sum(one["payload_bytes"] for one in ranks) / len(ranks))
         call = Call(first["backend"], first["op"], size, first["group_size"], inputs=inputs, outputs=outputs)
-        if call.op == Op.ALL_TO_ALL and whole:
-            call = call._replace(parts=parts_of(inputs, outputs, *splits))
+        if call.op == Op.ALL_TO_ALL and has_all_ranks:
+            call = call._replace(sent_to=sent_by_rank(inputs, outputs, *splits))
         elif call.op == Op.REDUCE_SCATTER and first["input_splits"] is not None:
             call = call._replace(chunks=parse_splits(first["input_splits"], call.group_size) or ())
         sending = Sending(call, parse_ranks(first["group_ranks"]))
-        found.add(first["step"], sending, 1, first["after_step"] is not None)
+        sent.add(first["step"], sending, 1, first["after_step"] is not None)

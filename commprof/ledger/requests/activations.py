@@ -100,42 +100,42 @@ Steps = dict[StepKey, dict[_Kind, Counter[int]]]
 
 
 def _by_step(rows: Iterable[Mapping[str, Any]]) -> Steps:
-    found: Steps = defaultdict(lambda: defaultdict(Counter))
+    steps: Steps = defaultdict(lambda: defaultdict(Counter))
     for row in rows:
-        found[StepKey(row["attempt"], row["step"])][_kind(row)][row["payload_bytes"]] += row[COUNT]
-    return found
+        steps[StepKey(row["attempt"], row["step"])][_kind(row)][row["payload_bytes"]] += row[COUNT]
+    return steps
 
 
 def _sizes(rows: Iterable[Mapping[str, Any]]) -> dict[_Kind, Counter[int]]:
-    found: dict[_Kind, Counter[int]] = defaultdict(Counter)
+    sizes: dict[_Kind, Counter[int]] = defaultdict(Counter)
     for row in rows:
-        found[_kind(row)][row["payload_bytes"]] += row[COUNT]
-    return found
+        sizes[_kind(row)][row["payload_bytes"]] += row[COUNT]
+    return sizes
 
 
 def _modules(kinds: Mapping[_Kind, Counter[int]]) -> dict[str, list[tuple[_Kind, Counter[int]]]]:
-    found: dict[str, list[tuple[_Kind, Counter[int]]]] = defaultdict(list)
+    modules: dict[str, list[tuple[_Kind, Counter[int]]]] = defaultdict(list)
     for kind, sizes in kinds.items():
-        found[kind.module].append((kind, sizes))
-    return found
+        modules[kind.module].append((kind, sizes))
+    return modules
 
 
 def _rows(sent: Mapping[_Kind, Counter[int]], messages: Sequence[ModuleMessage]) -> dict[str, int]:
     """The rows of each module: what most of its messages say, or, where these are torn, most messages of all."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)
+    row_counts: dict[str, Counter[int]] = defaultdict(Counter)
     for kind, sizes in sent.items():
         for each in messages:
             if each.module == kind.module and str(each.op) == kind.op and each.row_bytes:
                 for size, count in sizes.items():
                     rows, rest = divmod(size - each.fixed_bytes, each.row_bytes)
                     if rows > 0 and not rest:
-                        found[each.module][rows] += count
-    everywhere: Counter[int] = sum(found.values(), Counter())
+                        row_counts[each.module][rows] += count
+    everywhere: Counter[int] = sum(row_counts.values(), Counter())
     if not everywhere:
         return {}
     common = _most_common(everywhere)
     of_modules = {ALL_MODULES: common}
-    for module, own in found.items():
+    for module, own in row_counts.items():
         best = _most_common(own)
         if own[common] < own[best]:
             of_modules[module] = best
@@ -149,16 +149,20 @@ def _most_common(counts: Counter[Any]) -> Any:
 
 def _usual_counts(steps: Steps) -> dict[tuple[str, str, str], int]:
     """How many messages of (group, module, op) most steps have."""
-    found: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
+    count_frequencies: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
     present: Counter[tuple[str, str, str]] = Counter()
     for kinds in steps.values():
         here: Counter[tuple[str, str, str]] = Counter()
         for kind, sizes in kinds.items():
             here[kind.group_ranks, kind.module, kind.op] += sum(sizes.values())
         for key, count in here.items():
-            found[key][count] += 1
+            count_frequencies[key][count] += 1
             present[key] += 1
-    return {key: _most_common(counts) for key, counts in found.items() if 2 * present[key] > len(steps)}
+    return {
+        key: _most_common(counts)
+        for key, counts in count_frequencies.items()
+        if 2 * present[key] > len(steps)
+    }
 
 
 def _calls(
@@ -166,15 +170,15 @@ def _calls(
 ) -> dict[tuple[str, str], int]:
     """How often the messages of each module and operation are sent in a micro-batch, where that is not once."""
     wanted = Counter((each.module, str(each.op)) for each in messages)
-    found: dict[tuple[str, str], int] = {}
+    calls: dict[tuple[str, str], int] = {}
     for key, number in wanted.items():
         sent = [count for (_, module, op), count in usual.items() if (module, op) == key]
         times = round(max(sent, default=0) / (number * micro_batches))
         if times != 1:
-            found[key] = times
+            calls[key] = times
     # That nothing is sent is believed where no gradient is asked for, and nowhere else.
     gradients = {(each.module, str(each.op)) for each in messages if not each.forward}
-    return {key: times for key, times in found.items() if times or key in gradients}
+    return {key: times for key, times in calls.items() if times or key in gradients}
 
 
 def _is_loss(kinds: Sequence[tuple[_Kind, Counter[int]]]) -> bool:
@@ -195,13 +199,13 @@ def _loss_rows(sent: Mapping[_Kind, Counter[int]], module: str) -> int:
             for size, count in sizes.items():
                 if 2 * size in sizes:
                     rows[size // _LOSS_BYTES] += count
-    found: int = _most_common(rows)
-    return found
+    most_common: int = _most_common(rows)
+    return most_common
 
 
 def _others(steps: Steps, modules: Iterable[str], micro_batches: int) -> dict[str, list[tuple[str, int]]]:
     """What modules send in a micro-batch of which no rule speaks: what most steps have of it."""
-    found = {}
+    messages = {}
     for module in sorted(modules):
         seen: Counter[tuple[tuple[str, int, int], ...]] = Counter()
         for kinds in steps.values():
@@ -213,10 +217,10 @@ def _others(steps: Steps, modules: Iterable[str], micro_batches: int) -> dict[st
                 for size, count in sizes.items()
             ]
             seen[tuple(sorted(sent))] += 1
-        found[module] = [
+        messages[module] = [
             (op, size) for op, size, count in _most_common(seen) for _ in range(count // micro_batches)
         ]
-    return found
+    return messages
 
 
 def _exchanged(steps: Steps, groups: set[str], micro_batches: int) -> dict[str, Exchanged]:
@@ -229,11 +233,11 @@ def _exchanged(steps: Steps, groups: set[str], micro_batches: int) -> dict[str, 
                 back = kinds.get(kind._replace(phase=str(Phase.BACKWARD)), Counter())
                 seen[kind.module][_of_a_micro_batch(sizes, micro_batches)] += 1
                 twice[kind.module][max(1, round(sum(back.values()) / sum(sizes.values())))] += 1
-    found = {}
+    exchanged = {}
     for module, sent in seen.items():
         forward = _most_common(sent)
-        found[module] = Exchanged(forward, forward * _most_common(twice[module]))
-    return found
+        exchanged[module] = Exchanged(forward, forward * _most_common(twice[module]))
+    return exchanged
 
 
 def _of_a_micro_batch(sizes: Counter[int], micro_batches: int) -> tuple[int, ...]:
@@ -254,12 +258,12 @@ def _scales(steps: Steps) -> dict[StepKey, Fraction]:
         for kind, mean in kinds.items():
             usual[kind][mean] += 1
     common = {kind: _most_common(counts) for kind, counts in usual.items()}
-    found = {}
+    scales = {}
     for key, kinds in means.items():
         ratios = Counter(mean / common[kind] for kind, mean in kinds.items() if common[kind])
         if not ratios:
             continue
         best = _most_common(ratios)
         if best != 1 and ratios[best] > max(1, len(kinds) // 2):
-            found[key] = best
-    return found
+            scales[key] = best
+    return scales

@@ -80,12 +80,12 @@ def demands(
     remarks = [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(request.notes)]
     if run.health.state not in (COMPLETE, RUNNING):
         remarks.append("The program did not end normally: what it issued before is judged.")
-    remarks += _told_of_steps(overflowed, skipped, died, sorted(partial))
+    remarks += _shortened_steps(overflowed, skipped, died, sorted(partial))
     partial.update(died)
     return wanted, frozenset(partial), remarks
 
 
-def _told_of_steps(
+def _shortened_steps(
     overflowed: Sequence[StepKey],
     skipped: Sequence[StepKey],
     died: Sequence[StepKey],
@@ -128,32 +128,38 @@ def wanted_before(
     """
     if all(each.construction is not None for each in requests):
         wanted = _sum_of([attribution.wants(each.expectations(key), each.world_size) for each in requests])
-        return wanted, _told_of_constructions(requests)
+        return wanted, _construction_sentences(requests)
     plain, lean = (
-        [attribution.wants(each.expectations(key, zero_init=made), each.world_size) for each in requests]
-        for made in (False, True)
+        [
+            attribution.wants(each.expectations(key, zero_init=within_init), each.world_size)
+            for each in requests
+        ]
+        for within_init in (False, True)
     )
     if plain != lean:
         usual = _sum_of(plain)
-        for made in range(len(requests), 0, -1):
-            wanted = _sum_of([*lean[:made], *plain[made:]])
+        for within_init in range(len(requests), 0, -1):
+            wanted = _sum_of([*lean[:within_init], *plain[within_init:]])
             sent = attribution.attribute({key: dict(messages)}, {key: wanted}, frozenset())[key]
             # What else the script sends, as an all_reduce of its own, says nothing about how its models were made.
             if all(finding.closes for kind, finding in sent.items() if wanted.get(kind) != usual.get(kind)):
-                models = "a model" if len(requests) == 1 else f"{made} of {len(requests)} models"
+                models = "a model" if len(requests) == 1 else f"{within_init} of {len(requests)} models"
                 return wanted, [
-                    f"before the first step was sent what {models} made within zero.Init need{'s' * (made == 1)}"
+                    f"before the first step was sent what {models} made within zero.Init need{'s' * (within_init == 1)}"
                 ]
     return _sum_of(plain), []
 
 
-def _told_of_constructions(requests: Sequence[Request]) -> list[str]:
-    made = [each.construction for each in requests if each.construction is not None]
-    sharded, whole = sum(len(each.sharded) for each in made), sum(len(each.whole) for each in made)
+def _construction_sentences(requests: Sequence[Request]) -> list[str]:
+    constructions = [each.construction for each in requests if each.construction is not None]
+    sharded, unsharded = (
+        sum(len(each.sharded) for each in constructions),
+        sum(len(each.whole) for each in constructions),
+    )
     if not sharded:
         return []
-    told = f"{sharded:,} parameter{'s' * (sharded > 1)} sharded by zero.Init, each broadcast once"
-    return [f"{told}; {whole:,} made outside of it, each broadcast twice" if whole else told]
+    text = f"{sharded:,} parameter{'s' * (sharded > 1)} sharded by zero.Init, each broadcast once"
+    return [f"{text}; {unsharded:,} made outside of it, each broadcast twice" if unsharded else text]
 
 
 def gathers_parameters(request: Request) -> bool:
@@ -200,13 +206,13 @@ def _sum_of(several: Sequence[Mapping[Class, Want]]) -> dict[Class, Want]:
     return total
 
 
-def _add(held: dict[Class, Want], more: Mapping[Class, Want]) -> None:
+def _add(wants: dict[Class, Want], more: Mapping[Class, Want]) -> None:
     """Put what one engine sends when it is made to what others do."""
     for kind, want in more.items():
-        if kind not in held:
-            held[kind] = replace(want)
+        if kind not in wants:
+            wants[kind] = replace(want)
             continue
-        both = held[kind]
+        both = wants[kind]
         most = (both.most_bytes, want.most_bytes)
         both.count += want.count
         both.payload_bytes += want.payload_bytes

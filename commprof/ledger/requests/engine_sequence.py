@@ -50,15 +50,15 @@ class Turn:
         told: what the manifest says of this engine.
     """
 
-    def __init__(self, run: RecordedRun, after: int, until: int, told: Mapping[str, Any]) -> None:
+    def __init__(self, run: RecordedRun, after: int, until: int, entry: Mapping[str, Any]) -> None:
         self._run = run
         self.first, self._until = after + 1, until
         self.trains = self.first <= until
         self.path = run.path
         self.health = run.health if until == _END else replace(run.health, state=COMPLETE)
         self.manifest = copy(run.manifest)
-        self.manifest.config, self.manifest.effective_config = None, told["config"]
-        self.manifest.construction = told.get("construction")
+        self.manifest.config, self.manifest.effective_config = None, entry["config"]
+        self.manifest.construction = entry.get("construction")
 
     def table(self, name: str) -> pa.Table:
         """A table of the schema: its rows of these steps."""
@@ -85,23 +85,29 @@ class Turn:
         before = steps < 0 if not self.first else np.zeros(len(steps), bool)
         anew = made_anew(rows) if "phase" in rows.column_names else np.zeros(len(steps), bool)
         within = (steps >= self.first) & (steps <= self._until) & ~anew
-        kept = rows.filter(pa.array(within | before))
+        own_rows = rows.filter(pa.array(within | before))
         for name in ("step", "after_step"):
-            if name in kept.column_names:
-                own = kept[name]
+            if name in own_rows.column_names:
+                own = own_rows[name]
                 numbered_on = pc.if_else(pc.less(own, 0), own, pc.subtract(own, self.first))
-                field = kept.schema.field(name)
-                kept = kept.set_column(kept.column_names.index(name), field, numbered_on.cast(field.type))
-        return kept
+                field = own_rows.schema.field(name)
+                own_rows = own_rows.set_column(
+                    own_rows.column_names.index(name), field, numbered_on.cast(field.type)
+                )
+        return own_rows
 
 
 def turns_of(run: RecordedRun) -> list[Turn]:
     """The parts of ``run`` in which its engines trained, in order; none where a single one did, or several together."""
-    told = run.manifest.engines
-    if not told or told[0].get("share_steps") or len({entry["attempt"] for entry in run.manifest.ranks}) > 1:
+    engines = run.manifest.engines
+    if (
+        not engines
+        or engines[0].get("share_steps")
+        or len({entry["attempt"] for entry in run.manifest.ranks}) > 1
+    ):
         return []
-    ends = [*(each["after"] for each in told[1:]), _END]
-    return [Turn(run, each["after"], end, each) for each, end in zip(told, ends, strict=True)]
+    ends = [*(each["after"] for each in engines[1:]), _END]
+    return [Turn(run, each["after"], end, each) for each, end in zip(engines, ends, strict=True)]
 
 
 def made_anew(rows: pa.Table) -> Flags:
@@ -110,9 +116,9 @@ def made_anew(rows: pa.Table) -> Flags:
     return initialising & (numbers_of(by_last_step(rows), "step")[0] >= 0)
 
 
-def before_steps(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def before_steps(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Records, of which what initialize sent stands before the first step."""
-    for part in parts:
+    for part in tables:
         anew = pa.array(made_anew(part))
         for name, at in (("step", INIT_STEP), ("after_step", None)):
             if name in part.column_names:
@@ -133,21 +139,21 @@ def demands_in_turn(
         steps: what was issued, with that of initialize before the first step.
     """
     requests = [request_of(turn) for turn in turns]
-    told = copy(requests[-1])
-    told.source = f"the configs of {len(turns)} engines in turn"
-    told.reason = next((each.reason for each in requests if each.reason is not None), None)
+    joint = copy(requests[-1])
+    joint.source = f"the configs of {len(turns)} engines in turn"
+    joint.reason = next((each.reason for each in requests if each.reason is not None), None)
     if not all(each["same_model"] for each in run.manifest.engines):
-        told.reason = OTHER_MODELS
-    if told.reason is not None:
-        return told, ({}, frozenset(), []), []
+        joint.reason = OTHER_MODELS
+    if joint.reason is not None:
+        return joint, ({}, frozenset(), []), []
     wanted: dict[StepKey, dict[Class, Want]] = {}
     partial: set[StepKey] = set()
     before: set[StepKey] = set()
-    told_of = _TOLD.format(
+    turns_text = _TOLD.format(
         count=len(turns), steps=", ".join(str(turn.first) for turn in turns if turn.trains)
     )
     idle = sum(not turn.trains for turn in turns)
-    said = [f"{told_of} {_IDLE.format(count=idle)}" if idle else told_of]
+    sentences = [f"{turns_text} {_IDLE.format(count=idle)}" if idle else turns_text]
     for turn, request in zip(turns, requests, strict=True):
         own = {
             key._replace(step=key.step - turn.first): messages
@@ -155,26 +161,26 @@ def demands_in_turn(
             if turn.covers(key)
         }
         preceding = steps.get(StepKey(0, turn.first - 1), {})
-        found, stopped, remarks = demands(turn, request, own, preceding)
-        told.reason = told.reason or request.reason
-        before = {key for key in found if key.step == INIT_STEP}
+        own_wanted, stopped, remarks = demands(turn, request, own, preceding)
+        joint.reason = joint.reason or request.reason
+        before = {key for key in own_wanted if key.step == INIT_STEP}
         wanted |= {
             key._replace(step=key.step + turn.first): classes
-            for key, classes in found.items()
+            for key, classes in own_wanted.items()
             if key not in before
         }
         partial |= {key._replace(step=key.step + turn.first) for key in stopped}
-        said += [
+        sentences += [
             f"Of the engine that begins at step {turn.first}, counted from there: {text}" for text in remarks
         ]
-    if told.reason is not None:
-        return told, ({}, frozenset(), []), []
+    if joint.reason is not None:
+        return joint, ({}, frozenset(), []), []
     if idle and any(gathers_parameters(each) for each in requests):
         _doubt_more(wanted)
     for key in before:
         wanted[key], notes = wanted_before(requests, key, steps.get(key, {}))
-        said += [f"{note[0].upper()}{note[1:]}." for note in notes]
-    return told, (wanted, frozenset(partial), said), requests
+        sentences += [f"{note[0].upper()}{note[1:]}." for note in notes]
+    return joint, (wanted, frozenset(partial), sentences), requests
 
 
 def _doubt_more(wanted: dict[StepKey, dict[Class, Want]]) -> None:

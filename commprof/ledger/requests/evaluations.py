@@ -37,7 +37,7 @@ def of(
             if want.in_each_pass:
                 missing = max(0, want.least_of_a_pass - want.kept_bytes)
                 least[kind] = max(least.get(kind, 0), missing)
-    shared = _asked_of_shared_models(wanted)
+    shared = _classes_of_shared_models(wanted)
     known: dict[int, dict[Class, Counter[Message]]] = {}  # steps that sent the same share one value
     for by_class in classes.values():
         if id(by_class) not in known:
@@ -67,15 +67,15 @@ def _gathered(
 def _of_shared_models(
     by_class: Mapping[Class, Counter[Message]], shared: frozenset[Class]
 ) -> dict[Class, Counter[Message]]:
-    found = {}
+    evaluated = {}
     for kind in shared & by_class.keys():
         outside = Counter({message: n for message, n in by_class[kind].items() if message.in_evaluation})
         if outside:
-            found[kind] = outside
-    return found
+            evaluated[kind] = outside
+    return evaluated
 
 
-def _asked_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> frozenset[Class]:
+def _classes_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> frozenset[Class]:
     """What the rules ask of forward passes of a model that ranks share, the comparison of its first inputs included."""
     kinds = {kind for key, wants in wanted.items() if key.step > INIT_STEP for kind in wants}
     check = Purpose.TRACE_CHECK, Op.ALL_REDUCE
@@ -86,13 +86,15 @@ def _asked_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> f
 
 def before(evaluated: Evaluated) -> Evaluated:
     """What an evaluation between the step before each step and that step sent."""
-    found: Evaluated = {}
+    preceding: Evaluated = {}
     earlier: StepKey | None = None
     for key in sorted(evaluated):
         sent = evaluated[earlier] if earlier is not None and earlier.attempt == key.attempt else {}
-        found[key] = {kind: messages for kind, messages in sent.items() if kind.purpose not in _OF_A_FORWARD}
+        preceding[key] = {
+            kind: messages for kind, messages in sent.items() if kind.purpose not in _OF_A_FORWARD
+        }
         earlier = key
-    return found
+    return preceding
 
 
 def _bytes(messages: Mapping[Message, int]) -> int:

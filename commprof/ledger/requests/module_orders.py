@@ -66,7 +66,7 @@ def passes_of(
         sent: those that each step sent.
     """
     order, is_usual = Order.NONE, True
-    found: list[tuple[Pass, ...] | None] = []
+    passes_by_step: list[tuple[Pass, ...] | None] = []
     for number, broadcasts in enumerate(evaluated):
         possible = _possible(order, broadcasts)
         if len(possible) > 1:
@@ -74,8 +74,8 @@ def passes_of(
             is_usual = is_usual and begins is order
             order = begins
         passes, order = _passes(order, micro_steps)
-        found.append(None if is_usual else passes)
-    return found
+        passes_by_step.append(None if is_usual else passes)
+    return passes_by_step
 
 
 def _possible(order: Order, evaluated: int) -> list[Order]:

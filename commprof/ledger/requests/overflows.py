@@ -34,13 +34,13 @@ class Overflows(NamedTuple):
 NO_OVERFLOWS: Final = Overflows()
 
 
-def overflows_of(parts: Iterable[pa.Table]) -> Overflows:
+def overflows_of(tables: Iterable[pa.Table]) -> Overflows:
     """Read the table ``metrics``, :data:`COLUMNS` of it, some rows at a time."""
     steps: set[StepKey] = set()
     earlier: dict[StepKey, int] = {}
-    for part in parts:
-        told = part.filter(pc.is_in(part["name"], pa.array([_OVERFLOW, _SKIPPED])))
-        for row in told.select(list(COLUMNS)).to_pylist():
+    for part in tables:
+        overflow_rows = part.filter(pc.is_in(part["name"], pa.array([_OVERFLOW, _SKIPPED])))
+        for row in overflow_rows.select(list(COLUMNS)).to_pylist():
             key = StepKey(row["attempt"], row["step"])
             if row["name"] == _SKIPPED:
                 earlier[key] = int(row["value"])

@@ -92,11 +92,11 @@ def last_attempt(run: RecordedRun) -> int:
 
 def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
     """The ranks of each attempt that have records; an attempt without any has none."""
-    found: dict[int, set[int]] = defaultdict(set)
+    ranks: dict[int, set[int]] = defaultdict(set)
     for entry in run.manifest.ranks:
         if entry["records"]:
-            found[entry["attempt"]].add(entry["rank"])
-    return found
+            ranks[entry["attempt"]].add(entry["rank"])
+    return ranks
 
 
 class _Asked(NamedTuple):
@@ -169,26 +169,26 @@ class Request:
         if self.wrapped is not None:
             return self.wrapped.expected(key)
         if key.step < 0:
-            made = self.construction or zero_init
-            return [row for row in self._expected(_Asked(None, None, made)) if row.when == "init"]
+            construction = self.construction or zero_init
+            return [row for row in self._expected(_Asked(None, None, construction)) if row.when == "init"]
         orders: Sequence[tuple[str, ...] | None] = self.orders.get(key) or [None]
         of_kind = self._kind(key)
         scale = USUAL if self.shared is None else self.shared.scale(key)
-        found = [
+        expected = [
             row for row in self._expected(_Asked(orders[0], of_kind, False, scale)) if row.when == "step"
         ]
-        found += [] if self.shared is None else self.shared.once(key, ordinal)
+        expected += [] if self.shared is None else self.shared.once(key, ordinal)
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
             number = ordinal * self.micro_steps + micro
             if of_kind is None and passes is not None:
-                found += self._of_pass(passes[micro], order, number)
+                expected += self._of_pass(passes[micro], order, number)
                 continue
             iteration = self._alike(number) if of_kind is None else of_kind
-            found += self._of_micro_batch(order, iteration)
+            expected += self._of_micro_batch(order, iteration)
         if self.skips(key):
-            found = zero.up_to_overflow(found, self.config, self._counted(key))
-        return found
+            expected = zero.up_to_overflow(expected, self.config, self._counted(key))
+        return expected
 
     def micro_batch_checks(self) -> int:
         """Broadcasts of ``trace_check`` of a micro-batch that compares no order of modules."""
@@ -219,14 +219,14 @@ class Request:
             rows = [row for row in self._of_micro_batch(order, checks) if row.purpose == check]
             others = [row for row in self._of_micro_batch(order, gathers) if row.purpose != check]
             # What stays gathered from an earlier step need not be gathered by those that follow no order.
-            there = 0 if gathers or is_first else self._kept_bytes(order)
+            there = 0 if gathers or is_first else self._kept_gather_bytes(order)
             self._estimates[key] = rows + [_as_estimate(row, there) for row in others]
         return self._estimates[key]
 
-    def _kept_bytes(self, order: tuple[str, ...] | None) -> int:
+    def _kept_gather_bytes(self, order: tuple[str, ...] | None) -> int:
         rows = self._expected(_Asked(order, None, False))
-        kept = (row for row in rows if row.when == "step" and row.purpose == Purpose.PARAMETER_GATHER)
-        return sum(row.payload_bytes for row in kept)
+        gathers = (row for row in rows if row.when == "step" and row.purpose == Purpose.PARAMETER_GATHER)
+        return sum(row.payload_bytes for row in gathers)
 
     def skips(self, key: StepKey) -> bool:
         """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message need tell of it."""
@@ -403,7 +403,7 @@ def _chosen_config(
         else:
             return written, "the config file", None
     if effective is not None:
-        return as_asked(effective), "the engine's own config", None
+        return without_derived_reduction(effective), "the engine's own config", None
     return None, "", why_no_zero_config(written)
 
 
@@ -419,13 +419,13 @@ def parameters_of(table: pa.Table) -> list[zero.Parameter]:
     return [zero.Parameter(*(row[name] for name in zero.Parameter._fields)) for row in table.to_pylist()]
 
 
-def as_asked(effective: Mapping[str, Any]) -> dict[str, Any]:
+def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
     """``effective`` without the gradient_reduction that its other keys lead to: nobody need have asked for that."""
     section = effective.get("zero_optimization")
     if not isinstance(section, Mapping):
         return dict(effective)
-    kept = {name: value for name, value in section.items() if name != "gradient_reduction"}
-    asked = {**effective, "zero_optimization": kept}
+    other_keys = {name: value for name, value in section.items() if name != "gradient_reduction"}
+    asked = {**effective, "zero_optimization": other_keys}
     try:
         followed = read_configuration(asked).reduction
     except CommprofError:
@@ -437,7 +437,9 @@ def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple
     """Keys that the engine read otherwise than the config has them, where that changes what should be sent."""
     if effective is None:
         return ()
-    engine = replace(request, config=as_asked(effective), orders={}, _rows={}, _estimates={}, notes=[])
+    engine = replace(
+        request, config=without_derived_reduction(effective), orders={}, _rows={}, _estimates={}, notes=[]
+    )
     try:
         written, used = asdict(read_configuration(request.config)), asdict(read_configuration(effective))
         if request.shared is None:
@@ -470,8 +472,8 @@ def _grid(groups: pa.Table, world_size: int) -> tuple[int, ...]:
     named = {
         match["sizes"] for row in groups.to_pylist() if (match := AXIS.fullmatch(row["group_desc"] or ""))
     }
-    found = {tuple(map(int, sizes.split("x"))) for sizes in named}
-    return found.pop() if len(found) == 1 else (world_size,)
+    shapes = {tuple(map(int, sizes.split("x"))) for sizes in named}
+    return shapes.pop() if len(shapes) == 1 else (world_size,)
 
 
 def _costs(effective: Mapping[str, Any] | None) -> object:
@@ -480,15 +482,15 @@ def _costs(effective: Mapping[str, Any] | None) -> object:
     return block.get("measured_costs") if isinstance(block, Mapping) else None
 
 
-def _construction(told: object, parameters: int) -> Construction | None:
+def _construction(entry: object, parameters: int) -> Construction | None:
     """How the engine says that its parameters were made; None where it does not, or not of as many as ``parameters``."""
-    if not isinstance(told, Mapping):
+    if not isinstance(entry, Mapping):
         return None
-    sharded, whole = _sizes(told.get("sharded")), _sizes(told.get("whole"))
-    of_model = told.get("sharded_of_model")
-    if sharded is None or whole is None or type(of_model) is not int:
+    sharded, unsharded = _sizes(entry.get("sharded")), _sizes(entry.get("whole"))
+    of_model = entry.get("sharded_of_model")
+    if sharded is None or unsharded is None or type(of_model) is not int:
         return None
-    return Construction(sharded, whole) if of_model + len(whole) == parameters else None
+    return Construction(sharded, unsharded) if of_model + len(unsharded) == parameters else None
 
 
 def _sizes(pairs: object) -> tuple[int, ...] | None:
@@ -513,10 +515,10 @@ def _as_estimate(row: Expectation, there: int) -> Expectation:
     return row._replace(exact=False, bytes_exact=False, least_bytes=max(0, row.least_bytes - there))
 
 
-def _backend(parts: Iterable[pa.Table]) -> str:
+def _backend(tables: Iterable[pa.Table]) -> str:
     """The backend of most records of the largest groups."""
     counts: Counter[tuple[int, str]] = Counter()
-    for part in parts:
+    for part in tables:
         for (backend, size), places in combinations(part, ["backend", "group_size"]):
             if backend:
                 counts[size, str(backend)] += len(places)
@@ -524,25 +526,27 @@ def _backend(parts: Iterable[pa.Table]) -> str:
     return largest[1] if largest else "gloo"
 
 
-def gradient_orders(parts: Iterable[pa.Table]) -> dict[StepKey, list[tuple[str, ...]]]:
+def gradient_orders(tables: Iterable[pa.Table]) -> dict[StepKey, list[tuple[str, ...]]]:
     """The order in which gradients arrived, for each micro-batch of a step, as the lowest rank published it.
 
     Args:
-        parts: the rows of table ``buckets``, :data:`_BUCKET_COLUMNS` of it.
+        tables: the rows of table ``buckets``, :data:`_BUCKET_COLUMNS` of it.
     """
     lowest: int | None = None
-    held: dict[tuple[StepKey, int], list[tuple[int, str]]] = defaultdict(list)
-    for part in parts:
+    texts_by_micro_batch: dict[tuple[StepKey, int], list[tuple[int, str]]] = defaultdict(list)
+    for part in tables:
         for (rank,), places in combinations(part, ["rank"]):
             if lowest is None or rank < lowest:
-                lowest, held = rank, defaultdict(list)
+                lowest, texts_by_micro_batch = rank, defaultdict(list)
             if rank == lowest:
                 for row in part.take(pa.array(places)).to_pylist():
                     micro_batch = StepKey(row["attempt"], row["step"]), row["micro_step"]
-                    held[micro_batch].append((row["bucket"], sys.intern(row["parameters"] or "")))
+                    texts_by_micro_batch[micro_batch].append(
+                        (row["bucket"], sys.intern(row["parameters"] or ""))
+                    )
     orders: dict[StepKey, list[tuple[str, ...]]] = defaultdict(list)
     known: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for (key, _), buckets in sorted(held.items()):
+    for (key, _), buckets in sorted(texts_by_micro_batch.items()):
         texts = tuple(text for _, text in sorted(buckets, key=itemgetter(0)) if text)
         if texts not in known:
             known[texts] = tuple(dict.fromkeys(name for text in texts for name in text.split(",")))

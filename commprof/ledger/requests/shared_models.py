@@ -63,11 +63,11 @@ class SharedModel:
 
     def once(self, key: StepKey, ordinal: int) -> list[Expectation]:
         """What belongs to step ``key`` alone, the ``ordinal``-th of its attempt: shapes told anew, inputs compared."""
-        found = self.crossings.expected(key) if key.step > INIT_STEP else []
+        expected = self.crossings.expected(key) if key.step > INIT_STEP else []
         check = grid.input_check(self.axes)
         if check is not None and key.step > INIT_STEP and not ordinal:
-            found.append(check)
-        return found
+            expected.append(check)
+        return expected
 
 
 def shared_model_of(

@@ -39,7 +39,7 @@ class Crossings:
         forms: what a micro-batch sends, by step; a step that is not named sends what ``usual`` says.
         usual: what most micro-batches send.
         headers: bytes of what tells shapes in a step.
-        whole: what is sent in steps whose micro-batches differ, all of them together.
+        changing: what is sent in steps whose micro-batches differ, all of them together.
     """
 
     axes: Axes
@@ -47,25 +47,25 @@ class Crossings:
     usual: Mapping[Pair, Crossing] = field(default_factory=dict)
     forms: Mapping[StepKey, Mapping[Pair, Crossing]] = field(default_factory=dict)
     headers: Mapping[StepKey, tuple[int, ...]] = field(default_factory=dict)
-    whole: Mapping[StepKey, Mapping[Pair, Crossing]] = field(default_factory=dict)
+    changing: Mapping[StepKey, Mapping[Pair, Crossing]] = field(default_factory=dict)
 
     @property
     def wraps(self) -> bool:
         """Whether the last stage passes something on to the first, which has another part of the model."""
         last = self.axes.size(PIPE) - 1
-        return last > 1 and any((last, 0) in forms for forms in (self.usual, *self.whole.values()))
+        return last > 1 and any((last, 0) in forms for forms in (self.usual, *self.changing.values()))
 
     def expected(self, key: StepKey) -> list[Expectation]:
         """What all stages together should send in step ``key``."""
-        whole = self.whole.get(key)
-        forms = whole if whole is not None else self.forms.get(key, self.usual)
-        found = crossing_tensors(
-            self.axes, Shapes(crossings=forms), 1 if whole is not None else self.micro_batches
+        of_step = self.changing.get(key)
+        forms = of_step if of_step is not None else self.forms.get(key, self.usual)
+        expected = crossing_tensors(
+            self.axes, Shapes(crossings=forms), 1 if of_step is not None else self.micro_batches
         )
         headers = self.headers.get(key, ())
-        if not found or not headers:
-            return found
-        sent = found[0]
+        if not expected or not headers:
+            return expected
+        sent = expected[0]
         total = sent.payload_bytes + sum(headers)
         return [
             sent._replace(
@@ -92,7 +92,7 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
         return Crossings(axes, micro_batches)
     headed = [batch for batch, tensors in sent.items() if _has_header(tensors)]
     if 2 * len(headed) > len(sent):
-        return Crossings(axes, micro_batches, whole=_whole(sent))
+        return Crossings(axes, micro_batches, changing=_crossings_by_step(sent))
     usual: dict[Pair, Crossing] = {}
     forms: dict[StepKey, dict[Pair, Crossing]] = defaultdict(dict)
     headers: dict[StepKey, list[int]] = defaultdict(list)
@@ -107,8 +107,10 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
             # Shapes that are told again have changed, or the processes are new.
             first = segment[0]
             if before != (first.attempt, form):
-                told = [own[batch] for batch in own if batch.key == first and _has_header(own[batch])]
-                headers[first] += _told(told[0] - form) if told else []
+                headed_batches = [
+                    own[batch] for batch in own if batch.key == first and _has_header(own[batch])
+                ]
+                headers[first] += _header_bytes(headed_batches[0] - form) if headed_batches else []
             before = first.attempt, form
     joined = {key: {**usual, **by_pair} for key, by_pair in forms.items()}
     return Crossings(axes, micro_batches, usual, joined, {key: tuple(each) for key, each in headers.items()})
@@ -117,13 +119,13 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
 def _sent(run: Records, line: tuple[int, ...]) -> dict[_MicroBatch, Counter[Tensor]]:
     """What each stage of ``line`` sent forward to the next one, by micro-batch."""
     stage_of = {rank: stage for stage, rank in enumerate(line)}
-    found: dict[_MicroBatch, Counter[Tensor]] = defaultdict(Counter)
+    tensors_by_batch: dict[_MicroBatch, Counter[Tensor]] = defaultdict(Counter)
     for row in counted(run, Purpose.PIPELINE, Op.SEND, _SENT):
         pair = stage_of.get(row["rank"], -1), stage_of.get(row["peer"], -1)
         if row["phase"] == Phase.FORWARD and -1 not in pair and (pair[1] - pair[0]) % len(line) == 1:
             batch = _MicroBatch(StepKey(row["attempt"], row["step"]), row["micro_step"], pair)
-            found[batch][str(row["dtype"]), row["payload_bytes"]] += row[COUNT]
-    return dict(found)
+            tensors_by_batch[batch][str(row["dtype"]), row["payload_bytes"]] += row[COUNT]
+    return dict(tensors_by_batch)
 
 
 def _has_header(tensors: Counter[Tensor]) -> bool:
@@ -150,7 +152,7 @@ def _crossing(form: Counter[Tensor]) -> Crossing:
     )
 
 
-def _told(extra: Counter[Tensor]) -> list[int]:
+def _header_bytes(extra: Counter[Tensor]) -> list[int]:
     """The headers of one micro-batch, and the messages that may follow them, of what it sends beside its activations."""
     numbers = [size for dtype, size in extra.elements() if dtype == _HEADER_DTYPE]
     headers = [size for size in numbers if size == HEADER_BYTES]
@@ -161,18 +163,18 @@ def _segments(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> list[list[StepKey]
     """Steps between two headers, in order: in each of these shapes are the same."""
     segments: list[list[StepKey]] = []
     for key in sorted({batch.key for batch in sent}):
-        told = any(_has_header(tensors) for batch, tensors in sent.items() if batch.key == key)
-        if told or not segments:
+        has_header = any(_has_header(tensors) for batch, tensors in sent.items() if batch.key == key)
+        if has_header or not segments:
             segments.append([])
         segments[-1].append(key)
     return segments
 
 
-def _whole(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> dict[StepKey, dict[Pair, Crossing]]:
+def _crossings_by_step(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> dict[StepKey, dict[Pair, Crossing]]:
     """All that is sent in each step where shapes may always change."""
-    found: dict[StepKey, dict[Pair, Counter[Tensor]]] = defaultdict(lambda: defaultdict(Counter))
+    by_step: dict[StepKey, dict[Pair, Counter[Tensor]]] = defaultdict(lambda: defaultdict(Counter))
     for batch, tensors in sent.items():
-        found[batch.key][batch.pair] += tensors
+        by_step[batch.key][batch.pair] += tensors
     return {
-        key: {pair: _crossing(tensors) for pair, tensors in pairs.items()} for key, pairs in found.items()
+        key: {pair: _crossing(tensors) for pair, tensors in pairs.items()} for key, pairs in by_step.items()
     }

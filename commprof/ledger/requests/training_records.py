@@ -32,17 +32,17 @@ def counted(run: Records, purpose: str, op: str | None, columns: Sequence[str]) 
     """
     survey = survey_of(run.parts("collectives", SURVEYED))
     needed = list(dict.fromkeys((*SURVEYED, "purpose", *columns)))
-    found = []
+    grouped = []
     for part in run.parts("collectives", needed):
         mine = where(part, ["purpose", "op"], lambda its, own: its == purpose and op in (None, own))
         rows = part.filter(pa.array(mine & where(part, ["step"], lambda step: step >= 0)))
         rows = rows.filter(pa.array(~survey.in_evaluation(rows)))
-        found.append(
+        grouped.append(
             _plain(rows.select(list(columns))).group_by(list(columns)).aggregate([([], "count_all")])
         )
-    if not found:
+    if not grouped:
         return []
-    sums = pa.concat_tables(found).group_by(list(columns)).aggregate([("count_all", "sum")])
+    sums = pa.concat_tables(grouped).group_by(list(columns)).aggregate([("count_all", "sum")])
     counts: list[dict[str, Any]] = sums.rename_columns([*columns, COUNT]).to_pylist()
     return counts
 

@@ -64,7 +64,7 @@ class _Model(NamedTuple):
     rules: Rules
     attempt: int
     rank: int
-    made: int  # the step in which it was made
+    made_in: int  # the step in which it was made
     passes: Mapping[int, str]  # by the first step that ran them
 
 
@@ -90,17 +90,17 @@ class WrappedModels:
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes of which the rules do not know what is sent, and why."""
-        found: dict[str, dict[str, None]] = defaultdict(dict)
+        reasons_by_purpose: dict[str, dict[str, None]] = defaultdict(dict)
         for model in self._models:
             name = NAMES.get(model.rules.wrapper.kind, model.rules.wrapper.kind)
             for purpose, reason in model.rules.unpredicted.items():
-                found[purpose][f"{name}: {reason}"] = None
+                reasons_by_purpose[purpose][f"{name}: {reason}"] = None
         sharded = Counter(
             (each.attempt, each.rank) for each in self._models if each.rules.wrapper.kind == "fully_shard"
         )
         if sharded and max(sharded.values()) > 1:
-            found[str(Purpose.GRADIENT_NORM)][_SEVERAL] = None
-        return {purpose: "; ".join(reasons) for purpose, reasons in found.items()}
+            reasons_by_purpose[str(Purpose.GRADIENT_NORM)][_SEVERAL] = None
+        return {purpose: "; ".join(reasons) for purpose, reasons in reasons_by_purpose.items()}
 
     def expected(self, key: StepKey) -> list[Expectation]:
         """What step ``key`` should send; the same list for steps that send the same.
@@ -121,7 +121,7 @@ class WrappedModels:
         return [*first, *(next(sent for sent in steps if id(sent) == usual[0][0]) if usual else [])]
 
     def _walk(self) -> dict[StepKey, list[Expectation]]:
-        found: dict[StepKey, list[Expectation]] = {}
+        by_step: dict[StepKey, list[Expectation]] = {}
         joined: dict[tuple[int, ...], list[Expectation]] = {}
         for attempt, last in self._last.items():
             mine = [model for model in self._models if model.attempt == attempt]
@@ -130,13 +130,13 @@ class WrappedModels:
                 key = tuple(map(id, sent))
                 if key not in joined:
                     joined[key] = [row for rows in sent for row in rows]
-                found[StepKey(attempt, INIT_STEP + number)] = joined[key]
-        return found
+                by_step[StepKey(attempt, INIT_STEP + number)] = joined[key]
+        return by_step
 
 
 def _of_steps(model: _Model, last: int) -> list[list[Expectation]]:
     """What each step sends for one model, from the time before the first one on."""
-    found: list[list[Expectation]] = []
+    by_step: list[list[Expectation]] = []
     known: dict[tuple[str, Any], tuple[list[Expectation], Any]] = {}
     passes, state = "", None
     for step in range(INIT_STEP, last + 1):
@@ -144,8 +144,8 @@ def _of_steps(model: _Model, last: int) -> list[list[Expectation]]:
         if (passes, state) not in known:
             known[passes, state] = model.rules.passes(passes, state)
         sent, state = known[passes, state]
-        found.append([*model.rules.construction(), *sent] if step == model.made else sent)
-    return found
+        by_step.append([*model.rules.construction(), *sent] if step == model.made_in else sent)
+    return by_step
 
 
 def wrapped_models_of(
@@ -171,14 +171,14 @@ def wrapped_models_of(
         passes[row["attempt"], row["rank"], row["pid"], row["number"]][row["step"]] = row["passes"]
     models = []
     units: dict[tuple[int, ...], list[list[dict[str, Any]]]] = defaultdict(list)
-    for key, said in sorted(by_wrapper.items()):
-        units[*key[:3], arguments_model(arguments_of(said[-1]["arguments"]), key[3])].append(said)
+    for key, unit_rows in sorted(by_wrapper.items()):
+        units[*key[:3], arguments_model(arguments_of(unit_rows[-1]["arguments"]), key[3])].append(unit_rows)
     for key, listed in units.items():
-        said = listed[0]
+        unit_rows = listed[0]
         if any(_speaks(one[-1], key[1]) for one in listed):
             wrappers = [_wrapper(one[-1]) for one in listed]
             rules = _rules(wrappers, key[1], orders.values())
-            models.append(_Model(rules, key[0], key[1], max(said[0]["step"], INIT_STEP), passes[key]))
+            models.append(_Model(rules, key[0], key[1], max(unit_rows[0]["step"], INIT_STEP), passes[key]))
     steps = run.table("steps").group_by("attempt").aggregate([("step", "max")]).to_pylist()
     last = {model.attempt: INIT_STEP for model in models} | {row["attempt"]: row["step_max"] for row in steps}
     if max(last.values(), default=0) > _MOST_STEPS:
