@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .make
-COMPILED := $(shell find commprof -name '_*.[ch]')
+COMPILED := $(shell find commprof -name '_*.[ch]') commprof/schema.py commprof/trace/rank_files/layout.py
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help

@@ -41,6 +41,15 @@ class CompiledParts(BuildHookInterface[Any]):
     def _sources(self) -> list[Path]:
         return sorted(Path(self.root, "commprof").rglob("_*.c"))
 
+    def _macros(self) -> list[str]:
+        """The layout of a record, which the schema declares, as options of the compiler."""
+        sys.path.insert(0, self.root)
+        try:
+            from commprof.trace.rank_files.layout import C_MACROS
+        finally:
+            sys.path.remove(self.root)
+        return [f"-D{name}={value}" for name, value in C_MACROS.items()]
+
     def _compile(self) -> list[Path]:
         """The files that were built: all of them, or none."""
         self.clean([])
@@ -51,6 +60,7 @@ class CompiledParts(BuildHookInterface[Any]):
         ):
             return []
         built = []
+        macros = self._macros()
         for source in self._sources():
             target = source.with_suffix(SUFFIX)
             unfinished = target.with_name(
@@ -58,6 +68,7 @@ class CompiledParts(BuildHookInterface[Any]):
             )  # a name that git and hatch leave alone
             command = [
                 *("-O2", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fPIC", "-shared"),
+                *macros,
                 f"-I{sysconfig.get_paths()['include']}",
                 *(str(source), "-o", str(unfinished)),
             ]

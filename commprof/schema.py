@@ -197,7 +197,7 @@ COLLECTIVES: Final = Table(
         Column("pid", "int32", "process id", source=_P),
         Column("seq", "int64", "issue order within the process, counted from 0", source=_D),
         Column("step", "int32", "training step, from the end of the one before it; -1 outside of all: before the first, in an evaluation or a checkpoint, after the last", source=_R),
-        Column("after_step", "int32", "outside of all steps: the last one before it", True, source=_R),
+        Column("after_step", "int32", "outside of all steps: the last one before it", True, source=_D),
         Column("micro_step", "int32", "micro-batch within the step, counted from 0", source=_R),
         Column("phase", "string", "what the training was doing", values=PHASES, source=_R),
         Column("op", "string", "the operation that was issued", values=OPS, source=_S),
@@ -804,30 +804,43 @@ class Field:
     code: str
     doc: str
 
+    @property
+    def size(self) -> int:
+        """Bytes of the field."""
+        return struct.calcsize("<" + self.code)
 
-# ``signature``, ``tag``, ``call_site`` and ``thread`` are ids of interned values, 0 for none. Times of 0 mean null.
-# ``commit`` stands last, so that it is written last: a record without it is torn and is not counted as one.
+
+_CODES: Final = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float64": "d"}
+
+
+def _field_of(name: str) -> Field:
+    """The field of the record that holds column ``name`` of ``collectives``."""
+    column = COLLECTIVES.column(name)
+    if column.values:
+        return Field(name, "B", "position in the values of the column")
+    if column.type == "bool":
+        return Field(name, "B", "1 for true, 0 for false")
+    if column.type == "string":
+        return Field(name, "I", "number of the interned text, 0 for null")
+    return Field(
+        name,
+        _CODES[column.type],
+        "value of the column, 0 for null" if column.nullable else "value of the column",
+    )
+
+
+# The fields in the order of the file. Most are columns of ``collectives``: their type says how they are stored and decoded.
+# ``commit`` comes last, so that it is written last: a record without it is torn and is not counted.
 RECORD_FIELDS: Final[tuple[Field, ...]] = (
-    Field("issue_ns", "q", "issue_ns"),
-    Field("return_ns", "q", "return_ns"),
-    Field("wait_begin_ns", "q", "wait_begin_ns"),
-    Field("wait_end_ns", "q", "wait_end_ns"),
-    Field("device_begin_ns", "q", "device_begin_ns"),
-    Field("device_end_ns", "q", "device_end_ns"),
-    Field("exposed_ns", "q", "exposed_ns"),
-    Field("pg_seq", "q", "pg_seq"),
-    Field("signature", "I", "interned signature"),
-    Field("tag", "I", "interned tag"),
-    Field("call_site", "I", "interned call site"),
-    Field("thread", "I", "interned thread name"),
-    Field("step", "i", "step"),
-    Field("micro_step", "i", "micro_step"),
-    Field("coalesce_id", "i", "coalesce_id, 0 for none"),
-    Field("replays", "i", "replays"),
-    Field("phase", "B", "position in PHASES"),
-    Field("layer", "B", "position in LAYERS"),
-    Field("status", "B", "position in STATUSES"),
-    Field("captured", "B", "1 while a CUDA graph was captured"),
+    *map(
+        _field_of,
+        ("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
+    ),
+    *map(_field_of, ("exposed_ns", "pg_seq")),
+    Field("signature", "I", "number of the interned signature"),
+    Field("tag", "I", "number of the interned tag, 0 for none"),
+    *map(_field_of, ("call_site", "thread", "step", "micro_step", "coalesce_id", "replays")),
+    *map(_field_of, ("phase", "layer", "status", "captured")),
     Field("commit", "I", "COMMIT when the record is whole"),
 )
 RECORD: Final = struct.Struct("<" + "".join(field.code for field in RECORD_FIELDS))
@@ -840,7 +853,7 @@ def record_offset(name: str) -> int:
     for field in RECORD_FIELDS:
         if field.name == name:
             return offset
-        offset += struct.calcsize("<" + field.code)
+        offset += field.size
     raise KeyError(name)
 
 

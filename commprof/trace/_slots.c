@@ -11,15 +11,15 @@
 /* One more for every change of what this module takes, gives or writes: commprof.trace.rank_files.segments asks for it. */
 #define VERSION 2
 
-/* The record of commprof.schema, as far as it is written here. */
+/* The record of commprof.schema, as far as it is written here. The build defines RECORD_SIZE and RECORD_SEQUENCE. */
 enum {
-    RECORD_SIZE = 104,
-    SEQUENCE = 56, /* pg_seq; between it and the time of issue lie the times that are not known yet */
-    INTERNED = 64, /* signature, tag, call_site, thread: four bytes each */
-    TAIL = 80,
-    COMMIT = 100, /* written last: a record without it is torn */
+    SEQUENCE = RECORD_SEQUENCE, /* pg_seq; between it and the time of issue lie the times that are not known yet */
+    INTERNED = SEQUENCE + 8, /* signature, tag, call_site, thread: four bytes each */
+    TAIL = RECORD_SIZE - TAIL_SIZE,
+    COMMIT = RECORD_SIZE - 4, /* written last: a record without it is torn */
 };
-_Static_assert(RECORD_SIZE - TAIL == TAIL_SIZE, "the tail is the end of the record");
+_Static_assert(RECORD_SIZE % 8 == 0 && SEQUENCE % 8 == 0, "words of eight bytes complete a record");
+_Static_assert(SEQUENCE >= 8 && TAIL == INTERNED + 16 && TAIL < COMMIT, "time, number, interned values, tail");
 
 typedef struct {
     PyObject_HEAD
@@ -251,7 +251,7 @@ execute(PyObject *module)
     int failed = capsule == NULL || PyModule_AddObjectRef(module, "INTERFACE", capsule) < 0;
     Py_XDECREF(capsule);
     failed = failed || PyModule_AddObjectRef(module, "Slots", type) < 0;
-    return failed || PyModule_AddIntMacro(module, VERSION) < 0 || PyModule_AddIntMacro(module, RECORD_SIZE) < 0 ? -1 : 0;
+    return failed || PyModule_AddIntMacro(module, VERSION) < 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0}};

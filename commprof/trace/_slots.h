@@ -7,7 +7,12 @@
 #include <stdint.h>
 
 #define SLOTS_INTERFACE "commprof.trace._slots.INTERFACE"
-#define TAIL_SIZE 24
+/* hatch_build.py takes both from the schema: commprof.trace.rank_files.layout.C_MACROS. */
+#if !defined(RECORD_SIZE) || !defined(RECORD_SEQUENCE)
+#error "RECORD_SIZE and RECORD_SEQUENCE are not defined; build with pip install"
+#endif
+/* What follows the number of eight bytes and the four interned values of four. */
+#define TAIL_SIZE (RECORD_SIZE - RECORD_SEQUENCE - 24)
 
 typedef struct {
     PyTypeObject *type;

@@ -5,14 +5,14 @@ Text stands in them as numbers of distinct values (Arrow dictionaries): a rank h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from commprof.errors import TraceError
-from commprof.schema import COLLECTIVES, LAYERS, PHASES, STATUSES, Source, Status
+from commprof.schema import COLLECTIVES, STATUSES, Column, Source, Status
 from commprof.trace.rank_files.issue_order import raised_numbers
 from commprof.trace.rank_files.layout import RankFile
 from commprof.trace.rank_files.records import Fields, Numbers, Part, completed_status
@@ -20,7 +20,6 @@ from commprof.trace.rank_files.steps import StepTable
 from commprof.trace.tables import arrow_schema
 
 _NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
-_TIMES: Final = ("return_ns", "wait_end_ns", "device_begin_ns", "device_end_ns")
 _IDENTITY: Final = ("rank", "attempt", "pid")
 _RAISED: Final = STATUSES.index(Status.RAISED)
 _MOST_VALUES: Final = 4096  # with more distinct values than these, a part gets a list of those that it has
@@ -169,18 +168,18 @@ class CollectiveColumns:
             columns[name] = pa.array(np.full(len(seq), getattr(self._identity, name), np.int32))
         columns["seq"] = pa.array(seq.astype(np.int64))
         placed = self._steps.place(records["step"], records["issue_ns"], records["phase"])
-        columns["step"] = pa.array(placed.step)
         columns["after_step"] = pa.array(placed.after, mask=~placed.is_outside)
-        columns["pg_seq"] = pa.array(self._issued_numbers(records))
-        for name in ("micro_step", "issue_ns"):
-            columns[name] = pa.array(records[name])
-        columns["phase"] = _named(PHASES, placed.phase)
-        columns["layer"] = _named(LAYERS, records["layer"])
-        columns["status"] = _named(STATUSES, completed_status(records))
-        columns["captured"] = pa.array(records["captured"] != 0)
-        for name in ("coalesce_id", "replays", *_TIMES):
-            columns[name] = _nullable(records[name])
-        columns["wait_begin_ns"] = _nullable(wait_begin_ns(records))
+        # What the reader knows better than the record; all other fields are taken as they are.
+        corrected = {
+            "step": placed.step,
+            "phase": placed.phase,
+            "pg_seq": self._issued_numbers(records),
+            "status": completed_status(records),
+            "wait_begin_ns": wait_begin_ns(records),
+        }
+        for column in COLLECTIVES.columns:
+            if column.source is Source.RECORD and column.name not in columns:
+                columns[column.name] = _decoded(column, corrected.get(column.name, records[column.name]))
         for item in self._schema:
             if not item.nullable and columns[item.name].null_count:
                 raise TraceError(f"table collectives, column {item.name} has nulls; it must have none")
@@ -223,14 +222,15 @@ class CollectiveColumns:
         return columns
 
 
-def _named(names: Sequence[str], codes: np.ndarray[Any, Any]) -> pa.Array:
-    return pa.DictionaryArray.from_arrays(
-        pa.array(codes.astype(np.int32)), pa.array(list(names), pa.string())
-    )
-
-
-def _nullable(values: np.ndarray[Any, Any]) -> pa.Array:
-    return pa.array(values, mask=values == 0)
+def _decoded(column: Column, values: np.ndarray[Any, Any]) -> pa.Array:
+    """A field of the record as ``column``; :data:`commprof.schema.RECORD_FIELDS` says how it is stored."""
+    if column.values:
+        return pa.DictionaryArray.from_arrays(
+            pa.array(values.astype(np.int32)), pa.array(list(column.values), pa.string())
+        )
+    if column.type == "bool":
+        return pa.array(values != 0)
+    return pa.array(values, mask=values == 0 if column.nullable else None)
 
 
 def wait_begin_ns(records: Fields) -> np.ndarray[Any, Any]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import SchemaError, TraceError
-from commprof.schema import RECORD, SCHEMA_VERSION
+from commprof.schema import RECORD, RECORD_FIELDS, SCHEMA_VERSION, record_offset
 
 MAGIC: Final = b"COMMPROF"
 # magic, schema version, header bytes, bytes of one record, rank, attempt, pid, seq of the first record
@@ -23,6 +23,27 @@ HEADER: Final = struct.Struct("<8sIIIiiqq")
 # The rest of the first page is kept for the totals, so that they can be written when the disk is full: length, then JSON.
 TOTALS_OFFSET: Final = 64
 _TOTALS_LENGTH: Final = struct.Struct("<I")
+
+# What is known of a call when it is issued, in the order in which the hot path hands it over. The tail is the end of the
+# record, which is equal in many records. The compiled slots rely on this: the issue time comes first, the number in the
+# group and the four interned values directly before the tail, and the commit word last (a test says so).
+ISSUED: Final = ("issue_ns", "pg_seq", "signature", "tag", "call_site", "thread")
+TAIL_ISSUED: Final = ("step", "micro_step", "coalesce_id", "phase", "layer", "status", "captured", "commit")
+TAIL_OFFSET: Final = record_offset(TAIL_ISSUED[0])
+
+
+def _packer(names: Collection[str], begin: int, end: int) -> struct.Struct:
+    """Packs the fields called ``names`` of the record's bytes ``begin`` to ``end``; the others become zeros."""
+    fields = [field for field in RECORD_FIELDS if begin <= record_offset(field.name) < end]
+    return struct.Struct(
+        "<" + "".join(field.code if field.name in names else f"{field.size}x" for field in fields)
+    )
+
+
+TAIL: Final = _packer(TAIL_ISSUED, TAIL_OFFSET, RECORD.size)
+ISSUE: Final = struct.Struct(f"{_packer(ISSUED, 0, TAIL_OFFSET).format}{TAIL.size}s")
+# The same for the compiled slots: what hatch_build.py defines for the compiler.
+C_MACROS: Final = {"RECORD_SIZE": RECORD.size, "RECORD_SEQUENCE": record_offset("pg_seq")}
 
 RECORDS_SUFFIX: Final = ".records"
 EVENTS_SUFFIX: Final = ".events"

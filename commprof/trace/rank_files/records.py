@@ -15,8 +15,7 @@ from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATU
 from commprof.trace.content import open_content
 from commprof.trace.rank_files.layout import HEADER, parse_header, parse_totals
 
-_NUMPY_CODES: Final = {"q": "<i8", "I": "<u4", "i": "<i4", "B": "u1"}
-RECORD_DTYPE: Final = np.dtype([(item.name, _NUMPY_CODES[item.code]) for item in RECORD_FIELDS])
+RECORD_DTYPE: Final = np.dtype([(item.name, "<" + item.code) for item in RECORD_FIELDS])
 assert RECORD_DTYPE.itemsize == RECORD.size
 PART: Final = 1 << 18  # records read at a time
 

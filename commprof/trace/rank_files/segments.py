@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import struct
 import time
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from commprof.compiled import compiled
 from commprof.schema import COMMIT, RECORD, STATUSES, Status, record_offset
+from commprof.trace.rank_files.layout import ISSUE, TAIL
 
-# The record as it is packed: fields that are zero at issue are padding (the mapping is zeroed by pack_into), and neighbours
-# that change together are one word. Equal to schema.RECORD byte for byte (a test says so).
-ISSUE: Final = struct.Struct("<q48xqIIII24s")
-_TAIL: Final = struct.Struct("<iiiiBBBBI")
 _NUMBER_WORD: Final = record_offset("pg_seq") // 8
 RETURN_WORD: Final = record_offset("return_ns") // 8
 WAIT_BEGIN_WORD: Final = record_offset("wait_begin_ns") // 8
@@ -43,7 +40,7 @@ def pack_tail(
     Numbers that do not fit their fields are cut to what fits.
     """
     status = STATUSES.index(Status.INCOMPLETE)
-    return _TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, 0, phase, layer, status, captured, COMMIT)
+    return TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, phase, layer, status, captured, COMMIT)
 
 
 def _fit(number: int) -> int:
@@ -121,8 +118,23 @@ class PythonSlots:
         self._mapping = None
 
 
+def _writes_records(module: ModuleType) -> bool:
+    """Whether the slots of ``module`` write the record that the schema declares: it may be older than the schema."""
+    record = (1, 2, 3, 4, 5, 6, bytes(range(1, TAIL.size + 1)))
+    mapping = mmap.mmap(-1, mmap.PAGESIZE)
+    mapping.write(b"\xff" * mmap.PAGESIZE)
+    slots = module.Slots(mapping, mmap.PAGESIZE)
+    try:
+        indices = [slots.take(*record) for _ in range(2)]
+    except ValueError:  # its tail has another length
+        return False
+    finally:
+        slots.release()
+    return indices == [0, RECORD.size // 8] and mapping[: 2 * RECORD.size] == 2 * ISSUE.pack(*record)
+
+
 _compiled: Final = compiled("commprof.trace._slots", _COMPILED_VERSION)
-IS_COMPILED: Final = _compiled is not None and RECORD.size == _compiled.RECORD_SIZE
+IS_COMPILED: Final = _compiled is not None and _writes_records(_compiled)
 if TYPE_CHECKING:
     Slots = PythonSlots
 else:

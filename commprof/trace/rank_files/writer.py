@@ -28,13 +28,14 @@ from typing import Any, Final, Protocol
 from commprof.schema import RECORD
 from commprof.trace.rank_files.layout import (
     EVENTS_SUFFIX,
+    ISSUE,
     RECORDS_SUFFIX,
     TOTALS_OFFSET,
     RankFile,
     new_header,
     pack_totals,
 )
-from commprof.trace.rank_files.segments import ISSUE, NO_WORDS, Segment
+from commprof.trace.rank_files.segments import NO_WORDS, Segment
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 # Segments of whole pages that hold whole records, so that records follow one another without gaps.

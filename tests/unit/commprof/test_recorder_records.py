@@ -10,10 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from commprof.schema import COMMIT, LAYERS, PHASES, RECORD, RECORD_FIELDS, STATUSES
-from commprof.trace.rank_files.layout import Header, RankFile, parse_header, parse_stem
+from commprof.schema import (
+    COLLECTIVES,
+    COMMIT,
+    LAYERS,
+    PHASES,
+    RECORD,
+    RECORD_FIELDS,
+    STATUSES,
+    Source,
+    record_offset,
+)
+from commprof.trace.rank_files.layout import ISSUE, Header, RankFile, parse_header, parse_stem
+from commprof.trace.rank_files.records import RECORD_DTYPE
 from commprof.trace.rank_files.segments import (
-    ISSUE,
     RETURN_WORD,
     WAIT_BEGIN_WORD,
     WAIT_END_WORD,
@@ -34,6 +44,23 @@ def records_of(file: RecordFile) -> list[dict[str, int]]:
     header = parse_header(data, file.path)
     body = data[header.header_bytes :]
     return [unpack(body[i : i + RECORD.size]) for i in range(0, len(body) - RECORD.size + 1, RECORD.size)]
+
+
+def test_every_column_from_the_record_is_a_field_of_it():
+    """So one declaration is enough: the layout, its struct, its dtype and its decoding follow from the column."""
+    columns = {column.name for column in COLLECTIVES.columns if column.source is Source.RECORD}
+    assert {field.name for field in RECORD_FIELDS} == columns | {"signature", "tag", "commit"}
+    assert RECORD_DTYPE.itemsize == RECORD.size
+    assert [RECORD_DTYPE.fields[field.name][1] for field in RECORD_FIELDS] == [
+        record_offset(field.name) for field in RECORD_FIELDS
+    ]
+
+
+def test_the_record_of_schema_version_2_has_this_layout():
+    """Stated once more, since files that were written before must stay readable."""
+    assert RECORD.format == "<qqqqqqqqIIIIiiiiBBBBI" and ISSUE.format == "<q8x8x8x8x8x8xqIIII24s"
+    assert [record_offset(name) for name in ("issue_ns", "pg_seq", "signature", "tag")] == [0, 56, 64, 68]
+    assert [record_offset(name) for name in ("call_site", "thread", "step", "commit")] == [72, 76, 80, 100]
 
 
 def test_what_is_packed_at_issue_reads_back_through_the_declared_record():

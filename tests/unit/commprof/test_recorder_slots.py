@@ -20,7 +20,8 @@ import pytest
 from commprof.compiled import COMPILED_VARIABLE, compiled
 from commprof.schema import RECORD, RECORD_FIELDS, record_offset
 from commprof.trace.rank_files import segments
-from commprof.trace.rank_files.segments import ISSUE, RETURN_WORD, pack_tail
+from commprof.trace.rank_files.layout import ISSUE
+from commprof.trace.rank_files.segments import RETURN_WORD, pack_tail
 
 TAIL = pack_tail(3, 1, 0, 2, 1)
 PLACES = 40
