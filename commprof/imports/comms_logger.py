@@ -203,7 +203,7 @@ def _collective(op: Op, call: LoggedCall, rank: int, world: int, begin: int, end
     ranks = tuple(range(world))
     return Collective(
         op=op,
-        method=call.name,
+        backend_method=call.name,
         pg="?",
         pg_seq=None,
         group_size=world,

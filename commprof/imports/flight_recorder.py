@@ -154,7 +154,7 @@ def _collective(
     elements = _elements(entry, "input_sizes"), _elements(entry, "output_sizes")
     return Collective(
         op=op,
-        method=row["name"],
+        backend_method=row["name"],
         pg=row["pg"],
         pg_seq=max(0, row["seq"] - 1),  # torch counts from 1
         group_size=len(ranks),

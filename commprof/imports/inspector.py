@@ -234,7 +234,7 @@ def _collective(entry: Mapping[str, Any], ranks: _Ranks) -> Collective | None:
     algorithm, protocol = (_text(said.get(f"coll_{what}")) for what in ("algo", "proto"))
     return Collective(
         op=op,
-        method=name,
+        backend_method=name,
         pg=f"comm {comm}",
         pg_seq=None,
         identity=None if is_p2p else (op, int(said["coll_sn"])),

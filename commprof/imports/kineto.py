@@ -303,7 +303,7 @@ def _from_parameters(
     sequence = given.get("Seq")
     return Collective(
         op=op,
-        method=name,
+        backend_method=name,
         pg=pg,
         pg_seq=sequence if isinstance(sequence, int) and sequence >= 0 else None,
         group_size=size,
@@ -374,7 +374,7 @@ def _from_operator(
     number = int(root[0]) if root and str(root[0]).isdigit() else -1
     return Collective(
         op=op,
-        method=name,
+        backend_method=name,
         pg=pg,
         pg_seq=None,
         group_size=size,

@@ -1,12 +1,12 @@
-"""What an importer hands on: the collectives of each rank as far as the other tool knew them, and what it did not know."""
+"""The result of an importer: the collectives of each rank as far as the other tool knew them, and what it did not know."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from commprof.schema import Op
+from commprof.schema import COLLECTIVES, Op
 
 # The step of what was issued before the first one, or of a tool that knows no steps.
 NO_STEP: Final = -1
@@ -14,15 +14,16 @@ NO_STEP: Final = -1
 
 @dataclass(slots=True)
 class Collective:
-    """One operation. What the tool does not say is None; ``group_ranks`` empty where the group's members are not known.
+    """One operation. Attributes with the name of a column of ``collectives`` are that column.
 
-    Times are nanoseconds of one clock for the whole recording. Bytes are those of the rank's own buffers. ``identity`` is
-    what all ranks of one collective share and no other collective of the group has, where the tool says such a thing; its
-    number in the group is then the same on all ranks, whatever else of the group a rank's file lacks.
+    What the tool does not say is None; ``group_ranks`` is empty where the group's members are not known. Times are
+    nanoseconds of one clock for the whole recording. Bytes are those of the rank's own buffers. ``identity`` is what all
+    ranks of one collective share and no other collective of the group has, where the tool says such a thing; its number in
+    the group is then the same on all ranks, whatever else of the group a rank's file lacks.
     """
 
     op: Op
-    method: str  # as the tool calls it
+    backend_method: str  # as the tool calls it
     pg: str
     pg_seq: int | None  # with an identity: only the order of the collectives of the group
     group_size: int  # 0 where it is not known
@@ -55,9 +56,13 @@ class Collective:
     channels: int | None = None
 
 
+# The columns of ``collectives`` that importers state; the others are null or follow from these (:mod:`.run_writer`).
+STATED_COLUMNS: Final = tuple(item.name for item in fields(Collective) if item.name in COLLECTIVES.names)
+
+
 @dataclass(slots=True)
 class ImportedRank:
-    """What was found of one rank."""
+    """The operations of one rank."""
 
     rank: int
     host: str = ""
@@ -72,7 +77,7 @@ class ImportedRank:
 
 @dataclass(slots=True)
 class Imported:
-    """What was found in the files of one tool.
+    """The content of the files of one tool.
 
     ``notes`` are sentences on what the tool does not record, or was refused; ``realtime`` whether times are CLOCK_REALTIME.
     """

@@ -1,4 +1,4 @@
-"""Writes what an importer found as a run directory, which every other command reads like any other run."""
+"""Writes the result of an importer as a run directory, which every other command reads like any other run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from commprof.imports.recording import NO_STEP, Collective, Imported, ImportedRank
-from commprof.schema import Layer, Phase, Status, format_ranks
+from commprof.imports.recording import NO_STEP, STATED_COLUMNS, Collective, Imported, ImportedRank
+from commprof.schema import GROUPS, Layer, Phase, Status, format_ranks
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.manifest import COMPLETE, Manifest, create_run, describe_process, write_manifest
 from commprof.trace.rank_files.layout import RankFile
 from commprof.trace.tables import table_from_rows, write_parquet, write_table
 
 _ATTEMPT: Final = 0
+_GROUP_COLUMNS: Final = tuple(name for name in STATED_COLUMNS if name in GROUPS.names)
 _Group: TypeAlias = tuple[str, tuple[int, ...]]
 _Shared: TypeAlias = tuple[str, tuple[int, ...], Hashable]
 
@@ -117,40 +118,20 @@ def _rows(collectives: Iterable[Collective], numbers: Mapping[_Shared, int]) -> 
             number = counted.get(key, 0) if each.pg_seq is None else each.pg_seq
         counted[key] = number + 1
         yield {
-            "step": each.step,
+            **_stated(each, STATED_COLUMNS),
+            "pg_seq": number,
             "micro_step": 0,
             "phase": Phase.OTHER.value if each.step != NO_STEP else Phase.INIT.value,
-            "op": each.op.value,
-            "api": None,
-            "backend_method": each.method,
-            "backend": each.backend,
-            "device": each.device,
-            "dtype": each.dtype,
-            "num_tensors": each.num_tensors,
-            "sizes": each.sizes,
-            "numel": each.numel,
-            "input_bytes": each.input_bytes,
-            "output_bytes": each.output_bytes,
-            "payload_bytes": each.payload_bytes,
-            "pg": each.pg,
-            "pg_seq": number,
-            "group_desc": each.group_desc,
-            "group_ranks": format_ranks(tuple(each.group_ranks)),
-            "group_size": each.group_size,
-            "group_rank": each.group_rank,
-            "peer": each.peer,
-            "is_async": each.is_async,
-            "is_p2p": each.is_p2p,
             "captured": False,
-            "call_site": each.call_site,
-            "thread": each.thread,
             "layer": Layer.IMPORTED.value,
             "status": (Status.OK if each.finished else Status.INCOMPLETE).value,
-            "issue_ns": each.issue_ns,
-            "return_ns": each.return_ns,
-            "device_begin_ns": each.device_begin_ns,
-            "device_end_ns": each.device_end_ns,
         }
+
+
+def _stated(each: Collective, columns: Iterable[str]) -> dict[str, Any]:
+    """The values of ``columns`` of a collective, as the tables hold them."""
+    values = {name: getattr(each, name) for name in columns}
+    return {**values, "group_ranks": format_ranks(tuple(each.group_ranks))}
 
 
 def _groups(same: Mapping[str, Any], collectives: Iterable[Collective]) -> list[dict[str, Any]]:
@@ -158,15 +139,10 @@ def _groups(same: Mapping[str, Any], collectives: Iterable[Collective]) -> list[
     return [
         {
             **same,
-            "pg": name,
-            "group_desc": each.group_desc,
-            "group_ranks": format_ranks(tuple(each.group_ranks)),
-            "group_size": each.group_size,
-            "group_rank": each.group_rank,
-            "backend": each.backend,
+            **_stated(each, _GROUP_COLUMNS),
             "unseen": 0,
         }
-        for name, each in sorted(first.items())
+        for _, each in sorted(first.items())
     ]
 
 

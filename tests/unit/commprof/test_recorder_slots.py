@@ -84,7 +84,7 @@ def test_a_slot_holds_what_struct_would_pack(module, mapping):
             chance.choice([1, 2**62, -5]),
             chance.choice([0, 2**40, -1]),
             *(chance.choice([0, 1, 2**32 - 1, chance.randrange(2**32)]) for _ in range(4)),
-            bytes(chance.randrange(256) for _ in range(24)),
+            bytes(chance.randrange(256) for _ in range(len(TAIL))),
         ]
         mapping[index * RECORD.size : (index + 1) * RECORD.size] = b"\xff" * RECORD.size
         assert segment.take(*fields) == index * RECORD.size // 8
@@ -108,9 +108,10 @@ def test_the_time_is_that_of_the_call(module, mapping):
 def test_a_size_that_is_no_multiple_leaves_the_rest(module):
     mapping = mmap.mmap(-1, 4096)
     segment = module.Segment(mapping, 4096)
-    taken = [segment.take(1, n, 0, 0, 0, 0, TAIL) for n in range(50)]
-    assert taken[38] == 38 * RECORD.size // 8 and set(taken[39:]) == {-1}
-    assert segment.end == 39 * RECORD.size and mapping[39 * RECORD.size :] == bytes(4096 - 39 * RECORD.size)
+    room, rest = divmod(4096, RECORD.size)
+    taken = [segment.take(1, n, 0, 0, 0, 0, TAIL) for n in range(room + 10)]
+    assert rest and taken[room - 1] == (room - 1) * RECORD.size // 8 and set(taken[room:]) == {-1}
+    assert segment.end == room * RECORD.size and mapping[room * RECORD.size :] == bytes(rest)
 
 
 @pytest.mark.parametrize(
