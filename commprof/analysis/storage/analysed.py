@@ -120,12 +120,12 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
     operations = relations.table("operations", SUMMARISED)
     steps, stalls = run.table("steps"), run.table("stalls")
     times = relations.of_processes(STALL_COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
-    found = {(OPERATIONS, *SUMMARISED): operations}
-    found |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
+    tables = {(OPERATIONS, *SUMMARISED): operations}
+    tables |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
     if len(run.table("buckets")):
         flushes = relations.table(BUCKET_FLUSHES, known={OPERATIONS: operations})
-        found[BUCKET_FLUSHES,] = buckets.in_order(flushes)
-    return found
+        tables[BUCKET_FLUSHES,] = buckets.in_order(flushes)
+    return tables
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -55,14 +55,14 @@ class AnswerCache:
         """
         key = (state if isinstance(state, str | tuple) else ref(state), question)
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                held: Answer = self._held[key][0]
-                return held
-        found = answer()
-        if found is not None and (is_final is None or is_final(found)):
-            self._hold(key, found, bytes_of(found))
-        return found
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                cached: Answer = self._entries[key][0]
+                return cached
+        new_answer = answer()
+        if new_answer is not None and (is_final is None or is_final(new_answer)):
+            self._hold(key, new_answer, bytes_of(new_answer))
+        return new_answer
 
     def of_files(
         self,
@@ -80,28 +80,28 @@ class AnswerCache:
     def clear(self) -> None:
         """Hold nothing any more."""
         with self._lock:
-            self._held: OrderedDict[tuple[Any, Hashable], tuple[Any, int]] = OrderedDict()
+            self._entries: OrderedDict[tuple[Any, Hashable], tuple[Any, int]] = OrderedDict()
             self._bytes = 0
 
     def _hold(self, key: tuple[Any, Hashable], answer: Any, size: int) -> None:
         with self._lock:
-            self._bytes += size - self._held.pop(key, (None, 0))[1]
-            self._held[key] = (answer, size)
-            gone = [each for each in self._held if isinstance(each[0], ref) and each[0]() is None]
+            self._bytes += size - self._entries.pop(key, (None, 0))[1]
+            self._entries[key] = (answer, size)
+            gone = [each for each in self._entries if isinstance(each[0], ref) and each[0]() is None]
             for each in gone:
-                self._bytes -= self._held.pop(each)[1]
-            while len(self._held) > 1 and self._is_full():
-                self._bytes -= self._held.popitem(last=False)[1][1]
+                self._bytes -= self._entries.pop(each)[1]
+            while len(self._entries) > 1 and self._is_full():
+                self._bytes -= self._entries.popitem(last=False)[1][1]
 
     def _is_full(self) -> bool:
-        if len(self._held) > self._most_answers:
+        if len(self._entries) > self._most_answers:
             return True
         if self._most_bytes is None:
             return self._bytes > _LEAST_BYTES and self._bytes > limit_bytes() // _SHARE
         return self._bytes > self._most_bytes
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
 
 def bytes_of(answer: Any) -> int:
@@ -110,14 +110,14 @@ def bytes_of(answer: Any) -> int:
         return int(answer.memory_usage().sum())
     if hasattr(answer, "nbytes"):
         return int(answer.nbytes)
-    parts: Iterable[Any] = ()
+    members: Iterable[Any] = ()
     if isinstance(answer, Mapping):
-        parts = answer.values()
+        members = answer.values()
     elif isinstance(answer, list | tuple | set):
-        parts = answer
+        members = answer
     elif is_dataclass(answer):
-        parts = (getattr(answer, field.name) for field in fields(answer))
-    return _OTHER_BYTES + sum(map(bytes_of, parts))
+        members = (getattr(answer, field.name) for field in fields(answer))
+    return _OTHER_BYTES + sum(map(bytes_of, members))
 
 
 answer_cache: Final = AnswerCache()

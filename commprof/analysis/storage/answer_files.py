@@ -43,10 +43,10 @@ def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[A
         return json.loads((directory / before).read_bytes())
     except (OSError, ValueError):  # there is none, or it cannot be read: the next one takes its place
         pass
-    found, holds = answer()
+    new_answer, holds = answer()
     if holds and _name(question, runs) == before:
-        _store(directory / before, found)
-    return found
+        _store(directory / before, new_answer)
+    return new_answer
 
 
 def cache_directory() -> Path | None:
@@ -64,10 +64,10 @@ def user_cache(kind: str) -> Path | None:
 
 def _name(question: str, runs: Sequence[Path]) -> str | None:
     """The name of the answer's file; None where a run is being written, or cannot be read."""
-    found = [fingerprint(run) for run in runs]
-    if not all(each.is_still for each in found):
+    fingerprints = [fingerprint(run) for run in runs]
+    if not all(each.is_still for each in fingerprints):
         return None
-    named = [(str(run), each.key) for run, each in zip(runs, found, strict=True)]
+    named = [(str(run), each.key) for run, each in zip(runs, fingerprints, strict=True)]
     return hashlib.sha256(repr((question, named, _code())).encode("utf-8", "surrogatepass")).hexdigest()
 
 

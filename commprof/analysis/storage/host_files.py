@@ -258,14 +258,14 @@ def held(run: Path) -> list[HostFile]:
     if not files:
         return []
     present = record_files(run)
-    found: list[HostFile] = []
+    host_files: list[HostFile] = []
     taken: set[str] = set()
     for file in files:
         this = _read(file, present)
         if this is not None and taken.isdisjoint(this.stems):
             taken.update(this.stems)
-            found.append(this)
-    return found
+            host_files.append(this)
+    return host_files
 
 
 def _read(file: Path, present: Mapping[str, tuple[int, int]]) -> HostFile | None:
@@ -355,19 +355,19 @@ def _missing(run: Run, present: set[str], folder: Path) -> Iterator[HostFile]:
 def _merged(
     run: Run, engine: duckdb.DuckDBPyConnection, files: Sequence[HostFile]
 ) -> dict[tuple[str, ...], pa.Table]:
-    found: dict[tuple[str, ...], pa.Table] = {}
+    tables: dict[tuple[str, ...], pa.Table] = {}
     of_steps = _ask(engine, _STEPS, f"select {_listed(_columns(_STEPS))} from {{part}}")
     lengths = _lengths(of_steps)
     for by, name in EXPOSURES.items():
-        found[name,] = _exposure(engine, by, name, lengths)
-    found[SAMPLE,] = _sample(engine, files)
+        tables[name,] = _exposure(engine, by, name, lengths)
+    tables[SAMPLE,] = _sample(engine, files)
     operations = None if any(file.messages for file in files) else _operations(run, engine)
     if operations is not None:
-        found[OPERATIONS, *COLUMNS] = operations
-        found["step_times",] = steps.answer_of_sums(
-            of_steps, found[EXPOSURES["attempt", "step"],], operations
+        tables[OPERATIONS, *COLUMNS] = operations
+        tables["step_times",] = steps.answer_of_sums(
+            of_steps, tables[EXPOSURES["attempt", "step"],], operations
         )
-    return found
+    return tables
 
 
 def _sample(engine: duckdb.DuckDBPyConnection, files: Sequence[HostFile]) -> pa.Table:
@@ -397,10 +397,10 @@ def _ask(engine: duckdb.DuckDBPyConnection, part: str, question: str) -> pa.Tabl
 def _lengths(sums: pa.Table) -> pa.Table:
     """The table steps with a row for each of ``sums``, as far as the exposed time depends on it: how long a step lasted."""
     schema = arrow_schema("steps")
-    whole = pc.equal(sums["ended"], sums["processes"])
+    has_ended = pc.equal(sums["ended"], sums["processes"])
     known: dict[str, Any] = {
         "begin_ns": pa.array([0] * len(sums), pa.int64()),
-        "end_ns": pc.if_else(whole, sums["longest_ns"], None),
+        "end_ns": pc.if_else(has_ended, sums["longest_ns"], None),
         "outside_ns": pa.array([0] * len(sums), pa.int64()),
         **{name: sums[name] for name in ("attempt", "step", "rank")},
     }

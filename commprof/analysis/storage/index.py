@@ -93,12 +93,12 @@ class Index:
             try:
                 return self._engine.sql(sql, params=list(values)).to_arrow_table()
             except duckdb.Error as error:
-                said = _first_line(error)
+                message = _first_line(error)
         if self.path is None:
-            raise TraceError(f"the index of {self.run} cannot be read: {said}")
+            raise TraceError(f"the index of {self.run} cannot be read: {message}")
         again = f"answers need no index, and {command_line('finalise', self.run)} makes it again"
-        if _CORRUPT not in said:
-            raise TraceError(f"{self.path} cannot be read: {said}. Remove it: {again}")
+        if _CORRUPT not in message:
+            raise TraceError(f"{self.path} cannot be read: {message}. Remove it: {again}")
         _shelf.forget(self.run)
         try:
             self.path.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class Index:
             do = f"Remove it, which was not possible here ({error.strerror}): {again}"
         else:
             do = f"It was removed. Ask again: {again}"
-        raise TraceError(f"{self.path} has a damaged block: {said}. {do}")
+        raise TraceError(f"{self.path} has a damaged block: {message}. {do}")
 
     def opened(self) -> Run:
         """The run itself, for its other tables."""
@@ -124,7 +124,7 @@ class _Shelf:
     """The indexes that are open in this process, by run directory."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[Path, Index] = OrderedDict()
+        self._open: OrderedDict[Path, Index] = OrderedDict()
         self._lock = threading.Lock()
         self._building: dict[Path, threading.Lock] = {}
 
@@ -135,35 +135,35 @@ class _Shelf:
             building = self._building.setdefault(run, threading.Lock())
         with building:  # ten tabs wait for one build
             with self._lock:
-                held = self._held.get(run)
-                if held is not None:
-                    young = time.monotonic() - held.born < max(_LIVE_SECONDS, 10 * held.seconds)
-                    if held.stamp == fingerprint(run).inputs and (young or not _is_live(run)):
-                        self._held.move_to_end(run)
-                        return held
+                open_index = self._open.get(run)
+                if open_index is not None:
+                    young = time.monotonic() - open_index.born < max(_LIVE_SECONDS, 10 * open_index.seconds)
+                    if open_index.stamp == fingerprint(run).inputs and (young or not _is_live(run)):
+                        self._open.move_to_end(run)
+                        return open_index
                     # A file that is open under the same name would be found in the place of the new one.
-                    self._held.pop(run).close()
+                    self._open.pop(run).close()
             begin = time.monotonic()
             index = make()
             index.seconds = time.monotonic() - begin
             with self._lock:
-                self._held[run] = index
-                while len(self._held) > _KEPT:
-                    self._held.popitem(last=False)[1].close()
+                self._open[run] = index
+                while len(self._open) > _KEPT:
+                    self._open.popitem(last=False)[1].close()
             return index
 
     def holds(self, run: Path) -> bool:
         """Whether the index of ``run`` is open, and still that of its files."""
         with self._lock:
-            held = self._held.get(run.resolve())
-            return held is not None and held.stamp == fingerprint(run).inputs
+            open_index = self._open.get(run.resolve())
+            return open_index is not None and open_index.stamp == fingerprint(run).inputs
 
     def forget(self, run: Path) -> None:
         """Close the index of ``run``, if it is open."""
         with self._lock:
-            held = self._held.pop(run.resolve(), None)
-        if held is not None:
-            held.close()
+            open_index = self._open.pop(run.resolve(), None)
+        if open_index is not None:
+            open_index.close()
 
 
 _shelf: Final = _Shelf()
@@ -180,8 +180,8 @@ def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: 
         TraceError: the run cannot be read; or it is too large to be held in memory and is not, or cannot be, written.
     """
     path = run.path if isinstance(run, Run) else resolve(run)
-    given = run if isinstance(run, Run) else None
-    return _shelf.take(path, lambda: _open(path, given, progress or _ignore, write))
+    opened_run = run if isinstance(run, Run) else None
+    return _shelf.take(path, lambda: _open(path, opened_run, progress or _ignore, write))
 
 
 def index_if_there(run: Path) -> Index | None:
@@ -190,8 +190,8 @@ def index_if_there(run: Path) -> Index | None:
     files = [file for file in _places(path) if file.is_file()]
     if not files or _is_live(path) or not (_shelf.holds(path) or _holds(path, files)):
         return None
-    found = index_of(path)
-    return found if found.path is not None else None
+    index = index_of(path)
+    return index if index.path is not None else None
 
 
 def by_index(
@@ -210,8 +210,8 @@ def by_index(
         index = index_if_there(run.path)
         return None if index is None else indexed(index)
 
-    found = ask() if question is None else answer_cache.get(run.state, question, ask)
-    return otherwise() if found is None else found
+    answer = ask() if question is None else answer_cache.get(run.state, question, ask)
+    return otherwise() if answer is None else answer
 
 
 def has_index(run: Path) -> bool:
@@ -349,20 +349,20 @@ def _write_to(file: Path, run: Run, progress: Progress) -> None:
                 ) as beside,  # what need not wait for the rest fills what that leaves idle
                 connect(str(temporary), **settings) as engine,
             ):
-                stood = beside.submit(standing, run)
+                exposures = beside.submit(standing, run)
                 laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
                 facts, records = {"fingerprint": fingerprint(run.path).inputs}, run.health.records
-                seen = beside.submit(_fill_overview, engine, run, facts, laid)
-                summed = beside.submit(keep_operations, engine, run)
-                found = fill_sums(
+                overview_done = beside.submit(_fill_overview, engine, run, facts, laid)
+                operations_done = beside.submit(keep_operations, engine, run)
+                sum_facts = fill_sums(
                     engine,
                     run,
-                    stood,
-                    summed,
+                    exposures,
+                    operations_done,
                     lambda done, of: progress((of + done) * records // of // 2, records),
                 )
-                seen.result()
-                engine.executemany("insert into facts values (?, ?)", list(found.items()))
+                overview_done.result()
+                engine.executemany("insert into facts values (?, ?)", list(sum_facts.items()))
         except duckdb.Error as error:
             raise OSError(_first_line(error)) from None
         temporary.replace(file)

@@ -54,15 +54,15 @@ class _Found(NamedTuple):
 def fill_sums(
     engine: duckdb.DuckDBPyConnection,
     run: Run,
-    stood: Future[dict[str, pa.Table]],
-    summed: Future[None],
+    exposures: Future[dict[str, pa.Table]],
+    operations_done: Future[None],
     progress: Progress,
 ) -> dict[str, str]:
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
 
     Args:
-        stood: will be what :func:`standing` says.
-        summed: has ended when the operations and buckets are there (``index_totals.keep_operations``).
+        exposures: the future answer of :func:`standing`.
+        operations_done: done when the operations and buckets are written (``index_totals.keep_operations``).
         progress: told how many parts of how many are done.
 
     Returns:
@@ -73,18 +73,18 @@ def fill_sums(
     """
     with (
         ThreadPoolExecutor(_WORKERS) as pool,
-        closing(straggling.Collector(hosts=arrivals.hosts_of(run))) as taken,
+        closing(straggling.Collector(hosts=arrivals.hosts_of(run))) as collector,
     ):
         times = TransferTimes(engine)
-        for number, found in enumerate(_parts(engine, run, pool, progress)):
-            taken.add(straggling.apart(found.arrived, number))
-            times.add(found.times)
+        for number, part_answer in enumerate(_parts(engine, run, pool, progress)):
+            collector.add(straggling.apart(part_answer.arrived, number))
+            times.add(part_answer.times)
         times.end()
         give_back()  # what the parts took is left for what follows
-        late = pool.submit(taken.answer)
-        summed.result()
-        facts = _keep_straggling(engine, late.result())
-        for name, rows in stood.result().items():
+        straggler_answer = pool.submit(collector.answer)
+        operations_done.result()
+        facts = _keep_straggling(engine, straggler_answer.result())
+        for name, rows in exposures.result().items():
             append(engine, name, rows)
     progress(1, 1)
     return facts
@@ -95,20 +95,20 @@ def _parts(
 ) -> Iterator[_Found]:
     """What the parts say, in their order; some are worked on while the one before is kept."""
     aligned = arrivals.aligned(run, transfers.ALSO)
-    parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
+    indexed_parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
 
     def work(condition: str) -> _Found:
         with engine.cursor() as cursor:
-            rows = parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
+            rows = indexed_parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
         arrived = aligned(rows)
         return _Found(transfers.timed(arrived), arrived)
 
     under_way: deque[Future[_Found]] = deque()
-    for number, condition in enumerate(parts.conditions):
+    for number, condition in enumerate(indexed_parts.conditions):
         under_way.append(pool.submit(work, condition))
         if len(under_way) > _AHEAD:
             yield under_way.popleft().result()
-            progress(number - _AHEAD, len(parts.conditions))
+            progress(number - _AHEAD, len(indexed_parts.conditions))
     while under_way:
         yield under_way.popleft().result()
 
@@ -121,9 +121,9 @@ def standing(run: Run) -> dict[str, pa.Table]:
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
     stalls = run.table("stalls")
-    found = standing_of(process_times(collectives, of_steps, stalls), of_steps, stalls)
+    exposures = standing_of(process_times(collectives, of_steps, stalls), of_steps, stalls)
     give_back()  # what it took of each file is not needed again
-    return found
+    return exposures
 
 
 def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
@@ -136,15 +136,15 @@ def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.T
 
 def standing_of(times: list[pa.Table], of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
     """:func:`standing`, from the :func:`process_times` of all processes."""
-    *stood, counted = times
+    *stall_times, counted = times
     unused = empty_table("collectives")
     return {
         name: exposure.answer(unused, of_steps, by, stalls, each, counted)
-        for (by, name), each in zip(EXPOSURES.items(), stood, strict=True)
+        for (by, name), each in zip(EXPOSURES.items(), stall_times, strict=True)
     }
 
 
-def _keep_straggling(engine: duckdb.DuckDBPyConnection, found: straggling.Straggling) -> dict[str, str]:
+def _keep_straggling(engine: duckdb.DuckDBPyConnection, answer: straggling.Straggling) -> dict[str, str]:
     for field, name in STRAGGLING.items():
-        append(engine, name, rows_of(getattr(found, field)))
-    return {"straggling": json.dumps(found.ranks.attrs)}
+        append(engine, name, rows_of(getattr(answer, field)))
+    return {"straggling": json.dumps(answer.ranks.attrs)}

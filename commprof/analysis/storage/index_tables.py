@@ -111,7 +111,7 @@ def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[st
     )
     _fill_steps(engine, run, laid.clock)
     engine.execute(_PHASES)
-    held = {
+    overview = {
         "records": records,
         "begin_ns": begin,
         "end_ns": end,
@@ -123,7 +123,7 @@ def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[st
         "state": run.health.state,
     }
     rows = [{"name": name, "value": value} for name, value in facts.items()]
-    rows.append({"name": "facts", "value": json.dumps(held)})
+    rows.append({"name": "facts", "value": json.dumps(overview)})
     _keep(engine, "facts", pa.Table.from_pylist(rows))
 
 

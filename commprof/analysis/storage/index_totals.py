@@ -93,9 +93,9 @@ def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
             f"create table {OPERATIONS} as select {names}, {SUMS} from every_operation group by {names}"
         )
         flushes = cursor.sql(statement(BUCKET_FLUSHES, known={"operations": "every_operation"}))
-        found = buckets.in_order(flushes.to_arrow_table())
-        append(cursor, BUCKET_FLUSHES, found)
-        means = buckets.bucket_means(from_arrow(found, FLUSHES.columns))
+        flush_rows = buckets.in_order(flushes.to_arrow_table())
+        append(cursor, BUCKET_FLUSHES, flush_rows)
+        means = buckets.bucket_means(from_arrow(flush_rows, FLUSHES.columns))
         append(cursor, BUCKET_MEANS, rows_of(means))
         for table in ("every_operation", *known.values()):
             cursor.execute(f"drop table {table}")
@@ -107,22 +107,22 @@ class TransferTimes:
     def __init__(self, engine: duckdb.DuckDBPyConnection) -> None:
         self._engine = engine
         self._kinds = Combinations(_TIMES_KINDS)
-        self._held: list[pa.Table] = []
+        self._pending: list[pa.Table] = []
 
     def add(self, times: pa.Table) -> None:
         """Take those of one part."""
         kind = pa.array(self._kinds.number(times), pa.int32())
-        self._held.append(times.select(_TIMES_OWN).append_column(KIND, kind))
-        if sum(map(len, self._held)) >= _ROWS_AT_ONCE:
+        self._pending.append(times.select(_TIMES_OWN).append_column(KIND, kind))
+        if sum(map(len, self._pending)) >= _ROWS_AT_ONCE:
             self._keep()
 
     def _keep(self) -> None:
-        append(self._engine, "transfer_times", pa.concat_tables(self._held))
-        self._held.clear()
+        append(self._engine, "transfer_times", pa.concat_tables(self._pending))
+        self._pending.clear()
 
     def end(self) -> None:
         """Keep what is left."""
-        if self._held:
+        if self._pending:
             self._keep()
         append(self._engine, "transfer_kinds", self._kinds.table())
         columns = ", ".join(f"{'t' if name in _TIMES_OWN else 'k'}.{name}" for name in _TOLD)

@@ -57,21 +57,21 @@ def operations(run: Run, columns: Sequence[str]) -> pa.Table:
     return _with_nccl(run, _operations(run, tuple(dict.fromkeys((*columns, "op", "backend")))))
 
 
-def _with_nccl(run: Run, found: pa.Table) -> pa.Table:
-    unknown = pc.and_kleene(pc.greater(found["unexecuted"], 0), pc.equal(found["backend"], NCCL))
+def _with_nccl(run: Run, operations: pa.Table) -> pa.Table:
+    unknown = pc.and_kleene(pc.greater(operations["unexecuted"], 0), pc.equal(operations["backend"], NCCL))
     if not pc.any(unknown).as_py():
-        return found
+        return operations
     factors = _executed_factors(run)
-    factor = pa.array((factors.get(op) for op in found["op"].to_pylist()), pa.float64())
+    factor = pa.array((factors.get(op) for op in operations["op"].to_pylist()), pa.float64())
     known = pc.and_kleene(unknown, pc.is_valid(factor))
     for name, value in (
-        ("executed_share", pc.multiply(pc.cast(found["wire_share"], pa.float64(), safe=False), factor)),
+        ("executed_share", pc.multiply(pc.cast(operations["wire_share"], pa.float64(), safe=False), factor)),
         ("unexecuted", pa.scalar(0, pa.int64())),
     ):
-        at = found.column_names.index(name)
-        cast = pc.cast(value, found[name].type)
-        found = found.set_column(at, name, pc.if_else(known, cast, found[name]))
-    return found
+        at = operations.column_names.index(name)
+        cast = pc.cast(value, operations[name].type)
+        operations = operations.set_column(at, name, pc.if_else(known, cast, operations[name]))
+    return operations
 
 
 def _executed_factors(run: Run) -> dict[str, float]:
@@ -91,9 +91,9 @@ def _from_files(run: Run, key: tuple[str, ...]) -> pa.Table:
     """A summary of ``run`` by its name and columns, with these columns at least: it is evaluated where there is none."""
     name, *columns = key
     present = _summaries(run)
-    for other, *held in sorted(present, key=len):
-        if other == name and set(columns) <= set(held):
-            return present[other, *held]
+    for other, *stored_columns in sorted(present, key=len):
+        if other == name and set(columns) <= set(stored_columns):
+            return present[other, *stored_columns]
     return answer_cache.get(run.state, key, lambda: _evaluated(run, key))
 
 
@@ -197,8 +197,10 @@ def sample_of_arrivals(run: Run) -> Sample | None:
 
 def exposure_per_step(run: Run) -> pd.DataFrame:
     """The exposed time of a training step of ``run``: see :func:`commprof.analysis.api.exposure_per_step`."""
-    whole = ("attempt", "step")
-    return exposure_module.per_step(exposure(run, (*whole, "purpose")), exposure(run, whole), step_times(run))
+    step_key = ("attempt", "step")
+    return exposure_module.per_step(
+        exposure(run, (*step_key, "purpose")), exposure(run, step_key), step_times(run)
+    )
 
 
 def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFrame:

@@ -36,7 +36,7 @@ _ROWS_IN_ORDER: Final = (
 Progress = Callable[[int, int], None]
 
 
-class _Piece(NamedTuple):
+class _Source(NamedTuple):
     """The records of some processes: what is told from all of them, and the records themselves, some at a time."""
 
     own: Own
@@ -61,11 +61,11 @@ class SpanSource:
         self.clock = _clock(run)
         self.unknown_clocks = 0
         self.failure: TraceError | None = None
-        self._pieces = sorted(
-            _pieces(run.scan("collectives", _FEWEST_SCANNED), self.clock), key=lambda piece: piece.key
+        self._sources = sorted(
+            _sources(run.scan("collectives", _FEWEST_SCANNED), self.clock), key=lambda source: source.key
         )
-        self.is_in_order = len(self._pieces) <= _MOST_OPEN and all(
-            piece.is_in_order for piece in self._pieces
+        self.is_in_order = len(self._sources) <= _MOST_OPEN and all(
+            source.is_in_order for source in self._sources
         )
         self._progress = progress
         self._done, self._records = 0, run.health.records
@@ -75,8 +75,8 @@ class SpanSource:
         return pa.RecordBatchReader.from_batches(SPANS, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        rows = min(_MOST_ROWS, _ROWS_AT_ONCE // max(1, len(self._pieces)))
-        streams = [self._spans(piece, rows) for piece in self._pieces]
+        rows = min(_MOST_ROWS, _ROWS_AT_ONCE // max(1, len(self._sources)))
+        streams = [self._spans(source, rows) for source in self._sources]
         try:
             for table in in_time_order(streams) if self.is_in_order else chain.from_iterable(streams):
                 self._done += len(table)
@@ -86,13 +86,13 @@ class SpanSource:
             self.failure = error
             raise
 
-    def _spans(self, piece: _Piece, most_rows: int) -> Iterator[pa.Table]:
+    def _spans(self, source: _Source, most_rows: int) -> Iterator[pa.Table]:
         first = 0
-        for rows in piece.rows(most_rows):
+        for rows in source.rows(most_rows):
             mine = slice(first, first + len(rows))
-            found = spans(rows, self.clock)
-            self.unknown_clocks += found.unknown_clocks
-            table = with_spans(rows, found, piece.own.of(mine), self.kinds)
+            part_spans = spans(rows, self.clock)
+            self.unknown_clocks += part_spans.unknown_clocks
+            table = with_spans(rows, part_spans, source.own.of(mine), self.kinds)
             for begin in range(0, len(table), _ROWS_IN_ORDER):
                 yield table.slice(begin, _ROWS_IN_ORDER)
             first += len(rows)
@@ -100,29 +100,33 @@ class SpanSource:
 
 def in_time_order(streams: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
     """The rows of ``streams``, of which each is in order of begin_ns, in that order; equal ones in that of the streams."""
-    going = dict(enumerate(streams))
-    held: dict[int, pa.Table] = {}
+    open_streams = dict(enumerate(streams))
+    unread_rows: dict[int, pa.Table] = {}
 
     def pull(number: int) -> None:
-        more = next((rows for rows in going[number] if len(rows)), None)
+        more = next((rows for rows in open_streams[number] if len(rows)), None)
         if more is None:
-            del going[number]
+            del open_streams[number]
         else:
-            held[number] = pa.concat_tables([held[number], more]).combine_chunks() if number in held else more
+            unread_rows[number] = (
+                pa.concat_tables([unread_rows[number], more]).combine_chunks()
+                if number in unread_rows
+                else more
+            )
 
-    for number in list(going):
+    for number in list(open_streams):
         pull(number)
-    while going:
-        last = {number: held[number]["begin_ns"][-1].as_py() for number in going}
+    while open_streams:
+        last = {number: unread_rows[number]["begin_ns"][-1].as_py() for number in open_streams}
         slowest = min(last, key=lambda number: last[number])
-        known = []  # what begins before anything that is still to come
-        for number, rows in sorted(held.items()):
+        ready = []  # what begins before anything that is still to come
+        for number, rows in sorted(unread_rows.items()):
             count = int(np.searchsorted(rows["begin_ns"].to_numpy(), last[slowest]))
-            known.append(rows.slice(0, count))
-            held[number] = rows.slice(count)
-        yield _sorted(known)
+            ready.append(rows.slice(0, count))
+            unread_rows[number] = rows.slice(count)
+        yield _sorted(ready)
         pull(slowest)
-    yield _sorted([rows for _, rows in sorted(held.items())])
+    yield _sorted([rows for _, rows in sorted(unread_rows.items())])
 
 
 def _sorted(tables: Sequence[pa.Table]) -> pa.Table:
@@ -130,7 +134,7 @@ def _sorted(tables: Sequence[pa.Table]) -> pa.Table:
     return rows.take(pa.array(np.argsort(rows["begin_ns"].to_numpy(), kind="stable")))
 
 
-def _pieces(collectives: pa.Table | Scan, clock: ReferenceClock | None) -> Iterator[_Piece]:
+def _sources(collectives: pa.Table | Scan, clock: ReferenceClock | None) -> Iterator[_Source]:
     if not isinstance(collectives, Scan):
         yield _of_table(collectives)
         return
@@ -140,17 +144,17 @@ def _pieces(collectives: pa.Table | Scan, clock: ReferenceClock | None) -> Itera
         yield _of_table(collectives.rest)
 
 
-def _of_table(rows: pa.Table) -> _Piece:
-    return _Piece(own(rows.select(TIME_COLUMNS)), (), False, lambda _: iter([rows]))
+def _of_table(rows: pa.Table) -> _Source:
+    return _Source(own(rows.select(TIME_COLUMNS)), (), False, lambda _: iter([rows]))
 
 
-def _of_file(file: Path, clock: ReferenceClock | None) -> _Piece:
+def _of_file(file: Path, clock: ReferenceClock | None) -> _Source:
     times = read_columns(file, TIME_COLUMNS)
     begin = begins(times, clock)
     key = tuple(int(times[name][0].as_py()) if len(times) else 0 for name in ORDER[1:])
     is_one = all(_is_constant(times[name].to_numpy()) for name in ORDER[1:-1])
     in_order = is_one and _is_in_order(begin, times["seq"].to_numpy())
-    return _Piece(
+    return _Source(
         own(times), key, in_order, lambda rows: column_parts(file, "collectives", COLLECTIVES.names, rows)
     )
 

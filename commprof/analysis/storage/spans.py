@@ -118,8 +118,8 @@ def own(records: pa.Table) -> Own:
     rows = np.arange(len(records))
     for mine in split_by(process, rows) if len(first) > 1 else [rows]:
         busy[mine] = own_parts(issue[mine], end[mine])
-        held = mine[is_held[mine]]
-        still[held] = own_parts(held_end[held] - exposed[held], held_end[held])
+        stalled = mine[is_held[mine]]
+        still[stalled] = own_parts(held_end[stalled] - exposed[stalled], held_end[stalled])
     return Own(_narrow(busy), _narrow(still), own_times.own_times(records))
 
 
@@ -136,14 +136,14 @@ def _narrow(lengths: Numbers) -> npt.NDArray[np.unsignedinteger]:
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 1 << 32 else np.uint64)
 
 
-def with_spans(records: pa.Table, found: Spans, own: Own, kinds: Combinations) -> pa.Table:
+def with_spans(records: pa.Table, part_spans: Spans, own: Own, kinds: Combinations) -> pa.Table:
     """Some ``records`` as the index holds them: the columns of :data:`SPANS`."""
     added = [
         pa.array(kinds.number(records).astype(np.int32)),
-        pa.array(found.begin),
-        pa.array(found.end),
+        pa.array(part_spans.begin),
+        pa.array(part_spans.end),
         pa.array(own.busy.astype(np.int64)),
-        pa.array(found.held_end, mask=~found.is_held),
+        pa.array(part_spans.held_end, mask=~part_spans.is_held),
         pa.array(own.still.astype(np.int64)),
         *own.times.columns(),
     ]

@@ -60,7 +60,7 @@ def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> 
 def read(path: Path) -> dict[tuple[str, ...], pa.Table]:
     """The summaries of the run at ``path``, by name and columns; empty where none hold or a file of them is damaged."""
     files = sorted((path / SUMMARIES_DIRECTORY).glob("*.parquet"))
-    found: dict[tuple[str, ...], pa.Table] = {}
+    summaries_by_key: dict[tuple[str, ...], pa.Table] = {}
     stamp = fingerprint(path).inputs.encode() if files else b""
     for file in files:
         try:
@@ -70,5 +70,5 @@ def read(path: Path) -> dict[tuple[str, ...], pa.Table]:
         metadata = table.schema.metadata or {}
         if metadata.get(_STAMP) != stamp:
             return {}
-        found[tuple(metadata[_KEY].decode().split(","))] = table.replace_schema_metadata(None)
-    return found
+        summaries_by_key[tuple(metadata[_KEY].decode().split(","))] = table.replace_schema_metadata(None)
+    return summaries_by_key
