@@ -36,12 +36,14 @@ def algorithms(run: Run) -> pd.DataFrame:
         return from_rows([], ALGORITHMS.columns)
     columns = list(dict.fromkeys([*_RECORD, *_COLLECTIVE, *_KIND[:5], *_TIMES]))
     wanted = pa.table({"seq": pa.array(choices["seq"].unique(), pa.int64())})["seq"]
-    parts = (part.filter(pc.is_in(part["seq"], wanted)) for part in run.parts("collectives", columns))
-    records = _frame(pa.concat_tables([_plain(part) for part in parts]))
-    found = records.merge(choices[[*_RECORD, *_CHOICE]], on=_RECORD)
+    filtered_parts = (
+        part.filter(pc.is_in(part["seq"], wanted)) for part in run.parts("collectives", columns)
+    )
+    records = _frame(pa.concat_tables([_plain(part) for part in filtered_parts]))
+    chosen_records = records.merge(choices[[*_RECORD, *_CHOICE]], on=_RECORD)
     rows = [
         _row(dict(zip(_KIND, key, strict=True)), of_kind)
-        for key, of_kind in found.groupby(_KIND, dropna=False, sort=False)
+        for key, of_kind in chosen_records.groupby(_KIND, dropna=False, sort=False)
     ]
     rows.sort(
         key=lambda row: (-row["collectives"] * row["payload_bytes"], *(str(row[name]) for name in _KIND))
@@ -66,8 +68,8 @@ def _printed(run: Run) -> pd.DataFrame:
         )
     )
     matches = matches[matches["line"].notna()].rename(columns={"record_pid": "pid"})
-    found = matches.merge(choices[[*_LINE, *_CHOICE]], on=_LINE)
-    return found[[*_RECORD, *_CHOICE]].drop_duplicates()
+    record_choices = matches.merge(choices[[*_LINE, *_CHOICE]], on=_LINE)
+    return record_choices[[*_RECORD, *_CHOICE]].drop_duplicates()
 
 
 def _plain(part: pa.Table) -> pa.Table:
@@ -79,16 +81,16 @@ def _plain(part: pa.Table) -> pa.Table:
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:
-    whole = {pa.int32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}
-    frame: pd.DataFrame = _plain(table).to_pandas(types_mapper=whole.get)
+    integer_types = {pa.int32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}
+    frame: pd.DataFrame = _plain(table).to_pandas(types_mapper=integer_types.get)
     return frame
 
 
-def _row(kind: dict[str, Any], found: pd.DataFrame) -> dict[str, Any]:
+def _row(kind: dict[str, Any], records: pd.DataFrame) -> dict[str, Any]:
     kind = {name: None if pd.isna(value) else value for name, value in kind.items()}
-    took = (found["device_end_ns"] - found["device_begin_ns"]).dropna().astype("float64")
+    took = (records["device_end_ns"] - records["device_begin_ns"]).dropna().astype("float64")
     took = took[took > 0]
-    row = kind | {"collectives": len(found[_COLLECTIVE].drop_duplicates()), "records": len(found)}
+    row = kind | {"collectives": len(records[_COLLECTIVE].drop_duplicates()), "records": len(records)}
     if len(took):
         middle = float(took.median())
         algbw = int(kind["payload_bytes"]) / middle * 1e9

@@ -68,7 +68,7 @@ def _names(rows: pd.DataFrame, name: str, key: list[str]) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(some[~several]), joined], ignore_index=True)
 
 
-def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
+def bucket_means(flushes: pd.DataFrame) -> pd.DataFrame:
     """The buckets of a training step, each the mean over the steps in which it holds what it holds in most of them.
 
     DDP, for one, builds its buckets anew after the first step: a mean over different buckets would be that of none, and a
@@ -77,9 +77,9 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
     most of them do. Where no value is that of most, all of them count.
 
     Args:
-        found: what :func:`bucket_flushes` gives.
+        flushes: the answer of :func:`bucket_flushes`.
     """
-    steps = found[found["step"] >= 0]
+    steps = flushes[flushes["step"] >= 0]
     is_later = steps["step"] > steps.groupby("attempt")["step"].transform("min")
     steps = _recurring(steps.assign(is_later=is_later)).reset_index(drop=True)
     part = steps[_usual(steps)]
@@ -108,8 +108,8 @@ def bucket_means(found: pd.DataFrame) -> pd.DataFrame:
 def _recurring(flushes: pd.DataFrame) -> pd.DataFrame:
     """The rows of buckets that come back in training steps; those of one-off buckets are in no mean."""
     moments = flushes[["attempt", "step"]].drop_duplicates()
-    whole = [(int(attempt), int(step)) for attempt, step in moments.itertuples(index=False)]
-    warm = pd.DataFrame(warm_steps(whole), columns=["attempt", "step"])
+    ended_steps = [(int(attempt), int(step)) for attempt, step in moments.itertuples(index=False)]
+    warm = pd.DataFrame(warm_steps(ended_steps), columns=["attempt", "step"])
     number = flushes.groupby(_MEAN_KEY, dropna=False).ngroup()
     present = flushes[["attempt", "step"]].assign(number=number).drop_duplicates().merge(warm)["number"]
     times = present.value_counts().reindex(number.unique(), fill_value=0)
@@ -117,7 +117,7 @@ def _recurring(flushes: pd.DataFrame) -> pd.DataFrame:
         times.index[2 * times < len(warm)]
     )  # in fewer than half of the steps: perhaps in every k-th of them
     rows = _plain(flushes.assign(number=number)[number.isin(rest)])
-    rest -= {row["number"] for row in steady(rows, ["number"], whole).per_step}
+    rest -= {row["number"] for row in steady(rows, ["number"], ended_steps).per_step}
     return flushes[~number.isin(rest)]
 
 
@@ -148,10 +148,10 @@ def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
         times: columns attempt, step and duration_ns of the training steps.
     """
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
-    whole = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
-    found = steady(_plain(of_steps), ["flush_reason"], whole, ("buckets", "bytes", *BESIDE)).per_step
-    found.sort(key=lambda row: (-row["buckets"], str(row["flush_reason"])))
-    return from_rows(found, BUCKETS_PER_STEP.columns)
+    ended_steps = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+    rows = steady(_plain(of_steps), ["flush_reason"], ended_steps, ("buckets", "bytes", *BESIDE)).per_step
+    rows.sort(key=lambda row: (-row["buckets"], str(row["flush_reason"])))
+    return from_rows(rows, BUCKETS_PER_STEP.columns)
 
 
 def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -180,17 +180,17 @@ def _parameters(bucket: pd.Series[Any], parameters: pa.Table) -> pd.DataFrame:
     known = {row["name"]: row for row in parameters.to_pylist()}
     rows, begin = [], 0
     for name in names:
-        said = known.get(name, {})
+        published = known.get(name, {})
         rows.append(
             {
                 "name": name,
-                "shape": said.get("shape"),
-                "dtype": said.get("dtype"),
-                "numel": said.get("numel"),
+                "shape": published.get("shape"),
+                "dtype": published.get("dtype"),
+                "numel": published.get("numel"),
                 "first_element": begin,
             }
         )
-        begin += said.get("numel") or 0
+        begin += published.get("numel") or 0
     if begin != bucket["numel"] or any(row["numel"] is None for row in rows):
         for row in rows:  # slices of parameters, padding, or names that nobody published: no place is certain
             row["first_element"] = None

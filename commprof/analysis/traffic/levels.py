@@ -28,15 +28,15 @@ _SUMMED: Final = ("payload_bytes", "wire_bytes", *PARTLY_KNOWN)  # not known unl
 class Ledger(NamedTuple):
     """The ledger of one run.
 
-    ``totals``: what its steps sent, as comparisons have it; ``shares``: what :func:`job_shares` says; ``whole``: attempt and
-    step of the steps that ended.
+    ``totals``: what its steps sent, as in comparisons; ``shares``: the answer of :func:`job_shares`; ``ended_steps``:
+    attempt and step of the steps that ended.
     """
 
     label: str
     verdict: Verdict
     totals: StepTotals
     shares: Mapping[str, float]
-    whole: Sequence[Step]
+    ended_steps: Sequence[Step]
 
 
 def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
@@ -149,7 +149,7 @@ def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]
 
 def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
     """What is asked for in a step: of the steps that what is issued is of, and by the same rule."""
-    steps = sum(len(ledger.whole) for ledger in repeats)
+    steps = sum(len(ledger.ended_steps) for ledger in repeats)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for ledger in repeats:
         rows = [
@@ -157,10 +157,10 @@ def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
             for each in ledger.verdict.requested_reductions
             for attempt, step in each.steps
         ]
-        for row in steady(rows, ("requested_op", "op", "group_size"), ledger.whole).per_step:
+        for row in steady(rows, ("requested_op", "op", "group_size"), ledger.ended_steps).per_step:
             total = sums[row["requested_op"]]
-            total[0] += row["payload_bytes"] * len(ledger.whole)
-            total[1] += row["wire_bytes"] * ledger.shares.get(row["op"], 1.0) * len(ledger.whole)
+            total[0] += row["payload_bytes"] * len(ledger.ended_steps)
+            total[1] += row["wire_bytes"] * ledger.shares.get(row["op"], 1.0) * len(ledger.ended_steps)
     if not sums:
         return [{"level": "requested", "reason": reason}]
     return [
@@ -196,12 +196,14 @@ def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         for rows in counted
     ]
     left_out = sum(row.outside_bytes or 0 for rows in counted for row in rows) if by_step else 0
-    said = f"without {round(left_out):,} bytes that are modelled outside of the steps" if left_out else None
+    left_out_text = (
+        f"without {round(left_out):,} bytes that are modelled outside of the steps" if left_out else None
+    )
     return {
         "level": "moved",
         "moved_bytes": sum(sent) / len(sent),
         "moved_over": "step" if by_step else "run",
-        "reason": _joined([said, *(row.reason for rows in counted for row in rows)]),
+        "reason": _joined([left_out_text, *(row.reason for rows in counted for row in rows)]),
     }
 
 

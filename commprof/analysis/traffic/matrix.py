@@ -117,7 +117,7 @@ def matrix(
     chosen = _chosen(operations, steps, op, purpose)
     issued = _issued(chosen, groups, by, blocks)
     is_placed = issued["sender"] >= 0
-    parts = [{name: values[is_placed] for name, values in issued.items()}]
+    cell_tables = [{name: values[is_placed] for name, values in issued.items()}]
     executed_unplaced = float(issued[_EXECUTED][~is_placed].sum())
     unknown: dict[tuple[Any, ...], set[str]] = {}
     routes: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
@@ -130,15 +130,15 @@ def matrix(
             routes[tuple(flow[name] for name in _ROUTE)].append(flow)
     for alike in routes.values():
         pairs = _executed_pairs(alike[0])
-        whole = np.array([_executed_bytes(flow, pairs) for flow in alike])
+        executed_bytes = np.array([_executed_bytes(flow, pairs) for flow in alike])
         if len(pairs.senders):
-            cells = blocks.of_pairs(pairs, whole)
+            cells = blocks.of_pairs(pairs, executed_bytes)
             count = len(cells["sender"]) // len(alike)
             named = {name: np.repeat(np.array([flow[name] for flow in alike], object), count) for name in by}
-            parts.append(named | cells)
+            cell_tables.append(named | cells)
         else:
-            executed_unplaced += float(whole.sum())
-    frame = _added_up(parts, by, unknown.keys())
+            executed_unplaced += float(executed_bytes.sum())
+    frame = _added_up(cell_tables, by, unknown.keys())
     names = sorted(set().union(*unknown.values()))
     frame.attrs |= {
         "unplaced_bytes": float(issued["wire_bytes"][~is_placed].sum()),
@@ -164,7 +164,7 @@ def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dic
 
 def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
     """What each rank owns and receives of reduces: see :func:`commprof.analysis.api.owners`."""
-    found: dict[int, dict[str, Any]] = {}
+    rows_by_rank: dict[int, dict[str, Any]] = {}
     rows = evaluate("rank_hosts", {"groups": groups}).to_pylist()
     hosts = {(row["attempt"], row["rank"]): row["host"] for row in rows}
     counted = {name: 0 for name in OWNERS.names if name != PADDING}
@@ -173,8 +173,8 @@ def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) ->
         if flow["op"] != Op.REDUCE or flow["root"] not in members:
             continue
         for rank in members:
-            found.setdefault(rank, counted | {PADDING: None, "rank": rank})
-        row, payload = found[flow["root"]], int(flow["payload_bytes"])
+            rows_by_rank.setdefault(rank, counted | {PADDING: None, "rank": rank})
+        row, payload = rows_by_rank[flow["root"]], int(flow["payload_bytes"])
         row["collectives"] += int(flow["collectives"])
         row["payload_bytes"] += payload
         row["received_bytes"] += payload * (len(members) - 1)
@@ -186,7 +186,7 @@ def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) ->
         else:
             mine = hosts[flow["attempt"], flow["root"]]
             row[BETWEEN_HOSTS] += payload * sum(host != mine for host in on_hosts)
-    frame = from_rows((found[rank] for rank in sorted(found)), OWNERS.columns)
+    frame = from_rows((rows_by_rank[rank] for rank in sorted(rows_by_rank)), OWNERS.columns)
     mean = frame["received_bytes"].mean() if len(frame) else 0
     frame.attrs["imbalance"] = float(frame["received_bytes"].max() / mean) if mean else None
     return frame
@@ -214,8 +214,8 @@ def _chosen(
     if op is not None:
         wanted.append(pc.equal(operations["op"], op))
     if purpose is not None:
-        told = operations["purpose"]
-        wanted.append(pc.is_null(told) if purpose == _UNTAGGED else pc.equal(told, purpose))
+        purposes = operations["purpose"]
+        wanted.append(pc.is_null(purposes) if purpose == _UNTAGGED else pc.equal(purposes, purpose))
     return operations.filter(reduce(pc.and_kleene, wanted))
 
 
@@ -283,28 +283,32 @@ class _Blocks:
         first = np.repeat(self._ranks[:: self.width], self.width)[: len(self._ranks)]
         return pa.table({"rank": pa.array(self._ranks, pa.int32()), "first": pa.array(first, pa.int32())})
 
-    def of_pairs(self, pairs: _Pairs, whole: Shares) -> dict[str, npt.NDArray[Any]]:
-        """The cells of flows over ``pairs``, one flow after the other; ``whole``: what is executed of each."""
+    def of_pairs(self, pairs: _Pairs, executed_bytes: Shares) -> dict[str, npt.NDArray[Any]]:
+        """The cells of flows over ``pairs``, one flow after the other; ``executed_bytes``: of each flow."""
         count = -(-len(self._ranks) // self.width)
         places = [np.searchsorted(self._ranks, side) // self.width for side in pairs[:2]]
         cells, which = np.unique(places[0] * count + places[1], return_inverse=True)
         shares = np.bincount(which, pairs.shares) / pairs.shares.sum()
         first = self._ranks[:: self.width]
-        nothing = np.zeros(len(cells) * len(whole), np.int64)
+        nothing = np.zeros(len(cells) * len(executed_bytes), np.int64)
         return dict.fromkeys(_SUMMED, nothing) | {
-            "sender": np.tile(first[cells // count], len(whole)),
-            "receiver": np.tile(first[cells % count], len(whole)),
-            _EXECUTED: np.outer(whole, shares).ravel(),
+            "sender": np.tile(first[cells // count], len(executed_bytes)),
+            "receiver": np.tile(first[cells % count], len(executed_bytes)),
+            _EXECUTED: np.outer(executed_bytes, shares).ravel(),
         }
 
 
 def _added_up(
-    parts: Sequence[Mapping[str, npt.NDArray[Any]]], by: Sequence[str], unknown: Collection[tuple[Any, ...]]
+    cell_tables: Sequence[Mapping[str, npt.NDArray[Any]]],
+    by: Sequence[str],
+    unknown: Collection[tuple[Any, ...]],
 ) -> pd.DataFrame:
     """The cells of all flows; ``unknown``: the combinations of ``by`` in which what ran is not known."""
     columns = (*(MATRIX_BY[name] for name in by), *MATRIX.columns)
     keys = [*by, "sender", "receiver"]
-    frame = pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in (*keys, *_SUMMED)})
+    frame = pd.DataFrame(
+        {name: np.concatenate([part[name] for part in cell_tables]) for name in (*keys, *_SUMMED)}
+    )
     summed = frame.groupby(keys, as_index=False, dropna=False)[list(_SUMMED)].sum()
     summed[BETWEEN_HOSTS] = summed[BETWEEN_HOSTS].mask(summed[_UNLOCATED] > 0)
     if unknown:

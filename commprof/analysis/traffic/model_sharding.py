@@ -33,15 +33,17 @@ def shape(operations: pa.Table) -> str:
     rows = issued.group_by(["purpose", "group_desc", "group_size"]).aggregate([]).to_pylist()
     rows = [row for row in rows if row["purpose"] not in _BESIDE]
     if any(row["purpose"] for row in rows):
-        found = {
+        sharing_groups = {
             (row["group_desc"], row["purpose"], row["group_size"])
             for row in rows
             if row["purpose"] in _SHARING
         }
     else:
         largest = max((row["group_size"] for row in rows), default=1)
-        found = {(row["group_desc"], None, row["group_size"]) for row in rows if row["group_size"] < largest}
-    return ", ".join(sorted({f"{_name(desc, purpose)} {size}" for desc, purpose, size in found}))
+        sharing_groups = {
+            (row["group_desc"], None, row["group_size"]) for row in rows if row["group_size"] < largest
+        }
+    return ", ".join(sorted({f"{_name(desc, purpose)} {size}" for desc, purpose, size in sharing_groups}))
 
 
 def _name(desc: str | None, purpose: str | None) -> str:

@@ -29,9 +29,9 @@ def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
     rows = ask("moved", {"wire": wire})
     texts = [uncovered.get(host) for host in rows["host"].to_pylist()]
     frame = from_arrow(rows.append_column("left_out", pa.array(texts, pa.string())), MOVED.columns)
-    said = "; ".join(f"host {host}: {text}" for host, text in uncovered.items())
+    left_out_text = "; ".join(f"host {host}: {text}" for host, text in uncovered.items())
     once = not frame.empty and bool((frame["readings"] < 2).all())
-    frame.attrs["reason"] = NO_READINGS if frame.empty else said or (ONE_READING if once else None)
+    frame.attrs["reason"] = NO_READINGS if frame.empty else left_out_text or (ONE_READING if once else None)
     return frame
 
 

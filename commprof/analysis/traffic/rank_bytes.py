@@ -73,14 +73,16 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
     for one in totals:
         of_label[one.label].append(one)
     rows, reasons = [], {}
-    for label, parts in of_label.items():
-        if any(part.issued.unplaced for part in parts):
+    for label, repeats in of_label.items():
+        if any(part.issued.unplaced for part in repeats):
             reasons[label] = NO_ROOTS
             continue
-        issued = [(part.issued, part.steps) for part in parts if part.steps]
-        executed = [(part.executed, part.steps) for part in parts if part.steps and part.executed is not None]
+        issued = [(part.issued, part.steps) for part in repeats if part.steps]
+        executed = [
+            (part.executed, part.steps) for part in repeats if part.steps and part.executed is not None
+        ]
         columns = _columns(issued, "")
-        between = _means([(part.between_hosts, part.steps) for part in parts if part.steps])
+        between = _means([(part.between_hosts, part.steps) for part in repeats if part.steps])
         columns |= {f"{direction}_{BETWEEN_HOSTS}_per_step": means for direction, means in between.items()}
         if len(executed) == len(issued) and not any(each.unplaced for each, _ in executed):
             columns |= _columns(executed, "executed_")
@@ -94,25 +96,28 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
     return frame
 
 
-def _columns(parts: Sequence[tuple[Directions, int]], prefix: str) -> dict[str, Mapping[int, float | None]]:
+def _columns(
+    weighted_totals: Sequence[tuple[Directions, int]], prefix: str
+) -> dict[str, Mapping[int, float | None]]:
     """The columns of one model, by rank: the mean over the steps of all repeats, and that over the mean of the ranks."""
-    found: dict[str, Mapping[int, Any]] = {}
-    for direction, means in _means(parts).items():
+    columns: dict[str, Mapping[int, Any]] = {}
+    for direction, means in _means(weighted_totals).items():
         mean = fmean(means.values()) if means else 0.0
-        found[f"{prefix}{direction}_bytes_per_step"] = means
-        found[f"{prefix}{direction}_of_mean"] = {
+        columns[f"{prefix}{direction}_bytes_per_step"] = means
+        columns[f"{prefix}{direction}_of_mean"] = {
             rank: value / mean if mean else None for rank, value in means.items()
         }
-    return found
+    return columns
 
 
-def _means(parts: Sequence[tuple[Directions, int]]) -> dict[str, dict[int, float]]:
+def _means(weighted_totals: Sequence[tuple[Directions, int]]) -> dict[str, dict[int, float]]:
     """What each rank sends and receives in a step, by direction: the mean over the steps of all repeats."""
-    steps = sum(count for _, count in parts)
-    ranks = sorted({rank for part, _ in parts for rank in (*part.sent, *part.received)})
+    steps = sum(count for _, count in weighted_totals)
+    ranks = sorted({rank for part, _ in weighted_totals for rank in (*part.sent, *part.received)})
     return {
         direction: {
-            rank: sum(getattr(part, direction).get(rank, 0.0) * count for part, count in parts) / steps
+            rank: sum(getattr(part, direction).get(rank, 0.0) * count for part, count in weighted_totals)
+            / steps
             for rank in ranks
         }
         for direction in ("sent", "received")

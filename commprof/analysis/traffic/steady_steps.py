@@ -48,28 +48,28 @@ class Steady(NamedTuple):
     weights: list[dict[Step, float]]
 
 
-def warm_steps(whole: Sequence[Step]) -> list[Step]:
+def warm_steps(ended_steps: Sequence[Step]) -> list[Step]:
     """The steps without the first of each attempt, where there are others."""
     first: dict[int, int] = {}
-    for attempt, step in whole:
+    for attempt, step in ended_steps:
         first[attempt] = min(step, first.get(attempt, step))
-    return sorted({each for each in whole if each[1] > first[each[0]]} or set(whole))
+    return sorted({each for each in ended_steps if each[1] > first[each[0]]} or set(ended_steps))
 
 
 def steady(
-    rows: Sequence[Row], key: Sequence[str], whole: Sequence[Step], means: Sequence[str] = ()
+    rows: Sequence[Row], key: Sequence[str], ended_steps: Sequence[Step], means: Sequence[str] = ()
 ) -> Steady:
     """What of ``rows`` comes back in each step.
 
     Args:
         rows: ``attempt``, ``step``, the key and the measures of operations; several of one key and step are added up.
         key: the columns that tell operations apart.
-        whole: the steps that ended.
+        ended_steps: attempt and step of the steps that ended.
         means: measures beside :data:`COUNTED`, such as times: their means over the steps that count.
     """
-    warm = warm_steps(whole)
+    warm = warm_steps(ended_steps)
     sums: dict[tuple[Any, ...], dict[Step, dict[str, float | None]]] = defaultdict(dict)
-    known = set(whole)
+    known = set(ended_steps)
     for row in rows:
         step = int(row["attempt"]), int(row["step"])
         if step not in known:
@@ -80,10 +80,10 @@ def steady(
                 into[name] = (into[name] or 0) + row[name]
             elif name in PARTLY_KNOWN:
                 into[name] = nan
-    found = Steady(warm, [], [], [])
+    answer = Steady(warm, [], [], [])
     for values, by_step in sums.items():
-        _judge(dict(zip(key, values, strict=True)), by_step, found)
-    return found
+        _judge(dict(zip(key, values, strict=True)), by_step, answer)
+    return answer
 
 
 def steady_traffic(traffic: Sequence[Row], times: Sequence[Row]) -> Steady:
@@ -94,13 +94,13 @@ def steady_traffic(traffic: Sequence[Row], times: Sequence[Row]) -> Steady:
             least, with None for what is null.
         times: attempt, step and duration_ns of the training steps; None for that of one that did not end.
     """
-    whole = sorted((row["attempt"], row["step"]) for row in times if row["duration_ns"] is not None)
+    ended_steps = sorted((row["attempt"], row["step"]) for row in times if row["duration_ns"] is not None)
     inside = [row for row in traffic if row["step"] >= 0]
-    return steady(inside, (*TRAFFIC_KEY, "group_size"), whole, _TRAFFIC_MEANS)
+    return steady(inside, (*TRAFFIC_KEY, "group_size"), ended_steps, _TRAFFIC_MEANS)
 
 
-def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], found: Steady) -> None:
-    warm = found.warm
+def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], answer: Steady) -> None:
+    warm = answer.warm
     present = [step for step in warm if step in by_step]
     value: dict[str, Any] | None = None
     every = 1 if len(present) == len(warm) else _period(present, warm)
@@ -112,8 +112,8 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], fou
         weights = dict.fromkeys(present, 1 / len(warm))
     if weights:
         value = _mean(weights, by_step)
-        found.per_step.append({**named, **value, "every": every})
-        found.weights.append(weights)
+        answer.per_step.append({**named, **value, "every": every})
+        answer.weights.append(weights)
     expected = {name: (value[name] or 0) * (every or 0) for name in COUNTED} if value is not None else None
     for step, sent in sorted(by_step.items()):
         if expected is None or (every and (step not in warm or _is_of_most(present, by_step))):
@@ -124,7 +124,7 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], fou
                 if name in sent:
                     beyond[name] = _beyond(name, sent[name], value, every)
             if beyond["collectives"] > 0 or beyond["payload_bytes"] > 0:
-                found.one_offs.append({**named, "attempt": step[0], "step": step[1], **beyond})
+                answer.one_offs.append({**named, "attempt": step[0], "step": step[1], **beyond})
 
 
 def _beyond(
@@ -157,12 +157,12 @@ def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]])
 def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any]]) -> dict[str, Any]:
     """What one step sends on average. The weights are equal: a sum is divided once, so that whole numbers stay whole."""
     divisor = round(1 / next(iter(weights.values())))
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for name in by_step[next(iter(weights))]:
         known = [by_step[step][name] for step in weights if by_step[step][name] is not None]
         total = sum(known) / divisor if known else None
-        found[name] = None if total != total else total
-    return found
+        means[name] = None if total != total else total
+    return means
 
 
 def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:

@@ -19,8 +19,8 @@ def none() -> pd.DataFrame:
 
 def untagged(traffic: pd.DataFrame) -> pd.DataFrame:
     """Those rows of ``traffic`` by :data:`BY` that have no purpose, the most payload first."""
-    found = traffic[traffic["purpose"].isna()]
-    found = found.sort_values(
+    untagged_rows = traffic[traffic["purpose"].isna()]
+    untagged_rows = untagged_rows.sort_values(
         ["payload_bytes", "collectives", "call_site"], ascending=[False, False, True], kind="stable"
     )
-    return found[list(UNTAGGED.names)].reset_index(drop=True)
+    return untagged_rows[list(UNTAGGED.names)].reset_index(drop=True)
