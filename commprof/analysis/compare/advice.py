@@ -119,10 +119,10 @@ def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> l
         if row["wire_bytes_per_step"] is not None
     )
     wire = "executed_wire_bytes_per_step" if executed else "wire_bytes_per_step"
-    found = []
+    settings = []
     for row in rows:
         repeats = of_label[row["label"]]
-        found.append(
+        settings.append(
             Candidate(
                 label=row["label"],
                 values=repeats[0].setting.values,
@@ -142,7 +142,7 @@ def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> l
                 moved_bytes=_mean_moved(repeats),
             )
         )
-    return found
+    return settings
 
 
 def _mean_moved(repeats: Sequence[Measured]) -> float | None:
@@ -150,9 +150,9 @@ def _mean_moved(repeats: Sequence[Measured]) -> float | None:
     return fmean(known) if len(known) == len(repeats) else None
 
 
-def weigh(found: Sequence[Candidate]) -> Weighed:
-    """The rules at the head of this module, over ``found`` in any order."""
-    ordered = sorted(found, key=lambda one: (one.wire_bytes is None, one.wire_bytes or 0.0, one.label))
+def weigh(settings: Sequence[Candidate]) -> Weighed:
+    """Apply the rules at the head of this module to ``settings``, in any order."""
+    ordered = sorted(settings, key=lambda one: (one.wire_bytes is None, one.wire_bytes or 0.0, one.label))
     left_out = _left_out(ordered)
     counted = [one for one in ordered if one.label not in left_out]
     pairs = differences.pairs({one.label: one.medians for one in counted})
@@ -166,11 +166,11 @@ def weigh(found: Sequence[Candidate]) -> Weighed:
     if not best:
         rest = [one for one in counted if one.label in not_slower]
         best = [one.label for one in rest if _sends_least(one, rest)]
-    told = differences.CANNOT_TELL not in verdicts.values()
+    are_distinguishable = differences.CANNOT_TELL not in verdicts.values()
     if work or len(shapes) > 1 or len(counted) < 2:
         answer, best = CANNOT_TELL, []
     elif len(best) == len(counted):
-        answer, best = NO_DIFFERENCE if told else CANNOT_TELL, []
+        answer, best = NO_DIFFERENCE if are_distinguishable else CANNOT_TELL, []
     else:
         answer = RECOMMENDED
     keys = _telling_keys(ordered, best)
@@ -221,9 +221,9 @@ def _changes_the_work(key: str) -> bool:
     return key in _WORK or key.startswith(_WORK_SECTIONS) or key.endswith(_WORK_SUFFIXES)
 
 
-def _left_out(found: Sequence[Candidate]) -> dict[str, str]:
-    reasons = {one.label: "no whole training step" for one in found if one.wire_bytes is None}
-    lossy = [one for one in found if one.losses and one.label not in reasons]
+def _left_out(settings: Sequence[Candidate]) -> dict[str, str]:
+    reasons = {one.label: "no whole training step" for one in settings if one.wire_bytes is None}
+    lossy = [one for one in settings if one.losses and one.label not in reasons]
     if len({steps for one in lossy for steps in one.steps_of_runs}) > 1 or not lossy:
         return reasons  # losses after different numbers of steps are not compared
     finite = [one for one in lossy if isfinite(fmean(one.losses))]
@@ -256,28 +256,30 @@ def _sends_least(one: Candidate, among: Sequence[Candidate]) -> bool:
 def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
     """Of the second beside the first, for both orders of each pair."""
     turned = {differences.SHORTER: differences.LONGER, differences.LONGER: differences.SHORTER}
-    found: dict[tuple[str, str], str] = {}
+    by_pair: dict[tuple[str, str], str] = {}
     for label, other, verdict in zip(pairs["label"], pairs["other"], pairs["verdict"], strict=True):
-        found[label, other] = verdict
-        found[other, label] = turned.get(verdict, verdict)
-    return found
+        by_pair[label, other] = verdict
+        by_pair[other, label] = turned.get(verdict, verdict)
+    return by_pair
 
 
-def _telling_keys(found: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
+def _telling_keys(settings: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
     """The keys to set: those by which exactly the settings ``best`` are told from all others.
 
     Where there are none, the one key and value that only settings of ``best`` have, and the most of them; else nothing.
     """
-    mine = [one.values for one in found if one.label in best]
+    mine = [one.values for one in settings if one.label in best]
     if not mine:
         return {}
-    others = [one.values for one in found if one.label not in best]
+    others = [one.values for one in settings if one.label not in best]
     shared = {
         key: value for key, value in mine[0].items() if all(values.get(key) == value for values in mine)
     }
-    told = {key: value for key, value in shared.items() if any(values.get(key) != value for values in others)}
-    if told and not any(told.items() <= values.items() for values in others):
-        return told
+    distinguishing = {
+        key: value for key, value in shared.items() if any(values.get(key) != value for values in others)
+    }
+    if distinguishing and not any(distinguishing.items() <= values.items() for values in others):
+        return distinguishing
     pairs = {pair for values in mine for pair in values.items()}
     single = {pair for pair in pairs if not any(pair in values.items() for values in others)}
     if not single:

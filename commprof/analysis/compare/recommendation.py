@@ -26,7 +26,7 @@ REPEAT: Final = "commprof sweep --repeat 3 ... measures each setting three times
 
 def advise(weighed: Weighed) -> Advice:
     """The advice of ``weighed``, with its evidence."""
-    told = [
+    sentences = [
         _answer(weighed),
         *_as_good(weighed),
         *_moved(weighed),
@@ -35,7 +35,7 @@ def advise(weighed: Weighed) -> Advice:
         *_losses(weighed),
         *_warnings(weighed),
     ]
-    return Advice(weighed.answer, tuple(told), settings_frame(weighed), weighed.pairs)
+    return Advice(weighed.answer, tuple(sentences), settings_frame(weighed), weighed.pairs)
 
 
 def _answer(weighed: Weighed) -> str:
@@ -147,10 +147,10 @@ def _times(weighed: Weighed) -> list[str]:
     unsure = verdicts.count(differences.CANNOT_TELL)
     if unsure == len(verdicts):
         return [f"Nothing can be said of the step times: one repeat does not show how runs vary. {REPEAT}."]
-    found = []
+    sentences = []
     different = weighed.pairs[weighed.pairs["verdict"].isin([differences.SHORTER, differences.LONGER])]
     if different.empty:
-        found.append(
+        sentences.append(
             "There is no measurable difference in step time: no two settings differ by more than their repeats do "
             "(Welch's t, Holm's correction over all pairs, 5 %)."
         )
@@ -162,18 +162,18 @@ def _times(weighed: Weighed) -> list[str]:
             else (row["label"], row["other"])
         )
         low, high = sorted(abs(int(row[name])) for name in ("low_ns", "high_ns"))
-        found.append(
+        sentences.append(
             f"{len(different)} of {len(verdicts)} pairs differ measurably in step time; the most: {fast} takes "
             f"{format_ns(abs(int(row['difference_ns'])))} less than {slow} ({format_ns(low)} to {format_ns(high)})."
         )
         slower_all = [label for label in weighed.recommended if label not in weighed.not_slower]
         if weighed.recommended and not slower_all:
-            found.append("No other setting is measurably faster than what is recommended.")
+            sentences.append("No other setting is measurably faster than what is recommended.")
     if unsure:
-        found.append(
+        sentences.append(
             f"Of {unsure} of {len(verdicts)} pairs the step times cannot be told apart, for want of repeats."
         )
-    return found
+    return sentences
 
 
 def _losses(weighed: Weighed) -> list[str]:
@@ -202,16 +202,16 @@ def _losses(weighed: Weighed) -> list[str]:
 def _warnings(weighed: Weighed) -> list[str]:
     """Of each setting to be set, or of all where none is, what it asked for and did not get."""
     wanted = weighed.recommended or [one.label for one in weighed.candidates]
-    found = []
+    sentences = []
     for one in sorted(weighed.candidates, key=lambda one: one.label):
         meant = one.intended_op or one.issued_op
         if one.label not in wanted or None in (one.requested_op, one.issued_op) or meant == one.requested_op:
             continue
-        found.append(
+        sentences.append(
             f"Warning: {one.label} asks for {one.requested_op} and issues {one.issued_op}"
             + (f": {one.explanation}." if one.explanation else ".")
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sentences))
 
 
 def _counted(weighed: Weighed) -> list[Candidate]:

@@ -65,13 +65,16 @@ def batch_size(config: Mapping[str, Any] | None, world_size: int | None) -> int 
     24
     """
     config = config or {}
-    whole = config.get("train_batch_size")
-    if _is_count(whole):
-        return int(whole)  # type: ignore[arg-type]  # a count is an integer
-    micro, parts = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
-    if not (_is_count(micro) and _is_count(parts) and world_size):
+    total = config.get("train_batch_size")
+    if _is_count(total):
+        return int(total)  # type: ignore[arg-type]  # a count is an integer
+    micro, accumulation_steps = (
+        config.get("train_micro_batch_size_per_gpu"),
+        config.get("gradient_accumulation_steps", 1),
+    )
+    if not (_is_count(micro) and _is_count(accumulation_steps) and world_size):
         return None
-    return int(micro) * int(parts) * world_size  # type: ignore[arg-type]
+    return int(micro) * int(accumulation_steps) * world_size  # type: ignore[arg-type]
 
 
 def _rates(samples: Sequence[float], durations: pd.Series[Any]) -> list[float]:

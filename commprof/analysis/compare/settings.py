@@ -78,19 +78,19 @@ def script_arguments(command: Sequence[str], script: str | None) -> dict[str, An
     """
     words = list(command)
     words = words[words.index(script) + 1 :] if script in words else []
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     option: str | None = None
     for position, word in enumerate(words, start=1):
         is_option = word.startswith("-") and not word.lstrip("-")[:1].isdigit()
         if is_option:
             name, equals, value = word.partition("=")
-            found[name] = value if equals else True
+            arguments[name] = value if equals else True
             option = None if equals else name
         elif option is not None:
-            found[option] = word if found[option] is True else f"{found[option]} {word}"
+            arguments[option] = word if arguments[option] is True else f"{arguments[option]} {word}"
         else:
-            found[str(position)] = word
-    return found
+            arguments[str(position)] = word
+    return arguments
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -143,9 +143,9 @@ def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
     others = set(among)
     names = {}
     for key in keys:
-        parts = key.split(".")
-        first = 2 if parts[-1] in _NEEDS_SECTION else 1
-        candidates = [".".join(parts[-length:]) for length in range(min(first, len(parts)), len(parts) + 1)]
+        words = key.split(".")
+        first = 2 if words[-1] in _NEEDS_SECTION else 1
+        candidates = [".".join(words[-length:]) for length in range(min(first, len(words)), len(words) + 1)]
         names[key] = next(
             (
                 name
@@ -199,11 +199,11 @@ def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Set
 
 def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> list[str]:
     """The label of each run. A key that it lacks is left out, unless nothing would be left."""
-    found = []
+    labels = []
     for each in texts:
         named = {key: text for key, text in each.items() if text != ABSENT} or each
-        found.append(", ".join(f"{short[key]}={text}" for key, text in named.items()))
-    return found
+        labels.append(", ".join(f"{short[key]}={text}" for key, text in named.items()))
+    return labels
 
 
 def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
@@ -234,11 +234,11 @@ def in_order(manifests: Sequence[Manifest]) -> list[int]:
     return positions
 
 
-def settings_frame(found: Sequence[Setting], names: Sequence[str]) -> pd.DataFrame:
+def settings_frame(settings: Sequence[Setting], names: Sequence[str]) -> pd.DataFrame:
     """One row per run: ``run``, ``label``, then the differing keys in full, as text."""
     rows = [
         {"run": name, "label": setting.label, **setting.values}
-        for setting, name in zip(found, names, strict=True)
+        for setting, name in zip(settings, names, strict=True)
     ]
-    keys = found[0].values if found else {}
+    keys = settings[0].values if settings else {}
     return pd.DataFrame(rows, columns=["run", "label", *keys], dtype=TEXT)

@@ -39,14 +39,16 @@ class Difference(NamedTuple):
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Welch's t-test of two samples of two values or more (Welch 1947; degrees of freedom by Satterthwaite)."""
-    parts = [variance(values) / len(values) for values in (first, second)]
-    value, error = fmean(second) - fmean(first), sqrt(sum(parts))
+    mean_variances = [variance(values) / len(values) for values in (first, second)]
+    value, error = fmean(second) - fmean(first), sqrt(sum(mean_variances))
     if error == 0:
         return Difference(value, value, value, 1.0 if value == 0 else 0.0)
     spread = sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True) if part
+        part**2 / (len(values) - 1)
+        for part, values in zip(mean_variances, (first, second), strict=True)
+        if part
     )
-    degrees = sum(parts) ** 2 / spread
+    degrees = sum(mean_variances) ** 2 / spread
     reach = t_quantile(degrees) * error
     return Difference(value, value - reach, value + reach, t_tail(abs(value) / error, degrees))
 
@@ -84,12 +86,12 @@ def pairs(medians: Mapping[str, Sequence[float]]) -> pd.DataFrame:
             if all(medians[name] for name in (label, other)):
                 row["difference_ns"] = round(fmean(medians[other]) - fmean(medians[label]))
             continue
-        found = welch(medians[label], medians[other])
+        difference = welch(medians[label], medians[other])
         row |= {
-            "difference_ns": round(found.value),
-            "low_ns": _rounded(found.low),
-            "high_ns": _rounded(found.high),
-            "probability": found.probability,
+            "difference_ns": round(difference.value),
+            "low_ns": _rounded(difference.low),
+            "high_ns": _rounded(difference.high),
+            "probability": difference.probability,
         }
         tested.append(row)
     for row, probability in zip(tested, holm([row["probability"] for row in tested]), strict=True):

@@ -52,6 +52,6 @@ def _number(value: object) -> int | None:
     return None if value is None or pd.isna(value) else int(value)  # type: ignore[call-overload]
 
 
-def _ratio(part: object, whole: int | None) -> float | None:
-    found = _number(part)
-    return None if found is None or not whole else found / whole
+def _ratio(part: object, denominator: int | None) -> float | None:
+    numerator = _number(part)
+    return None if numerator is None or not denominator else numerator / denominator
