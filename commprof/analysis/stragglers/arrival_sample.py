@@ -80,7 +80,7 @@ def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
         TraceError: a file cannot be read.
     """
     most = min(_MOST_OF_HOST, MOST_ROWS * ranks // max(world, ranks, 1))
-    found: dict[int, int] = {}
+    collectives_of_step: dict[int, int] = {}
     first, last = [], []
     for rows in _processes(collectives, _COUNTED):
         ends = pc.min_max(rows["issue_ns"]).as_py()
@@ -88,23 +88,26 @@ def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
             first.append(ends["min"])
             last.append(ends["max"])
         for step, count in zip(*(of.tolist() for of in _counts(_compared(rows))), strict=True):
-            found[step] = found.get(step, 0) + count
-    steps, counts = (np.array(list(values), np.int64) for values in (found.keys(), found.values()))
+            collectives_of_step[step] = collectives_of_step.get(step, 0) + count
+    steps, counts = (
+        np.array(list(values), np.int64)
+        for values in (collectives_of_step.keys(), collectives_of_step.values())
+    )
     fitting = int((np.cumsum(counts[np.argsort(_hashes(steps))]) <= most).sum())
     is_halved = fitting < min(_FEWEST_STEPS, len(steps))
     lowest = np.ones(len(steps), np.int64) if is_halved else counts
     below = _bound(steps, lowest, _FEWEST_STEPS if is_halved else most)
     needed = tuple(name for name in NEEDED if name not in OWN_COLUMNS)
     halvings = 0
-    kept = schema().empty_table()
+    sampled = schema().empty_table()
     for rows in _processes(collectives, needed):
         part = _of_steps(_compared(with_own_times(rows)), below, halvings)
-        kept = pa.concat_tables([kept, part.select(schema().names).cast(schema())])
-        while len(kept) > most and halvings < _MOST_HALVINGS:
+        sampled = pa.concat_tables([sampled, part.select(schema().names).cast(schema())])
+        while len(sampled) > most and halvings < _MOST_HALVINGS:
             halvings += 1
-            kept = _of_steps(kept, below, halvings)
+            sampled = _of_steps(sampled, below, halvings)
     span_ns = max(last) - min(first) if first else 0
-    return as_table(Sample(kept, below if len(kept) <= most else 0, halvings, len(steps), span_ns))
+    return as_table(Sample(sampled, below if len(sampled) <= most else 0, halvings, len(steps), span_ns))
 
 
 def as_table(sample: Sample) -> pa.Table:
@@ -174,9 +177,9 @@ def _processes(collectives: pa.Table | Scan, columns: Sequence[str]) -> Iterator
 
 def _compared(rows: pa.Table) -> pa.Table:
     """The collectives of several ranks within steps."""
-    found = matchable(rows)
-    within = pc.and_(pc.greater_equal(found["step"], 0), pc.greater(found["group_size"], 1))
-    return found.filter(pc.and_(within, pc.invert(found["is_p2p"])))
+    matched = matchable(rows)
+    within = pc.and_(pc.greater_equal(matched["step"], 0), pc.greater(matched["group_size"], 1))
+    return matched.filter(pc.and_(within, pc.invert(matched["is_p2p"])))
 
 
 def _codes(rows: pa.Table) -> Numbers:

@@ -37,29 +37,29 @@ def worst(arrived: pa.Table, limit: int) -> pa.Table:
 
 def late_collectives(arrived: pa.Table, limit: int) -> pd.DataFrame:
     """The collectives and messages whose ranks came furthest apart, one row each, the worst first."""
-    kept = from_arrow(worst(arrived, limit), ARRIVALS.columns)
-    times = kept[list(_TIME_OF.values())]
-    whole = times.fillna(0).astype("int64")
-    by = kept.assign(
-        lateness_ns=kept["lateness_ns"].astype("int64"),
-        longest=whole.max(axis=1),
-        end_ns=kept["arrived_ns"].astype("int64") + whole.sum(axis=1),
+    worst_arrivals = from_arrow(worst(arrived, limit), ARRIVALS.columns)
+    times = worst_arrivals[list(_TIME_OF.values())]
+    times_ns = times.fillna(0).astype("int64")
+    by = worst_arrivals.assign(
+        lateness_ns=worst_arrivals["lateness_ns"].astype("int64"),
+        longest=times_ns.max(axis=1),
+        end_ns=worst_arrivals["arrived_ns"].astype("int64") + times_ns.sum(axis=1),
     ).groupby("collective")
-    last = kept.loc[by["lateness_ns"].idxmax().to_numpy()].reset_index(drop=True)
-    found = last[
+    last = worst_arrivals.loc[by["lateness_ns"].idxmax().to_numpy()].reset_index(drop=True)
+    answer = last[
         [name for name in LATE_COLLECTIVES.names if name in last and name not in set(_TIME_OF.values())]
     ].assign(
         spread_ns=last["lateness_ns"],
         error_ns=last["lateness_error_ns"],
         last_rank=last["rank"].where(last["is_last"].notna()),
         certain=last["certain"].fillna(False).astype(bool),
-        cause=kept.loc[by["longest"].idxmax().to_numpy(), "cause"].to_numpy(),
+        cause=worst_arrivals.loc[by["longest"].idxmax().to_numpy(), "cause"].to_numpy(),
         begin_ns=by["arrived_ns"].min().to_numpy(),
         end_ns=by["end_ns"].max().to_numpy(),
         **{name: by[name].max().to_numpy() for name in _TIME_OF.values()},
     )
-    found = found.sort_values(["spread_ns", "begin_ns"], ascending=[False, True], kind="stable")
-    rows: list[dict[Any, Any]] = found.to_dict("records")
+    answer = answer.sort_values(["spread_ns", "begin_ns"], ascending=[False, True], kind="stable")
+    rows: list[dict[Any, Any]] = answer.to_dict("records")
     return from_rows(
         ({str(name): None if pd.isna(value) else value for name, value in row.items()} for row in rows),
         LATE_COLLECTIVES.columns,

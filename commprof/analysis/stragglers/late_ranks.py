@@ -96,7 +96,7 @@ class LastRanks:
     """
 
     def __init__(self) -> None:
-        self._parts: list[dict[str, Numbers]] = []
+        self._batches: list[dict[str, Numbers]] = []
         self.steps: set[int] = set()
 
     def add(self, arrived: pa.Table, rows: Numbers) -> None:
@@ -112,7 +112,7 @@ class LastRanks:
         is_told = certain | ((part["members"] > 2) & (part["second_lead_ns"] > part["lateness_error_ns"]))
         part["is_certain"] = certain.astype(np.int64)
         part = {name: values[is_told] for name, values in part.items()}
-        self._parts.append(part)
+        self._batches.append(part)
 
     def findings(self, span_ns: int, least_share: float = 0.0) -> Findings:
         """What follows from all of them, in a run of ``span_ns``.
@@ -120,7 +120,7 @@ class LastRanks:
         Args:
             least_share: of a rank by chance. Where roots hold ranks, these cannot come late: few are left who can.
         """
-        events = _Events(self._parts)
+        events = _Events(self._batches)
         steps = warm_steps(self.steps)
         warm = events.of(steps)
         cost = np.where(events.is_timed, events["others_waited_own_ns"], events["own_lead_ns"])
@@ -151,10 +151,10 @@ class LastRanks:
 class _Events:
     """The rows of all parts, and what they say together."""
 
-    def __init__(self, parts: list[dict[str, Numbers]]) -> None:
+    def __init__(self, batches: list[dict[str, Numbers]]) -> None:
         names = (*_NUMBERS, *_FLAGS, "is_certain")
         empty = np.zeros(0, np.int64)
-        self._columns = {name: np.concatenate([empty, *(part[name] for part in parts)]) for name in names}
+        self._columns = {name: np.concatenate([empty, *(part[name] for part in batches)]) for name in names}
         self.is_timed, self.is_known = (self[name] > 0 for name in _FLAGS)
         self.is_certain = self["is_certain"] > 0
 
@@ -218,9 +218,9 @@ def _late_ranks(
     half = _rounded(of_both * events.second_share() / 2)
     # The last one may have come from waits elsewhere, such as the root of a reduce after its last sender.
     of_last = np.minimum(events.second_share(), events["own_delay_ns"] / np.maximum(events["lateness_ns"], 1))
-    who, cost = events["rank"][rows].copy(), (all_costs + _rounded(of_both * of_last / 2))[rows]
+    blamed, cost = events["rank"][rows].copy(), (all_costs + _rounded(of_both * of_last / 2))[rows]
     seconds = np.arange(len(rows)) >= len(rows) - len(shared)
-    who[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
+    blamed[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
     # Who was hidden behind the last one: nobody, where the two came together.
     behind, behind_cost = events["second_rank"][rows], np.where(both, 0, events["second_own_lead_ns"])[rows]
     members = events["members"][rows].copy()
@@ -231,24 +231,24 @@ def _late_ranks(
     late: list[LateRank] = []
     while True:
         heavy = heaviest(cost)
-        found = _culprit(who, cost, members, hidden, heavy, span_ns, late, least_share)
-        if found is None:
+        culprit = _culprit(blamed, cost, members, hidden, heavy, span_ns, late, least_share)
+        if culprit is None:
             break
-        mine = who == found
-        main = heavy[who[heavy] == found]
+        mine = blamed == culprit
+        main = heavy[blamed[heavy] == culprit]
         is_hidden = bool(cost[mine & hidden].sum() > cost[mine & ~hidden].sum())
         steps = len(np.unique(codes[main]))
         late.append(
-            LateRank(found, int(cost[mine].sum()), len(main), steps, is_hidden, bool(seen[mine].any()))
+            LateRank(culprit, int(cost[mine].sum()), len(main), steps, is_hidden, bool(seen[mine].any()))
         )
         again = mine & ~hidden
         cost[mine] = 0
         cost[again] = behind_cost[again]
-        who[again] = behind[again]
+        blamed[again] = behind[again]
         members[again] -= 1
         hidden |= mine
-        cost[np.isin(who, [each.rank for each in late])] = 0
-    turns = {} if late or own_ns < _TURNS * span_ns else _by_rank(who, cost)
+        cost[np.isin(blamed, [each.rank for each in late])] = 0
+    turns = {} if late or own_ns < _TURNS * span_ns else _by_rank(blamed, cost)
     if max(turns.values(), default=0) > _MOST_OF_IT * sum(turns.values()):
         turns = {}  # one rank, too seldom to be told from chance
     return late, own_ns, turns

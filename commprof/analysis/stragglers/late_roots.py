@@ -43,7 +43,7 @@ class RootedCollectives:
     """Takes arrivals, part by part."""
 
     def __init__(self) -> None:
-        self._parts: list[pa.Table] = []
+        self._tables: list[pa.Table] = []
 
     def add(self, arrived: pa.Table) -> None:
         """Take the rows of the ranks that others wait for."""
@@ -51,10 +51,10 @@ class RootedCollectives:
         if arrived["awaited_own_ns"].null_count < len(arrived):
             some = arrived.select(names).filter(arrived["awaited_own_ns"].is_valid())
             texts = [pa.compute.cast(some[name], pa.string()) for name in names[-2:]]
-            self._parts.append(pa.table([*(some[name] for name in _NUMBERS), *texts], names=names))
+            self._tables.append(pa.table([*(some[name] for name in _NUMBERS), *texts], names=names))
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._tables)
 
     def costs(self, steps: set[int]) -> dict[int, int]:
         """What others waited in all for the own time of each rank, whether chance explains it or not."""
@@ -66,9 +66,9 @@ class RootedCollectives:
 
     def _warm(self, steps: set[int]) -> pa.Table | None:
         """The rows of ``steps`` without those of the warm-up; None without rows."""
-        if not self._parts:
+        if not self._tables:
             return None
-        every = pa.concat_tables(self._parts)
+        every = pa.concat_tables(self._tables)
         codes = (every["attempt"].to_numpy().astype(np.int64) << 32) + every["step"].to_numpy()
         if steps:
             warm = np.isin(codes, np.array(sorted(warm_steps(steps)), np.int64))
@@ -84,15 +84,15 @@ class RootedCollectives:
         every = self._warm(steps)
         if every is None:
             return []
-        found = []
+        late_roots = []
         kinds = every.group_by(["op", "group_ranks", "peer"]).aggregate([]).to_pylist()
         for kind in sorted(kinds, key=lambda each: tuple(map(str, each.values()))):
             mine = every
             for name, value in kind.items():
                 mine = mine.filter(pc.equal(mine[name], value))
-            found += _late_ones(mine, kind["op"], kind["peer"], span_ns)
+            late_roots += _late_ones(mine, kind["op"], kind["peer"], span_ns)
         costliest: dict[int, LateRoot] = {}
-        for late in sorted(found, key=lambda each: (-each.cost_ns, each.rank, each.op)):
+        for late in sorted(late_roots, key=lambda each: (-each.cost_ns, each.rank, each.op)):
             costliest.setdefault(late.rank, late)
         return list(costliest.values())
 
@@ -104,7 +104,7 @@ def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoo
         for name in ("rank", "group_size", "awaited_own_ns", "awaited_later_ns", "own_lead_ns")
     )
     cost, lead = _beyond_resolution(cost), _beyond_resolution(lead)
-    found = []
+    late_roots = []
     for each in np.unique(rank).tolist():
         is_root = each == root
         mine = rank == each
@@ -121,8 +121,8 @@ def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoo
         is_beyond_chance = binomial_tail(times, len(judged), chance) < bound
         if min(total, net) >= _WORTH * span_ns and total and is_beyond_chance:
             collectives = times if is_root else int(late.sum())
-            found.append(LateRoot(each, op, is_root, total, collectives, len(rows)))
-    return found
+            late_roots.append(LateRoot(each, op, is_root, total, collectives, len(rows)))
+    return late_roots
 
 
 def _beyond_resolution(waits: Numbers) -> Numbers:

@@ -43,7 +43,7 @@ class LateVerdict(NamedTuple):
 
 def verdict(
     ranks: pd.DataFrame,
-    found: Findings,
+    findings: Findings,
     rooted: Sequence[LateRoot],
     paths: Paths,
     span_ns: int,
@@ -53,27 +53,27 @@ def verdict(
 
     Args:
         ranks: one row per rank (answers.STRAGGLERS).
-        found: what those who came last say; ``rooted``: ranks that rooted collectives wait for.
+        findings: what the last arrivals show; ``rooted``: ranks that rooted collectives wait for.
         paths: what the transfers say.
         span_ns: from the first arrival to the last.
         unknown: collectives whose ranks have clocks that were never compared.
     """
     by_rank = {int(row["rank"]): row for _, row in ranks.iterrows()}
-    sentences = [_late(each, by_rank[each.rank], found) for each in found.late]
-    late = [each.rank for each in found.late]
+    sentences = [_late(each, by_rank[each.rank], findings) for each in findings.late]
+    late = [each.rank for each in findings.late]
     roots = [each for each in rooted if each.rank not in late]
-    sentences += [_late_root(each, found) for each in roots]
+    sentences += [_late_root(each, findings) for each in roots]
     late += [each.rank for each in roots]
-    transfers = _transfers(found, paths, by_rank, span_ns)
+    transfers = _transfers(findings, paths, by_rank, span_ns)
     culprit = LATE_RANK if sentences else SLOW_TRANSFER if transfers else NOBODY
     sentences += transfers
     if not sentences:
-        sentences = _elsewhere(found, span_ns) or _untold(found, by_rank, span_ns)
+        sentences = _elsewhere(findings, span_ns) or _untold(findings, by_rank, span_ns)
         culprit = UNTOLD if sentences else NOBODY
     elif culprit == LATE_RANK:
-        sentences += _elsewhere(found, span_ns)
-    sentences += _turns(found) if not sentences else []
-    if culprit == NOBODY or (culprit == UNTOLD and not found.untold):
+        sentences += _elsewhere(findings, span_ns)
+    sentences += _turns(findings) if not sentences else []
+    if culprit == NOBODY or (culprit == UNTOLD and not findings.untold):
         limits = _transfers_alone(paths, by_rank)
         culprit = limits.culprit if limits.statement else culprit
         sentences += [limits.statement] if limits.statement else []
@@ -95,20 +95,20 @@ def verdict(
     return LateVerdict(" ".join(sentences) or None, culprit, late)
 
 
-def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
-    cost = _cost(late.cost_ns, found)
+def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
+    cost = _cost(late.cost_ns, findings)
     if late.is_hidden:
         return f"Without it rank {late.rank} would be late by itself: the others would wait {cost} for its own time."
     if (
-        found.compared
-        and found.share == 1  # else it may have been late in collectives of a step that were not compared
-        and late.collectives < _ALL_MOST * found.compared
-        and late.steps < _ALL_MOST * found.steps
+        findings.compared
+        and findings.share == 1  # else it may have been late in collectives of a step that were not compared
+        and late.collectives < _ALL_MOST * findings.compared
+        and late.steps < _ALL_MOST * findings.steps
     ):
         each = format_ns(late.cost_ns / max(late.steps, 1))
         return (
-            f"Rank {late.rank} is late by itself in {late.steps:,} of {found.steps:,} steps: the others waited about {each} "
-            f"for its own time in each of them, {cost} over all steps."
+            f"Rank {late.rank} is late by itself in {late.steps:,} of {findings.steps:,} steps: the others waited about "
+            f"{each} for its own time in each of them, {cost} over all steps."
         )
     error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
     came = f"Rank {late.rank} is late by itself: it was the last to come to {_share(row)}{error}"
@@ -117,31 +117,31 @@ def _late(late: LateRank, row: pd.Series, found: Findings) -> str:
     return f"{came}; the others waited {cost} for its own time between collectives."
 
 
-def _late_root(late: LateRoot, found: Findings) -> str:
+def _late_root(late: LateRoot, findings: Findings) -> str:
     came = f"in {late.collectives:,} of {late.compared:,} {late.op} collectives"
-    cost = _cost(late.cost_ns, found)
+    cost = _cost(late.cost_ns, findings)
     if late.is_root:
         return f"Rank {late.rank} is late by itself as the root {came}: the others waited {cost} for its own time."
     return f"Rank {late.rank} is late by itself {came}: their root waited {cost} for its own time."
 
 
-def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
+def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
     """Sentences on a slow path, and on the rank that comes late because of it."""
     slow = paths.slow(_WORTH_SAYING * span_ns)
-    by_cost = sorted(found.inherited, key=lambda rank: (-found.inherited[rank], rank))
-    late = [rank for rank in by_cost if found.inherited[rank] * 2 >= found.inherited[by_cost[0]]]
-    waited = sum(found.inherited[rank] for rank in late)
+    by_cost = sorted(findings.inherited, key=lambda rank: (-findings.inherited[rank], rank))
+    late = [rank for rank in by_cost if findings.inherited[rank] * 2 >= findings.inherited[by_cost[0]]]
+    waited = sum(findings.inherited[rank] for rank in late)
     # Some ranks were held before, and not each in its turn: halfway from their part of the ranks to all of it.
-    few = 2 * len(by_rank) * waited >= (len(late) + len(by_rank)) * sum(found.inherited.values())
+    few = 2 * len(by_rank) * waited >= (len(late) + len(by_rank)) * sum(findings.inherited.values())
     is_told = 0 < len(late) < len(by_rank) and few
     if not is_told or waited < _WORTH_SAYING * span_ns:
-        return [] if slow is None else [f"{_named(slow)}{_compared(slow, found)}."]
+        return [] if slow is None else [f"{_named(slow)}{_compared(slow, findings)}."]
     slow = slow or paths.rings(late)
     if slow is None:
         groups = paths.groups_of(late[0])[:3]
         slow = SlowPath(GROUP, tuple(groups) or (_all_of(by_rank),), 0.0, 0)
     last = " and ".join(f"{_share(by_rank[rank])} (rank {rank})" for rank in late[:3])
-    cost = _cost(waited, found)
+    cost = _cost(waited, findings)
     after = (
         f"Rank {late[0]} came last to {_share(by_rank[late[0]])}, and the others waited {cost} for it, "
         "but not for its own time: the collectives before ended late for it."
@@ -151,7 +151,7 @@ def _transfers(found: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], 
             f"Ranks {_all_of(late)} came last, to {last}, and the others waited {cost} for them, but not "
             "for their own time: the collectives before ended late for them."
         )
-    return [f"{_named(slow)}{_compared(slow, found)}. {after}"]
+    return [f"{_named(slow)}{_compared(slow, findings)}. {after}"]
 
 
 def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerdict:
@@ -203,54 +203,54 @@ def _named(slow: SlowPath) -> str:
     )
 
 
-def _compared(slow: SlowPath, found: Findings) -> str:
+def _compared(slow: SlowPath, findings: Findings) -> str:
     if not slow.ratio:
         return ""
-    return f" ({slow.ratio:.0f} times as long as elsewhere, {_cost(slow.extra_ns, found)} more)"
+    return f" ({slow.ratio:.0f} times as long as elsewhere, {_cost(slow.extra_ns, findings)} more)"
 
 
-def _elsewhere(found: Findings, span_ns: int) -> list[str]:
+def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
     """What ranks pass on that waited in other groups or for messages."""
-    rank, waited = max(found.elsewhere.items(), key=lambda each: each[1], default=(None, 0))
+    rank, waited = max(findings.elsewhere.items(), key=lambda each: each[1], default=(None, 0))
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
     return [
-        f"For rank {rank} the others waited {_cost(waited, found)} that it passes on: waits in other groups, "
+        f"For rank {rank} the others waited {_cost(waited, findings)} that it passes on: waits in other groups, "
         "in rooted collectives or for messages held it, not its own time."
     ]
 
 
-def _untold(found: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
+def _untold(findings: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
     """Of a rank that stands out, where nothing tells whether by itself."""
-    said = []
-    for rank, waited in sorted(found.untold.items(), key=lambda each: -each[1]):
+    sentences = []
+    for rank, waited in sorted(findings.untold.items(), key=lambda each: -each[1]):
         row = by_rank[rank]
         if not row["stands_out"] or waited < _WORTH_SAYING * span_ns:
             continue
         came = f"Rank {rank} was the last to come to {_share(row)}"
         if pd.isna(row["others_waited_ns"]):
-            came += f"; it alone was missing for {_cost(waited, found)}"
+            came += f"; it alone was missing for {_cost(waited, findings)}"
             came += ", and whether the others waited was not recorded"
         else:
-            came += f"; the others waited {_cost(waited, found)} for it"
-        said.append(
+            came += f"; the others waited {_cost(waited, findings)} for it"
+        sentences.append(
             f"{came}. Whether by its own time, or because collectives before ended late for it, cannot be told: not "
             "all waits of the program for its collectives were recorded."
         )
-    return said
+    return sentences
 
 
-def _turns(found: Findings) -> list[str]:
-    if not found.turns:
+def _turns(findings: Findings) -> list[str]:
+    if not findings.turns:
         return []
-    whole = sum(found.turns.values())
+    total_ns = sum(findings.turns.values())
     shares = ", ".join(
-        f"rank {rank} {100 * cost / whole:.0f} %"
-        for rank, cost in sorted(found.turns.items(), key=lambda each: -each[1])[:4]
+        f"rank {rank} {100 * cost / total_ns:.0f} %"
+        for rank, cost in sorted(findings.turns.items(), key=lambda each: -each[1])[:4]
     )
     return [
         "No rank is late more often than the others: they are late in turn, and waited "
-        f"{_cost(whole, found)} for each other ({shares})."
+        f"{_cost(total_ns, findings)} for each other ({shares})."
     ]
 
 
@@ -258,9 +258,11 @@ def _share(row: pd.Series) -> str:
     return f"{100 * row['last'] / row['collectives']:.0f} % of {row['collectives']:,} collectives"
 
 
-def _cost(cost_ns: float, found: Findings) -> str:
-    cost_ns = cost_ns / found.share
-    return f"{format_ns(cost_ns / found.steps)} a step" if found.steps else f"{format_ns(cost_ns)} in all"
+def _cost(cost_ns: float, findings: Findings) -> str:
+    cost_ns = cost_ns / findings.share
+    return (
+        f"{format_ns(cost_ns / findings.steps)} a step" if findings.steps else f"{format_ns(cost_ns)} in all"
+    )
 
 
 def _all_of(by_rank: Iterable[int]) -> str:

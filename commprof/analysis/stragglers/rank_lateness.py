@@ -140,9 +140,9 @@ class RankLateness:
             of_rank = (self._values.of(sums["rank"], name) for name in ("lateness_ns", "lateness_error_ns"))
             lateness, error = map(np.sort, of_rank)
             if len(lateness):
-                told = {name: round(quantile(lateness, share)) for name, share in _QUANTILES.items()}
-                told |= {"highest_ns": int(lateness[-1]), "error_ns": round(quantile(error, 0.5))}
-                rows.append({"rank": sums["rank"], "collectives": len(lateness), **told})
+                quantiles_ns = {name: round(quantile(lateness, share)) for name, share in _QUANTILES.items()}
+                quantiles_ns |= {"highest_ns": int(lateness[-1]), "error_ns": round(quantile(error, 0.5))}
+                rows.append({"rank": sums["rank"], "collectives": len(lateness), **quantiles_ns})
         return from_rows(rows, LATENESS.columns)
 
     def causes(self) -> pd.DataFrame:
@@ -216,7 +216,7 @@ def _of_counted(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
     """Of those who came last; what they cost where that is certain. ``timed``: how often the wait of the others was seen."""
     certain = rows[part.flags("certain")[rows]]
-    found = {
+    sums = {
         "last": part.count(certain),
         "within_bound": part.count(rows) - part.count(certain),
         "lead_ns": part.sum(certain, part.numbers("lead_ns")[certain]).astype(np.int64),
@@ -225,33 +225,33 @@ def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
     waited, known = part.numbers("others_waited_ns"), part.known("others_waited_ns")
     in_steps = certain[part.numbers("step")[certain] >= 0]
     for where, some in (("", certain), ("_in_steps", in_steps)):
-        found |= {
+        sums |= {
             f"last{where}": part.count(some),
             f"timed{where}": part.count(some[known[some]]),
             f"waited{where}": part.sum(some, waited[some]).astype(np.int64),
         }
-    return found
+    return sums
 
 
 def _of_own(part: _Part, certain: Numbers) -> Mapping[str, npt.NDArray[Any]]:
     """What the others waited for the own time of a rank, and for what it inherited, where both are known."""
-    told = certain[part.known("others_waited_own_ns")[certain]]
-    own, waited = (part.numbers(name)[told] for name in ("others_waited_own_ns", "others_waited_ns"))
+    split = certain[part.known("others_waited_own_ns")[certain]]
+    own, waited = (part.numbers(name)[split] for name in ("others_waited_own_ns", "others_waited_ns"))
     return {
-        "told": part.count(told),
-        "own_waited": part.sum(told, own).astype(np.int64),
-        "inherited_waited": part.sum(told, waited - own).astype(np.int64),
+        "told": part.count(split),
+        "own_waited": part.sum(split, own).astype(np.int64),
+        "inherited_waited": part.sum(split, waited - own).astype(np.int64),
     }
 
 
 def _of_causes(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
     cause = part.cause()[rows]
-    found = {"compared": part.count(rows)}
+    sums = {"compared": part.count(rows)}
     for number, (name, times) in enumerate(zip(CAUSES, _TIMES, strict=True)):
         some = rows[cause == number]
-        found[name] = part.count(some)
-        found[f"{name}_ns"] = part.sum(some, part.numbers(times)[some]).astype(np.int64)
-    return found
+        sums[name] = part.count(some)
+        sums[f"{name}_ns"] = part.sum(some, part.numbers(times)[some]).astype(np.int64)
+    return sums
 
 
 def _waited(sums: Mapping[str, Any], where: str) -> int | None:

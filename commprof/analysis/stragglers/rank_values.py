@@ -49,11 +49,11 @@ class RankValues:
         """The numbers ``name`` of a rank in rows of some kinds, in any order."""
         column = self._names.index(name)
         places = [place for kind in kinds for place in self._places.get((rank, kind), ())]
-        found = [np.empty(0, np.int64)]
+        values = [np.empty(0, np.int64)]
         for begin, count, apart in places:
             self._file.seek(8 * (begin + column * apart))
-            found.append(np.fromfile(self._file, np.int64, count))
-        return np.concatenate(found)
+            values.append(np.fromfile(self._file, np.int64, count))
+        return np.concatenate(values)
 
 
 def quantile(ordered: Numbers, share: float) -> float:

@@ -193,8 +193,8 @@ class Paths:
             self._keep((kind, ends), _Transfers(place[mine], step[mine], took[mine], size[mine], size[mine]))
 
     def _add_groups(self, rows: pa.Table) -> None:
-        whole = ~among(rows["op"], [*_ROOTED, Op.SEND, Op.RECV, Op.BARRIER])
-        chosen = np.flatnonzero(whole)
+        is_symmetric = ~among(rows["op"], [*_ROOTED, Op.SEND, Op.RECV, Op.BARRIER])
+        chosen = np.flatnonzero(is_symmetric)
         if not len(chosen):
             return
         groups = Groups(_numbers(rows, "collective")[chosen])
@@ -229,9 +229,9 @@ class Paths:
         self._count += len(self._taken[key][-1].place)
         while self._count > _MOST_VALUES:
             self._sampled += 1
-            for parts in self._taken.values():
-                parts[:] = [part.at(self._is_sampled(part)) for part in parts]
-            self._count = sum(len(part.place) for parts in self._taken.values() for part in parts)
+            for samples in self._taken.values():
+                samples[:] = [part.at(self._is_sampled(part)) for part in samples]
+            self._count = sum(len(part.place) for samples in self._taken.values() for part in samples)
 
     def _is_sampled(self, transfers: _Transfers) -> Flags:
         mixed = transfers.place.astype(np.uint64) * _MIXED >> np.uint64(32)
@@ -241,11 +241,11 @@ class Paths:
     def _transfers(self) -> Mapping[Key, _Transfers]:
         """Those of each path, group and ring, without warm-up, in an order that depends on nothing but their names."""
         warm = np.array(sorted(warm_steps(self._steps)), np.int64)
-        found = {}
+        of_path = {}
         for key in sorted(self._taken, key=repr):
             every = _Transfers(*(np.concatenate(each) for each in zip(*self._taken[key], strict=True)))
-            found[key] = every.at(np.isin(every.step, warm)) if len(warm) else every
-        return found
+            of_path[key] = every.at(np.isin(every.step, warm)) if len(warm) else every
+        return of_path
 
     def slow(self, worth_ns: float) -> SlowPath | None:
         """The slow path that costs most, where it costs ``worth_ns`` at least; by pairs and groups."""
@@ -259,10 +259,10 @@ class Paths:
                 by_group[kind][member].append(transfers)
             elif (ends := self._ends(member)) is not None:
                 by_pair[kind][ends].append(transfers)
-        found = [_of_pairs(_paces(members)) for members in by_pair.values()]
-        found += [self._of_groups(_paces(members)) for members in by_group.values()]
+        candidates = [_of_pairs(_paces(members)) for members in by_pair.values()]
+        candidates += [self._of_groups(_paces(members)) for members in by_group.values()]
         in_all = [
-            slow._replace(extra_ns=slow.extra_ns << self._sampled) for slow in found if slow is not None
+            slow._replace(extra_ns=slow.extra_ns << self._sampled) for slow in candidates if slow is not None
         ]
         return agreed([slow for slow in in_all if slow.extra_ns >= worth_ns])
 
@@ -281,7 +281,7 @@ class Paths:
     def _of_groups(self, members: Mapping[str, Pace]) -> SlowPath | None:
         """The one host that all slow groups have and no other group, among groups of as many hosts."""
         places = {name: {self.place(rank) for rank in parse_ranks(name)} for name in members}
-        found = []
+        candidates = []
         for spread in sorted({len(each) for each in places.values()} - {1}):
             slow, fast, ratio, extra = _parted(
                 {name: pace for name, pace in members.items() if len(places[name]) == spread}
@@ -290,14 +290,14 @@ class Paths:
             shared = shared.intersection(*(places[name] for name in slow))
             shared = shared.difference(*(places[name] for name in fast))
             if len(shared) == 1:
-                found.append(SlowPath(LINK, tuple(shared), ratio, extra))
+                candidates.append(SlowPath(LINK, tuple(shared), ratio, extra))
             elif shared:
-                found.append(SlowPath(GROUP, tuple(sorted(slow)), ratio, extra))
-        return agreed(found)
+                candidates.append(SlowPath(GROUP, tuple(sorted(slow)), ratio, extra))
+        return agreed(candidates)
 
     def rings(self, ranks: Iterable[int]) -> SlowPath | None:
         """Why collectives of gloo's rings end late for ``ranks``: the path to one, or its one end where that can be told."""
-        found = []
+        candidates = []
         for key, transfers in self._transfers().items():
             if len(key) != 3 or len(transfers.took) < _FEWEST:
                 continue
@@ -307,8 +307,8 @@ class Paths:
             ):
                 ends = tuple(dict.fromkeys(self.place(each) for each in late))
                 if len(ends) == len(late):  # on one host no link is between them
-                    found.append(SlowPath(PATH if len(ends) == 2 else LINK, ends, 0.0, 0))
-        return agreed(found)
+                    candidates.append(SlowPath(PATH if len(ends) == 2 else LINK, ends, 0.0, 0))
+        return agreed(candidates)
 
     def costliest(self) -> Costliest | None:
         """The kind of transfers that costs most; None without enough of them or on one host, where no link is slow."""
@@ -343,18 +343,18 @@ class Paths:
         return sorted(name for name in names if rank in parse_ranks(name))
 
 
-def agreed(found: Sequence[SlowPath]) -> SlowPath | None:
-    """The one slow path that all of ``found`` that cost about the most can be; EITHER of them where there is none."""
-    if not found:
+def agreed(candidates: Sequence[SlowPath]) -> SlowPath | None:
+    """The slow path that explains all ``candidates`` of about the highest cost; kind EITHER where no single one does."""
+    if not candidates:
         return None
-    most = max(slow.extra_ns for slow in found)
-    found = sorted(
-        (slow for slow in found if slow.extra_ns >= _AS_MUCH * most),
+    most = max(slow.extra_ns for slow in candidates)
+    candidates = sorted(
+        (slow for slow in candidates if slow.extra_ns >= _AS_MUCH * most),
         key=lambda slow: (-slow.extra_ns, slow.kind, slow.ends),
     )
-    named = [slow for slow in found if slow.kind not in (GROUP, PATHS)]
+    named = [slow for slow in candidates if slow.kind not in (GROUP, PATHS)]
     if not named:
-        return found[0]
+        return candidates[0]
     shared = set(named[0].ends).intersection(*(slow.ends for slow in named))
     # Of a path one end is slow: another one that names this end fits.
     best = min(named, key=lambda slow: (len(slow.ends), -slow.extra_ns, slow.ends))
@@ -450,13 +450,15 @@ def _of_pairs(members: Mapping[Pair, Pace]) -> SlowPath | None:
 
 def _paces(members: Mapping[Place, list[_Transfers]]) -> dict[Place, Pace]:
     """The pace of each path or group that has enough transfers."""
-    found = {}
-    for place, parts in members.items():
-        took, size = (np.concatenate([getattr(part, name) for part in parts]) for name in ("took", "size"))
+    paces = {}
+    for place, transfers in members.items():
+        took, size = (
+            np.concatenate([getattr(part, name) for part in transfers]) for name in ("took", "size")
+        )
         if len(took) >= _FEWEST:
             low, median, high = np.quantile(took / size, (0.25, 0.5, 0.75)).tolist()
-            found[place] = Pace(low, median, high, float(size.sum()), len(size))
-    return found
+            paces[place] = Pace(low, median, high, float(size.sum()), len(size))
+    return paces
 
 
 def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], float, int]:

@@ -43,13 +43,13 @@ def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
     Raises:
         UsageError: it would not fit into the memory that there is.
     """
-    parts = [
+    tables = [
         dict(zip(part.column_names, part.columns, strict=True)) for part in _parts_within_limit(run, steps)
     ]
     return pd.DataFrame(
         {
             column.name: from_arrow(
-                pa.table({column.name: _joined([part.pop(column.name) for part in parts])}), [column]
+                pa.table({column.name: _joined([part.pop(column.name) for part in tables])}), [column]
             )[column.name]
             for column in ARRIVALS.columns
         }
@@ -62,8 +62,8 @@ def arrival_table(run: Run) -> pa.Table:
     Raises:
         UsageError: they would not fit into the memory that there is.
     """
-    parts = [part.select(ARRIVALS.names) for part in _parts_within_limit(run, None)]
-    return pa.table({name: _joined([part[name] for part in parts]) for name in ARRIVALS.names})
+    tables = [part.select(ARRIVALS.names) for part in _parts_within_limit(run, None)]
+    return pa.table({name: _joined([part[name] for part in tables]) for name in ARRIVALS.names})
 
 
 def _parts_within_limit(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
@@ -116,9 +116,9 @@ def straggling(run: Run, limit: int) -> Straggling:
 
     def from_files() -> Straggling:
         with connect() as engine:
-            parts = of_scan(run.scan("collectives"), NEEDED, engine)
+            partitions = of_scan(run.scan("collectives"), NEEDED, engine)
             align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
-            return straggling_module.straggling(parts, align, limit, hosts)
+            return straggling_module.straggling(partitions, align, limit, hosts)
 
     return by_index(run, lambda index: _from_index(index, limit) if limit <= MOST_LATE else None, from_files)
 
@@ -127,8 +127,8 @@ def sampled_straggling(run: Run, sample: Sample) -> Straggling:
     """Who comes late in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
     align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
     span_ns = round(sample.span_ns * arrival_sample.steps_in(sample) / sample.steps)
-    parts = arrival_sample.parts_of(sample)
-    return straggling_module.straggling(parts, align, MOST_LATE, hosts, span_ns, sample.share)
+    partitions = arrival_sample.parts_of(sample)
+    return straggling_module.straggling(partitions, align, MOST_LATE, hosts, span_ns, sample.share)
 
 
 def _from_index(index: Index, limit: int) -> Straggling:
@@ -138,10 +138,10 @@ def _from_index(index: Index, limit: int) -> Straggling:
         )
         for field, declared in _DECLARED.items()
     }
-    told: dict[str, Any] = json.loads(
+    verdict: dict[str, Any] = json.loads(
         index.ask("select value from facts where name = 'straggling'")["value"][0].as_py()
     )
-    frames["ranks"].attrs.update(told)
+    frames["ranks"].attrs.update(verdict)
     frames["collectives"] = frames["collectives"].head(limit)
     return Straggling(**frames)
 
@@ -157,6 +157,6 @@ def _times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
     align = arrivals_module.aligned(run, transfers.ALSO)
     columns = columns_of(NEEDED, transfers.ALSO)
     with connect() as engine:
-        parts = enumerate(of_scan(run.scan("collectives"), columns, engine))
-        found = pa.concat_tables([transfers.timed(apart(align(part), number)) for number, part in parts])
-    return _of_steps(found, steps)
+        partitions = enumerate(of_scan(run.scan("collectives"), columns, engine))
+        timed = pa.concat_tables([transfers.timed(apart(align(part), number)) for number, part in partitions])
+    return _of_steps(timed, steps)

@@ -62,8 +62,8 @@ class Collector:
             self._last = ends["max"] if self._last is None else max(self._last, ends["max"])
         self._unknown += arrivals_module.incomparable(arrived)
         late = worst(arrived, self._limit)
-        held = [late] if self._late is None else [self._late, late]
-        self._late = worst(pa.concat_tables([_plain(each) for each in held]), self._limit)
+        candidates = [late] if self._late is None else [self._late, late]
+        self._late = worst(pa.concat_tables([_plain(each) for each in candidates]), self._limit)
         self._ranks.add(arrived)
         self._last_ranks.add(arrived, last_ones(arrived))
         self._rooted.add(arrived)
@@ -81,7 +81,7 @@ class Collector:
         span = 0 if self._first is None or self._last is None else int(self._last - self._first)
         span = round((span if span_ns is None else span_ns) * share)
         ranks = self._ranks.stragglers()
-        found = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)._replace(share=share)
+        findings = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)._replace(share=share)
         steps = self._last_ranks.steps
         rooted = self._rooted.late(span, steps)
         if len(ranks) == 2:
@@ -89,36 +89,36 @@ class Collector:
             # waited itself for the first is then as much evidence as what it cost.
             costs = self._rooted.costs(steps)
             waited = {rank: sum(costs.values()) - costs.get(rank, 0) for rank in ranks["rank"]}
-            found = found._replace(
-                late=[late for late in found.late if late.cost_ns >= _MORE_THAN_WAITED * waited[late.rank]]
+            findings = findings._replace(
+                late=[late for late in findings.late if late.cost_ns >= _MORE_THAN_WAITED * waited[late.rank]]
             )
-        said = verdict(ranks, found, rooted, self._paths, span, self._unknown)
-        ranks.attrs.update(said._asdict())
+        late_verdict = verdict(ranks, findings, rooted, self._paths, span, self._unknown)
+        ranks.attrs.update(late_verdict._asdict())
         return Straggling(
             ranks, self._ranks.lateness(), self._ranks.causes(), late_collectives(self._late, self._limit)
         )
 
 
 def straggling(
-    parts: Iterable[pa.Table],
+    partitions: Iterable[pa.Table],
     align: Callable[[pa.Table], pa.Table],
     limit: int,
     hosts: Mapping[int, str] | None = None,
     span_ns: int | None = None,
     share: float = 1.0,
 ) -> Straggling:
-    """The answer over ``parts`` of the records of a run, each of whole collectives.
+    """The answer over ``partitions`` of the records of a run, each with all records of its collectives.
 
     Args:
         align: from records to arrivals.
         hosts: of each rank.
         span_ns: how long that was; default: from the first arrival to the last.
-        share: which part of the collectives of that time ``parts`` have.
+        share: which part of the collectives of that time ``partitions`` hold.
     """
-    with closing(Collector(limit, hosts)) as taken:
-        for number, arrived in enumerate(map(align, parts)):
-            taken.add(apart(arrived, number))
-        return taken.answer(span_ns, share)
+    with closing(Collector(limit, hosts)) as collector:
+        for number, arrived in enumerate(map(align, partitions)):
+            collector.add(apart(arrived, number))
+        return collector.answer(span_ns, share)
 
 
 def apart(arrived: pa.Table, part: int) -> pa.Table:
