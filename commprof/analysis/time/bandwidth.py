@@ -60,11 +60,11 @@ def bandwidths(times: pa.Table, calibration: Calibration | None, hosts: Sequence
         calibration: the ceiling; None for none.
         hosts: of the run.
     """
-    found = from_arrow(times, BANDWIDTH_TIMES.columns[:13])
-    found = _with_verdicts(_with_ceilings(_with_rates(found), calibration))
-    sizes = _by_size(found)
+    collectives = from_arrow(times, BANDWIDTH_TIMES.columns[:13])
+    collectives = _with_verdicts(_with_ceilings(_with_rates(collectives), calibration))
+    sizes = _by_size(collectives)
     sizes.attrs["notes"] = notes(sizes, calibration, hosts)
-    return Bandwidths(sizes, found)
+    return Bandwidths(sizes, collectives)
 
 
 def _with_rates(times: pd.DataFrame) -> pd.DataFrame:
@@ -139,8 +139,8 @@ def _scores(times: pd.DataFrame, took: Floats, usable: npt.NDArray[np.bool_]) ->
     away = part["log"] - groups.transform("median")
     part = part.assign(away=away.abs())
     spread = part.groupby(_BIN, dropna=False, sort=False)["away"].transform("median") * _SIGMA_OF_MAD
-    told = (groups.transform("size") >= _LEAST_COLLECTIVES) & (spread > 0)
-    score[usable] = np.where(told, away / spread.where(spread > 0, 1.0), 0.0)
+    is_comparable = (groups.transform("size") >= _LEAST_COLLECTIVES) & (spread > 0)
+    score[usable] = np.where(is_comparable, away / spread.where(spread > 0, 1.0), 0.0)
     return score
 
 
@@ -188,38 +188,38 @@ def _of_bin(first: dict[str, Any], took: Floats, verdict: Any, source: Any) -> d
 
 def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[str]) -> list[str]:
     """What a reader should know before comparing: of the times, and of the ceiling. In sentences."""
-    found = []
-    untimed, whole = int(sizes["untimed"].sum()), int(sizes["collectives"].sum())
+    sentences = []
+    untimed, total = int(sizes["untimed"].sum()), int(sizes["collectives"].sum())
     if untimed:
-        found.append(
-            f"{untimed:,} of {whole:,} collectives have no time: nobody saw when they ended (asynchronous ones that were "
+        sentences.append(
+            f"{untimed:,} of {total:,} collectives have no time: nobody saw when they ended (asynchronous ones that were "
             "not waited for, GPUs without events), or a rank of them was not recorded."
         )
     if calibration is None:
-        return found
+        return sentences
     others = sorted(set(sizes["backend"].dropna()) - {calibration.backend})
     if others:
-        found.append(
+        sentences.append(
             f"The calibration is of {calibration.backend}: what {', '.join(others)} sent has no ceiling in it."
         )
     if hosts and set(hosts) != set(calibration.hosts):
-        found.append(
+        sentences.append(
             f"The calibration was made on {_few(calibration.hosts)}, the run on {_few(sorted(hosts))}: where these machines "
             "or their links differ, so does the ceiling."
         )
     scaled = sorted(set(sizes.loc[sizes["op"] != Op.SEND, "group_size"]) - {calibration.world_size})
     if scaled and sizes["ceiling_ns"].notna().any():
-        found.append(
+        sentences.append(
             f"The calibration has {calibration.world_size} ranks. Groups of {', '.join(map(str, scaled))} are held to the "
             "same bus bandwidth and latency, and are not called impossible by it."
         )
-    impossible, timed = int(sizes["impossible"].sum()), whole - untimed
+    impossible, timed = int(sizes["impossible"].sum()), total - untimed
     if impossible * 5 > timed > 0:
-        found.append(
+        sentences.append(
             f"{100 * impossible / timed:.0f} % of the times are shorter than the ceiling allows: it was measured on a busy "
             "machine, or is of another one. Calibrate again."
         )
-    return found
+    return sentences
 
 
 def _few(names: Sequence[str]) -> str:
@@ -296,13 +296,16 @@ def calibrations_below(directory: Path) -> pd.DataFrame:
             continue
         row = {"name": str(path.relative_to(directory)), "path": str(path)}
         try:
-            found = read_calibration(path)
+            calibration = read_calibration(path)
         except CommprofError as error:
             rows.append(row | {"note": str(error)})
             continue
-        told = {
-            name: getattr(found, name) for name in ("created", "backend", "device", "dtype", "world_size")
+        fields = {
+            name: getattr(calibration, name)
+            for name in ("created", "backend", "device", "dtype", "world_size")
         }
-        rows.append(row | told | {"hosts": ", ".join(found.hosts), "ops": ", ".join(found.timings)})
+        rows.append(
+            row | fields | {"hosts": ", ".join(calibration.hosts), "ops": ", ".join(calibration.timings)}
+        )
     rows.sort(key=lambda row: str(row.get("created", "")), reverse=True)
     return from_rows(rows, CALIBRATIONS.columns)

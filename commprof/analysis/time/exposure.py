@@ -108,34 +108,34 @@ def _listed(names: Sequence[str], table: str = "") -> str:
     return "".join(f"{table}{name}, " for name in names)
 
 
-def per_step(by_purpose: pd.DataFrame, whole: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+def per_step(by_purpose: pd.DataFrame, by_step: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
     """Exposed and overlapped time of a training step, by purpose and, in the last row, altogether.
 
     Args:
         by_purpose: exposure by attempt, step and purpose.
-        whole: exposure by attempt and step.
+        by_step: exposure by attempt and step.
         times: the training steps (:data:`answers.STEP_TIMES`).
     """
     steps = warm_steps(times)
     if not len(steps):
         return from_rows([], EXPOSURE_PER_STEP.columns)
     every = steps[["attempt", "step", "duration_ns", *EXPOSED]].merge(
-        whole.drop(columns=list(EXPOSED)), on=["attempt", "step"], how="left"
+        by_step.drop(columns=list(EXPOSED)), on=["attempt", "step"], how="left"
     )
     rows = []
     for purpose, part in by_purpose.groupby("purpose", dropna=False):
-        found = every[["attempt", "step", "duration_ns"]].merge(part, on=["attempt", "step"], how="left")
-        if found["records"].notna().any():
-            rows.append(_typical(None if pd.isna(purpose) else str(purpose), _over_ranks(found, every)))
+        joined = every[["attempt", "step", "duration_ns"]].merge(part, on=["attempt", "step"], how="left")
+        if joined["records"].notna().any():
+            rows.append(_typical(None if pd.isna(purpose) else str(purpose), _over_ranks(joined, every)))
     rows.sort(
         key=lambda row: (-(row["exposed_low_ns"] or 0), row["purpose"] or "~")
     )  # what has no purpose comes last
     return from_rows([*rows, _typical("all", every)], EXPOSURE_PER_STEP.columns)
 
 
-def _over_ranks(part: pd.DataFrame, whole: pd.DataFrame) -> pd.DataFrame:
-    """``part``, whose means are over the ranks with part in it, as means over all those of ``whole``: none exceeds it."""
-    factor = part["ranks"].astype(float) / whole["ranks"].astype(float)
+def _over_ranks(part: pd.DataFrame, by_step: pd.DataFrame) -> pd.DataFrame:
+    """``part``, whose means are over the ranks with part in it, as means over all ranks of ``by_step``: none exceeds it."""
+    factor = part["ranks"].astype(float) / by_step["ranks"].astype(float)
     means = {name: part[name].astype(float) * factor for name in (*EXPOSED, *_OVERLAPPED)}
     return part.assign(**{name: values.mask(part["records"].isna(), 0.0) for name, values in means.items()})
 

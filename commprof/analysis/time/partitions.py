@@ -52,7 +52,7 @@ def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]
     extent = ask(
         f"select count(*) as rows, min(pg_seq) as low, max(pg_seq) as high from {relation} where not {_IS_MESSAGE}"
     ).to_pylist()[0]
-    found: list[str] = []
+    clauses: list[str] = []
     if extent["rows"]:
         low, high = extent["low"] or 0, extent["high"] or 0
         of_one = extent["rows"] / (high - low + 1)
@@ -63,27 +63,27 @@ def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]
         )
         for first, last in _stretches(counted, most_rows):
             ends = f"{low + first * width} and {low + (last + 1) * width - 1}"
-            found.append(f"not {_IS_MESSAGE} and coalesce(pg_seq, 0) between {ends}")
+            clauses.append(f"not {_IS_MESSAGE} and coalesce(pg_seq, 0) between {ends}")
     counted = ask(
         f"select {_RECEIVER} as place, count(*) as rows from {relation} where {_IS_MESSAGE} group by place order by place"
     )
-    found += [
+    clauses += [
         f"{_IS_MESSAGE} and {_RECEIVER} between {first} and {last}"
         for first, last in _stretches(counted, most_rows)
     ]
-    return found
+    return clauses
 
 
 def _stretches(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
     """First and last place of neighbours that together have few enough rows, or are one."""
     first = last = None
-    held = 0
+    row_count = 0
     for place, rows in zip(counted["place"].to_pylist(), counted["rows"].to_pylist(), strict=True):
-        if first is not None and held + rows > most_rows:
+        if first is not None and row_count + rows > most_rows:
             yield first, last if last is not None else first
-            first, held = None, 0
+            first, row_count = None, 0
         first = place if first is None else first
-        last, held = place, held + rows
+        last, row_count = place, row_count + rows
     if first is not None:
         yield first, last if last is not None else first
 
@@ -113,9 +113,9 @@ def of_scan(
             rows = ask(f"select {names} from rows_of_parts where {condition}")
             yield rows if own is None else own.beside(rows)
     except duckdb.Error as error:
-        told = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         raise TraceError(
-            f"the records of the run cannot be read: {told}. Some file of it is damaged; copy it again from where it was "
+            f"the records of the run cannot be read: {message}. Some file of it is damaged; copy it again from where it was "
             "recorded"
         ) from None
 
@@ -136,13 +136,13 @@ class _OwnTimesOfFiles:
 
     def beside(self, rows: pa.Table) -> pa.Table:
         """``rows`` with :data:`OWN_COLUMNS`."""
-        found = no_own_times(len(rows))
+        own_times = no_own_times(len(rows))
         seq = rows["seq"].to_numpy()
         for process, mine in _by_process(rows):
             place = np.searchsorted(self._numbers[process], seq[mine])
-            for into, values in zip(found, self._times[process].of(place), strict=True):
+            for into, values in zip(own_times, self._times[process].of(place), strict=True):
                 into[mine] = values
-        for name, column in zip(OWN_COLUMNS, found.columns(), strict=True):
+        for name, column in zip(OWN_COLUMNS, own_times.columns(), strict=True):
             rows = rows.append_column(name, column)
         return rows
 
@@ -176,10 +176,10 @@ class IndexedParts:
     def read(self, condition: str, ask: Ask) -> pa.Table:
         """The rows of one of the ``conditions``."""
         names = ", ".join(f"r.{name}" for name in (*self._own, "kind"))
-        found = ask(f"select {names} from records r join kinds k using (kind) where {condition}")
-        kind = found["kind"].combine_chunks()
+        records = ask(f"select {names} from records r join kinds k using (kind) where {condition}")
+        kind = records["kind"].combine_chunks()
         columns = {
-            name: found[name] if name in self._own else _taken(self._kinds[name], kind)
+            name: records[name] if name in self._own else _taken(self._kinds[name], kind)
             for name in self._columns
         }
         return pa.table(columns)
@@ -190,9 +190,9 @@ def _by_name(table: pa.Table) -> Mapping[str, pa.ChunkedArray]:
 
 
 def _encoded(column: pa.ChunkedArray) -> pa.Array:
-    whole = column.combine_chunks()
-    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
-    return whole.dictionary_encode() if pa.types.is_string(whole.type) else whole
+    array = column.combine_chunks()
+    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
+    return array.dictionary_encode() if pa.types.is_string(array.type) else array
 
 
 def _taken(values: pa.Array, kind: Any) -> pa.Array:

@@ -28,10 +28,10 @@ def idle_shares(metrics: pa.Table) -> IdleShares:
 
 
 def _median(metrics: pa.Table, name: str) -> float | None:
-    found = metrics.filter(pc.equal(metrics["name"], name))
-    if not found.num_rows:
+    chosen = metrics.filter(pc.equal(metrics["name"], name))
+    if not chosen.num_rows:
         return None
-    later = found.filter(pc.greater(found["step"], pc.min(found["step"])))
-    values = later if later.num_rows else found
+    later = chosen.filter(pc.greater(chosen["step"], pc.min(chosen["step"])))
+    values = later if later.num_rows else chosen
     median = pc.quantile(values["value"], q=0.5)[0].as_py()
     return None if median is None else float(median)

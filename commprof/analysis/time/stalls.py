@@ -103,17 +103,17 @@ def standstills(
     """:func:`standstill` by each of ``several`` lists of columns, with one look at the records."""
     several = [[name for name in by if name not in (*PROCESS, "step")] for by in several]
     stalled = {} if stalls is None else {key: rows for rows, key in by_process(stalls)}
-    seen = ("is_async", "layer", "purpose") if stalled else ()
-    columns = list(dict.fromkeys((*PROCESS, "device", *_TIMES, *seen, *(n for by in several for n in by))))
-    of_process = {
-        key: rows for rows, key in by_process(steps.select([*PROCESS, "step", "begin_ns", "end_ns"]))
-    }
-    found = [
-        _of_process(rows, key, of_process.get(key), stalled.get(key), several)
+    stall_columns = ("is_async", "layer", "purpose") if stalled else ()
+    columns = list(
+        dict.fromkeys((*PROCESS, "device", *_TIMES, *stall_columns, *(n for by in several for n in by)))
+    )
+    steps_of = {key: rows for rows, key in by_process(steps.select([*PROCESS, "step", "begin_ns", "end_ns"]))}
+    of_processes = [
+        _of_process(rows, key, steps_of.get(key), stalled.get(key), several)
         for part in _parts(collectives, columns)
         for rows, key in by_process(part)
     ]
-    return [_as_one(by, [tables[place] for tables in found]) for place, by in enumerate(several)]
+    return [_as_one(by, [tables[place] for tables in of_processes]) for place, by in enumerate(several)]
 
 
 def _as_one(by: Sequence[str], tables: Sequence[pa.Table]) -> pa.Table:
@@ -173,14 +173,14 @@ def _of_process(
     stalls: pa.Table | None,
     several: Sequence[Sequence[str]],
 ) -> list[pa.Table]:
-    held, covered = _held_and_covered(rows)
-    stalled = None if stalls is None else _stalled(rows, stalls, held)
+    blocked, covered = _held_and_covered(rows)
+    stalled = None if stalls is None else _stalled(rows, stalls, blocked)
     if stalled is not None:
         issue = _known(rows, "issue_ns").values[stalled.records]
         ran = _Intervals(stalled.records, issue, stalled.ends[stalled.of_record])
         covered = _in_order(_Intervals(*map(np.concatenate, zip(covered, ran, strict=True))))
     cuts = _cuts(steps)
-    return [_by(rows, process, by, held, covered, cuts, stalled) for by in several]
+    return [_by(rows, process, by, blocked, covered, cuts, stalled) for by in several]
 
 
 def _by(
@@ -221,7 +221,7 @@ def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
     return sums.rename_columns([*keys, *_SUMS]) if len(sums) else table
 
 
-def _stalled(rows: pa.Table, stalls: pa.Table, held: _Intervals) -> _Stalls | None:
+def _stalled(rows: pa.Table, stalls: pa.Table, blocked: _Intervals) -> _Stalls | None:
     """The ``stalls`` of a process, and the records that no wait was seen for and that each bounds.
 
     What is known to have held the program at the same time, and what the interval before has counted, is not counted again
@@ -240,7 +240,7 @@ def _stalled(rows: pa.Table, stalls: pa.Table, held: _Intervals) -> _Stalls | No
         return None
     latest = np.concatenate(([-(1 << 62)], np.maximum.accumulate(ends)[:-1]))
     twice = np.clip(latest - begins, 0, ends - begins)
-    _, starts, stops = _union(held, np.zeros(len(held.starts), np.int64))
+    _, starts, stops = _union(blocked, np.zeros(len(blocked.starts), np.int64))
     edges = np.concatenate(([0], np.cumsum(stops - starts)))
     known = _length_until(ends, starts, stops, edges) - _length_until(begins, starts, stops, edges)
     low = np.clip(low - twice - known, 0, ends - begins)
@@ -278,7 +278,7 @@ def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict
     which, code = pairs // width, pairs % width
     alone = np.bincount(which, minlength=len(stalled.ends)) == 1
     edges = np.concatenate(([-(1 << 62)], cuts.times, [1 << 62]))
-    found: dict[int, tuple[int, int]] = {}
+    bounds: dict[int, tuple[int, int]] = {}
     for number, combination in zip(which.tolist(), code.tolist(), strict=True):
         begin, end = int(stalled.begins[number]), int(stalled.ends[number])
         low, high = int(stalled.low[number]) if alone[number] else 0, int(stalled.high[number])
@@ -288,9 +288,9 @@ def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict
         ):
             part = min(end, int(edges[place + 1])) - max(begin, int(edges[place]))
             cell = combination * places + place
-            before = found.get(cell, (0, 0))
-            found[cell] = before[0] + max(0, low - (end - begin - part)), before[1] + min(part, high)
-    return found
+            before = bounds.get(cell, (0, 0))
+            bounds[cell] = before[0] + max(0, low - (end - begin - part)), before[1] + min(part, high)
+    return bounds
 
 
 def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:
@@ -305,15 +305,15 @@ def _held_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
     issue, wait_end, device_begin, device_end, exposed = (_known(rows, name) for name in _TIMES)
     until = _either(on_host, wait_end, device_end)
     holds = exposed.known & (exposed.values > 0) & until.known
-    held = _Intervals(np.flatnonzero(holds), (until.values - exposed.values)[holds], until.values[holds])
+    blocked = _Intervals(np.flatnonzero(holds), (until.values - exposed.values)[holds], until.values[holds])
     begin = _either(on_host, issue, device_begin)
     device_first = device_end.known & (~wait_end.known | (device_end.values < wait_end.values))
     end = _either(~on_host | device_first, device_end, wait_end)
     runs = begin.known & end.known & (end.values > begin.values)
     runs &= ~holds | (begin.values < until.values - exposed.values) | (end.values > until.values)
     ran = _Intervals(np.flatnonzero(runs), begin.values[runs], end.values[runs])
-    held = _in_order(held)
-    return held, _in_order(_Intervals(*map(np.concatenate, zip(held, ran, strict=True))))
+    blocked = _in_order(blocked)
+    return blocked, _in_order(_Intervals(*map(np.concatenate, zip(blocked, ran, strict=True))))
 
 
 def _in_order(intervals: _Intervals) -> _Intervals:
@@ -355,14 +355,16 @@ def _lengths(intervals: _Intervals, code: Numbers, cuts: _Steps, places: int) ->
         return {}
     first = np.searchsorted(cuts.times, starts, "right")
     last = np.searchsorted(cuts.times, stops, "left")
-    pieces = np.repeat(np.arange(len(starts)), last - first + 1)
-    place = np.arange(len(pieces)) - np.repeat(
+    span_numbers = np.repeat(np.arange(len(starts)), last - first + 1)
+    place = np.arange(len(span_numbers)) - np.repeat(
         np.cumsum(last - first + 1) - (last - first + 1), last - first + 1
     )
-    place += first[pieces]
+    place += first[span_numbers]
     edges = np.concatenate(([-(1 << 62)], cuts.times, [1 << 62]))
-    lengths = np.minimum(stops[pieces], edges[place + 1]) - np.maximum(starts[pieces], edges[place])
-    cells = codes[pieces] * places + place
+    lengths = np.minimum(stops[span_numbers], edges[place + 1]) - np.maximum(
+        starts[span_numbers], edges[place]
+    )
+    cells = codes[span_numbers] * places + place
     order = np.argsort(cells, kind="stable")
     cells, lengths = cells[order], lengths[order]
     firsts = np.flatnonzero(np.diff(cells, prepend=-1))

@@ -97,15 +97,15 @@ def step_totals(
     rows = ask(
         "step_totals", {"steps": steps, "operations": operations}, world_size=str(int(ranks))
     ).to_pylist()
-    whole = whole_steps(times)
-    judged = steady(rows, _KEY, whole, ("groups", *BESIDE))
-    found = [
+    ended_steps = whole_steps(times)
+    judged = steady(rows, _KEY, ended_steps, ("groups", *BESIDE))
+    totals = [
         {**row, "groups": ceil(row["groups"])}
-        | {name: None if row[name] is None else row[name] * len(whole) for name in (*COUNTED, *BESIDE)}
+        | {name: None if row[name] is None else row[name] * len(ended_steps) for name in (*COUNTED, *BESIDE)}
         for row in judged.per_step
     ]
-    found.sort(key=lambda row: tuple((row[name] is None, row[name]) for name in _KEY))
-    return StepTotals(len(whole), from_rows(found, STEP_TOTALS.columns), _weights(judged))
+    totals.sort(key=lambda row: tuple((row[name] is None, row[name]) for name in _KEY))
+    return StepTotals(len(ended_steps), from_rows(totals, STEP_TOTALS.columns), _weights(judged))
 
 
 def _weights(judged: Steady) -> pa.Table:

@@ -81,7 +81,7 @@ def timed(arrived: pa.Table) -> pa.Table:
     mean = groups.reduced(np.add, payload.astype(np.float64)) / groups.lengths
     of_each = pc.equal(op, Op.ALL_TO_ALL).to_numpy()
     error = groups.reduced(np.maximum, _numbers(rows, "lateness_error_ns", _UNKNOWN))
-    found = pa.table(
+    times = pa.table(
         {
             "attempt": attempt,
             "step": pa.array(groups.reduced(np.maximum, _numbers(rows, "step")), pa.int32()),
@@ -100,8 +100,8 @@ def timed(arrived: pa.Table) -> pa.Table:
             ),
         }
     )
-    kept = np.flatnonzero(largest > 0)
-    return found.take(pa.array(kept[np.argsort(attempt.to_numpy()[kept], kind="stable")]))
+    with_payload = np.flatnonzero(largest > 0)
+    return times.take(pa.array(with_payload[np.argsort(attempt.to_numpy()[with_payload], kind="stable")]))
 
 
 def _among_several(rows: pa.Table) -> pa.Table:
@@ -124,8 +124,8 @@ def _took(rows: pa.Table, groups: Groups, is_message: Flags) -> tuple[Numbers, N
     counts = (source != _UNTOLD) & np.where(one_to_all, ~is_root, is_root | ~all_to_one)
     took = np.where(counts, arrival + end - issue - could_begin, _UNKNOWN)
     longest = groups.reduced(np.maximum, took)
-    said = np.where(took == groups.spread(longest), source, _UNTOLD)
-    return longest, groups.reduced(np.maximum, said)
+    time_source = np.where(took == groups.spread(longest), source, _UNTOLD)
+    return longest, groups.reduced(np.maximum, time_source)
 
 
 def _end(rows: pa.Table) -> tuple[Numbers, Numbers]:
@@ -158,8 +158,8 @@ def _end(rows: pa.Table) -> tuple[Numbers, Numbers]:
 def _last_text(column: pa.ChunkedArray, groups: Groups) -> pa.Array:
     """Of each group the last of the texts that any row has."""
     texts = ranked(column)
-    found = groups.reduced(np.maximum, pc.fill_null(texts.indices, -1).to_numpy())
-    return pa.DictionaryArray.from_arrays(pa.array(found, mask=found < 0), texts.dictionary)
+    last_codes = groups.reduced(np.maximum, pc.fill_null(texts.indices, -1).to_numpy())
+    return pa.DictionaryArray.from_arrays(pa.array(last_codes, mask=last_codes < 0), texts.dictionary)
 
 
 def _numbers(rows: pa.Table, name: str, unknown: int = 0) -> Numbers:
