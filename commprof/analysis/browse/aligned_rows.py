@@ -78,26 +78,26 @@ class AlignedRows:
         return answer_cache.get(self._run.state, ("order", rank, pg), lambda: self._order(rank, pg))
 
     def _order(self, rank: int | None, pg: str | None) -> Order:
-        found = self._places(
+        lines = self._places(
             "p.rank is not distinct from cast($rank as integer) and p.pg is not distinct from cast($pg as varchar)",
             "select number, state from numbered order by position",
             {"rank": rank, "pg": pg},
         )
-        states = found["state"].combine_chunks().dictionary_encode()
-        return Order(found["number"].to_numpy().astype(np.int64), states)
+        states = lines["state"].combine_chunks().dictionary_encode()
+        return Order(lines["number"].to_numpy().astype(np.int64), states)
 
     def place(self, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
         """Rank, group and position of the first line of a record; None where the alignment does not have it."""
-        found = self._places(
+        lines = self._places(
             _EVERY,
             "select m.pg, min_by(m.file_row_number, coalesce(m.part, 0)) as number from matches m "
             "where m.rank = $rank and m.attempt = $attempt and m.record_pid = $pid and m.seq = $seq group by m.pg",
             {"rank": rank, "attempt": attempt, "pid": pid, "seq": seq},
         ).to_pylist()
-        if not found:
+        if not lines:
             return None
-        at = np.flatnonzero(self.order(rank, found[0]["pg"]).numbers == found[0]["number"])
-        return (rank, found[0]["pg"], int(at[0])) if len(at) else None
+        at = np.flatnonzero(self.order(rank, lines[0]["pg"]).numbers == lines[0]["number"])
+        return (rank, lines[0]["pg"], int(at[0])) if len(at) else None
 
     def shown(self, chosen: pa.Table) -> pa.Table:
         """Rows with what is known of record and line.
@@ -129,9 +129,9 @@ class AlignedRows:
                 _register(engine, "matches", self._run.scan("matches"), numbered=True)
                 yield engine
         except duckdb.Error as error:
-            told = str(error).strip().partition("\n")[0]
+            message = str(error).strip().partition("\n")[0]
             raise TraceError(
-                f"the alignment of the run cannot be read: {told}. Make it again: {command_line('align', self._run.path)}"
+                f"the alignment of the run cannot be read: {message}. Make it again: {command_line('align', self._run.path)}"
             ) from None
 
 

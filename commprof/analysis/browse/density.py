@@ -25,17 +25,17 @@ def binned(
     stop = np.minimum(end[inside] - origin, width * bins)
     cells = row[inside] * bins
     first, last = start // width, (stop - 1) // width
-    found = _summed(cells + first, np.minimum(stop, (first + 1) * width) - start, rows * bins)
+    busy_ns = _summed(cells + first, np.minimum(stop, (first + 1) * width) - start, rows * bins)
     wide = last > first
     if wide.any():
         cells, first, last = cells[wide], first[wide], last[wide]
-        found += _summed(cells + last, stop[wide] - last * width, rows * bins)
+        busy_ns += _summed(cells + last, stop[wide] - last * width, rows * bins)
         # Between the first and the last bin every bin is full: its interval begins after the one and ends at the other.
         change = np.zeros(rows * bins, np.int64)
         np.add.at(change, cells + first + 1, width)
         np.subtract.at(change, cells + last, width)
-        found += change.reshape(rows, bins).cumsum(axis=1).reshape(-1)
-    return found.reshape(rows, bins)
+        busy_ns += change.reshape(rows, bins).cumsum(axis=1).reshape(-1)
+    return busy_ns.reshape(rows, bins)
 
 
 def _summed(cells: Numbers, lengths: Numbers, count: int) -> Numbers:

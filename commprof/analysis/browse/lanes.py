@@ -114,13 +114,13 @@ def _lanes(groups: Sequence[_Group]) -> list[Lane]:
     for group in groups:
         of_rank[group.rank].append(group)
     lanes = []
-    for rank, held in sorted(of_rank.items()):
-        held.sort(key=lambda group: (-group.busy_ns, group.order()))
-        named = held if len(held) <= MOST_OF_RANK else held[: MOST_OF_RANK - 1]
+    for rank, groups_of_rank in sorted(of_rank.items()):
+        groups_of_rank.sort(key=lambda group: (-group.busy_ns, group.order()))
+        named = groups_of_rank if len(groups_of_rank) <= MOST_OF_RANK else groups_of_rank[: MOST_OF_RANK - 1]
         for number, group in enumerate(sorted(named, key=_Group.order)):
             lanes.append(Lane(rank, number, group.pg, group.desc, group.ranks, 1))
-        if len(named) < len(held):
-            lanes.append(Lane(rank, MOST_OF_RANK - 1, None, None, None, len(held) - len(named)))
+        if len(named) < len(groups_of_rank):
+            lanes.append(Lane(rank, MOST_OF_RANK - 1, None, None, None, len(groups_of_rank) - len(named)))
     return lanes
 
 
@@ -138,14 +138,14 @@ def _joined_cells(ranks: Sequence[int], op_of_kind: Numbers) -> Cells:
 
 
 def _cells(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], kinds: int) -> Cells:
-    found = engine.sql(_LANES_OF_KINDS).to_arrow_table()
-    place = np.searchsorted(np.array(ranks), found["rank"].to_numpy())
+    lanes = engine.sql(_LANES_OF_KINDS).to_arrow_table()
+    place = np.searchsorted(np.array(ranks), lanes["rank"].to_numpy())
     number_of_op = {name: number for number, name in enumerate(OPS)}
-    op = np.array([number_of_op[name] for name in found["op"].to_pylist()], np.int64)
-    codes = (place * MOST_OF_RANK + found["lane"].to_numpy()) * len(OPS) + op
+    op = np.array([number_of_op[name] for name in lanes["op"].to_pylist()], np.int64)
+    codes = (place * MOST_OF_RANK + lanes["lane"].to_numpy()) * len(OPS) + op
     distinct, row_of = np.unique(codes, return_inverse=True)
     row = np.zeros((len(ranks), kinds), np.int64)
-    row[place, found["kind"].to_numpy()] = row_of
+    row[place, lanes["kind"].to_numpy()] = row_of
     lane, op = np.divmod(distinct, len(OPS))
     return Cells(np.array(ranks, np.int64)[lane // MOST_OF_RANK], lane % MOST_OF_RANK, op, row)
 

@@ -80,8 +80,8 @@ def runs_below(directory: Path) -> pd.DataFrame:
     for path in find_runs(directory):
         row: dict[str, Any] = {"name": _name(path, directory), "path": str(path), "finalised": False}
         try:
-            said: dict[str, Any] = answer_cache.of_files([path], "listing", partial(_read, path), _has_ended)
-            row |= said
+            facts: dict[str, Any] = answer_cache.of_files([path], "listing", partial(_read, path), _has_ended)
+            row |= facts
         except CommprofError as error:
             row |= {"state": "unreadable", "note": str(error)}
         rows.append(row)

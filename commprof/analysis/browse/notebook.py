@@ -34,8 +34,8 @@ class OpenedRun:
 
     def __repr__(self) -> str:
         health = self.run.health
-        held = f"{health.ranks_recorded} ranks, {health.records:,} records"
-        return f"<commprof run {self.run.path.name}: {health.state}, {held}>"
+        counts = f"{health.ranks_recorded} ranks, {health.records:,} records"
+        return f"<commprof run {self.run.path.name}: {health.state}, {counts}>"
 
     @property
     def path(self) -> Path:

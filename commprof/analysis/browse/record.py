@@ -47,14 +47,14 @@ def record(index: Index, rank: int, seq: int, attempt: int | None, pid: int | No
         if value is not None:
             clause += f" and r.{name} = ?"
             values.append(value)
-    found = index.ask(
+    records = index.ask(
         f"select {SELECTED} from records r join kinds k using (kind) where {clause} "
         "order by r.attempt desc, r.begin_ns desc limit 1",
         values,
     )
-    if not len(found):
+    if not len(records):
         return None
-    row = found.to_pylist()[0]
+    row = records.to_pylist()[0]
     own = {name: row[name] for name in ("rank", "attempt", "pid")}
     run = index.opened()
     bucket = None
@@ -99,17 +99,17 @@ def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
         f"{'k' if name in KIND_COLUMNS else 'r'}.{name}"
         for name in dict.fromkeys((*NEEDED, "begin_ns", "end_ns"))
     )
-    found = index.ask(
+    candidates = index.ask(
         f"select {names} from records r join kinds k using (kind) where {clause} limit {MOST_PARTNERS}",
         values,
     )
-    found = matchable(found)
-    same = same_collective(found)
+    candidates = matchable(candidates)
+    same = same_collective(candidates)
     mine = pc.and_(
-        pc.and_(pc.equal(found["rank"], row["rank"]), pc.equal(found["pid"], row["pid"])),
-        pc.equal(found["seq"], row["seq"]),
+        pc.and_(pc.equal(candidates["rank"], row["rank"]), pc.equal(candidates["pid"], row["pid"])),
+        pc.equal(candidates["seq"], row["seq"]),
     ).to_numpy(zero_copy_only=False)
-    chosen = found.filter(pa.array(same == same[mine][0])) if mine.any() else found.slice(0, 0)
+    chosen = candidates.filter(pa.array(same == same[mine][0])) if mine.any() else candidates.slice(0, 0)
     chosen = chosen.sort_by([("rank", "ascending"), ("issue_ns", "ascending")])
     begins = chosen["begin_ns"]
     first = pc.min(begins)

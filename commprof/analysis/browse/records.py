@@ -215,8 +215,8 @@ def _places(
     # Deep down without the sort: rows are scanned in their order.
     order = "" if offset + limit > _FEW else "order by r.rowid"
     sql = f"select r.rowid as place from records r where {where.clause} {clause} {order} limit {limit} offset {offset}"
-    found: list[int] = index.ask(sql, (*where.values, *values))["place"].to_pylist()
-    return found
+    places: list[int] = index.ask(sql, (*where.values, *values))["place"].to_pylist()
+    return places
 
 
 def _sorted_places(
@@ -229,25 +229,25 @@ def _sorted_places(
     """
     by_kind = column in KIND_COLUMNS
     cuts = _kind_cuts if by_kind else _value_cuts
-    found: list[int] = []
+    places: list[int] = []
     for clause, values, count, is_one in cuts(index, where, column, descending, offset, limit, total):
         if offset >= count:
             offset -= count
             continue
-        wanted = min(limit - len(found), count - offset)
+        wanted = min(limit - len(places), count - offset)
         if is_one:
-            found += _places(index, where, f"and {clause}", values, offset, wanted)
+            places += _places(index, where, f"and {clause}", values, offset, wanted)
         else:
             way = "desc" if descending else "asc"
             sql = (
                 f"select r.rowid as place from records r where {where.clause} and {clause} "
                 f"order by r.{column} {way}, r.rowid limit {wanted} offset {offset}"
             )
-            found += index.ask(sql, (*where.values, *values))["place"].to_pylist()
+            places += index.ask(sql, (*where.values, *values))["place"].to_pylist()
         offset = 0
-        if len(found) >= limit:
+        if len(places) >= limit:
             break
-    return found
+    return places
 
 
 _Cut = tuple[
@@ -264,10 +264,10 @@ def _kind_cuts(
         f"(select r.kind, count(*) as n from records r where {where.clause} group by r.kind) c "
         f"join kinds k using (kind) group by k.{column}"
     )
-    found = _held(index, sql, where.values, lambda rows: rows.to_pylist())
-    rows = [row for row in found if row["value"] is not None]
+    counted_values = _held(index, sql, where.values, lambda rows: rows.to_pylist())
+    rows = [row for row in counted_values if row["value"] is not None]
     rows.sort(key=lambda row: row["value"], reverse=descending)
-    rows += [row for row in found if row["value"] is None]
+    rows += [row for row in counted_values if row["value"] is None]
     for row in rows:
         kinds = ", ".join(map(str, row["kinds"]))
         yield f"r.kind in (select unnest([{kinds}]))", (), row["n"], True
@@ -324,9 +324,9 @@ def _in_order(index: Index, places: Sequence[int]) -> pa.Table:
         f"select r.rowid as place, {SELECTED} from records r join kinds k using (kind) where r.rowid in "
         f"(select unnest([{numbers}]::bigint[]))"
     )
-    found = index.ask(sql)
-    wanted = pc.index_in(pa.array(places, pa.int64()), found["place"].combine_chunks())
-    return found.drop_columns(["place"]).take(wanted)
+    records = index.ask(sql)
+    wanted = pc.index_in(pa.array(places, pa.int64()), records["place"].combine_chunks())
+    return records.drop_columns(["place"]).take(wanted)
 
 
 def _frame(index: Index, places: Sequence[int]) -> pd.DataFrame:

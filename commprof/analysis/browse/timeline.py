@@ -71,7 +71,7 @@ def timeline(
     shown = [rank for rank in facts["ranks"] if rank in wanted]
     bars = _bars(index, begin, end, shown, most_bars)
     lanes = _lanes(index, shown) if bars is None else ()
-    told = lanes if len(lanes) <= MOST_LANES else ()
+    shown_lanes = lanes if len(lanes) <= MOST_LANES else ()
     return Timeline(
         begin_ns=begin,
         end_ns=end,
@@ -82,9 +82,9 @@ def timeline(
         records=facts["records"],
         unknown_clocks=facts["unknown_clocks"],
         bars=bars,
-        density=_density(index, begin, end, shown, told, pixels) if bars is None else None,
-        lanes=told,
-        hidden_lanes=len(lanes) - len(told),
+        density=_density(index, begin, end, shown, shown_lanes, pixels) if bars is None else None,
+        lanes=shown_lanes,
+        hidden_lanes=len(lanes) - len(shown_lanes),
         bands=_bands(index, begin, end),
     )
 
@@ -115,11 +115,11 @@ order by r.begin_ns, r.rank, r.attempt, r.pid, r.seq
 def _bars(index: Index, begin: int, end: int, ranks: Sequence[int], most: int) -> pd.DataFrame | None:
     """Each record in the window; None when there are more than ``most``."""
     sql = _BARS.format(window=_WINDOW, ranks=_of_ranks(index, ranks), most=most + 1)
-    found = index.ask(sql, [end, begin])
-    if len(found) > most:
+    records = index.ask(sql, [end, begin])
+    if len(records) > most:
         return None
-    lanes, levels = _places(found)
-    placed = found.append_column("lane", pa.array(lanes, pa.int64())).append_column(
+    lanes, levels = _places(records)
+    placed = records.append_column("lane", pa.array(lanes, pa.int64())).append_column(
         "level", pa.array(levels, pa.int64())
     )
     return from_arrow(placed, TIMELINE_BARS.columns)
@@ -138,13 +138,13 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
     for group, rank, begin, end in zip(
         groups, *(bars[name].to_pylist() for name in ("rank", "begin_ns", "end_ns")), strict=True
     ):
-        held = busy_until.setdefault((rank, lane_of[group]), [])
-        level = next((number for number, until in enumerate(held) if until <= begin), len(held))
+        level_ends = busy_until.setdefault((rank, lane_of[group]), [])
+        level = next((number for number, until in enumerate(level_ends) if until <= begin), len(level_ends))
         if level == MOST_LEVELS:
-            level = held.index(min(held))
-        elif level == len(held):
-            held.append(end)
-        held[level] = max(held[level], end)
+            level = level_ends.index(min(level_ends))
+        elif level == len(level_ends):
+            level_ends.append(end)
+        level_ends[level] = max(level_ends[level], end)
         lanes.append(lane_of[group])
         levels.append(level)
     return lanes, levels
@@ -152,10 +152,10 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
 
 def _lanes(index: Index, ranks: Sequence[int]) -> tuple[Lane, ...]:
     """The lanes of ``ranks``; none where each of these has one group only."""
-    found = index.ask(
+    rows = index.ask(
         f"select * from lanes r where true {_of_ranks(index, ranks)} order by rank, lane"
     ).to_pylist()
-    return tuple(Lane(**row) for row in found) if len(found) > len(ranks) else ()
+    return tuple(Lane(**row) for row in rows) if len(rows) > len(ranks) else ()
 
 
 _RAW: Final = """
@@ -196,8 +196,8 @@ def _from_level(
     first = max(0, (begin - origin) // width)
     last = min(level["bins"], -(-(end - origin) // width))
     sql = _BINNED.format(fold=fold, lane="lane" if lanes else "0", ranks=_of_ranks(index, ranks))
-    found = index.ask(sql, [number, first // fold * fold, -(-last // fold) * fold])
-    return _density_frame(found, lanes, origin, width * fold)
+    cells = index.ask(sql, [number, first // fold * fold, -(-last // fold) * fold])
+    return _density_frame(cells, lanes, origin, width * fold)
 
 
 def _from_records(
@@ -229,7 +229,7 @@ def _from_records(
     )
     cell, place = np.nonzero(busy | still)
     lane_of_cell = cell // len(OPS)
-    found = pa.table(
+    table = pa.table(
         {
             "rank": np.array(known, np.int64)[lane_of_cell // each],
             "lane": lane_of_cell % each,
@@ -239,25 +239,25 @@ def _from_records(
             "still_ns": still[cell, place],
         }
     )
-    found = found.sort_by([(name, "ascending") for name in ("bin", "rank", "lane", "op")])
-    return _density_frame(found, lanes, begin, width)
+    table = table.sort_by([(name, "ascending") for name in ("bin", "rank", "lane", "op")])
+    return _density_frame(table, lanes, begin, width)
 
 
-def _density_frame(found: pa.Table, lanes: Sequence[Lane], origin: int, width: int) -> pd.DataFrame:
+def _density_frame(cells: pa.Table, lanes: Sequence[Lane], origin: int, width: int) -> pd.DataFrame:
     codes = np.array([lane.rank * MOST_OF_RANK + lane.lane for lane in lanes], np.int64)
-    held = np.searchsorted(codes, found["rank"].to_numpy() * MOST_OF_RANK + found["lane"].to_numpy())
+    lane_indices = np.searchsorted(codes, cells["rank"].to_numpy() * MOST_OF_RANK + cells["lane"].to_numpy())
     groups = pa.Table.from_pylist([lane._asdict() for lane in lanes], LANES).take(
-        pa.array(held, mask=np.full(len(held), not lanes))
+        pa.array(lane_indices, mask=np.full(len(lane_indices), not lanes))
     )
-    begin = found["bin"].to_numpy().astype(np.int64) * width + origin
-    busy, still = (found[name].to_numpy() for name in ("busy_ns", "still_ns"))
+    begin = cells["bin"].to_numpy().astype(np.int64) * width + origin
+    busy, still = (cells[name].to_numpy() for name in ("busy_ns", "still_ns"))
     columns: dict[str, Any] = {
-        "rank": found["rank"],
-        "lane": found["lane"],
+        "rank": cells["rank"],
+        "lane": cells["lane"],
         **{name: groups[name] for name in ("pg", "group_desc", "group_ranks")},
         "begin_ns": begin,
         "end_ns": begin + width,
-        "op": found["op"],
+        "op": cells["op"],
         "busy_ns": busy,
         "busy_share": busy / width,
         "exposed_ns": still,
@@ -275,20 +275,20 @@ limit ?
 
 def _bands(index: Index, begin: int, end: int) -> pd.DataFrame:
     """Steps and phases of the window; of what is too many to be told apart, nothing."""
-    found = [index.ask(_BANDS_OF, [kind, end, begin, MOST_BANDS + 1]) for kind in ("step", "phase")]
+    bands = [index.ask(_BANDS_OF, [kind, end, begin, MOST_BANDS + 1]) for kind in ("step", "phase")]
     return from_arrow(
-        pa.concat_tables([rows for rows in found if len(rows) <= MOST_BANDS] or [found[0].slice(0, 0)]),
+        pa.concat_tables([rows for rows in bands if len(rows) <= MOST_BANDS] or [bands[0].slice(0, 0)]),
         BANDS.columns,
     )
 
 
 def step_window(index: Index, step: int) -> tuple[int, int] | None:
     """Begin and end of a step, on the clock of the timeline; None when no step of that number ended."""
-    found = index.ask(
+    bands = index.ask(
         "select begin_ns, end_ns from bands where kind = 'step' and step = ? order by attempt desc limit 1",
         [step],
     ).to_pylist()
-    return (found[0]["begin_ns"], found[0]["end_ns"]) if found else None
+    return (bands[0]["begin_ns"], bands[0]["end_ns"]) if bands else None
 
 
 def _cells_of(rows: pa.Table, ranks: list[int], each: int) -> Numbers:
