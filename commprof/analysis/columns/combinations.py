@@ -31,10 +31,10 @@ class Combinations:
         """The number of each row's combination."""
         rows = rows.select(self._schema.names)
         codes, first = numbered(rows)
-        found = rows.take(pa.array(first))
-        values = [of.number(column) for of, column in zip(self._values, found.columns, strict=True)]
-        told = np.stack(values, axis=1).astype(np.int32)
-        numbers = [self._numbers.setdefault(one.tobytes(), len(self._numbers)) for one in told]
+        distinct = rows.take(pa.array(first))
+        values = [of.number(column) for of, column in zip(self._values, distinct.columns, strict=True)]
+        value_numbers = np.stack(values, axis=1).astype(np.int32)
+        numbers = [self._numbers.setdefault(one.tobytes(), len(self._numbers)) for one in value_numbers]
         return np.array(numbers, np.int64)[codes]
 
     def table(self) -> pa.Table:
@@ -63,8 +63,8 @@ class _Values:
             places = pc.index_in(encoded.dictionary, self._known)
         numbers = np.append(places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, 0)
         indices = pc.fill_null(encoded.indices, len(numbers) - 1).to_numpy(zero_copy_only=False)
-        found: Numbers = numbers[indices]
-        return found
+        row_numbers: Numbers = numbers[indices]
+        return row_numbers
 
     def take(self, numbers: npt.NDArray[np.int32]) -> pa.Array:
         """The values of ``numbers``."""

@@ -24,14 +24,14 @@ def write_csv(table: pa.Table, out: IO[bytes]) -> None:
     write_csv_parts([table], table.schema, out)
 
 
-def write_csv_parts(parts: Iterable[pa.Table], schema: pa.Schema, out: IO[bytes]) -> None:
+def write_csv_parts(tables: Iterable[pa.Table], schema: pa.Schema, out: IO[bytes]) -> None:
     """Write tables with ``schema``, one after the other, as one."""
     header = io.StringIO()
     csv.writer(header).writerow(schema.names)  # pyarrow would put every name in quotes
     out.write(header.getvalue().encode("utf-8"))
     options = pacsv.WriteOptions(include_header=False, quoting_style="needed", **_LINE_END)
     with pacsv.CSVWriter(out, schema, write_options=options) as writer:
-        for part in parts:
+        for part in tables:
             for batch in part.to_batches(max_chunksize=_ROWS_AT_A_TIME):
                 if (
                     batch.num_rows

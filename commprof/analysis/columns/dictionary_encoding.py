@@ -21,8 +21,8 @@ def among(column: pa.ChunkedArray, texts: Sequence[str]) -> npt.NDArray[np.bool_
     """Which rows have one of ``texts``; null has none."""
     encoded = encoded_text(column)
     fits = pc.is_in(encoded.dictionary, pa.array(texts, pa.string())).take(encoded.indices)
-    found: npt.NDArray[np.bool_] = pc.fill_null(fits, False).to_numpy(zero_copy_only=False)
-    return found
+    matches: npt.NDArray[np.bool_] = pc.fill_null(fits, False).to_numpy(zero_copy_only=False)
+    return matches
 
 
 def _in_order(values: pa.Array) -> pa.Array:
@@ -38,7 +38,7 @@ def encoded_text(column: pa.ChunkedArray) -> pa.DictionaryArray:
     """Text as numbers into its distinct values, in one piece."""
     if not pa.types.is_dictionary(column.type):
         column = column.cast(pa.string()).dictionary_encode()
-    whole = column.unify_dictionaries().combine_chunks()
-    if isinstance(whole, pa.ChunkedArray):
-        whole = whole.chunk(0) if whole.num_chunks else pa.array([], pa.string()).dictionary_encode()
-    return whole
+    encoded = column.unify_dictionaries().combine_chunks()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.chunk(0) if encoded.num_chunks else pa.array([], pa.string()).dictionary_encode()
+    return encoded

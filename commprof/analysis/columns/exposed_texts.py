@@ -25,11 +25,11 @@ def exposed_share(row: Mapping[str, Any], duration: str = "step_ns") -> str | No
     >>> exposed_share({"exposed_ns": 25, "exposed_low_ns": 25, "exposed_high_ns": None, "step_ns": 100})
     '>= 25.0 %'
     """
-    whole = _number(row[duration])
-    if not whole:
+    duration_ns = _number(row[duration])
+    if not duration_ns:
         return None
-    parts = [None if (part := _number(row[name])) is None else part / whole for name in _EXPOSED]
-    return _bounded(parts, _percent)
+    shares = [None if (part := _number(row[name])) is None else part / duration_ns for name in _EXPOSED]
+    return _bounded(shares, _percent)
 
 
 def overlapped_time(row: Mapping[str, Any]) -> str | None:

@@ -46,8 +46,8 @@ def format_ns(duration: float) -> str:
     seconds = duration / 1e9
     if abs(seconds) < 99.95:
         return f"{_three_digits(seconds)} s"
-    sign, whole = "-" if seconds < 0 else "", round(abs(seconds))
-    if whole < 3600:
-        return f"{sign}{whole // 60} min {whole % 60:02d} s"
-    minutes = round(whole / 60)
+    sign, whole_seconds = "-" if seconds < 0 else "", round(abs(seconds))
+    if whole_seconds < 3600:
+        return f"{sign}{whole_seconds // 60} min {whole_seconds % 60:02d} s"
+    minutes = round(whole_seconds / 60)
     return f"{sign}{minutes // 60} h {minutes % 60:02d} min"
