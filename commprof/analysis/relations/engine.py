@@ -93,24 +93,31 @@ def evaluate(
     """
     known = known or {}
     texts = " ".join(steps(name, by, known).values())
-    made = {
+    derived = {
         table: made_of(table, lambda question: ask(question, tables))
         for table in MADE
         if table not in tables and re.search(rf"\b{table}\b", texts)
     }
-    held = {step: f"known_{step}" for step in known}
-    registered = {**tables, **made, **{held[step]: rows for step, rows in known.items()}}
+    known_tables = {step: f"known_{step}" for step in known}
+    registered = {**tables, **derived, **{known_tables[step]: rows for step, rows in known.items()}}
     return _answer(
-        f"the relation {name!r}", "", registered, lambda engine: _evaluated(engine, name, by, held, select)
+        f"the relation {name!r}",
+        "",
+        registered,
+        lambda engine: _evaluated(engine, name, by, known_tables, select),
     )
 
 
 def _evaluated(
-    engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], held: Mapping[str, str], select: str
+    engine: duckdb.DuckDBPyConnection,
+    name: str,
+    by: Sequence[str],
+    known_tables: Mapping[str, str],
+    select: str,
 ) -> pa.Table:
-    agreement = keep_agreement(engine, name, by, held)
+    agreement = keep_agreement(engine, name, by, known_tables)
     try:
-        return engine.sql(statement(name, by, select, {**held, **agreement})).to_arrow_table()
+        return engine.sql(statement(name, by, select, {**known_tables, **agreement})).to_arrow_table()
     finally:
         for table in agreement.values():
             engine.execute(f"drop table {table}")

@@ -62,7 +62,7 @@ class RunViews:
         self.files: list[str] = []
         self._run = run
         self._by = BY if by is None else tuple(name for name in BY if name in by)
-        self._made: set[str] = set()
+        self._defined: set[str] = set()
 
     def add(self, name: str) -> None:
         """Make the table or relation ``name`` known in the connection, with what it is made of.
@@ -70,9 +70,9 @@ class RunViews:
         Raises:
             UsageError: there is none of this name. TraceError: a file of the run cannot be read.
         """
-        if name in self._made:
+        if name in self._defined:
             return
-        self._made.add(name)
+        self._defined.add(name)
         if name in TABLES:
             rows = self._run.scan(name, _MOST_IN_MEMORY)
             if isinstance(rows, Scan):

@@ -133,12 +133,12 @@ def _split(inputs: str) -> list[str]:
 
 
 def _input(text: str) -> Input:
-    found = _INPUT.fullmatch(text)
-    if found is None:
+    match = _INPUT.fullmatch(text)
+    if match is None:
         raise ValueError(
             f"{text!r} is no input of a relation; expected name, alias=name or alias=name(input=other)"
         )
-    alias, name, replaced, other = found.groups()
+    alias, name, replaced, other = match.groups()
     return Input(alias or name, name, (replaced, other) if replaced else None)
 
 
@@ -157,7 +157,7 @@ def tables_of(name: str) -> tuple[str, ...]:
 
 
 def _tables(name: str, replaced: dict[str, tuple[str, ...]]) -> dict[str, None]:
-    found: dict[str, None] = {}
+    table_names: dict[str, None] = {}
     of_alias: dict[str, tuple[str, ...]] = {}
     for each in relation(name).inputs:
         if each.alias in replaced:
@@ -171,8 +171,8 @@ def _tables(name: str, replaced: dict[str, tuple[str, ...]]) -> dict[str, None]:
                 inner[alias] = of_alias[other] if other in of_alias else tables_of(other)
             below = tuple(_tables(each.name, inner))
         of_alias[each.alias] = below
-        found |= dict.fromkeys(below)
-    return found
+        table_names |= dict.fromkeys(below)
+    return table_names
 
 
 def statement(
@@ -203,13 +203,13 @@ def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dic
         by: the columns that are requested of relations with ``{by}``.
         known: relations that were evaluated before, which have no text then, nor has what they alone are made of.
     """
-    found: dict[str, str] = {}
-    _add(name, name, {}, found, _clauses(requested(name, by)) | _clauses_of_pairs(by))
+    texts: dict[str, str] = {}
+    _add(name, name, {}, texts, _clauses(requested(name, by)) | _clauses_of_pairs(by))
     needed = {name}
-    for step in reversed(found):
+    for step in reversed(texts):
         if step in needed and step not in known:
-            needed |= {other for other in found if re.search(rf"\b{other}\b", found[step])}
-    return {step: text for step, text in found.items() if step in needed and step not in known}
+            needed |= {other for other in texts if re.search(rf"\b{other}\b", texts[step])}
+    return {step: text for step, text in texts.items() if step in needed and step not in known}
 
 
 def _add(

@@ -52,13 +52,13 @@ def limit_bytes() -> int:
     Raises:
         UsageError: the environment sets a limit that is no size.
     """
-    said = os.environ.get(VARIABLE, "").strip()
-    if not said:
+    setting = os.environ.get(VARIABLE, "").strip()
+    if not setting:
         return max(_LEAST, memory_bytes() // _SHARE)
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", said.lower())
-    if found is None or found[2] not in _UNITS:
-        raise UsageError(f"{VARIABLE} is {said[:60]!r}, which is no size; write for example 2GiB or 500MB")
-    return max(_LEAST, int(float(found[1]) * _UNITS[found[2]]))
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", setting.lower())
+    if match is None or match[2] not in _UNITS:
+        raise UsageError(f"{VARIABLE} is {setting[:60]!r}, which is no size; write for example 2GiB or 500MB")
+    return max(_LEAST, int(float(match[1]) * _UNITS[match[2]]))
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
@@ -67,8 +67,8 @@ def memory_bytes(root: Path = Path("/")) -> int:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([whole, *_group_limits(root)])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_group_limits(root)])
 
 
 def _group_limits(root: Path) -> list[int]:
@@ -77,7 +77,7 @@ def _group_limits(root: Path) -> list[int]:
         lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
         return []
-    found = []
+    limits = []
     for line in lines:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:
@@ -88,8 +88,8 @@ def _group_limits(root: Path) -> list[int]:
             continue
         group = Path(path.lstrip("/"))
         for each in (group, *group.parents):  # in a container the path may be that outside of it
-            found += _number(base / each / name)
-    return found
+            limits += _number(base / each / name)
+    return limits
 
 
 def _number(file: Path) -> list[int]:

@@ -106,14 +106,14 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
 def _quiet_start() -> Iterator[None]:
     """What the JVM prints on standard error, now and later, goes nowhere: six lines about itself at its start."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def has_java() -> bool:
@@ -145,7 +145,7 @@ class SparkRelations:
         self.session = session.newSession() if hasattr(session, "newSession") else session
         self._tables = tables or {}
         self._place = place
-        self._made: set[str] = set()
+        self._defined: set[str] = set()
 
     def evaluate(
         self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
@@ -232,9 +232,9 @@ class SparkRelations:
             others = self._frame(_by_process(beside))
             pairs = records.groupBy(*PROCESS).cogroup(others.groupBy(*PROCESS))
             work = partial(_of_process, function, rows, tuple(beside))
-            found = pairs.applyInArrow(work, "place int, rows binary").toArrow()
+            results = pairs.applyInArrow(work, "place int, rows binary").toArrow()
         tables: dict[int, list[pa.Table]] = {}
-        for place, content in zip(found["place"].to_pylist(), found["rows"].to_pylist(), strict=True):
+        for place, content in zip(results["place"].to_pylist(), results["rows"].to_pylist(), strict=True):
             tables.setdefault(place, []).append(_unpacked(content))
         if not tables:
             none = [empty_table("collectives").select(rows), *(part.slice(0, 0) for part in beside.values())]
@@ -243,7 +243,7 @@ class SparkRelations:
 
     def _add(self, name: str) -> None:
         """Make table ``name`` a view."""
-        if name in self._made:
+        if name in self._defined:
             return
         if name in MADE:
             for table in ("collectives", "aggregates"):
@@ -253,7 +253,7 @@ class SparkRelations:
             self._read(name)
         else:
             self._register(name)
-        self._made.add(name)
+        self._defined.add(name)
 
     def view(self, name: str, rows: pa.Table) -> None:
         """Make ``rows`` known in the session as ``name``."""
@@ -263,8 +263,8 @@ class SparkRelations:
         fields = ", ".join(f"{field.name} {_type(field.type)}" for field in rows.schema)
         if not len(rows):
             return self._nothing(fields)
-        whole = rows.combine_chunks()  # PySpark 4.3 makes no rows of a table whose first chunk is empty
-        return self.session.createDataFrame(whole.replace_schema_metadata(None), fields)
+        table = rows.combine_chunks()  # PySpark 4.3 makes no rows of a table whose first chunk is empty
+        return self.session.createDataFrame(table.replace_schema_metadata(None), fields)
 
     def _nothing(self, fields: str) -> DataFrame:
         """A table without rows, which Spark knows to have none when it plans."""
@@ -309,16 +309,16 @@ def relations_of(session: SparkSession, run: Run) -> SparkRelations:
 
 def _by_process(tables: Mapping[str, pa.Table]) -> pa.Table:
     """One row per process: its rows of each of ``tables``, packed."""
-    parts: dict[tuple[int, ...], dict[str, bytes]] = {}
+    packed: dict[tuple[int, ...], dict[str, bytes]] = {}
     for name, rows in tables.items():
         for part, key in by_process(rows):
-            parts.setdefault(key, {})[name] = _packed(part)
+            packed.setdefault(key, {})[name] = _packed(part)
     none = {name: _packed(rows.slice(0, 0)) for name, rows in tables.items()}
     columns: dict[str, pa.Array] = {
-        name: pa.array([key[place] for key in parts], pa.int64()) for place, name in enumerate(PROCESS)
+        name: pa.array([key[place] for key in packed], pa.int64()) for place, name in enumerate(PROCESS)
     }
     columns |= {
-        name: pa.array([part.get(name, none[name]) for part in parts.values()], pa.binary())
+        name: pa.array([part.get(name, none[name]) for part in packed.values()], pa.binary())
         for name in tables
     }
     return pa.table(columns)
@@ -332,13 +332,13 @@ def _of_process(
     beside: pa.Table,
 ) -> pa.Table:
     """Runs in a worker of Spark, with the collectives of one process and its row of :func:`_by_process`."""
-    found: list[pa.Table] = []
+    results: list[pa.Table] = []
     if len(records):
         schema = arrow_schema("collectives")
         typed = records.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
         others = [_unpacked(beside[name][0].as_py()) if len(beside) else empty_table(name) for name in names]
-        found = function(typed, *others)
-    content = [_packed(table) for table in found]
+        results = function(typed, *others)
+    content = [_packed(table) for table in results]
     return pa.table(
         {"place": pa.array(range(len(content)), pa.int32()), "rows": pa.array(content, pa.binary())}
     )
@@ -364,13 +364,13 @@ def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
 
 def _uses(step: str, texts: Mapping[str, str]) -> int:
     """How often the texts name ``step``, through their own names for it too."""
-    found = 0
+    uses = 0
     for text in texts.values():
         named = len(re.findall(rf"(?:from|join) {step}\b", text))
         for alias in re.findall(rf"(\w+) as \(select \* from {step}\)", text):
             named += len(re.findall(rf"(?:from|join) {alias}\b", text)) - 1
-        found += named
-    return found
+        uses += named
+    return uses
 
 
 def _as(schema: pa.Schema, rows: DataFrame) -> DataFrame:

@@ -145,8 +145,8 @@ def type_name(node: Any) -> str:
 def _nodes(plan: Any) -> Iterator[Any]:
     """``plan`` and all that it is made of: its inputs, common table expressions, and queries within expressions."""
     yield plan
-    for parts in (plan.children(), plan.innerChildren(), plan.subqueries()):
-        for part in _items(parts):
+    for branches in (plan.children(), plan.innerChildren(), plan.subqueries()):
+        for part in _items(branches):
             yield from _nodes(part)
 
 
