@@ -508,8 +508,8 @@ def bandwidth_both(
     from commprof.calibration.file import read_calibration
 
     run = _opened(run)
-    held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
-    return bandwidth_module.bandwidths(lateness_sums.times(run, steps), held, run.manifest.hosts)
+    opened = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+    return bandwidth_module.bandwidths(lateness_sums.times(run, steps), opened, run.manifest.hosts)
 
 
 def bandwidth(
@@ -552,8 +552,8 @@ def ceiling(
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
-    held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
-    return bandwidth_module.ceiling(held, group_size, low, high)
+    opened = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+    return bandwidth_module.ceiling(opened, group_size, low, high)
 
 
 def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
@@ -561,8 +561,8 @@ def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
-    held = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
-    return bandwidth_module.ceiling_fits(held)
+    opened = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
+    return bandwidth_module.ceiling_fits(opened)
 
 
 def calibrations(directory: Path | str) -> pd.DataFrame:
@@ -727,8 +727,8 @@ def _compared(runs: Sequence[AnyRun]) -> list[_Compared]:
 
     opened = [_opened(run) for run in runs]
     manifests, names = [run.manifest for run in opened], run_names(opened)
-    found = settings_module.settings_of(manifests, names)
-    return [_Compared(opened[i], names[i], found[i]) for i in settings_module.in_order(manifests)]
+    settings = settings_module.settings_of(manifests, names)
+    return [_Compared(opened[i], names[i], settings[i]) for i in settings_module.in_order(manifests)]
 
 
 def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
@@ -839,8 +839,8 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
     from commprof.analysis.compare import setting_resources as resources_module
     from commprof.analysis.traffic import rank_bytes as rank_bytes_module
 
-    found = _compared(runs)
-    measured = _measured(found)
+    compared = _compared(runs)
+    measured = _measured(compared)
     rows = comparison.rows(measured)
     weighed = advice_module.weigh(advice_module.candidates(measured, rows))
     return Comparison(
@@ -848,7 +848,7 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
         comparison.traffic_by_setting(measured),
         comparison.traffic_by_group(measured),
         resources_module.resources(measured),
-        rank_bytes_module.rank_bytes(_rank_totals(found, measured) if ranks else []),
+        rank_bytes_module.rank_bytes(_rank_totals(compared, measured) if ranks else []),
         recommendation.advise(weighed),
     )
 
@@ -901,11 +901,11 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
-    found = settings_module.settings_of(manifests, run_names(opened))
+    settings = settings_module.settings_of(manifests, run_names(opened))
     return levels_module.reduction_levels(
         [
             levels_module.Ledger(
-                found[i].label, *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i]))
+                settings[i].label, *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i]))
             )
             for i in settings_module.in_order(manifests)
         ]
@@ -968,13 +968,13 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
     """
     from commprof.analysis.storage import index as index_module
 
-    found = index_module.index_of(run, progress, write=True)
+    opened = index_module.index_of(run, progress, write=True)
     return {
         **{
-            name: found.facts[name]
+            name: opened.facts[name]
             for name in ("records", "begin_ns", "end_ns", "ranks", "lanes", "ops", "state")
         },
-        "in_file": found.path is not None,
+        "in_file": opened.path is not None,
     }
 
 
