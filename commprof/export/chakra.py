@@ -81,12 +81,12 @@ def export_chakra(
         TraceError: the run cannot be read, or ``out`` cannot be written to.
     """
     (opened,) = opened_runs(run)
-    found = OneClock(opened, _NEEDED)
-    ranks = _one_process_each(opened, found)
-    groups = _Groups(found.groups)
+    timed = OneClock(opened, _NEEDED)
+    ranks = _one_process_each(opened, timed)
+    groups = _Groups(timed.groups)
     names = [f"trace.{rank}.et" for rank in ranks]
     with staged(Path(out), [*names, GROUPS, PROVENANCE], force, progress) as staging:
-        for rank in found.ranks():
+        for rank in timed.ranks():
             name = f"trace.{rank.rank}.et"
             staging.write(name, partial(_write, rank, groups, partial(_tell, staging, name)), len(rank.table))
         staging.write_text(GROUPS, json.dumps(groups.members(), indent=1) + "\n")
@@ -98,9 +98,9 @@ def _tell(staging: Staging, name: str, records: int) -> None:
     staging.tell(f"{name}: {records:,} records")
 
 
-def _one_process_each(run: Run, found: OneClock) -> list[int]:
+def _one_process_each(run: Run, timed: OneClock) -> list[int]:
     """The ranks of the run."""
-    ranks = sorted(rank for rank, _, _ in found.processes)
+    ranks = sorted(rank for rank, _, _ in timed.processes)
     twice = [rank for rank, after in pairwise(ranks) if rank == after]
     if twice:
         raise UsageError(
@@ -172,15 +172,15 @@ class _Rows:
 
     def __init__(self, records: pa.Table) -> None:
         self._records = records
-        self._held: dict[int, list[dict[str, Any]]] = {}
+        self._batches: dict[int, list[dict[str, Any]]] = {}
 
     def __getitem__(self, place: int) -> dict[str, Any]:
         part, row = divmod(place, _ROWS_AT_A_TIME)
-        if part not in self._held:
-            if len(self._held) >= _PARTS_HELD:
-                del self._held[next(iter(self._held))]
-            self._held[part] = self._records.slice(part * _ROWS_AT_A_TIME, _ROWS_AT_A_TIME).to_pylist()
-        return self._held[part][row]
+        if part not in self._batches:
+            if len(self._batches) >= _PARTS_HELD:
+                del self._batches[next(iter(self._batches))]
+            self._batches[part] = self._records.slice(part * _ROWS_AT_A_TIME, _ROWS_AT_A_TIME).to_pylist()
+        return self._batches[part][row]
 
 
 def _moments(records: pa.Table) -> Iterator[tuple[int, int, int, int]]:

@@ -64,15 +64,15 @@ def export_csv(
         described = []
         for table in _every(runs, names, bool(compared)):
             described.append((table.name, table.columns))
-            staging.write_rows(f"{table.name}.csv", table.parts(), partial(_write, table))
+            staging.write_rows(f"{table.name}.csv", table.batches(), partial(_write, table))
         dictionary = data_dictionary(described)
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
         staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
     return staging.files
 
 
-def _write(table: ExportedTable, parts: Iterator[pa.Table], out: IO[bytes]) -> None:
-    write_csv_parts(parts, table.schema, out)
+def _write(table: ExportedTable, batches: Iterator[pa.Table], out: IO[bytes]) -> None:
+    write_csv_parts(batches, table.schema, out)
 
 
 def _every(runs: Sequence[Run], names: Sequence[str], compared: bool) -> Iterator[ExportedTable]:
@@ -92,34 +92,34 @@ def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
     """
     out = Path(out)
     try:
-        said = json.loads((out / PROVENANCE).read_text("utf-8"))
-        listed = {str(each["name"]): each for each in said["files"]}
+        written = json.loads((out / PROVENANCE).read_text("utf-8"))
+        listed = {str(entry["name"]): entry for entry in written["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise TraceError(
             f"{out} holds no export: its {PROVENANCE} cannot be read. Make one: "
             f"{command_line('export', 'RUN', '--out', out)}"
         ) from None
     runs = opened_runs(run)
-    found = [problem for name, each in listed.items() if (problem := _unlike(out / name, each))]
+    problems = [problem for name, entry in listed.items() if (problem := _unlike(out / name, entry))]
     wanted = [name.removesuffix(".csv") for name in listed if name.endswith(".csv") and name != DICTIONARY]
     compared = COMPARISON in wanted
     for table in _every(runs, table_names([name for name in wanted if name not in COMPARISONS]), compared):
         file = out / f"{table.name}.csv"
         with tempfile.TemporaryFile() as text:
             sink = Sink(text)
-            write_csv_parts(table.parts(), table.schema, cast(IO[bytes], sink))
+            write_csv_parts(table.batches(), table.schema, cast(IO[bytes], sink))
             if sink.digest.hexdigest() != _digest(file):
-                found.append(f"{file.name} is not what the run holds: {_first_difference(file, text)}")
-    return found
+                problems.append(f"{file.name} is not what the run holds: {_first_difference(file, text)}")
+    return problems
 
 
-def _unlike(file: Path, said: dict[str, Any]) -> str | None:
+def _unlike(file: Path, entry: dict[str, Any]) -> str | None:
     if not file.exists():
         return f"{file.name} is missing"
     size = file.stat().st_size
-    if size != said.get("bytes"):
-        return f"{file.name} has {size:,} bytes, {PROVENANCE} says {said.get('bytes'):,}"
-    if _digest(file) != said.get("sha256"):
+    if size != entry.get("bytes"):
+        return f"{file.name} has {size:,} bytes, {PROVENANCE} says {entry.get('bytes'):,}"
+    if _digest(file) != entry.get("sha256"):
         return f"{file.name} was changed after the export: its checksum is another"
     return None
 

@@ -36,9 +36,9 @@ def export_database(
     names = table_names(tables)
     runs = opened_runs(run)
     with staged(Path(out), [DATABASE, PROVENANCE], force, progress) as staging:
-        found = (*tables_of(runs, names), *(comparison_of(runs) if tables is None else ()))
+        exported = (*tables_of(runs, names), *(comparison_of(runs) if tables is None else ()))
         counted: list[int] = []
-        staging.adopt(DATABASE, lambda path: counted.extend(_write(path, found, staging.tell)))
+        staging.adopt(DATABASE, lambda path: counted.extend(_write(path, exported, staging.tell)))
         staging.with_rows(sum(counted))
         staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
     return staging.files
@@ -55,9 +55,9 @@ def _write(path: Path, tables: Sequence[ExportedTable], tell: Progress) -> Itera
                         f"COMMENT ON TABLE {_name(table.name)} IS {_text(TABLES[table.name].doc)}"
                     )
                 for column in table.columns:
-                    said = f"{column.doc} ({column.unit})" if column.unit else column.doc
+                    comment = f"{column.doc} ({column.unit})" if column.unit else column.doc
                     database.execute(
-                        f"COMMENT ON COLUMN {_name(table.name)}.{_name(column.name)} IS {_text(said)}"
+                        f"COMMENT ON COLUMN {_name(table.name)}.{_name(column.name)} IS {_text(comment)}"
                     )
     except duckdb.Error as error:
         raise TraceError(f"the database cannot be written: {str(error).partition(chr(10))[0]}") from None
@@ -71,7 +71,7 @@ def _filled(database: duckdb.DuckDBPyConnection, table: ExportedTable, tell: Pro
     def batches() -> Iterator[pa.RecordBatch]:
         nonlocal rows
         try:
-            for part in table.parts():
+            for part in table.batches():
                 yield from part.to_batches()
                 rows += len(part)
                 tell(f"{DATABASE}: {table.name}, {rows:,} rows")

@@ -51,13 +51,13 @@ class Sink:
 class _Counted:
     """Rows that are counted while they pass."""
 
-    def __init__(self, parts: Iterable[pa.Table], tell: Callable[[int], None]) -> None:
-        self._parts = parts
+    def __init__(self, batches: Iterable[pa.Table], tell: Callable[[int], None]) -> None:
+        self._batches = batches
         self._tell = tell
         self.rows = 0
 
     def __iter__(self) -> Iterator[pa.Table]:
-        for part in self._parts:
+        for part in self._batches:
             yield part
             self.rows += len(part)
             self._tell(self.rows)
@@ -90,18 +90,18 @@ class Staging:
         return file
 
     def write_rows(
-        self, name: str, parts: Iterable[pa.Table], fill: Callable[[Iterator[pa.Table], Any], Any]
+        self, name: str, batches: Iterable[pa.Table], fill: Callable[[Iterator[pa.Table], Any], Any]
     ) -> ExportedFile:
-        """Write file ``name`` by what ``fill`` makes of ``parts``, the rows of a table, which are counted on the way."""
-        counted = _Counted(parts, lambda rows: self._progress(f"{name}: {rows:,} rows"))
+        """Write file ``name`` by calling ``fill`` with ``batches``, the rows of a table, and counts them."""
+        counted = _Counted(batches, lambda rows: self._progress(f"{name}: {rows:,} rows"))
         self.write(name, lambda sink: fill(iter(counted), sink))
         return self.with_rows(counted.rows)
 
     def adopt_rows(
-        self, name: str, parts: Iterable[pa.Table], make: Callable[[Iterator[pa.Table], Path], Any]
+        self, name: str, batches: Iterable[pa.Table], make: Callable[[Iterator[pa.Table], Path], Any]
     ) -> ExportedFile:
         """The same of a file that ``make`` writes by itself at the path that it is given."""
-        counted = _Counted(parts, lambda rows: self._progress(f"{name}: {rows:,} rows"))
+        counted = _Counted(batches, lambda rows: self._progress(f"{name}: {rows:,} rows"))
         self.adopt(name, lambda path: make(iter(counted), path))
         return self.with_rows(counted.rows)
 

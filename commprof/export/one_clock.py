@@ -80,8 +80,8 @@ class OneClock:
         """What must be known before the first row is written: one look at a few columns of every rank."""
         clocks: set[str] = set()
         for _, _, rows in self._ranks(("rank", "attempt", "pid", "issue_ns", "pg", "group_ranks")):
-            found = rows.group_by(["rank", "attempt", "pid"]).aggregate([]).to_pylist()
-            self.processes |= {(row["rank"], row["attempt"], row["pid"]) for row in found}
+            identities = rows.group_by(["rank", "attempt", "pid"]).aggregate([]).to_pylist()
+            self.processes |= {(row["rank"], row["attempt"], row["pid"]) for row in identities}
             texts = (
                 rows.select(["pg", "group_ranks"]).group_by(["pg", "group_ranks"]).aggregate([]).to_pylist()
             )
@@ -123,21 +123,21 @@ class OneClock:
         place = partners["place"].to_numpy()
         streams = streams_of(partners)
         known = [self._streams.setdefault(name, len(self._streams)) for name in streams.names]
-        found = np.full((3, len(rows)), NO_PARTNER, np.int64)
-        found[0, place] = np.array(known, np.int64)[streams.codes] if len(place) else 0
-        found[1, place] = streams.number
-        found[2, place] = occurrences(partners, streams)
-        return found[0], found[1], found[2]
+        identity = np.full((3, len(rows)), NO_PARTNER, np.int64)
+        identity[0, place] = np.array(known, np.int64)[streams.codes] if len(place) else 0
+        identity[1, place] = streams.number
+        identity[2, place] = occurrences(partners, streams)
+        return identity[0], identity[1], identity[2]
 
     def _ranks(self, columns: Sequence[str]) -> Iterator[tuple[int, int, pa.Table]]:
         """The rows of each rank and attempt, in their order."""
-        held = self.run.scan("collectives", _FEWEST_SCANNED)
+        collectives = self.run.scan("collectives", _FEWEST_SCANNED)
         files: dict[tuple[int, int], list[Path]] = defaultdict(list)
-        if isinstance(held, Scan):
-            for file in held.files:  # rank-00000-<attempt>-<pid>
+        if isinstance(collectives, Scan):
+            for file in collectives.files:  # rank-00000-<attempt>-<pid>
                 _, rank, attempt, *_ = file.stem.split("-")
                 files[int(rank), int(attempt)].append(file)
-        rest = held.rest if isinstance(held, Scan) else held
+        rest = collectives.rest if isinstance(collectives, Scan) else collectives
         of_rest = _by_rank(rest.select(columns))
         for key in sorted({*files, *of_rest}):
             tables = [_read(file, columns) for file in files[key]] + (

@@ -48,7 +48,7 @@ def export_parquet(
         for table in (*tables_of(runs, names), *(comparison_of(runs) if compared else ())):
             described.append((table.name, table.columns))
             staging.adopt_rows(
-                f"{table.name}.parquet", table.parts(), partial(_write, described_schema(table))
+                f"{table.name}.parquet", table.batches(), partial(_write, described_schema(table))
             )
         dictionary = data_dictionary(described)
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
@@ -67,19 +67,19 @@ def described_schema(table: ExportedTable) -> pa.Schema:
     return pa.schema(fields, metadata=table.schema.metadata)
 
 
-def _write(schema: pa.Schema, parts: Iterator[pa.Table], path: Path) -> None:
+def _write(schema: pa.Schema, batches: Iterator[pa.Table], path: Path) -> None:
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for group in _groups(parts):
+        for group in _groups(batches):
             writer.write_table(group.cast(schema))
 
 
-def _groups(parts: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """``parts``, together as far as a row group goes."""
-    held: list[pa.Table] = []
-    for part in parts:
-        held.append(part)
-        if sum(map(len, held)) >= _GROUP_ROWS:
-            yield pa.concat_tables(held)
-            held = []
-    if held:
-        yield pa.concat_tables(held)
+def _groups(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """``batches``, concatenated up to the size of a row group."""
+    pending: list[pa.Table] = []
+    for batch in batches:
+        pending.append(batch)
+        if sum(map(len, pending)) >= _GROUP_ROWS:
+            yield pa.concat_tables(pending)
+            pending = []
+    if pending:
+        yield pa.concat_tables(pending)

@@ -91,25 +91,25 @@ def export_perfetto(
     """
     (opened,) = opened_runs(run)
     with staged(Path(out), [TRACE, PROVENANCE], force, progress) as staging:
-        found = OneClock(opened, _NEEDED)
-        staging.write(TRACE, lambda sink: _write(sink, found, staging.tell))
+        timed = OneClock(opened, _NEEDED)
+        staging.write(TRACE, lambda sink: _write(sink, timed, staging.tell))
         staging.write_text(PROVENANCE, json.dumps(provenance([opened], staging.files), indent=2) + "\n")
     return staging.files
 
 
-def _write(sink: Sink, found: OneClock, tell: Progress) -> None:
+def _write(sink: Sink, timed: OneClock, tell: Progress) -> None:
     """One event a line, so that no more than one is held as text."""
     sink.write(b'{"displayTimeUnit": "ns",\n"otherData": ')
     about = {
-        "run": found.run.path.name,
+        "run": timed.run.path.name,
         "exported_by": f"commprof {__version__}",
-        "unknown_clocks": found.unknown_clocks,
-        "notes": list(found.run.health.notes),
+        "unknown_clocks": timed.unknown_clocks,
+        "notes": list(timed.run.health.notes),
     }
     sink.write(json.dumps(about).encode("utf-8"))
     sink.write(b',\n"traceEvents": [')
     first = True
-    for events in _bundles(trace_events(found, tell)):
+    for events in _bundles(trace_events(timed, tell)):
         text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
         sink.write(("\n" if first else ",\n").encode("utf-8") + text.encode("utf-8"))
         first = False
@@ -122,23 +122,23 @@ def _bundles(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
         yield bundle
 
 
-def trace_events(found: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
+def trace_events(timed: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
     """The events: names of processes and threads, steps, a slice per operation (and per device time), and the arrows."""
-    steps = found.run.table("steps").to_pylist()
+    steps = timed.run.table("steps").to_pylist()
     shift_of = {
-        key: found.shift_at(key, step["begin_ns"])
+        key: timed.shift_at(key, step["begin_ns"])
         for step in steps
         for key in [(step["rank"], step["attempt"], step["pid"])]
     }
     begins = [step["begin_ns"] + shift_of[step["rank"], step["attempt"], step["pid"]] for step in steps]
-    base = min([*begins, *([] if found.begin_ns is None else [found.begin_ns])], default=0)
-    processes = _processes(found.processes | set(shift_of))
-    yield from _names(found.run, processes)
+    base = min([*begins, *([] if timed.begin_ns is None else [timed.begin_ns])], default=0)
+    processes = _processes(timed.processes | set(shift_of))
+    yield from _names(timed.run, processes)
     yield from _steps(steps, processes, shift_of, base)
     lanes = _Lanes(processes)
     placed: list[_Placed] = []
     written = 0
-    for rank in found.ranks():
+    for rank in timed.ranks():
         begin_ns = rank.table["issue_ns"].to_numpy() + rank.shift_ns - base
         where = _Placed(rank, begin_ns, *(np.zeros(len(begin_ns), np.int32) for _ in range(2)))
         placed.append(where)
@@ -162,9 +162,9 @@ def trace_events(found: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
     yield from _arrows(placed)
 
 
-def _processes(found: Collection[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
+def _processes(identities: Collection[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
     """A number for each process of the job: its rank where that is its own, as it is without restarts."""
-    every = sorted(found)
+    every = sorted(identities)
     ranks = [rank for rank, _, _ in every]
     if len(set(ranks)) == len(ranks):
         return {process: process[0] for process in every}
@@ -201,7 +201,7 @@ def _steps(
         key = row["rank"], row["attempt"], row["pid"]
         if row["end_ns"] is not None:
             begin, end = (row[name] + shifts.get(key, 0) - base for name in ("begin_ns", "end_ns"))
-            told = {
+            arguments = {
                 name: row[name]
                 for name in ("step", "micro_steps", "loss", "grad_norm")
                 if row[name] is not None
@@ -214,7 +214,7 @@ def _steps(
                 "tid": _STEPS_THREAD,
                 "ts": begin / 1000,
                 "dur": max(0, end - begin) / 1000,
-                "args": told,
+                "args": arguments,
             }
 
 
@@ -229,8 +229,8 @@ def _wire_bytes(row: Mapping[str, Any]) -> float | None:
 def _slice(
     row: Mapping[str, Any], process: int, thread: int, begin: int, end: int, name: str
 ) -> dict[str, Any]:
-    told = {column: row[column] for column in _SHOWN if row[column] is not None}
-    told["wire_bytes"] = _wire_bytes(row)
+    arguments = {column: row[column] for column in _SHOWN if row[column] is not None}
+    arguments["wire_bytes"] = _wire_bytes(row)
     return {
         "ph": "X",
         "name": name,
@@ -239,7 +239,7 @@ def _slice(
         "tid": thread,
         "ts": begin / 1000,
         "dur": (end - begin) / 1000,
-        "args": told,
+        "args": arguments,
     }
 
 

@@ -37,13 +37,13 @@ _ARROW: Final = {
 class ExportedTable(NamedTuple):
     """One table of an export, and what its columns mean.
 
-    ``parts`` gives its rows anew each time it is called, some at a time, each with ``schema``.
+    ``batches`` iterates over its rows from the start each time it is called; each batch has ``schema``.
     """
 
     name: str
     columns: Sequence[Column]
     schema: pa.Schema
-    parts: Callable[[], Iterator[pa.Table]]
+    batches: Callable[[], Iterator[pa.Table]]
 
     @classmethod
     def of_rows(cls, name: str, columns: Sequence[Column], rows: pa.Table) -> ExportedTable:
@@ -68,8 +68,8 @@ def table_names(tables: Sequence[str] | None) -> list[str]:
 
 def opened_runs(run: AnyRun | Sequence[AnyRun]) -> list[Run]:
     """The runs, opened; one may stand by itself."""
-    given = [run] if isinstance(run, str | Path) or not isinstance(run, Sequence) else list(run)
-    return [open_run(each) if isinstance(each, str | Path) else each for each in given]
+    runs = [run] if isinstance(run, str | Path) or not isinstance(run, Sequence) else list(run)
+    return [open_run(each) if isinstance(each, str | Path) else each for each in runs]
 
 
 def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTable]:
@@ -82,8 +82,8 @@ def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTab
     first = pa.field("run", pa.string(), nullable=False)
     for name in names:
         schema = pa.schema([first, *arrow_schema(name)])
-        parts = partial(_named_parts, list(zip(runs, called, strict=True)), name, schema)
-        yield ExportedTable(name, (RUN_COLUMN, *TABLES[name].columns), schema, parts)
+        batches = partial(_named_parts, list(zip(runs, called, strict=True)), name, schema)
+        yield ExportedTable(name, (RUN_COLUMN, *TABLES[name].columns), schema, batches)
 
 
 def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) -> Iterator[pa.Table]:
