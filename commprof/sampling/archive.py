@@ -50,7 +50,7 @@ def read_archive(run: Path) -> tuple[list[RankCalls], dict[int, str]]:
     table = opened.table("collectives").select(list(_COLUMNS))
     groups = _groups(opened.table("groups").to_pylist())
     attempt = max((entry["attempt"] for entry in opened.manifest.ranks), default=0)
-    found: dict[int, RankCalls] = {}
+    calls_of_rank: dict[int, RankCalls] = {}
     gone: dict[int, str] = {}
     for entry in opened.manifest.ranks:
         rank, pid = entry["rank"], entry["pid"]
@@ -66,9 +66,13 @@ def read_archive(run: Path) -> tuple[list[RankCalls], dict[int, str]]:
         mine = mine.sort_by("seq")
         rows = mine.slice(max(0, len(mine) - WINDOW)).to_pylist()
         last = rows[-1]["issue_ns"] if rows else 0
-        if rank in found and found[rank].calls and found[rank].calls[-1].issue_ns > last:
+        if (
+            rank in calls_of_rank
+            and calls_of_rank[rank].calls
+            and calls_of_rank[rank].calls[-1].issue_ns > last
+        ):
             continue
-        found[rank] = RankCalls(
+        calls_of_rank[rank] = RankCalls(
             rank=rank,
             attempt=attempt,
             pid=pid,
@@ -79,7 +83,7 @@ def read_archive(run: Path) -> tuple[list[RankCalls], dict[int, str]]:
             ended=bool(entry.get("ended")),
             groups=groups.get((rank, attempt, pid), {}),
         )
-    return [found[rank] for rank in sorted(found)], gone
+    return [calls_of_rank[rank] for rank in sorted(calls_of_rank)], gone
 
 
 def _call(row: dict[str, Any], version: int) -> Call:
@@ -105,8 +109,8 @@ def _call(row: dict[str, Any], version: int) -> Call:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], dict[str, GroupFacts]]:
-    found: dict[tuple[int, int, int], dict[str, GroupFacts]] = {}
+    facts_by_process: dict[tuple[int, int, int], dict[str, GroupFacts]] = {}
     for row in rows:
         facts = GroupFacts(row["pg"], row["group_desc"], parse_ranks(row["group_ranks"]))
-        found.setdefault((row["rank"], row["attempt"], row["pid"]), {})[facts.pg] = facts
-    return found
+        facts_by_process.setdefault((row["rank"], row["attempt"], row["pid"]), {})[facts.pg] = facts
+    return facts_by_process

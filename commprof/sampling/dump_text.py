@@ -26,7 +26,7 @@ _MOST_GROUPS: Final = 40
 def dump_text(dump: Dump) -> str:
     """The whole dump, ending with a line feed."""
     situation = dump.situation
-    parts = [
+    lines = [
         escaped(dump.verdict.sentence),
         *(escaped(f"note: {note}") for note in dump.verdict.notes),
         "",
@@ -42,7 +42,7 @@ def dump_text(dump: Dump) -> str:
         *(["Stacks", *_stacks(situation), ""] if dump.with_stacks else []),
         _folded(_LEGEND),
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _folded(text: str) -> str:
@@ -79,16 +79,21 @@ def _state(situation: Situation, report: RankReport) -> str:
 
 
 def _call(situation: Situation, report: RankReport, call: Call, time_ns: int) -> str:
-    parts = [f"{situation.name(call)} of {situation.label_of(call)}", size_of(call), call.purpose, call.site]
-    parts.append(f"thread {call.other_thread}" if call.other_thread else None)
-    parts += [f"step {call.step}" if call.step >= 0 else None, report.ago(time_ns)]
-    return escaped(", ".join(part for part in parts if part))
+    details = [
+        f"{situation.name(call)} of {situation.label_of(call)}",
+        size_of(call),
+        call.purpose,
+        call.site,
+    ]
+    details.append(f"thread {call.other_thread}" if call.other_thread else None)
+    details += [f"step {call.step}" if call.step >= 0 else None, report.ago(time_ns)]
+    return escaped(", ".join(part for part in details if part))
 
 
 def _groups(situation: Situation) -> list[str]:
-    found = standings(situation.groups)
-    uneven = [standing for standing in found if not standing.is_even]
-    even = [standing for standing in found if standing.is_even]
+    all_standings = standings(situation.groups)
+    uneven = [standing for standing in all_standings if not standing.is_even]
+    even = [standing for standing in all_standings if standing.is_even]
     lines = [line for standing in uneven for line in _uneven(situation, standing)]
     for standing in even[:_MOST_GROUPS]:
         call = next(iter(standing.last.values()))
@@ -119,7 +124,7 @@ def _uneven(situation: Situation, standing: Standing) -> list[str]:
 
 def _stacks(situation: Situation) -> list[str]:
     """Each stack once, with the ranks and threads that stand there."""
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    ranks_by_stack: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     lines = []
     for report in situation.reports.values():
         if report.stacks is None:
@@ -131,8 +136,8 @@ def _stacks(situation: Situation) -> list[str]:
                 f"{_thread(situation, report, stack)}, by {report.stacks.source}",
                 tuple(map(str, stack.frames)),
             )
-            found.setdefault(key, []).append(report.rank)
-    for (thread, frames), ranks in found.items():
+            ranks_by_stack.setdefault(key, []).append(report.rank)
+    for (thread, frames), ranks in ranks_by_stack.items():
         lines += _stack(ranks, thread, frames)
     return lines or ["none: no rank runs on this host"]
 

@@ -63,16 +63,16 @@ def latest_files(run: Path) -> list[tuple[RankFile, Path]]:
         TraceError: the directory cannot be read.
     """
     try:
-        found = rank_files(run)
+        files = rank_files(run)
     except OSError as error:
         raise TraceError(f"{run} cannot be read: {error.strerror}") from None
-    return latest(found)
+    return latest(files)
 
 
-def latest(found: Iterable[tuple[RankFile, Path]]) -> list[tuple[RankFile, Path]]:
+def latest(files: Iterable[tuple[RankFile, Path]]) -> list[tuple[RankFile, Path]]:
     """Of each rank the file of its last attempt, and of several in that one the file that was written to last."""
     by_rank: dict[int, tuple[tuple[int, int, int], RankFile, Path]] = {}
-    for identity, stem in found:
+    for identity, stem in files:
         age = (identity.attempt, _modified(stem), identity.part)
         if identity.rank not in by_rank or age > by_rank[identity.rank][0]:
             by_rank[identity.rank] = (age, identity, stem)
@@ -161,9 +161,9 @@ def _used(descriptor: int, begin: int) -> int:
     end = os.fstat(descriptor).st_size
     while end > begin:
         low = max(begin, end - _CHUNK_BYTES)
-        kept = len(os.pread(descriptor, end - low, low).rstrip(b"\0"))
-        if kept:
-            return -(-(low + kept - begin) // RECORD.size)
+        used = len(os.pread(descriptor, end - low, low).rstrip(b"\0"))
+        if used:
+            return -(-(low + used - begin) // RECORD.size)
         end = low
     return 0
 
@@ -238,7 +238,7 @@ def _what(row: Mapping[str, Any]) -> What | None:
 
 
 def _groups(rows: Iterable[Mapping[str, Any]]) -> dict[str, GroupFacts]:
-    found = {}
+    facts_by_group = {}
     for row in rows:
         pg, desc, ranks = (_of_type(row.get(name), str) for name in ("pg", "group_desc", "group_ranks"))
         if pg is None or ranks is None:
@@ -248,5 +248,5 @@ def _groups(rows: Iterable[Mapping[str, Any]]) -> dict[str, GroupFacts]:
         except ValueError:
             continue
         if members:
-            found[pg] = GroupFacts(pg, desc, members)
-    return found
+            facts_by_group[pg] = GroupFacts(pg, desc, members)
+    return facts_by_group

@@ -230,29 +230,29 @@ class NvmlSampler:
             (("temperature_celsius",), nvml.temperature),
             (("sm_clock_mhz",), nvml.sm_clock),
         ]
-        found: list[tuple[str, float]] = []
+        gauges: list[tuple[str, float]] = []
         for names, read in readers:
             try:
                 values = read(gpu)
             except Exception:
                 continue  # this GPU, or this driver, does not have it
             values = values if isinstance(values, tuple) else (values,)
-            found += [(name, float(value)) for name, value in zip(names, values, strict=True)]
-        return found
+            gauges += [(name, float(value)) for name, value in zip(names, values, strict=True)]
+        return gauges
 
     def _find_counters(self, gpu: int) -> list[_Counter]:
         """The counters that GPU ``gpu`` has: PCIe, and NVLink in all or, where there is no sum, link by link."""
         device = f"GPU {gpu}"
         pcie = (Field(PCIE_SENT), Field(PCIE_RECEIVED))
-        whole = (Field(NVLINK_SENT, ALL_LINKS), Field(NVLINK_RECEIVED, ALL_LINKS))
+        totals = (Field(NVLINK_SENT, ALL_LINKS), Field(NVLINK_RECEIVED, ALL_LINKS))
         links = [(Field(NVLINK_LINK_SENT, n), Field(NVLINK_LINK_RECEIVED, n)) for n in range(MOST_LINKS)]
-        present = self._values(gpu, [field for pair in (pcie, whole, *links) for field in pair])
+        present = self._values(gpu, [field for pair in (pcie, totals, *links) for field in pair])
         counters = []
         if all(field in present for field in pcie):
             counters.append(_Counter("pcie", device, [pcie], 1))
         live = [pair for pair in links if all(field in present for field in pair)]
-        if all(field in present for field in whole):
-            counters.append(_Counter("nvlink", device, [whole], 1024))
+        if all(field in present for field in totals):
+            counters.append(_Counter("nvlink", device, [totals], 1024))
         elif live:
             counters.append(_Counter("nvlink", device, live, 1))
         return counters

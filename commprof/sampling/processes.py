@@ -60,15 +60,15 @@ def local_ranks(run: Path) -> list[RankProcess]:
         TraceError: the directory cannot be read.
     """
     here = socket.gethostname()
-    found = []
+    processes = []
     for identity, stem in latest_files(run):
         begin = _first_line(stem.with_name(stem.name + EVENTS_SUFFIX))
         if begin.get("host") != here:
             continue
         process = RankProcess(identity.rank, identity.pid, begin.get("start_ticks"))
         if state_of(process) not in (State.GONE, State.ENDED):
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def _first_line(events: Path) -> dict[str, Any]:

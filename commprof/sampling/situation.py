@@ -103,8 +103,8 @@ class Situation:
             and not self.damaged
             and not self.absent()
         )
-        found = [find_difference(group, calls, all_ended=all_ended) for group in self.groups]
-        differences = [difference for difference in found if difference is not None]
+        by_group = [find_difference(group, calls, all_ended=all_ended) for group in self.groups]
+        differences = [difference for difference in by_group if difference is not None]
         splits = [find_unequal_split(group) for group in self.groups]
         return differences + unshifted((each for each in splits if each is not None), differences)
 
@@ -128,8 +128,8 @@ class Situation:
         place = f"{since} at {short_site(call.site)}" if call.site else None
         if call.other_thread is not None:
             place = f"{place or since} in thread {call.other_thread}"
-        parts = [size_of(call), place if ago is None else f"{place or since}, {ago}"]
-        return f"({', '.join(part for part in parts if part)})" if any(parts) else ""
+        details = [size_of(call), place if ago is None else f"{place or since}, {ago}"]
+        return f"({', '.join(part for part in details if part)})" if any(details) else ""
 
     def whereabouts(self, rank: int, pg: str | None = None) -> str:
         """What a rank does instead of what it is missed in, as a clause.

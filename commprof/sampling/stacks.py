@@ -79,8 +79,8 @@ class Stacks(NamedTuple):
         """The thread of this number, else the only one of this name; None where there is none."""
         by_ident = [stack for stack in self.threads if ident is not None and stack.ident == ident]
         by_name = [stack for stack in self.threads if stack.thread == thread]
-        found = by_ident or (by_name if len(by_name) == 1 else [])
-        return found[0] if found else None
+        matching = by_ident or (by_name if len(by_name) == 1 else [])
+        return matching[0] if matching else None
 
 
 def take_stacks(
@@ -98,15 +98,15 @@ def take_stacks(
         return Stacks(None, problem="its process is gone")
     problems = []
     if only in (None, PY_SPY):
-        found = spy(process.pid, blocking=state is not State.STOPPED)
-        if found.source is not None:
-            return found
-        problems.append(str(found.problem))
+        stacks = spy(process.pid, blocking=state is not State.STOPPED)
+        if stacks.source is not None:
+            return stacks
+        problems.append(str(stacks.problem))
     if only in (None, FAULTHANDLER):
-        found = ask_process(process, run, answer)
-        if found.source is not None:
-            return found
-        problems.append(str(found.problem))
+        stacks = ask_process(process, run, answer)
+        if stacks.source is not None:
+            return stacks
+        problems.append(str(stacks.problem))
     return Stacks(
         None,
         problem="; ".join(problems) or f"{STACKS_VARIABLE}={only} is neither {PY_SPY} nor {FAULTHANDLER}",
@@ -181,19 +181,19 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 def parse_faulthandler(text: str) -> tuple[Stack, ...]:
     """The threads in what faulthandler writes, the main one, which it writes last, first."""
-    found: list[tuple[str, int, list[Frame]]] = []
+    threads: list[tuple[str, int, list[Frame]]] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)
         frame = _FRAME.fullmatch(line)
         if thread is not None:
-            found.append((thread[2] or f"thread {thread[1]}", int(thread[1], 16), []))
-        elif frame is not None and found:
-            found[-1][2].append(Frame(frame[1], int(frame[2]), frame[3]))
-    last = len(found) - 1
+            threads.append((thread[2] or f"thread {thread[1]}", int(thread[1], 16), []))
+        elif frame is not None and threads:
+            threads[-1][2].append(Frame(frame[1], int(frame[2]), frame[3]))
+    last = len(threads) - 1
     return _main_first(
         [
             Stack("MainThread" if number == last else name, number == last, tuple(frames), ident)
-            for number, (name, ident, frames) in enumerate(found)
+            for number, (name, ident, frames) in enumerate(threads)
         ]
     )
 

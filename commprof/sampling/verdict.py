@@ -74,8 +74,8 @@ def _judged(situation: Situation) -> Verdict:
     failed = situation.is_past and (situation.end.exit_code or situation.absent())
     if all(report.state is State.ENDED for report in reports) and not failed:
         who = "every rank whose records can be read" if situation.damaged else "every rank"
-        told = _notes(situation) if situation.damaged else ()
-        return Verdict(Kind.ENDED, f"nothing hangs: {who} ended its recording in order", told)
+        damage_notes = _notes(situation) if situation.damaged else ()
+        return Verdict(Kind.ENDED, f"nothing hangs: {who} ended its recording in order", damage_notes)
     notes = _notes(situation)
     if not situation.is_past and any(report.moved for report in reports):
         return Verdict(Kind.MOVING, _say_moving(situation), notes)
@@ -117,19 +117,19 @@ def _say_killed(situation: Situation) -> str:
     code, first = situation.end
     absent = situation.absent()
     unended = [report.rank for report in situation.reports.values() if report.state is not State.ENDED]
-    parts = ["the job has ended" + (f" with exit code {code}" if code is not None else "")]
+    clauses = ["the job has ended" + (f" with exit code {code}" if code is not None else "")]
     if first is not None:
-        parts.append(f"rank {first} failed first{_signal_clause(code)}")
+        clauses.append(f"rank {first} failed first{_signal_clause(code)}")
     others = [rank for rank in unended if rank != first]
     if others:
-        parts.append(f"{ranks_text(others)} ended without saying so (killed, or os._exit)")
+        clauses.append(f"{ranks_text(others)} ended without saying so (killed, or os._exit)")
     if absent:
-        parts.append(f"{ranks_text(absent)} left no file: ended before the first process group")
+        clauses.append(f"{ranks_text(absent)} left no file: ended before the first process group")
     named = list(dict.fromkeys([*([first] if first is not None else []), *unended]))
     reports = [situation.reports[rank] for rank in named[:_MOST_NAMED] if rank in situation.reports]
-    parts += [_last_clause(situation, report) for report in reports]
+    clauses += [_last_clause(situation, report) for report in reports]
     inside = [report.rank for report in situation.reports.values() if report.calls.inside()]
-    return "; ".join([*parts, *([] if inside else ["no rank was inside a collective"])])
+    return "; ".join([*clauses, *([] if inside else ["no rank was inside a collective"])])
 
 
 def _signal_clause(code: int | None) -> str:
@@ -162,14 +162,14 @@ def _last_clause(situation: Situation, report: RankReport) -> str:
 
 
 def _say_missing(situation: Situation, wait: Wait) -> str:
-    parts = [_waiting_clause(situation, wait)]
+    clauses = [_waiting_clause(situation, wait)]
     its = "the matching " + ("recv" if wait.call.what.op == Op.SEND else "send")
     what = its if wait.call.what.is_p2p else "it"
     has = "had" if situation.is_past else "has" if len(wait.missing) == 1 else "have"
-    parts.append(
+    clauses.append(
         f"{ranks_text(wait.missing)} {has} not issued {what}: {_whereabouts(situation, wait.missing, wait.group.pg)}"
     )
-    return "; ".join(parts)
+    return "; ".join(clauses)
 
 
 def _say_parting(situation: Situation, parting: Parting) -> str:
@@ -257,9 +257,9 @@ def _whereabouts(situation: Situation, ranks: Sequence[int], pg: str) -> str:
     by_text: dict[str, list[int]] = {}
     for rank in ranks:
         by_text.setdefault(situation.whereabouts(rank, pg), []).append(rank)
-    said = [f"{ranks_text(same)}: {text}" for text, same in by_text.items()]
-    more = f", and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
-    return ", ".join(said[:_MOST_NAMED]) + more
+    texts = [f"{ranks_text(same)}: {text}" for text, same in by_text.items()]
+    more = f", and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    return ", ".join(texts[:_MOST_NAMED]) + more
 
 
 def _notes(situation: Situation) -> tuple[str, ...]:
@@ -282,5 +282,5 @@ def _hints(situation: Situation, wait: Wait) -> tuple[str, ...]:
     parting = None if group is None or wait.call.what.is_p2p else find_sites(group, wait.call.pg_seq)
     if parting is None:
         return ()
-    said = ", ".join(f"{ranks_text(p.ranks)} at {short_site(p.call.site)}" for p in parting.parties)
-    return (f"from #{parting.pg_seq} of {situation.label(parting.group)} on the call sites differ: {said}",)
+    sites = ", ".join(f"{ranks_text(p.ranks)} at {short_site(p.call.site)}" for p in parting.parties)
+    return (f"from #{parting.pg_seq} of {situation.label(parting.group)} on the call sites differ: {sites}",)

@@ -96,8 +96,8 @@ def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
         for facts in rank.groups.values():
             groups.setdefault(facts.pg, GroupCalls(facts))
     present = {rank.rank for rank in ranks}
-    for found in groups.values():
-        found.members = tuple(number for number in found.facts.ranks if number in present)
+    for group_of in groups.values():
+        group_of.members = tuple(number for number in group_of.facts.ranks if number in present)
     for rank in ranks:
         for call, stage in zip(rank.calls, rank.stages(), strict=True):
             group = groups.get(call.what.pg)
@@ -156,12 +156,12 @@ def _unfinished(group: GroupCalls) -> dict[int, dict[int, Call]]:
     if len(group.members) < 2:
         return {}
     seq = min(group.reached(rank) for rank in group.members) + 1
-    found = {
+    calls_by_rank = {
         rank: calls[seq][0]
         for rank, calls in group.by_seq.items()
         if seq in calls and calls[seq][1] is Stage.UNKNOWN
     }
-    return {seq: found} if found else {}
+    return {seq: calls_by_rank} if calls_by_rank else {}
 
 
 def _message_wait(rank: RankCalls, call: Call, group: GroupFacts, by_rank: Mapping[int, RankCalls]) -> Wait:
@@ -227,9 +227,9 @@ def _first_parting(
             if seq in group.by_seq.get(rank, {}):
                 parties.setdefault(key(group.by_seq[rank][seq][0]), []).append(rank)
         ordered = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
-        found = tuple(Party(tuple(ranks), group.by_seq[ranks[0]][seq][0]) for ranks in ordered)
-        if any(differ(one.call, other.call) for one, other in combinations(found, 2)):
-            return Parting(group.facts, seq, found)
+        ordered_parties = tuple(Party(tuple(ranks), group.by_seq[ranks[0]][seq][0]) for ranks in ordered)
+        if any(differ(one.call, other.call) for one, other in combinations(ordered_parties, 2)):
+            return Parting(group.facts, seq, ordered_parties)
     return None
 
 
@@ -291,8 +291,8 @@ def find_order_differences(
                 left_out.add(pg)
             seen.add((pg, call.pg_seq))
             courses[rank.rank].add(GroupCall(names[pg], call.thread, _issued_call(call)))
-    kept = {name: of_group for name, of_group in members.items() if name[0] not in left_out}
-    return order_differences(courses, kept, whole=True)
+    comparable = {name: of_group for name, of_group in members.items() if name[0] not in left_out}
+    return order_differences(courses, comparable, whole=True)
 
 
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:
@@ -338,9 +338,9 @@ def find_cycle(waits: Sequence[Wait]) -> list[Wait]:
             rank = next((r for r in by_rank[rank].missing if r in by_rank), -1)
         if rank in seen:
             ring = seen[seen.index(rank) :]
-            found: list[Wait] = []
+            cycle: list[Wait] = []
             for member in ring:
-                if by_rank[member] not in found:
-                    found.append(by_rank[member])
-            return found
+                if by_rank[member] not in cycle:
+                    cycle.append(by_rank[member])
+            return cycle
     return []

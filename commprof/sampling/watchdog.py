@@ -37,16 +37,16 @@ class Stillness:
         self._next_look = 0.0
         self.reported = False
 
-    def is_long(self, found: Fingerprints, now: float) -> bool:
+    def is_long(self, files: Fingerprints, now: float) -> bool:
         """Whether it is time for a look: nothing has changed for long enough, and it was not reported since it last did.
 
         Args:
-            found: what there is now; nothing recorded yet is no stillness.
+            files: the fingerprints of the files of the ranks now; empty: nothing is recorded yet, which never counts.
             now: in seconds.
         """
-        if found != self._seen:
-            self._seen, self._next_look, self.reported = dict(found), now + self._seconds, False
-        if not found or self.reported or now < self._next_look:
+        if files != self._seen:
+            self._seen, self._next_look, self.reported = dict(files), now + self._seconds, False
+        if not files or self.reported or now < self._next_look:
             return False
         self._next_look = now + self._seconds
         return True
@@ -119,8 +119,8 @@ class Watchdog:
         while not self._stop.wait(pause):
             try:
                 now = running.at(time.monotonic())
-                found = {identity: fingerprint(stem) for identity, stem in latest_files(self._run_path)}
-                if self._stillness.is_long(found, now):
+                files = {identity: fingerprint(stem) for identity, stem in latest_files(self._run_path)}
+                if self._stillness.is_long(files, now):
                     self._look()
             except (CommprofError, OSError):
                 continue  # a directory that is being made, moved or finalised
