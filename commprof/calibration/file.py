@@ -63,19 +63,19 @@ def _size(op: str, world_size: int, timing: Timing) -> dict[str, Any]:
     }
 
 
-def _fit(found: Fit | None) -> dict[str, Any] | None:
-    if found is None:
+def _fit(fitted: Fit | None) -> dict[str, Any] | None:
+    if fitted is None:
         return None
-    alpha, beta = found.alpha_interval(), found.beta_interval()
+    alpha, beta = fitted.alpha_interval(), fitted.beta_interval()
     return {
-        "alpha_ns": round(found.alpha_ns, 1),
+        "alpha_ns": round(fitted.alpha_ns, 1),
         "alpha_low_ns": round(alpha.low or 0.0, 1),
         "alpha_high_ns": round(alpha.high or 0.0, 1),
-        "beta_bytes_per_s": round(found.beta_bytes_per_s),
+        "beta_bytes_per_s": round(fitted.beta_bytes_per_s),
         "beta_low_bytes_per_s": round(beta.low or 0.0),
         "beta_high_bytes_per_s": None if beta.high is None else round(beta.high),
-        "residual": round(found.residual, 6),
-        "sizes": found.sizes,
+        "residual": round(fitted.residual, 6),
+        "sizes": fitted.sizes,
     }
 
 
@@ -183,7 +183,7 @@ def _from_content(content: Mapping[str, Any]) -> Calibration:
 
 
 def _timings(entries: Sequence[Mapping[str, Any]]) -> tuple[Timing, ...]:
-    found = [
+    timings = [
         Timing(
             payload_bytes=_count(entry["payload_bytes"]),
             time_ns=_count(entry["time_ns"]),
@@ -193,7 +193,7 @@ def _timings(entries: Sequence[Mapping[str, Any]]) -> tuple[Timing, ...]:
         )
         for entry in entries
     ]
-    return tuple(sorted(found, key=lambda timing: timing.payload_bytes))
+    return tuple(sorted(timings, key=lambda timing: timing.payload_bytes))
 
 
 def _count(value: Any, least: int = 1) -> int:

@@ -95,11 +95,11 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """
     if ":" not in text:
         return _checked(text, [_size(text, part) for part in text.split(",") if part.strip()])
-    parts = text.split(":")
-    if len(parts) > 3:
+    fields = text.split(":")
+    if len(fields) > 3:
         raise UsageError(f"--sizes {text[:80]}: A:B or A:B:FACTOR was expected, such as {DEFAULT_SIZES}")
-    low, high = _size(text, parts[0]), _size(text, parts[1])
-    factor = _factor(text, parts[2]) if len(parts) == 3 else 4.0
+    low, high = _size(text, fields[0]), _size(text, fields[1])
+    factor = _factor(text, fields[2]) if len(fields) == 3 else 4.0
     if low > high:
         raise UsageError(f"--sizes {text[:80]}: the first size is larger than the last")
     sizes: list[int] = []
@@ -120,9 +120,9 @@ def _checked(text: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _size(text: str, part: str) -> int:
-    found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kmg]?)(?:i?b)?\s*", part.lower())
-    size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if not found or size < 1:
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kmg]?)(?:i?b)?\s*", part.lower())
+    size = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not match or size < 1:
         raise UsageError(
             f"--sizes {text[:80]}: {part.strip()[:40]!r} is no size; 1024, 64K or 16MiB were expected"
         )

@@ -34,9 +34,9 @@ def member_of(environment: Mapping[str, str], rank: int, world_size: int) -> Mem
 def carry_out(plan: Plan, out: Path, force: bool, member: Member) -> int:
     """Measure with the other ranks, write the file on the first one, and return the exit code of this one."""
     try:
-        found = measure(plan, member, _say)
-        if found is not None:
-            write_calibration(out, found, force)
+        results = measure(plan, member, _say)
+        if results is not None:
+            write_calibration(out, results, force)
     except CommprofError as error:
         if member.rank == 0:  # all of them have met it
             _say(f"error: {error}")

@@ -53,11 +53,11 @@ class Calibration:
 
     def fits(self) -> dict[str, Fit]:
         """Latency and bandwidth of the operations whose times say them."""
-        found = {
+        fits = {
             op: fit([t.payload_bytes for t in timings], [t.time_ns for t in timings])
             for op, timings in self.timings.items()
         }
-        return {op: each for op, each in found.items() if each is not None}
+        return {op: each for op, each in fits.items() if each is not None}
 
     def ceilings(self) -> Ceilings:
         """What to expect of an operation, from :meth:`fits`."""

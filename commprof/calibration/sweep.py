@@ -128,7 +128,7 @@ class _Sweep:
 
     def time_op(self, op: str) -> None:
         """Time ``op`` at every size; from the first size that cannot be carried out it is left out."""
-        found: dict[int, Timing] = {}
+        timings: dict[int, Timing] = {}
         for size in self._counts():
             try:
                 ready, why = self._checked(op, size), None
@@ -137,12 +137,12 @@ class _Sweep:
             if not self._all(ready is not None):
                 payload = size * self.empty.element_size()
                 reason = why or "another rank could not carry it out"
-                self.skipped[op] = f"from {payload} bytes on: {reason}" if found else reason
+                self.skipped[op] = f"from {payload} bytes on: {reason}" if timings else reason
                 break
             assert ready is not None
-            found[size] = self._timed(ready, size)
-        if found:
-            self.timings[op] = list(found.values())
+            timings[size] = self._timed(ready, size)
+        if timings:
+            self.timings[op] = list(timings.values())
 
     def _counts(self) -> list[int]:
         """The sizes of the plan in elements, each a multiple of the number of ranks, none twice."""

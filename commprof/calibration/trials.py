@@ -112,9 +112,9 @@ def _all_gather(rank: int, count: int, buffers: Buffers) -> Trial:
 
     share = count // buffers.ranks
     data, result = buffers.of([rank], 0, share), buffers.empty(count)
-    whole = torch.cat([buffers.of([sender], 0, share) for sender in range(buffers.ranks)])
+    expected = torch.cat([buffers.of([sender], 0, share) for sender in range(buffers.ranks)])
     gather = _newer(dist, "all_gather_single", "all_gather_into_tensor")
-    return Trial(lambda: _finish(gather(result, data)), result, whole, data, keeps_step=True)
+    return Trial(lambda: _finish(gather(result, data)), result, expected, data, keeps_step=True)
 
 
 def _reduce_scatter(rank: int, count: int, buffers: Buffers) -> Trial:
@@ -133,9 +133,13 @@ def _all_to_all(rank: int, count: int, buffers: Buffers) -> Trial:
 
     share = count // buffers.ranks
     data, result = buffers.of([rank], 0, count), buffers.empty(count)
-    parts = [buffers.of([sender], rank * share, share) for sender in range(buffers.ranks)]
+    expected = [buffers.of([sender], rank * share, share) for sender in range(buffers.ranks)]
     return Trial(
-        lambda: _finish(dist.all_to_all_single(result, data)), result, torch.cat(parts), data, keeps_step=True
+        lambda: _finish(dist.all_to_all_single(result, data)),
+        result,
+        torch.cat(expected),
+        data,
+        keeps_step=True,
     )
 
 
