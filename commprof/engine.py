@@ -49,12 +49,12 @@ def variables(engine: Engine | None, path: str = "") -> dict[str, str]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             parents.append(str(Path(spec.origin).parent.parent))
-    found = {VARIABLE: engine.value, PATHS_VARIABLE: os.pathsep.join(dict.fromkeys(parents))}
+    choice = {VARIABLE: engine.value, PATHS_VARIABLE: os.pathsep.join(dict.fromkeys(parents))}
     if engine is Engine.DEEPSPEED:
-        return found
+        return choice
     entries = [entry for entry in path.split(os.pathsep) if entry and entry != str(COMMANDS)]
     return {
-        **found,
+        **choice,
         PYTHON_VARIABLE: sys.executable,
         "PATH": os.pathsep.join([*(entries or os.defpath.split(os.pathsep)), str(COMMANDS)]),
     }
@@ -115,8 +115,8 @@ class EngineFinder:
             return installed
         self._say("zero_runtime, since no DeepSpeed is installed")
         importlib.import_module(f"{RUNTIME}.deepspeed_names").as_deepspeed()
-        found: ModuleSpec | None = sys.meta_path[0].find_spec(name, path, target)
-        return found
+        spec: ModuleSpec | None = sys.meta_path[0].find_spec(name, path, target)
+        return spec
 
     def find_distributions(self, context: Any) -> Iterable[Any]:
         """What importlib.metadata knows of ``deepspeed`` before anyone has imported it."""
@@ -127,8 +127,8 @@ class EngineFinder:
         # As the decision was: nothing more where DeepSpeed itself is found on the path.
         find = getattr(sys.meta_path[0], "find_distributions", None)
         ours = type(sys.meta_path[0]).__module__.startswith(f"{RUNTIME}.")
-        found: Iterable[Any] = find(context) if ours and find is not None else []
-        return found
+        distributions: Iterable[Any] = find(context) if ours and find is not None else []
+        return distributions
 
     def _leave(self) -> None:
         if self in sys.meta_path:

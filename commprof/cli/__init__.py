@@ -1,4 +1,4 @@
-"""The command line: one module per verb, and what they share.
+"""The command line of commprof: one module per verb, and shared modules.
 
 Modules of verbs import nothing heavy at their top, so that ``commprof --help`` answers at once.
 """
@@ -41,13 +41,13 @@ def _execute_and_flush(argv: list[str]) -> int:
         code = ExitCode.FAILED
     else:
         return code
-    # Python flushes standard output once more at its end; let it go nowhere.
+    # Python flushes standard output once more at exit; redirect that to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def execute(argv: list[str]) -> int:
-    """Carry out one command line and return its exit code; errors become one message on standard error."""
+    """Run one command line and return its exit code; an error becomes one message on standard error."""
     try:
         from commprof.cli import application
 

@@ -1,4 +1,4 @@
-"""The verbs put together, and the way from a list of words to one of them."""
+"""Assembles the verbs into the command ``commprof`` and runs the verb that the arguments name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from commprof.cli.console import error
 
-# In the order of the help page: each verb, and what carries it out. A module is loaded when its verb is named, or all are.
+# In the order of the help page: each verb and its function. A verb's module is imported only when the verb is used.
 VERBS: Final = {
     "run": "run:run",
     "report": "report:report",
@@ -31,30 +31,30 @@ VERBS: Final = {
     "dump": "dump:dump",
     "doctor": "doctor:doctor",
 }
-# Behind these verbs stands somebody's program with options of its own.
+# These verbs are followed by the user's program, which has options of its own.
 PROGRAM_VERBS: Final = ("run", "sweep")
 USAGE: Final = 2
 
 
 def build(verb: str | None = None) -> typer.Typer:
-    """The command ``commprof`` with all its verbs, in the order of the help page; with ``verb`` alone, if that is one."""
+    """Return the command ``commprof`` with all verbs in the order of the help page, or with ``verb`` alone if it exists."""
     app = typer.Typer(
         name="commprof",
-        help="Record every collective of a training job, and see what was asked for, issued, executed and moved.",
+        help="Record every collective of a training job, and see what was requested, issued, executed and moved.",
         no_args_is_help=True,
         add_completion=False,
-        rich_markup_mode=None,  # plain help: it is complete when piped, and 0.1 s faster
+        rich_markup_mode=None,  # plain help: complete in a pipe, and 0.1 s faster
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_global_options)
     for name in (verb,) if verb in VERBS else VERBS:
         module, _, attribute = VERBS[name].partition(":")
-        found = getattr(import_module(f"commprof.cli.verbs.{module}"), attribute)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+        handler = getattr(import_module(f"commprof.cli.verbs.{module}"), attribute)
+        if isinstance(handler, typer.Typer):
+            app.add_typer(handler, name=name)
         else:
-            app.command(name)(found)
+            app.command(name)(handler)
     return app
 
 
@@ -75,12 +75,12 @@ def _global_options(
 
 
 def invoke(argv: list[str]) -> int:
-    """Carry out ``argv`` and return the exit code.
+    """Run the command line ``argv`` and return the exit code.
 
     Raises:
-        CommprofError: what the verb met.
+        CommprofError: the verb failed.
     """
-    # typer's or click's command, which depends on its version.
+    # The class is typer's or click's, depending on the version of typer.
     command: Any = typer.main.get_command(build(argv[0] if argv else None))
     try:
         outcome = command.main(
@@ -89,10 +89,10 @@ def invoke(argv: list[str]) -> int:
     except typer.Abort:
         raise KeyboardInterrupt from None
     except SystemExit as leaving:
-        # typer leaves with 1 where nobody reads the output any more.
+        # typer exits with 1 when the reader of the output has closed it.
         raise leaving.__context__ if isinstance(leaving.__context__, BrokenPipeError) else leaving from None
     except Exception as problem:
-        # typer brings its own copy of click or uses the installed one: known by what it can do, not by its class.
+        # typer uses its own copy of click or the installed one, so attributes identify the error, not its class.
         if not (hasattr(problem, "format_message") and hasattr(problem, "exit_code")):
             raise
         return _explain_usage(problem)
@@ -100,7 +100,7 @@ def invoke(argv: list[str]) -> int:
 
 
 def separate_program(command: Any, argv: list[str]) -> list[str]:
-    """Put ``--`` before the program of a verb that has one, so that nothing of it is taken for an option of commprof."""
+    """Insert ``--`` before the user's program, so that commprof does not parse the program's options."""
     if not argv or argv[0] not in PROGRAM_VERBS:
         return argv
     from commprof.launch.program import split_arguments
@@ -123,7 +123,7 @@ def _explain_usage(problem: Any) -> int:
         return USAGE
     message = str(problem.format_message()).strip().removesuffix(".").replace("Value error, ", "")
     if type(problem).__name__ == "NoSuchOption" and getattr(context, "info_name", None) in PROGRAM_VERBS:
-        message += "; the options of a script stand behind it"
+        message += "; put the options of a script after the script"
     end = "" if message.endswith("?") else "."
     error(f"{message}{end} See: {context.command_path if context is not None else 'commprof'} --help")
     return USAGE

@@ -1,4 +1,4 @@
-"""What commprof says about itself, on standard error; standard output belongs to results and to the user's program."""
+"""Messages of commprof on standard error; standard output is for results and the user's program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def say(text: str) -> None:
 
 
 def error(text: str) -> None:
-    """Print the message of an error."""
+    """Print ``text`` on standard error, marked as an error of commprof."""
     _write(f"commprof: error: {text}")
 
 
 def _write(line: str) -> None:
     try:
         print(escaped(line), file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # nobody reads it any more
+    except (OSError, ValueError):  # standard error is closed
         pass

@@ -1,4 +1,4 @@
-"""The options --engine and --master of the commands that DuckDB or Spark carries out."""
+"""The options --engine and --master of commands that DuckDB or Spark can evaluate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Engine(StrEnum):
-    """What evaluates."""
+    """The engine that evaluates the relations."""
 
     DUCKDB = "duckdb"
     SPARK = "spark"
@@ -33,13 +33,13 @@ Master: TypeAlias = Annotated[
 
 
 def spark_session(engine: Engine, master: str | None) -> Callable[[], SparkSession | None]:
-    """What starts the session of Spark that the options ask for; it gives None for DuckDB.
+    """Return a function that starts the requested Spark session; the function returns None for DuckDB.
 
     Raises:
-        UsageError: there is a master, and the engine is not Spark.
+        UsageError: ``master`` is given, but the engine is not Spark.
     """
     if master is not None and engine is not Engine.SPARK:
-        raise UsageError("--master is of Spark; give --engine spark with it")
+        raise UsageError("--master applies to Spark only; add --engine spark")
 
     def start() -> SparkSession | None:
         if engine is not Engine.SPARK:

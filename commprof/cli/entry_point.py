@@ -1,4 +1,4 @@
-"""Whether torch starts the recorder by itself, as ``COMMPROF=1`` needs it: by an entry point of the installed commprof."""
+"""Checks that torch can start the recorder through commprof's entry point, which ``COMMPROF=1`` relies on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AGAIN: Final = "install commprof again (pip install --force-reinstall --no-deps
 
 
 class Answer(NamedTuple):
-    """Whether it works, and a sentence on it."""
+    """Whether the entry point works, and the sentence that reports it."""
 
     works: bool
     text: str
@@ -29,20 +29,21 @@ class Answer(NamedTuple):
 def examine(
     entries: Iterable[metadata.EntryPoint] | None = None, environment: Mapping[str, str] = os.environ
 ) -> Answer:
-    """Look at the entry points of the group ``torch.backends``, loading none but commprof's own.
+    """Check the entry points of the group ``torch.backends``; load only commprof's own.
 
     Args:
-        entries: of that group. Default: the installed ones.
+        entries: the entry points of that group. Default: the installed ones.
     """
     if entries is None:
         try:
             entries = metadata.entry_points(group=GROUP)
-        except Exception as error:  # damaged metadata of any package: torch fails at it too
+        except Exception as error:  # some package has damaged metadata: torch fails, too
             return _broken(f"the entry points {GROUP} cannot be read ({_said(error)})")
     ours = [entry for entry in entries if entry.name == NAME or entry.value.startswith("commprof.")]
     if not ours:
         return _broken(
-            f"the entry point {GROUP} of commprof is not installed", "it was installed before there was one"
+            f"the entry point {GROUP} of commprof is not installed",
+            "this installation is older than the entry point",
         )
     for entry in ours:
         wrong = _wrong_with(entry)

@@ -1,4 +1,4 @@
-"""Optional packages: a missing one is one line that names the extra that brings it."""
+"""Optional packages: reports a missing one in one line that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from commprof.errors import MissingExtraError
 
-# By extra: the packages that are imported under these names, and the distributions that bring them.
+# By extra: the names under which packages are imported, and the distributions that contain them.
 PACKAGES: Final[dict[str, dict[str, str]]] = {
     "analysis": {"pandas": "pandas", "pyarrow": "pyarrow", "duckdb": "duckdb", "numpy": "numpy"},
     "dash": {
@@ -28,10 +28,10 @@ PACKAGES: Final[dict[str, dict[str, str]]] = {
 
 @contextlib.contextmanager
 def needed(extra: str, purpose: str) -> Iterator[None]:
-    """Turn the failed import of one of ``extra``'s packages, inside this block, into MissingExtraError.
+    """Convert a failed import of one of ``extra``'s packages within this block into MissingExtraError.
 
     Args:
-        purpose: what it is needed for, as in "pandas is needed to read a run".
+        purpose: what the package is needed for, as in "pandas is needed to read a run".
     """
     wanted = {**PACKAGES["analysis"], **PACKAGES[extra]}
     try:

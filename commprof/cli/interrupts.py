@@ -1,7 +1,7 @@
 """Ctrl-C at any moment: one line, exit code 130, no traceback.
 
-Python raises KeyboardInterrupt wherever it stands. Within an import of a compiled package that may be swallowed, become an
-ImportError, or be printed as a traceback that nobody can catch. So while an import is under way, it waits for the end of it.
+Python raises KeyboardInterrupt at whatever line runs. Within the import of a compiled package it may be swallowed, become an
+ImportError, or be printed as a traceback that no code can catch. So an interrupt waits until the current import is done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE: Final = b"commprof: error: interrupted\n"
 
 
 class Interrupts:
-    """What happens on SIGINT in the process of the command. Only its main thread may use this."""
+    """Handles SIGINT in the process of the command. Only the main thread may use it."""
 
     def __init__(self) -> None:
         self._import = builtins.__import__
@@ -27,13 +27,13 @@ class Interrupts:
         self._waits = False
 
     def install(self) -> None:
-        """From now on an interrupt is a KeyboardInterrupt outside of imports. One that is ignored stays so."""
+        """From now on, raise KeyboardInterrupt only outside of imports. A SIGINT that is ignored stays ignored."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             builtins.__import__ = self._imported
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def finish(self) -> None:
-        """The command has ended: what Python does at its end is cut short by an interrupt."""
+        """Let an interrupt exit at once from now on: the command is done and Python is shutting down."""
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
         builtins.__import__ = self._import

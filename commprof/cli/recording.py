@@ -1,4 +1,4 @@
-"""The options that say how a program is recorded: the same for every verb that runs one."""
+"""The options that control how a program is recorded, shared by all verbs that run one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _declared(
         typer.Option(
             "--steps",
             metavar="A:B",
-            help="Record only steps A to B - 1, as in a Python slice. A: goes on to the end; "
-            ":B begins at the start, with initialisation.",
+            help="Record only steps A to B - 1. A: records from step A to the end; :B records initialization "
+            "and the steps before B.",
         ),
     ] = None,
     warmup: Annotated[
@@ -85,7 +85,7 @@ def _declared(
         ),
     ] = None,
 ) -> Options:
-    """The options as a verb declares them, made into what the recorder takes."""
+    """Convert the options, as a verb declares them, into the recorder's options."""
     options = Options(
         steps=_parsed("--steps", steps, parse_steps),
         warmup=_parsed("--warmup", warmup, parse_count) or 0,
@@ -115,7 +115,7 @@ def _parsed(option: str, text: str | None, parse: Callable[[object], Any]) -> An
 
 
 def recording_options(verb: Callable[..., int]) -> Callable[..., int]:
-    """Give ``verb`` these options; it gets them as one :class:`Options`, its parameter ``recording``."""
+    """Add these options to ``verb``, which gets them as one :class:`Options` in its parameter ``recording``."""
     own = inspect.signature(verb, eval_str=True)
     shared = inspect.signature(_declared, eval_str=True).parameters
 
@@ -124,6 +124,6 @@ def recording_options(verb: Callable[..., int]) -> Callable[..., int]:
         recording = _declared(**{name: values.pop(name) for name in shared})
         return verb(**values, **{PARAMETER: recording})
 
-    kept = [parameter for name, parameter in own.parameters.items() if name != PARAMETER]
-    command.__signature__ = own.replace(parameters=[*kept, *shared.values()])  # type: ignore[attr-defined]
+    own_parameters = [parameter for name, parameter in own.parameters.items() if name != PARAMETER]
+    command.__signature__ = own.replace(parameters=[*own_parameters, *shared.values()])  # type: ignore[attr-defined]
     return command

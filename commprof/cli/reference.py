@@ -1,4 +1,4 @@
-"""The page docs/cli.md: every verb with its arguments and options, as the command itself states them."""
+"""Writes docs/cli.md: every verb with its arguments and options, as ``--help`` states them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HEAD: Final = """# Command line
 
 Generated from `commprof/cli/` by `make docs`; do not edit.
 
-Options of commprof stand before the script; everything after it is the script's, untouched. RUN is a run directory or
-`latest`, the newest one below `traces/`. Nothing is overwritten without `--force`. Results go to standard output,
-everything else to standard error.
+Put options of commprof before the script. commprof passes everything after the script to it unchanged. RUN is a run
+directory or `latest`, the newest run below `traces/`. Nothing is overwritten without `--force`. Results go to standard
+output, everything else to standard error.
 
-`run` returns the exit code of the script: of several ranks that of the one that failed first, 128 + number for a signal,
-behind `--` that of the command. Apart from that:
+`run` returns the exit code of the script. If several ranks fail, it returns that of the first one; a signal counts as 128
+plus its number. With `-- CMD`, it returns the exit code of CMD. Other exit codes:
 
 | exit code | meaning |
 |---|---|
@@ -28,16 +28,16 @@ behind `--` that of the command. Apart from that:
 
 
 def command_reference() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     command: Any = typer.main.get_command(build())
     codes = "\n".join(f"| {int(code)} | {text} |" for code, text in MEANINGS.items())
-    parts = [_HEAD.format(codes=codes)]
+    sections = [_HEAD.format(codes=codes)]
     for name, verb in command.commands.items():
         if hasattr(verb, "commands"):
-            parts.extend(_verb(f"{name} {below}", inner) for below, inner in verb.commands.items())
+            sections.extend(_verb(f"{name} {below}", inner) for below, inner in verb.commands.items())
         else:
-            parts.append(_verb(name, verb))
-    return "\n".join(parts)
+            sections.append(_verb(name, verb))
+    return "\n".join(sections)
 
 
 def _verb(name: str, verb: Any) -> str:

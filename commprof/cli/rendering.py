@@ -1,9 +1,9 @@
-"""Tables and facts as text for a terminal, a pipe or a program (JSON).
+"""Formats tables and facts for a terminal, a pipe or a program (JSON).
 
-Control characters in what others wrote are escaped here (:mod:`commprof.printable`), in all but JSON.
+Text output escapes control characters in foreign text (:mod:`commprof.printable`); JSON does not need it.
 
-Numbers are never cut and words never broken: a table that is wider than the terminal stays as wide as it must be, and the
-terminal folds it.
+Numbers are never truncated and words never broken. A table that is wider than the terminal keeps its width, and the
+terminal wraps its lines.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 MISSING = "-"
 _LAYOUT = "\n\t"
 _READING_WIDTH = 100
-_PIPE_WIDTH = 10_000  # nothing folds, so that each row is one line
+_PIPE_WIDTH = 10_000  # nothing wraps, so that each row is one line
 
 
 class Heading(NamedTuple):
-    """Title of a column; ``number`` columns stand right and are never cut."""
+    """Title of a column; ``number`` columns are right-aligned and never truncated."""
 
     title: str
     number: bool = False
 
 
 class Rows(NamedTuple):
-    """A table before it is drawn: cells are text already. An empty tuple among the rows is a dividing line."""
+    """A table whose cells are formatted text. An empty tuple among the rows is a dividing line."""
 
     headings: Sequence[Heading]
     rows: Sequence[Sequence[str]]
     title: str = ""
 
 
-def show(*parts: Rows | str) -> None:
+def show(*blocks: Rows | str) -> None:
     """Print tables and lines of text on standard output."""
     console = _console()
-    for part in parts:
-        print(escaped(part, _LAYOUT) if isinstance(part, str) else _as_text(console, part))
+    for block in blocks:
+        print(escaped(block, _LAYOUT) if isinstance(block, str) else _as_text(console, block))
 
 
 def paragraph(text: str) -> str:
-    """``text`` folded between words, to the width of the terminal and never wider than is good to read."""
+    """Wrap ``text`` between words at the width of the terminal, or at a readable width if the terminal is wider."""
     width = _console().width if sys.stdout.isatty() else _READING_WIDTH
     plain_text = escaped(text, _LAYOUT)
     return textwrap.fill(
@@ -61,25 +61,25 @@ def paragraph(text: str) -> str:
 
 
 def shortened(line: str) -> str:
-    """``line``, cut where the terminal ends."""
+    """Truncate ``line`` at the width of the terminal."""
     width, line = _console().width, escaped(line)
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def fits(rows: Rows) -> bool:
-    """Whether ``rows`` can be printed without folding a row."""
+    """Whether ``rows`` can be printed without wrapping a row."""
     console = _console()
     return _least_width(console, _drawn(_escaped(rows))) <= console.width
 
 
 def show_json(value: Any) -> None:
-    """Print ``value`` as JSON on standard output; what is missing is null."""
+    """Print ``value`` as JSON on standard output; missing values are null."""
     json.dump(plain(value), sys.stdout, indent=1, default=str, allow_nan=False)
     sys.stdout.write("\n")
 
 
 def plain(value: Any) -> Any:
-    """``value`` with the values of pandas and numpy turned into those of JSON; not-a-number becomes null."""
+    """Convert values of pandas and numpy within ``value`` to JSON values; not-a-number becomes null."""
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
         return [plain(row) for row in value.to_dict("records")]
     if isinstance(value, Mapping):
@@ -101,12 +101,12 @@ def is_missing(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """``value`` for a cell; what is missing is a dash."""
+    """Format ``value`` for a cell; a missing value is a dash."""
     return MISSING if is_missing(value) else str(value)
 
 
 def count(value: Any) -> str:
-    """A count: ``1,234``; a mean count with one decimal where it is not whole."""
+    """Format a count: ``1,234``. A mean that is no integer gets one decimal."""
     if is_missing(value):
         return MISSING
     number = float(value)
@@ -114,21 +114,21 @@ def count(value: Any) -> str:
 
 
 def number_of_bytes(value: Any) -> str:
-    """Bytes with their unit."""
+    """Format bytes with their unit."""
     from commprof.analysis.columns.units import format_bytes
 
     return MISSING if is_missing(value) else format_bytes(float(value))
 
 
 def duration(value: Any) -> str:
-    """Nanoseconds with their unit."""
+    """Format nanoseconds with a suitable unit."""
     from commprof.analysis.columns.units import format_ns
 
     return MISSING if is_missing(value) else format_ns(float(value))
 
 
 def spread(center: Any, low: Any, high: Any) -> str:
-    """Nanoseconds with half the width of their interval: ``67.9 +-1.2 ms``."""
+    """Format nanoseconds with half the width of their interval: ``67.9 +-1.2 ms``."""
     text = duration(center)
     if is_missing(center) or is_missing(low) or is_missing(high):
         return text
@@ -141,12 +141,12 @@ def spread(center: Any, low: Any, high: Any) -> str:
 
 
 def loss(value: Any) -> str:
-    """A loss, to the sixth digit."""
+    """Format a loss with six digits."""
     return MISSING if is_missing(value) else f"{float(value):.6g}"
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names and values below each other, the values in one column; on a terminal folded within that column."""
+    """Format one name and value per line, values aligned in a column; a terminal wraps them within that column."""
     listed = [(escaped(name), escaped(value)) for name, value in pairs if value]
     width = max((len(name) for name, _ in listed), default=0)
     lines = [f"{name:<{width}}  {value}" for name, value in listed]
@@ -159,7 +159,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of ``frame`` as mappings by column name."""
+    """Return the rows of ``frame`` as mappings by column name."""
     return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
@@ -170,7 +170,7 @@ def _console() -> Console:
 
 
 def _escaped(rows: Rows) -> Rows:
-    """``rows`` with every text fit for a cell: without control characters, but for the ends of a cell's own lines."""
+    """Escape control characters in all cells of ``rows``, except the line ends within a cell."""
     headings = [heading._replace(title=escaped(heading.title, "\n")) for heading in rows.headings]
     cells = [tuple(escaped(text, "\n") for text in row) for row in rows.rows]
     return Rows(headings, cells, escaped(rows.title))
@@ -192,7 +192,7 @@ def _drawn(rows: Rows) -> Table:
             Text(heading.title),
             justify="right" if heading.number else "left",
             no_wrap=heading.number,
-            min_width=_least_cell(cells, whole=heading.number),
+            min_width=_least_cell(cells, unbroken=heading.number),
             overflow="fold",
         )
     for row in rows.rows:
@@ -203,10 +203,10 @@ def _drawn(rows: Rows) -> Table:
     return table
 
 
-def _least_cell(cells: Sequence[str], whole: bool) -> int:
-    """The width that ``cells`` need: that of the longest one, or only of the longest word."""
-    parts = cells if whole else [word for cell in cells for word in cell.split()]
-    return max(map(len, parts), default=0)
+def _least_cell(cells: Sequence[str], unbroken: bool) -> int:
+    """Return the least width for ``cells``: the longest cell if ``unbroken``, else the longest word."""
+    texts = cells if unbroken else [word for cell in cells for word in cell.split()]
+    return max(map(len, texts), default=0)
 
 
 def _least_width(console: Console, table: Table) -> int:
@@ -222,14 +222,14 @@ def _as_text(console: Console, rows: Rows) -> str:
         if rows.title:
             console.print(rows.title, style="bold", soft_wrap=True, markup=False)
         console.print(table, width=max(console.width, _least_width(console, table)), crop=False)
-    # rich fills every line up to the width of the table, and frames it with lines of spaces.
+    # rich pads every line to the width of the table and adds empty lines around it.
     lines = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(line for line in lines if line) + "\n"
 
 
 @contextlib.contextmanager
 def byte_progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows how much of ``total`` bytes was read, on standard error where that is a terminal; yields what advances it."""
+    """Show how much of ``total`` bytes was read, if standard error is a terminal; yield the function that advances it."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

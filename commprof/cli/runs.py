@@ -1,4 +1,4 @@
-"""The run directories that a command is given."""
+"""Opens the run directories that are given as arguments of a command."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RunArgument = Annotated[
 
 
 def opened(text: str, frames: bool = True) -> Run:
-    """The run that ``text`` names. One that has ended and was not finalised is finalised first, which is said in one line.
+    """Open the run that ``text`` names. Finalise it first if it has ended without that, and say so in one line.
 
     Args:
-        frames: whether the command makes frames; else pandas is not loaded.
+        frames: whether the command makes data frames; if not, pandas is not loaded.
 
     Raises:
-        TraceError: there is none, or it cannot be read.
+        TraceError: there is no such run, or it cannot be read.
         MissingExtraError: the packages that read tables are not installed.
     """
     from commprof.trace.directory import resolve
@@ -48,7 +48,7 @@ def opened(text: str, frames: bool = True) -> Run:
 
 
 def _leave_out_pandas() -> None:
-    """Have Arrow take pandas for missing, which it would load for the first list that it makes an array of (0.2 s)."""
+    """Hide pandas from Arrow, which would import it when it converts the first list to an array (0.2 s)."""
     import pyarrow as pa
 
     if "pandas" not in sys.modules:
@@ -60,23 +60,23 @@ def _leave_out_pandas() -> None:
 
 
 class _NoPandas:
-    """Among those that Python asks where a module is: says of pandas that it is not installed."""
+    """A meta path finder that reports pandas as not installed."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """The place of ``name``: nobody else is asked for pandas."""
+        """Raise ModuleNotFoundError for pandas, so that no other finder is asked."""
         if name == "pandas":
             raise ModuleNotFoundError(name=name)
 
 
 def remembered(question: str, text: str, answer: Callable[[Run], Any], frames: bool = True) -> Any:
-    """What ``answer`` says of the run that ``text`` names, in values of JSON; from a file where it was asked before.
+    """Return ``answer`` of the run that ``text`` names, as JSON values; from the cache if it was computed before.
 
     Args:
         frames: as for :func:`opened`.
 
     Raises:
-        TraceError: there is none, or it cannot be read.
+        TraceError: there is no such run, or it cannot be read.
         MissingExtraError: the packages that read tables are not installed.
     """
     from commprof.analysis.storage import answer_files
@@ -93,17 +93,17 @@ def remembered(question: str, text: str, answer: Callable[[Run], Any], frames: b
 
 
 def has_ended(run: Run) -> bool:
-    """Whether what is said of ``run`` now holds for as long as its files do not change."""
+    """Whether answers about ``run`` stay valid as long as its files do not change."""
     from commprof.trace.manifest import RUNNING
 
     return run.health.state != RUNNING and not run.pending
 
 
 def finalise_first(run: Path) -> None:
-    """Finalise ``run`` where it has ended and that was not done, and say so in one line.
+    """Finalise ``run`` if it has ended and is not finalised, and say so in one line.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: the run cannot be read.
     """
     from commprof.trace.finaliser import finalise_ended
 
@@ -116,9 +116,9 @@ def finalise_first(run: Path) -> None:
 
 
 def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[list[Run], Answer]:
-    """The runs that ``texts`` name, and what ``question`` says of them.
+    """Open the runs that ``texts`` name, and apply ``question`` to them.
 
-    A run that ends at this moment has its files replaced under our eyes: then all is opened and asked again.
+    Finalising replaces the files of a run. If that happens meanwhile, all runs are opened and evaluated again.
 
     Raises:
         TraceError: there is no run of a name, or it cannot be read; or its files change faster than they can be read.
@@ -127,49 +127,49 @@ def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[li
         paths = each_path(texts)
         before = [_files(path) for path in paths]
         try:
-            found = [opened(str(path)) for path in paths]
-            answer = question(found)
+            runs = [opened(str(path)) for path in paths]
+            answer = question(runs)
         except CommprofError:
             if not any(map(_were_replaced, paths, before)):
                 raise
         else:
             if not any(
-                run.pending and _were_replaced(run.path, held)
-                for run, held in zip(found, before, strict=True)
+                run.pending and _were_replaced(run.path, files)
+                for run, files in zip(runs, before, strict=True)
             ):
-                return found, answer
+                return runs, answer
         time.sleep(_PAUSE_S)
     raise TraceError(
-        f"{', '.join(map(str, paths))}: files of it are being replaced, since it is being finalised at this moment. Ask "
+        f"{', '.join(map(str, paths))}: its files are being replaced, because it is being finalised at this moment. Try "
         "again when its command has ended"
     )
 
 
 def _files(run: Path) -> set[tuple[str, int]]:
-    """Names and numbers of the files of a run: others when they are replaced, the same while they grow."""
+    """Return names and inodes of the files of a run; they change when files are replaced, not when files grow."""
     from commprof.trace.fingerprint import fingerprint
 
     return {(name, inode) for name, _, inode, *_ in fingerprint(run).files}
 
 
 def _were_replaced(run: Path, before: set[tuple[str, int]]) -> bool:
-    """Whether one of the files ``before`` is gone, or another is in its place."""
+    """Whether one of the files ``before`` has been removed or replaced."""
     return not before <= _files(run)
 
 
 def each_opened(texts: list[str]) -> list[Run]:
-    """The runs that ``texts`` name, each once; a directory that holds several stands for all of them."""
+    """Open the runs that ``texts`` name, each once; a directory of runs means all of them."""
     return [opened(str(path)) for path in each_path(texts)]
 
 
 def each_path(texts: list[str]) -> list[Path]:
-    """The directories of the runs that ``texts`` name, each once."""
+    """Return the directories of the runs that ``texts`` name, each once."""
     from commprof.trace.directory import find_runs, is_run, resolve
 
-    found: dict[Path, Path] = {}
+    by_target: dict[Path, Path] = {}
     for text in texts:
         path = Path(text)
         below = [] if text == "latest" or not path.is_dir() or is_run(path) else find_runs(path)
         for run in below or [resolve(text)]:
-            found.setdefault(run.resolve(), run)
-    return list(found.values())
+            by_target.setdefault(run.resolve(), run)
+    return list(by_target.values())

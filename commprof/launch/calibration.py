@@ -1,4 +1,4 @@
-"""A calibration under any launcher: this process is one of its ranks, or starts them."""
+"""Runs a calibration under any launcher: this process is one of its ranks, or starts them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callab
     """Measure as ``plan`` says and write ``out``; returns the exit code of the command.
 
     Args:
-        ranks: to start on this host; None for one per GPU, 2 where there are none. Under a launcher that has made this
-            process a rank it must be None.
+        ranks: number to start on this host; None for one per GPU, or 2 without GPUs. It must be None if a launcher has
+            made this process a rank.
 
     Raises:
         UsageError: ``out`` cannot be written, or there are not two ranks.
@@ -30,7 +30,7 @@ def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callab
     """
     check_target(out, force)
     if plan.backend == "nccl" and plan.device == "cpu":
-        raise UsageError("--backend nccl goes with --device cuda only: NCCL sends nothing of the CPU")
+        raise UsageError("--backend nccl needs --device cuda: NCCL does not send CPU tensors")
     here = place(os.environ)
     if here is not None:
         if ranks is not None:
@@ -48,14 +48,14 @@ def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callab
 
 
 def is_first(environ: Mapping[str, str]) -> bool:
-    """Whether this process is the one that speaks for the calibration."""
+    """Whether this process prints the messages of the calibration."""
     here = place(environ)
     return here is None or here.rank == 0
 
 
 def _check_count(count: int) -> None:
     if count < _LEAST_RANKS:
-        raise UsageError(f"{count} rank has nobody to send to; 2 or more were expected (--nproc 2)")
+        raise UsageError(f"{count} rank cannot send to another; 2 or more were expected (--nproc 2)")
 
 
 def _default_count(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""The environment of the ranks: their number, their places, where they meet."""
+"""Environment variables of the ranks: their number, rank, host and rendezvous address."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 DEFAULT_RANKS: Final = 2
-# How commprof itself was started says nothing about the script, and with these it could not be reached.
+# Interpreter flags of commprof itself that are not passed on: with them, the recorder could not reach the script.
 _DROPPED_FLAGS: Final = ("-I", "-E", "-P", "-s")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """How many GPUs a program started now would see. Never imports torch."""
+    """Count the GPUs that a program started now would see. Never imports torch."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         names = [name.strip() for name in listed.split(",")]
@@ -38,12 +38,12 @@ def _nvml_gpus() -> int:
 
 
 def default_ranks(environment: Mapping[str, str]) -> int:
-    """One rank for each visible GPU; two where there is none."""
+    """Return the default number of ranks: one per visible GPU, or two without GPUs."""
     return visible_gpus(environment) or DEFAULT_RANKS
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now, below the range from which outgoing connections take theirs."""
+    """Return a free TCP port of 127.0.0.1, below the range of ephemeral ports."""
     for _ in range(50):
         with socket.socket() as probe:
             try:
@@ -60,10 +60,10 @@ def free_port() -> int:
 def rank_environment(
     environment: Mapping[str, str], rank: int, ranks: int, port: int, defaults: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of ``rank`` of ``ranks`` on this host, as torchrun would set it.
+    """Return the environment of ``rank`` of ``ranks`` on this host, as torchrun would set it.
 
     Args:
-        defaults: set where ``environment`` does not say otherwise.
+        defaults: variables to set unless ``environment`` has them.
     """
     return {
         **defaults,
@@ -78,11 +78,11 @@ def rank_environment(
 
 
 def thread_defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """``OMP_NUM_THREADS=1`` for several ranks, unless the user chose: each would take all cores otherwise."""
+    """Return ``OMP_NUM_THREADS=1`` for several ranks, unless the user set it: otherwise each rank would use all cores."""
     return {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in environment else {}
 
 
 def python_command() -> list[str]:
-    """This interpreter and those of its flags that concern the program (``-O``, ``-W``, ``-X``, ...)."""
+    """Return this interpreter and those of its flags that affect the program (``-O``, ``-W``, ``-X``, ...)."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *(flag for flag in flags if flag not in _DROPPED_FLAGS)]

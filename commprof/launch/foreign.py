@@ -1,8 +1,8 @@
 """One process of a job that another launcher started: ``torchrun ... -m commprof run train.py``, ``mpirun -n 4 commprof run
 train.py``, or on each host of a Slurm job ``srun commprof run -- torchrun ... train.py``.
 
-Each runs its own commprof, with one child. They share a run directory, whose name comes from what is equal for all
-of them; the first makes it and speaks.
+Each process runs its own commprof, with one child. They share a run directory, whose name is derived from values that are
+equal in all of them. Rank 0 creates the directory and prints the messages.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ WAIT_SECONDS: Final = 10.0
 
 
 def belongs_to_a_job(job: Job, environ: Mapping[str, str]) -> Place | None:
-    """The place of this process in a job of which ``job`` is one process; None where it is a job of its own.
+    """Return this process's rank in the launcher's job; None if ``job`` is a job of its own.
 
-    A command behind ``--`` starts ranks by itself, so several of them are one job only where they can agree on a directory:
-    one that was given, or named by the job.
+    A command after ``--`` starts its own ranks. Several such commands are one job only if they agree on a directory: one
+    that is given, or that the job's id names.
     """
     here = place(environ)
     if here is None or job.program.kind is not Kind.COMMAND:
@@ -46,7 +46,7 @@ def belongs_to_a_job(job: Job, environ: Mapping[str, str]) -> Place | None:
 
 
 def shared_directory(program: Program, environ: Mapping[str, str], parent_start_ns: int) -> Path:
-    """The run directory that all ranks of one job come to: below ``traces``, by the job's own id or start.
+    """Return the run directory that all ranks of one job derive: below ``traces``, named by the job's id or start time.
 
     Args:
         parent_start_ns: when the launcher started, on the real-time clock.
@@ -54,16 +54,16 @@ def shared_directory(program: Program, environ: Mapping[str, str], parent_start_
     name = job_id(environ)
     if name is None:
         started = directory.run_name(program.stem, datetime.fromtimestamp(parent_start_ns // 10**9))
-        # An id that torchrun made up tells jobs of one second apart.
+        # An id that torchrun generated distinguishes jobs that start in the same second.
         made_up = environ.get("TORCHELASTIC_RUN_ID", "").partition("-")[0]
         return directory.TRACES / (f"{started}-{made_up}" if len(made_up) == 8 else started)
     return directory.TRACES / f"{program.stem}-{name}"
 
 
 def not_before(run: Path, since_ns: int) -> Path:
-    """``run``, or the first of ``run-2``, ``run-3``, ... that no job from before ``since_ns`` has made.
+    """Return ``run``, or the first of ``run-2``, ``run-3``, ... that no job from before ``since_ns`` has created.
 
-    A job's id may be used again. Every rank comes to the same answer, before and after rank 0 has made the directory.
+    A job's id may be reused. Every rank gets the same answer, before and after rank 0 has created the directory.
     """
     candidate, number = run, 1
     while _is_older(candidate, since_ns):
@@ -80,7 +80,7 @@ def _is_older(run: Path, since_ns: int) -> bool:
 
 
 def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Finished:
-    """Run this process of somebody else's job and record it.
+    """Run and record this process of a job that another launcher started.
 
     Raises:
         UsageError: ``--nproc`` was given, or the directory holds another run.
@@ -99,13 +99,13 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         _make_directory(job, run, parent, place, log)
         which = "what it starts" if job.program.kind is Kind.COMMAND else "this rank"
         say(
-            f"process 0 of {place.world_size} ({place.launcher}): recording {which}, and the same beside it, into "
+            f"process 0 of {place.world_size} ({place.launcher}): recording {which} and those of the other hosts into "
             f"{summary.shown(run)}"
         )
         injection.announce(os.environ, run, say)
     else:
         _await_directory(run, since_ns)
-    # On a host that does not share the run directory, NCCL needs one as well.
+    # A host that does not share the run directory needs a directory for NCCL's log, too.
     job_log.begin(log, run, say if place.rank == 0 else _say_nothing)
     outcome = _run_child(job, run, place, log, say)
     is_command = job.program.kind is Kind.COMMAND
@@ -115,7 +115,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         _keep_host(run)
     if place.rank == 0:
         _await_siblings(parent)
-        if summary.has_several_hosts(run):  # each does so at this moment
+        if summary.has_several_hosts(run):  # each process does so now
             summary.keep_host(run)
         failed = None if is_command else outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
@@ -147,7 +147,7 @@ def _run_child(
             outcome = group.wait()
     else:
         outcome = group.wait()
-    # A file of all processes is copied by one of them.
+    # One process copies a file that all processes wrote.
     if log.own_file is not None and ("%p" in log.own_file or os.environ.get("LOCAL_RANK", "0") == "0"):
         job_log.collect(log, run, started_ns, pids)
     return outcome
@@ -166,7 +166,7 @@ def _make_directory(job: Job, run: Path, parent: int, place: Place, log: nccl_lo
 
 
 def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:
-    """Whether ``run`` was made by this very launcher: an elastic restart goes on in the same directory."""
+    """Whether this launcher created ``run``: after an elastic restart, recording continues in the same directory."""
     try:
         known = manifest.read_manifest(run).launcher or {}
     except (CommprofError, OSError):
@@ -175,7 +175,7 @@ def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:
 
 
 def _await_directory(run: Path, since_ns: int) -> None:
-    """Wait until rank 0 has made ``run``, so that no rank's file is in its way. On another host it may never appear."""
+    """Wait until rank 0 has created ``run``, which must be empty then. On another host it may never appear."""
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -188,7 +188,7 @@ def _await_directory(run: Path, since_ns: int) -> None:
 
 
 def _keep_host(run: Path, seconds: float = 5.0) -> None:
-    """Keep the file of this host, when the other ranks of it have ended, too."""
+    """Write the file of this host when its other ranks have ended, too."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(CommprofError, OSError):
         while local_ranks(run) and time.monotonic() < deadline:
@@ -197,7 +197,7 @@ def _keep_host(run: Path, seconds: float = 5.0) -> None:
 
 
 def _await_siblings(parent: int, seconds: float = 5.0) -> None:
-    """Wait a little until the other ranks of this host have ended, so that the last line speaks for all of them."""
+    """Wait briefly until the other ranks of this host have ended, so that the last line covers all of them."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and _children(parent) - {os.getpid()}:
         time.sleep(0.05)

@@ -1,9 +1,8 @@
-"""What makes any Python process below a program record itself, and what those processes reported back.
+"""Injects the recorder into all Python processes of a program through the environment, and reads what they reported.
 
-The environment carries it: a private directory first on PYTHONPATH, whose sitecustomize arms the recorder. So ranks are
-reached through any launcher that passes its environment on. ``python -I``, ``-E`` and ``-S`` pass the directory by; with
-the first two, ranks are reached through torch all the same where commprof is installed beside it
-(:mod:`commprof.recorder.autoload`).
+A private directory is first on PYTHONPATH; its sitecustomize arms the recorder. So ranks are reached through any launcher
+that passes its environment on. ``python -I``, ``-E`` and ``-S`` ignore the directory. With ``-I`` and ``-E``, torch still
+starts the recorder if commprof is installed beside it (:mod:`commprof.recorder.autoload`).
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ def injected(
     recording: Options = DEFAULTS,
     engine: Engine | None = None,
 ) -> dict[str, str]:
-    """``environment`` with the recorder in it, for processes that record into ``run``.
+    """Return ``environment`` with the variables that make processes record into ``run``.
 
     Args:
         watched_file: have each process note whether it opened this file.
         wire: have one rank of each host read the interface counters at each step.
-        recording: how to record; where it is silent, what ``environment`` says already holds.
-        engine: what ``import deepspeed`` means in them; None leaves it as it is.
+        recording: how to record; options that it does not set keep their value from ``environment``.
+        engine: what ``import deepspeed`` means in the processes; None leaves it unchanged.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != str(DIRECTORY)]
-    # An empty entry means the working directory, so an empty variable must not become one.
+    # An empty entry of PYTHONPATH means the working directory, so an empty variable must not add one.
     inherited = os.pathsep.join(paths) if environment.get("PYTHONPATH") else ""
     changed = {
         **environment,
         RUN_VARIABLE: str(run.absolute()),
         "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{inherited}" if inherited else str(DIRECTORY),
     }
-    changed.pop(autoload.SWITCH, None)  # this command says it: an earlier word must not undo it
+    changed.pop(autoload.SWITCH, None)  # set by this command: an earlier value must not undo it
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
     changed.update(variables(engine, environment.get("PATH", "")))
@@ -67,9 +66,9 @@ def injected(
 
 
 def announce(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
-    """Say what of ``environment`` is ignored, and where ``run`` is started within another recording.
+    """Report which variables of ``environment`` are ignored, and whether ``run`` is within another recording.
 
-    The processes of the job get the options without what is ignored, so that none of them says it again.
+    The processes of the job get the options without the ignored ones, so that none of them reports them again.
     """
     for note in from_json(environment.get(OPTIONS_VARIABLE))[1]:
         say(f"warning: {note}")
@@ -77,11 +76,11 @@ def announce(environment: Mapping[str, str], run: Path, say: Callable[[str], Non
 
 
 def _announce_nesting(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
-    """Say where ``run`` is started below another recorded program: its ranks are the inner recording's, not the outer's."""
+    """Report whether ``run`` is started within another recording: its ranks belong to the inner one, not to the outer."""
     outer = environment.get(RUN_VARIABLE)
     if not outer or Path(outer) == run.absolute():
         return
-    say(f"this is within the recording {outer}: what is started here is recorded into {run} only")
+    say(f"this command runs within the recording {outer}: its ranks are recorded into {run} only")
     try:
         with (Path(outer) / NOTES).open("a") as file:
             file.write(
@@ -92,11 +91,11 @@ def _announce_nesting(environment: Mapping[str, str], run: Path, say: Callable[[
 
 
 def notes(run: Path) -> list[dict[str, Any]]:
-    """What the processes below ``run`` noted: ``{"pid", "state", ...}``.
+    """Return the notes of the processes of ``run``: ``{"pid", "state", ...}``.
 
-    The states: started, armed, fault, config_opened, nested.
+    The states are started, armed, fault, config_opened and nested.
     """
-    found = []
+    reported = []
     try:
         lines = (run / NOTES).read_text(errors="replace").splitlines()
     except OSError:
@@ -107,18 +106,18 @@ def notes(run: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(note, dict):
-            found.append(note)
-    return found
+            reported.append(note)
+    return reported
 
 
 def forget_notes(run: Path) -> None:
-    """Remove the notes, once the records themselves say which processes were reached."""
+    """Remove the notes, because the records now show which processes were reached."""
     with contextlib.suppress(OSError):
         (run / NOTES).unlink()
 
 
 def explain_silence(reported: list[dict[str, Any]], exit_code: int = 0) -> str:
-    """Why nothing was recorded, as far as the processes' notes and the program's exit code tell."""
+    """Return why nothing was recorded, from the processes' notes and the program's exit code."""
     states = {note.get("state") for note in reported}
     if "fault" in states:
         text = next(note.get("text", "") for note in reported if note.get("state") == "fault")
@@ -130,17 +129,17 @@ def explain_silence(reported: list[dict[str, Any]], exit_code: int = 0) -> str:
         what = "called init_process_group" if "armed" in states else "imported torch.distributed"
         return (
             f"the program failed (exit code {exit_code}) before any process that the recorder reached had {what}. "
-            "What it printed above says why"
+            "Its output above shows why"
         )
     unreached = "runs with python -I, -E or -S, or its launcher does not pass PYTHONPATH and COMMPROF_RUN on"
     if "armed" in states:
         return (
-            "torch.distributed was imported, but init_process_group was never called; or that was in a process "
-            f"which could not be reached, since it {unreached}"
+            "torch.distributed was imported, but init_process_group was never called; or the process that "
+            f"called it could not be reached, because it {unreached}"
         )
     if "started" in states:
         return (
-            "no process of the program imported torch.distributed; or that was in a process which could not be reached, "
-            f"since it {unreached}"
+            "no process of the program imported torch.distributed; or the process that imported it could not be reached, "
+            f"because it {unreached}"
         )
     return f"no Python process of the program could be reached: it is not Python, or {unreached}"

@@ -1,6 +1,6 @@
-"""One recorded job from start to end: directory, manifest, ranks, counters, finalising, and the sentence about it.
+"""Runs and records one job from start to end: directory, manifest, ranks, counters, finalising, last line.
 
-The only module that touches all the others here; each step is a function.
+The only module here that uses all the others; each stage is a function.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ OUTPUT_NAME: Final = "output.txt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be run, and where its records go.
+    """The program to run, and where its records go.
 
-    ``derived``, ``sweep`` and ``keep_output`` are set by a sweep: the config that it made for this run, in place of the one
-    that the script was given; which point of which sweep this is; and that what the program prints goes into the run.
+    A sweep sets ``derived`` (the config for this run, instead of the one in the script's arguments), ``sweep`` (the point
+    and the name of the sweep) and ``keep_output`` (write the program's output into the run).
     ``wire``: read the interface counters at each step. ``recording``: how the ranks are recorded.
     ``engine``: what ``import deepspeed`` means in them.
     """
@@ -75,7 +75,7 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
     Raises:
         UsageError: ``job.out`` is not empty, or the options contradict the environment.
         LaunchError: a process could not be started.
-        TraceError: the run directory cannot be made.
+        TraceError: the run directory cannot be created.
     """
     _check_ranks(job)
     run = job.out or directory.default_run_directory(job.program.stem, datetime.now())
@@ -97,35 +97,39 @@ def create(
     log: nccl_log.Request,
     say: Callable[[str], None],
 ) -> None:
-    """Make directory ``run`` with its manifest and the config file that the program was given.
+    """Create directory ``run`` with its manifest and a copy of the program's config file.
 
     Args:
-        launcher: pid and start_ticks of the process with which the job lives and dies.
+        launcher: pid and start_ticks of the process that the job depends on.
         log: what NCCL is asked to print.
 
     Raises:
-        UsageError: the directory is not empty, and ``job.force`` does not help.
-        TraceError: it cannot be made.
+        UsageError: the directory is not empty, and ``job.force`` is not set or cannot replace it.
+        TraceError: the directory cannot be created.
     """
-    found = job.derived or find_config(job.program)
-    manifest.create_run(run, _first_manifest(job, found, ranks, launcher, log), force=job.force)
-    _keep_config(run, job, found)
-    if found is not None and found.problem is not None:
+    config_file = job.derived or find_config(job.program)
+    manifest.create_run(run, _first_manifest(job, config_file, ranks, launcher, log), force=job.force)
+    _keep_config(run, job, config_file)
+    if config_file is not None and config_file.problem is not None:
         say(
-            f"warning: {found.problem}. commprof only reads this file; {job.program.target} decides what to do with it"
+            f"warning: {config_file.problem}. commprof only reads this file; {job.program.target} decides what to do with it"
         )
 
 
 def _check_ranks(job: Job) -> None:
     if job.ranks is not None and job.program.kind is Kind.COMMAND:
         raise UsageError(
-            f"--nproc does not go with '-- {job.program.target}', which starts its own ranks; "
+            f"--nproc cannot be used with '-- {job.program.target}', which starts its own ranks; "
             "give the number of ranks to that command"
         )
 
 
 def _first_manifest(
-    job: Job, found: ConfigFile | None, ranks: int | None, launcher: Mapping[str, int], log: nccl_log.Request
+    job: Job,
+    config_file: ConfigFile | None,
+    ranks: int | None,
+    launcher: Mapping[str, int],
+    log: nccl_log.Request,
 ) -> manifest.Manifest:
     program = job.program
     of_process = manifest.describe_process({**os.environ, **log.set})
@@ -145,9 +149,9 @@ def _first_manifest(
             "options": job.recording.changed(),
         },
         torch=_torch_version(),
-        config=found.content if found else None,
-        config_path=str(found.path) if found else None,
-        config_argument=found.argument if found else None,
+        config=config_file.content if config_file else None,
+        config_path=str(config_file.path) if config_file else None,
+        config_argument=config_file.argument if config_file else None,
         sweep=dict(job.sweep) if job.sweep is not None else None,
     )
 
@@ -169,14 +173,14 @@ def _torch_version() -> str | None:
         return None
 
 
-def _keep_config(run: Path, job: Job, found: ConfigFile | None) -> None:
-    if found is None or found.content is None:
+def _keep_config(run: Path, job: Job, config_file: ConfigFile | None) -> None:
+    if config_file is None or config_file.content is None:
         return
     try:
         if job.derived is not None:
-            (run / CONFIG_NAME).write_text(json.dumps(found.content, indent=2) + "\n")
+            (run / CONFIG_NAME).write_text(json.dumps(config_file.content, indent=2) + "\n")
         else:
-            (run / CONFIG_NAME).write_bytes(found.path.read_bytes())
+            (run / CONFIG_NAME).write_bytes(config_file.path.read_bytes())
     except OSError as error:
         raise LaunchError(f"{run / CONFIG_NAME} cannot be written: {error.strerror}") from error
 
@@ -196,8 +200,8 @@ def _plan_ranks(
         say(f"recording {job.program.target} into {summary.shown(run)}")
         return [Rank(0, command_line, inherited, reads_stdin=not job.keep_output)]
     defaults = environment.thread_defaults(os.environ, count)
-    said = "".join(f", {name}={value} (was not set)" for name, value in defaults.items())
-    say(f"recording {count} {'rank' if count == 1 else 'ranks'} into {summary.shown(run)}{said}")
+    defaults_text = "".join(f", {name}={value} (was not set)" for name, value in defaults.items())
+    say(f"recording {count} {'rank' if count == 1 else 'ranks'} into {summary.shown(run)}{defaults_text}")
     port = environment.free_port()
     return [
         Rank(
@@ -213,7 +217,7 @@ def _plan_ranks(
 def _run_ranks(
     job: Job, run: Path, ranks: list[Rank], log: nccl_log.Request, say: Callable[[str], None]
 ) -> Finished:
-    # A launcher of the user's ends its own ranks when it is told to stop, and could not if it were killed.
+    # The user's launcher stops its ranks when it gets SIGTERM; it could not if it were killed.
     is_command = job.program.kind is Kind.COMMAND
     started_ns = time.time_ns()
     with _output(run, job) as output:
@@ -240,7 +244,7 @@ def _run_ranks(
 
 @contextlib.contextmanager
 def _output(run: Path, job: Job) -> Iterator[int | None]:
-    """The descriptor that the program writes to; None for this process's own."""
+    """Yield the descriptor that the program writes to; None for that of this process."""
     if not job.keep_output:
         yield None
         return
@@ -253,13 +257,13 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
 
 
 def sample_and_wait(run: Path, group: RankGroup, recording: Options, say: Callable[[str], None]) -> Outcome:
-    """Wait for ``group`` while the machine's counters, and what else was asked for, are written into ``run``."""
+    """Wait for ``group`` while the interface counters and the requested samples are written into ``run``."""
     with observed(run, recording, say), summary.prepared():
         return group.wait()
 
 
 def describe_failure(outcome: Outcome) -> str:
-    """One line that names the rank that failed first, and what became of the others."""
+    """Return one line that names the rank that failed first and how the others ended."""
     how = f"was killed by {outcome.signal_name}" if outcome.signal_name else "failed"
     text = f"rank {outcome.first_failed_rank} {how} first; exit code {outcome.exit_code}"
     if outcome.stopped_ranks:

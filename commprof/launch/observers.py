@@ -1,4 +1,4 @@
-"""What runs in the launcher beside the ranks of a job: readings of counters, samplers, the watchdog."""
+"""Background observers in the launcher of a job: readings of counters, samplers, the watchdog."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from commprof.trace.directory import EVERY_SAMPLES
 
 @contextlib.contextmanager
 def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the interface counters are read into ``run``, the samplers that were asked for work, and the watchdog watches.
+    """Within this context, write the interface counters and the requested samples into ``run``, and run the watchdog.
 
-    For the one launcher that speaks for the job.
+    For the launcher of a job that prints its messages.
 
     Args:
         say: called with one line of text for the person at the terminal.
@@ -40,7 +40,7 @@ def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Itera
 
 @contextlib.contextmanager
 def sampled(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
-    """The same on another host, by a launcher that does not speak for the job; the watchdog is the other's."""
+    """Do the same on another host, without the watchdog, which runs in the first launcher."""
     samplers = make_samplers(run, recording, say)
     host = socket.gethostname().replace("/", "_")
     file = EVERY_SAMPLES.replace("*", f"-{host}")
@@ -58,7 +58,7 @@ def _interfaces(file: Path, recording: Options) -> WireSampler:
 
 
 def make_samplers(run: Path, recording: Options, say: Callable[[str], None]) -> list[Sampler]:
-    """The samplers of this host that ``recording`` names. One that cannot work here is left out, in one line."""
+    """Yield the samplers that ``recording`` requests for this host. One that cannot work here is reported and left out."""
     samplers: list[Sampler] = []
     if NVML in recording.samplers:
         try:

@@ -1,7 +1,7 @@
-"""What is to be run: commprof's own options told apart from the program and its arguments.
+"""Separates commprof's own options from the program and its arguments.
 
-The rule is one sentence: commprof's options stand first, and from the first word that is not one of them (a script, ``-m``,
-or ``--``) everything belongs to the program, untouched.
+The rule: commprof's options come first. From the first word that is not one of them (a script, ``-m`` or ``--``),
+everything belongs to the program and is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
     SCRIPT = "script"  # python SCRIPT ARGS, once per rank
     MODULE = "module"  # python -m MODULE ARGS, once per rank
-    COMMAND = "command"  # CMD ARGS, once; its ranks are found by injection
+    COMMAND = "command"  # CMD ARGS, once; its ranks are reached by injection
 
 
 class Program(NamedTuple):
@@ -39,7 +39,7 @@ class Program(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The name that its runs carry: the script without its directory and ending."""
+        """The name for its runs: the script without directory and suffix."""
         if self.kind is Kind.MODULE:
             return self.target.removesuffix(".__main__").rpartition(".")[2] or "module"
         if self.kind is Kind.COMMAND:
@@ -49,13 +49,13 @@ class Program(NamedTuple):
 
     @property
     def script(self) -> str | None:
-        """What the ranks run: the script or module, behind a launcher the first word that looks like a script."""
+        """The script or module that the ranks run; for a launcher, the first word that looks like a script."""
         if self.kind is not Kind.COMMAND:
             return self.target
         return next((word for word in self.arguments if word.endswith(".py")), None)
 
     def command_line(self, python: Sequence[str]) -> list[str]:
-        """The words to execute, with ``python`` (interpreter and its flags) where Python runs it."""
+        """Return the command line to execute, with ``python`` (interpreter and flags) in front of a script or module."""
         if self.kind is Kind.COMMAND:
             return [self.target, *self.arguments]
         module = ["-m"] if self.kind is Kind.MODULE else []
@@ -65,11 +65,11 @@ class Program(NamedTuple):
 def split_arguments(argv: Sequence[str], value_options: Collection[str]) -> tuple[list[str], list[str]]:
     """Split ``argv`` into commprof's own options and the words of the program.
 
-    The program begins at the first word that is no option, at ``-m`` or ``-mMODULE``, or at ``--``, which it keeps.
+    The program begins at the first word that is not an option, at ``-m`` or ``-mMODULE``, or at ``--``, which it includes.
 
     Args:
-        value_options: the own options that take a value (``--nproc``, ``-o``); an option that is not among them is a
-            flag, so that a misspelt one is still found by whoever parses the first part.
+        value_options: the own options that take a value (``--nproc``, ``-o``). Any other option counts as a flag, so
+            that the parser of the first part still reports a misspelt one.
 
     >>> split_arguments(["--nproc", "2", "train.py", "--nproc", "9"], {"--nproc"})
     (['--nproc', '2'], ['train.py', '--nproc', '9'])
@@ -79,15 +79,15 @@ def split_arguments(argv: Sequence[str], value_options: Collection[str]) -> tupl
         word = argv[position]
         if not word.startswith("-") or word in ("-", "--") or word.startswith("-m"):
             break
-        takes_next = word in value_options  # --name=value and -oVALUE carry their own
+        takes_next = word in value_options  # --name=value and -oVALUE include the value
         position += 2 if takes_next else 1
     return list(argv[:position]), list(argv[position:])
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """The program that ``words`` (the second part of :func:`split_arguments`) name.
+    """Parse ``words`` (the second part of :func:`split_arguments`) as a program.
 
-    After ``--`` a word that ends in ``.py`` and ``-m`` are a script and a module still; anything else is a command.
+    After ``--``, a word that ends in ``.py`` is still a script and ``-m`` a module; anything else is a command.
 
     Raises:
         UsageError: there is no program, or it cannot be started.
@@ -111,10 +111,10 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def with_engine(program: Program, engine: Engine | None) -> Program:
-    """``program`` as it is started with ``engine``: the command ``deepspeed`` is zero_runtime's where it is missing.
+    """Return ``program`` as started with ``engine``: zero_runtime's command ``deepspeed`` if no other is installed.
 
     Raises:
-        UsageError: the installed DeepSpeed is asked for, and there is none.
+        UsageError: the installed DeepSpeed is requested, and there is none.
     """
     if program.kind is Kind.COMMAND:
         ours = engine in (Engine.AUTO, Engine.ZERO_RUNTIME) and program.target == DEEPSPEED
@@ -128,9 +128,9 @@ def with_engine(program: Program, engine: Engine | None) -> Program:
 
 
 def check_program(program: Program) -> None:
-    """Raise UsageError, before anything is written, where ``program`` cannot be started.
+    """Raise UsageError if ``program`` cannot be started, before anything is written.
 
-    What only Python can know (whether a module exists, whether the script is well-formed) is left to Python.
+    Python itself reports a module that does not exist or a script that is not well-formed.
     """
     if program.kind is Kind.COMMAND:
         if shutil.which(program.target) is None:
@@ -159,7 +159,7 @@ def _suggestion(path: Path) -> str:
     close = difflib.get_close_matches(path.name, names, n=1)
     if close:
         return f" Did you mean {path.with_name(close[0])}?"
-    return " Options of commprof stand before the script, and the script before its own arguments."
+    return " Put options of commprof before the script, and the script before its own arguments."
 
 
 class Found(NamedTuple):
@@ -171,25 +171,25 @@ class Found(NamedTuple):
 
 
 def find_argument(arguments: Sequence[str], names: Collection[str]) -> Found | None:
-    """Where ``arguments`` give a value to one of ``names``: as ``--name value`` or ``--name=value``; the last counts.
+    """Find the value of one of ``names`` in ``arguments``: ``--name value`` or ``--name=value``; the last one counts.
 
     >>> find_argument(["--config", "ds.json"], ["--config"])
     Found(name='--config', position=1, value='ds.json')
     """
-    found = None
+    last_match = None
     for position, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if name not in names:
             continue
         if equals:
-            found = Found(name, position, value)
+            last_match = Found(name, position, value)
         elif position + 1 < len(arguments):
-            found = Found(name, position + 1, arguments[position + 1])
-    return found
+            last_match = Found(name, position + 1, arguments[position + 1])
+    return last_match
 
 
 def replace_argument(arguments: Sequence[str], position: int, value: str) -> tuple[str, ...]:
-    """``arguments`` with the value found at ``position`` replaced, in the form that it had."""
+    """Return ``arguments`` with the value at ``position`` replaced, in the same form."""
     word = arguments[position]
     name, equals, _ = word.partition("=")
     joined = bool(equals) and name.startswith("--")

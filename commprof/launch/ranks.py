@@ -1,8 +1,8 @@
-"""The processes of a job: started together, watched together, ended together.
+"""Starts the processes of a job, waits for all of them, and stops the others when one fails.
 
 Ranks are ordinary ``python SCRIPT ARGS`` processes, so argv, ``__main__``, ``sys.path``, tracebacks, signals and exit codes
-are Python's own. A launcher that polls cannot say which rank failed first, which is the one that matters: here
-each process has a pidfd in one epoll set, whose events arrive in the order in which the processes ended.
+are Python's own. The rank that failed first matters most, and a launcher that polls cannot tell which it was. So each
+process has a pidfd in one epoll set, whose events arrive in the order in which the processes exited.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FORWARDED: Final = tuple(
 _WATCHED: Final = (*FORWARDED, signal.SIGCHLD)
 _STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
-_SI_KERNEL: Final = 0x80  # linux/siginfo.h: sent by the kernel, here by the terminal
+_SI_KERNEL: Final = 0x80  # linux/siginfo.h: sent by the kernel, in this case for the terminal
 
 
 class Rank(NamedTuple):
-    """One process to start. Only one of them may read standard input; ``output`` is a descriptor to write to instead."""
+    """One process to start. Only one may read standard input. ``output``: a descriptor to use as standard output."""
 
     number: int
     command_line: Sequence[str]
@@ -43,38 +43,38 @@ class Rank(NamedTuple):
 class Outcome(NamedTuple):
     """How a job ended.
 
-    ``exit_code`` is that of the rank that failed first (128 + number for a signal), 0 where none did.
+    ``exit_code`` is that of the rank that failed first (128 + number for a signal), 0 if none failed.
     """
 
     exit_code: int
     first_failed_rank: int | None
     signal_name: str | None  # the signal that killed it
-    stopped_ranks: tuple[int, ...]  # ended by commprof, after another one had failed
+    stopped_ranks: tuple[int, ...]  # stopped by commprof after another rank had failed
     asked_to_stop: signal.Signals | None = None  # the signal that told commprof, and so the ranks, to stop
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[Callable[[], bool]]:
-    """Keep signals for the rank groups that run inside, one after another.
+    """Block signals, so that the rank groups started within this context receive them.
 
-    A signal to a process goes to any of its threads that does not block it. Threads that start inside (of a progress
-    bar, of a table reader) block what this one blocks, so that every signal waits until a rank group asks for it. Yields
-    what says, between two groups, whether one has come that asks to stop.
+    A signal to a process goes to any of its threads that does not block it. Threads that start within (of a progress
+    bar, of a table reader) inherit the mask, so every signal waits until a rank group reads it. Yields a function that
+    tells, between two groups, whether a signal to stop has arrived.
     """
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
-        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None  # without a time it cannot be interrupted
+        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None  # with timeout 0 it cannot be interrupted
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 class RankGroup:
-    """Processes that live and die together.
+    """The processes of one job: if one fails, the others are stopped.
 
     Args:
-        ranks: what to start.
+        ranks: the processes to start.
         say: called with one line of text for the person at the terminal.
-        grace_seconds: when one fails, the others have so long to notice, and so long again after SIGTERM.
+        grace_seconds: time that the others get to notice a failure, and again after SIGTERM.
         death_signal: sent to each process by the kernel if this process dies, whatever the reason.
     """
 
@@ -104,16 +104,18 @@ class RankGroup:
         self._old_mask: set[signal.Signals] = set()
 
     def start(self) -> None:
-        """Start every rank. From here until :meth:`wait` returns, this thread takes no signals but there.
+        """Start every rank. From here until :meth:`wait` returns, only :meth:`wait` receives this thread's signals.
 
         Raises:
-            LaunchError: a process could not be started; those that were are ended again.
+            LaunchError: a process could not be started; those already started are stopped.
         """
         self._signals = SignalQueue(_WATCHED)
         self._epoll = select.epoll()
         self._epoll.register(self._signals.descriptor, select.EPOLLIN)
         self._old_mask = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)}
-        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then the kernel would keep no exit codes
+        if (
+            signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+        ):  # if SIGCHLD were ignored, the kernel would keep no exit codes
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         leader = 0
         for rank in self._ranks:
@@ -149,8 +151,8 @@ class RankGroup:
             stdin=None if rank.reads_stdin else subprocess.DEVNULL,
             stdout=rank.output,
             stderr=rank.output,
-            # In front of a terminal the ranks stay in its foreground group, to read it and to be interrupted by it.
-            # Elsewhere they get a group of their own, so that a signal to commprof's group reaches them once.
+            # In the foreground of a terminal, the ranks stay in its process group, to read it and to get its Ctrl-C.
+            # Otherwise they get a group of their own, so that a signal to commprof's group does not reach them twice.
             process_group=None if self._shares_terminal else leader,
             preexec_fn=prepare,
         )
@@ -161,7 +163,7 @@ class RankGroup:
             return
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # a kernel before 5.3: the order of failures is then that of the ranks
+        except OSError:  # a kernel before 5.3: then failures are ordered by rank
             self._forget_pidfds()
             return
         self._pidfds[pidfd] = rank
@@ -171,7 +173,7 @@ class RankGroup:
         assert self._epoll is not None
         self._epoll.unregister(
             pidfd
-        )  # closing it would do only where no child that is about to start has it, too
+        )  # closing it is not enough: a child that is about to start may hold it, too
         os.close(pidfd)
 
     def _forget_pidfds(self) -> None:
@@ -180,11 +182,11 @@ class RankGroup:
         self._pidfds = None
 
     def wait(self) -> Outcome:
-        """Watch the ranks until the last one has ended; forward signals meanwhile."""
+        """Wait until the last rank has exited; forward signals meanwhile."""
         assert self._epoll is not None and self._signals is not None
         try:
             while self._running:
-                # In the order in which they came. A signal wakes it, too: SIGCHLD, where there are no pidfds.
+                # Events come in the order of the exits. A signal ends the wait, too: SIGCHLD, if there are no pidfds.
                 ready = [descriptor for descriptor, _ in self._epoll.poll(self._seconds_to_wait())]
                 for received in self._signals.take():
                     if received.number != signal.SIGCHLD:
@@ -231,7 +233,7 @@ class RankGroup:
                 return
         if not (
             self._shares_terminal and received.code == _SI_KERNEL
-        ):  # else the terminal has told them itself
+        ):  # otherwise the terminal has sent it to them itself
             self._signal_all(received.number)
 
     def _stop_when_due(self) -> None:
@@ -253,7 +255,9 @@ class RankGroup:
         rank, code = self._first_failed
         killed_by = _signal_name(-code) if code < 0 else None
         exit_code = 128 - code if code < 0 else code
-        if self._interrupts > 1:  # the ranks were killed for it, and a shell wants to know of the interrupt
+        if (
+            self._interrupts > 1
+        ):  # the ranks were killed because of it, and the shell expects the code of an interrupt
             exit_code = 128 + signal.SIGINT
         return Outcome(exit_code, rank, killed_by, tuple(self._stopped), self._asked_to_stop)
 

@@ -1,8 +1,8 @@
-"""Signals that wait until they are asked for, beside other descriptors that are waited for.
+"""Reads blocked signals from a signalfd, which can be waited for together with other descriptors.
 
-Python's ``signal.sigtimedwait`` answers with what happens to lie in memory, a SIGHUP for one, where it is interrupted and
-its time is up by then (CPython 3.11 and 3.12, measured): after Ctrl-Z and ``fg``, a container's pause, a debugger.
-Reading the kernel's own descriptor takes no time, so nothing can come between.
+Python's ``signal.sigtimedwait`` returns uninitialized memory, for example SIGHUP, if it is interrupted and its timeout has
+passed by then (CPython 3.11 and 3.12, measured): after Ctrl-Z and ``fg``, a container's pause, a debugger.
+Reading the kernel's descriptor does not wait, so it cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from commprof.errors import LaunchError
 
 _SIGINFO: Final = struct.Struct(
     "=Iii116x"
-)  # linux/signalfd.h: number, errno, code, and what is not asked for
+)  # linux/signalfd.h: number, errno, code, and fields that are not used
 _LARGEST_SET: Final = 128  # bytes of sigset_t, glibc and musl
 _AT_ONCE: Final = 64
 
 
 class Signal(NamedTuple):
-    """A signal that came; ``code`` says who sent it (``si_code`` of sigaction(2))."""
+    """A received signal; ``code`` says what sent it (``si_code`` of sigaction(2))."""
 
     number: signal.Signals
     code: int
 
 
 class SignalQueue:
-    """The signals of ``watched`` that have come and nobody has taken. They must be blocked in every thread.
+    """The pending signals among ``watched``. They must be blocked in every thread.
 
     Raises:
-        LaunchError: the system gives no descriptor.
+        LaunchError: the system cannot create the descriptor.
     """
 
     def __init__(self, watched: Sequence[signal.Signals]) -> None:
@@ -53,7 +53,7 @@ class SignalQueue:
             raise LaunchError(f"no descriptor to wait for signals: {os.strerror(ctypes.get_errno())}")
 
     def take(self) -> Iterator[Signal]:
-        """What has come, until nothing is left. Never waits."""
+        """Yield the pending signals until none is left. Never waits."""
         while True:
             try:
                 answer = os.read(self.descriptor, _AT_ONCE * _SIGINFO.size)
@@ -63,5 +63,5 @@ class SignalQueue:
                 yield Signal(signal.Signals(number), code)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self.descriptor)

@@ -1,4 +1,4 @@
-"""The last line of a run: where the data is, how much of it, what is missing, and what to type next."""
+"""Finalises a run when its program has ended, and prints its last line: path, counts, gaps, next command."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from commprof.trace.liveness import host_of
 from commprof.trace.manifest import read_manifest
 from commprof.trace.rank_files.layout import rank_files
 
-_IMPORT_AFTER_S: Final = 2.0  # a job that ends sooner waits for its own imports
+_IMPORT_AFTER_S: Final = 2.0  # a shorter job waits for these imports at its end
 
 
 def shown(path: Path) -> str:
-    """``path`` as a person would type it: relative where it lies below the current directory."""
+    """Return ``path`` as a person would type it: relative if it is below the current directory."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -31,7 +31,7 @@ def shown(path: Path) -> str:
 
 
 def last_line(run: Path) -> str:
-    """Finalise ``run`` if that is possible here, and say what it holds.
+    """Finalise ``run`` if that is possible here, and report what it contains.
 
     Never raises: the program has ended, and its exit code matters more than this line.
     """
@@ -41,9 +41,9 @@ def last_line(run: Path) -> str:
 
         health = finalise(run)
     except MissingExtraError as error:
-        return f"{where}  recorded; it is kept in the binary form for now: {error}"
-    except Exception as error:  # whatever it is: the exit code of the program has still to be handed on
-        return f"{where}  the records are kept, and could not be made into tables yet: {error}"
+        return f"{where}  recorded; the records stay in binary form for now: {error}"
+    except Exception as error:  # any error: the program's exit code must still be returned
+        return f"{where}  the records are kept, but could not be converted to tables yet: {error}"
     if not (health.ranks_recorded or health.records or health.lost):
         code = _exit_code(run)
         why = injection.explain_silence(injection.notes(run), code)
@@ -52,7 +52,7 @@ def last_line(run: Path) -> str:
 
 
 def keep_summaries(run: Path) -> None:
-    """Keep beside ``run``, which has ended, what most answers begin with. Never raises: answers do without it."""
+    """Write the summaries that most answers use into ``run``, which has ended. Never raises: they are optional."""
     with contextlib.suppress(Exception):
         from commprof.analysis.storage.run_totals import summarise
 
@@ -60,9 +60,9 @@ def keep_summaries(run: Path) -> None:
 
 
 def keep_host(run: Path) -> None:
-    """Keep beside ``run``, of several hosts, the file of this one, whose ranks have ended.
+    """Write this host's file into ``run``, a run on several hosts, when the ranks of this host have ended.
 
-    Never raises: answers do without it.
+    Never raises: the file is optional.
     """
     with contextlib.suppress(Exception):
         from commprof.analysis.storage import host_files
@@ -71,9 +71,9 @@ def keep_host(run: Path) -> None:
 
 
 def keep_missing_hosts(run: Path) -> int:
-    """Keep beside ``run``, which has ended, the files of hosts that are missing, and say how many these were.
+    """Write the missing files of hosts into ``run``, which has ended, and return how many there were.
 
-    Never raises: answers do without them.
+    Never raises: the files are optional.
     """
     with contextlib.suppress(Exception):
         from commprof.analysis.storage import host_files
@@ -92,7 +92,7 @@ def has_several_hosts(run: Path) -> bool:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Inside, a thread imports what :func:`keep_summaries` needs, so that the end of a job does not wait for it (1 s)."""
+    """Import what :func:`keep_summaries` needs in a thread, so that the end of a job does not wait for it (1 s)."""
     ended = threading.Event()
     thread = threading.Thread(target=_import, args=(ended,), name="commprof-imports")
     thread.start()
@@ -106,7 +106,7 @@ def prepared() -> Iterator[None]:
 def _import(ended: threading.Event) -> None:
     if ended.wait(_IMPORT_AFTER_S):
         return
-    with contextlib.suppress(OSError):  # of this thread alone: the ranks go first
+    with contextlib.suppress(OSError):  # of this thread only: the ranks take precedence
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     with contextlib.suppress(Exception):
         import_module("commprof.trace.finaliser")
@@ -121,7 +121,7 @@ def _exit_code(run: Path) -> int:
 
 
 def own_cost(health: Any) -> str:
-    """What recording itself took, as it was measured in the run; empty where no rank said so."""
+    """Return the measured cost of recording as text; empty if no rank reported it."""
     if health.recorder_ns is None:
         return ""
     share = f" ({100 * health.recorder_ns / health.wall_ns:.2f} %)" if health.wall_ns else ""
@@ -129,7 +129,7 @@ def own_cost(health: Any) -> str:
 
 
 def counts(health: Any) -> str:
-    """What a run holds, for people: ``2 ranks, 1,234 records, 0 lost, 0 unseen``."""
+    """Return the contents of a run as text: ``2 ranks, 1,234 records, 0 lost, 0 unseen``."""
     ranks = health.ranks_recorded
     number = f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
     if health.ranks_expected and ranks < health.ranks_expected:

@@ -1,4 +1,4 @@
-"""Readings of the machine's own counters while a job runs, beside its ranks and not inside them."""
+"""Reads the interface counters of the machine in the launcher while a job runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ INTERVAL_SECONDS: Final = 0.5
 
 
 class WireSampler:
-    """Appends the counters of all interfaces to ``file`` at the start, at intervals and at the end.
+    """Appends the counters of all interfaces to ``file`` at the start, at intervals and at the end. A context manager.
 
-    The last reading has what TCP holds back as well: on a slow link bytes leave after their ranks have ended.
-    A context manager. Counters that cannot be read, or a file that cannot be written, end the sampling and nothing else.
+    The last reading includes the bytes that TCP still queues: on a slow link bytes leave after their ranks have exited.
+    If the counters cannot be read or the file cannot be written, only the sampling stops.
     """
 
     def __init__(self, file: Path, counters: Any, interval_seconds: float = INTERVAL_SECONDS) -> None:
@@ -47,10 +47,10 @@ class WireSampler:
     def _sample(self, is_last: bool = False) -> bool:
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self._counters.read(queued=is_last))
-            # Whoever finalises the run takes the file away, and its directory.
+            # Finalising the run removes the file, and its directory.
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(lines)
-        except Exception:  # the counters are an extra; nothing may end a training because of them
+        except Exception:  # the counters are optional: an error must not stop the training
             return False
         return True

@@ -148,7 +148,7 @@ def test_with_the_variables_of_a_launcher_a_process_is_one_rank(tmp_path):
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [
-        (["--nproc", "1"], {}, "nobody to send to"),
+        (["--nproc", "1"], {}, "cannot send to another"),
         (["--nproc", "x"], {}, "--nproc"),
         (["--nproc", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "Leave --nproc out"),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
@@ -158,7 +158,7 @@ def test_with_the_variables_of_a_launcher_a_process_is_one_rank(tmp_path):
         (["--device", "tpu"], {}, "cuda"),
         (["--backend", "mpi"], {}, "gloo"),
         (["--iterations", "0"], {}, "--iterations"),
-        (["--nproc", "2", "--backend", "nccl", "--device", "cpu"], {}, "--device cuda only"),
+        (["--nproc", "2", "--backend", "nccl", "--device", "cpu"], {}, "needs --device cuda"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, words, environment, said, capfd, monkeypatch):

@@ -181,7 +181,7 @@ def test_a_config_of_175_billion_parameters(tmp_path):
     done = commprof(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # A slice of the parameters in fp16, and masters and two states in fp32: 2 and 12 bytes of each of 175e9 / 256.
-    assert re.search(r"parameters +1\.27 GiB", done.stdout) and "memory of each rank" in done.stdout
+    assert re.search(r"parameters +1\.27 GiB", done.stdout) and "memory per rank" in done.stdout
     assert re.search(r"masters +0 B +2\.55 GiB", done.stdout) and re.search(
         r"states +0 B +5\.09 GiB", done.stdout
     )

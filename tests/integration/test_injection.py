@@ -260,7 +260,7 @@ def test_of_two_commprofs_the_inner_one_records(tmp_path, environment):
     assert done.returncode == 0, done.stderr
     assert recorded(tmp_path / "inner") == [(0, 5)]
     assert (
-        f"this is within the recording {tmp_path / 'outer'}: what is started here is recorded into"
+        f"this command runs within the recording {tmp_path / 'outer'}: its ranks are recorded into"
         in done.stderr
     )
     last = done.stderr.splitlines()[-1]

@@ -150,5 +150,5 @@ def test_commprof_run_samples_watches_and_hands_on_the_exit_code(tmp_path):
     assert json.loads((tmp_path / "kept.json").read_text())["kind"] == "ended"
     refused = commprof("dump", "run", "--out", "kept.json")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "kept.json exists already, and is not overwritten without --force" in refused.stderr
+    assert "kept.json exists already and is not overwritten without --force" in refused.stderr
     assert commprof("dump", "nowhere").returncode == 1

@@ -250,7 +250,7 @@ def test_the_readings_of_every_host_cover_its_whole_run(tmp_path, launch):
         # Before the first reading and after the last: the ranks find each other, nothing else.
         assert least <= moved <= truth[host], (host, moved, truth)
         assert truth[host] - moved < CALL_BYTES / 4, (host, moved, truth)
-    assert "Not the whole run" not in text
+    assert "Not the complete run" not in text
     _, verdict = verify(tmp_path / "run")
     assert verdict.count("over the whole run (counters of the whole host)") == HOSTS
     assert "is not known: its counters" not in verdict
@@ -276,7 +276,7 @@ def test_zero_stage_2_without_readings_at_steps_has_the_bytes_of_every_host(tmp_
     for host, moved in sent.items():
         assert of_steps <= moved <= truth[host], (host, moved, truth)
         assert truth[host] - moved < 100_000, (host, moved, truth)  # the ranks find each other
-    assert "Not the whole run" not in text
+    assert "Not the complete run" not in text
     code, verdict = verify(tmp_path / "run")
     assert code == 0, verdict
     assert verdict.count("over the whole run (counters of the whole host)") == HOSTS

@@ -1,1 +1,1 @@
-"""Parts of the output of several verbs."""
+"""Sections of the output of ``report``, ``align`` and ``doctor``."""

@@ -21,13 +21,13 @@ _HEADINGS: Final = (
     Heading("busbw", number=True),
 )
 _HINT: Final = (
-    "time: median on the device, the wait for late ranks included; busbw: bus bandwidth of that time (nccl-tests). A dash: "
-    "not known."
+    "time: median on the device, including the wait for late ranks; busbw: bus bandwidth for that time (nccl-tests). "
+    "A dash: not known."
 )
 
 
 def algorithm_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """The choices that moved the most payload; nothing where no log says them."""
+    """Return the table of the algorithms that moved the most payload; empty if no log names any."""
     if not rows:
         return []
     cells: list[tuple[str, ...]] = [

@@ -1,4 +1,4 @@
-"""What recording would find on this machine: each question one function, each answer a finding. Changes nothing."""
+"""The checks of ``commprof doctor``: what can be recorded on this machine. One function per check; none changes anything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 def diagnose() -> list[Finding]:
-    """All findings, in the order in which to read them."""
+    """Yield all findings in the order of the output."""
     return [
         *_versions(),
         *_entry_point(),
@@ -66,9 +66,7 @@ def _versions() -> Iterator[Finding]:
         return
     try:
         import torch
-    except (
-        Exception
-    ) as error:  # RuntimeError where an entry point of some package fails, OSError for a library
+    except Exception as error:  # RuntimeError: an entry point of some package failed; OSError: a library did
         text = f"torch cannot be imported: {type(error).__name__}: {error}{_caused_by(error)}"
         yield Finding(section, Level.FAULT, text)
         return
@@ -87,8 +85,10 @@ def _versions() -> Iterator[Finding]:
     if newer is not None:
         yield Finding(section, Level.NOTE, newer)
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    found = [name for name in backends if getattr(dist, f"is_{name}_available", lambda: False)()]
-    yield Finding(section, Level.OK, f"torch.distributed with {', '.join(found) or 'no backend of its own'}")
+    available = [name for name in backends if getattr(dist, f"is_{name}_available", lambda: False)()]
+    yield Finding(
+        section, Level.OK, f"torch.distributed with {', '.join(available) or 'no backend of its own'}"
+    )
 
 
 def _caused_by(error: BaseException) -> str:
@@ -98,8 +98,8 @@ def _caused_by(error: BaseException) -> str:
 
 def _entry_point() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is not None:
-        found = entry_point.examine()
-        yield Finding("installed", Level.OK if found.works else Level.NOTE, found.text)
+        check = entry_point.examine()
+        yield Finding("installed", Level.OK if check.works else Level.NOTE, check.text)
 
 
 def _compiled_parts() -> Iterator[Finding]:
@@ -111,9 +111,9 @@ def _compiled_parts() -> Iterator[Finding]:
     if _process_group() is not None:
         from commprof.recorder.process_group import compiled_calls
 
-        text = "the recorder's hottest parts are compiled"
+        text = "the recorder's hot path is compiled"
         if compiled_calls.MODULE is None:
-            text = f"the recorder's hottest parts are those in Python, which cost a collective 1 us more: {again}"
+            text = f"the recorder's hot path runs in Python, which costs 1 us more per collective: {again}"
         yield Finding("installed", Level.OK, text)
     if importlib.util.find_spec("pyarrow") is not None:
         from commprof.nccl import scan
@@ -148,7 +148,7 @@ def _version(package: str) -> str | None:
 
 
 def _process_group() -> Any:
-    if "torch" not in sys.modules:  # not installed, or its import has failed, as was said
+    if "torch" not in sys.modules:  # not installed, or its import failed: another finding reports that
         return None
     try:
         from torch._C._distributed_c10d import ProcessGroup
@@ -164,23 +164,23 @@ def _interception() -> Iterator[Finding]:
     if owner is None:
         return
     known = {method.name for method in METHODS}
-    found = sorted(name for name in known if hasattr(owner, name))
+    present = sorted(name for name in known if hasattr(owner, name))
     section = "recorded here"
-    if not found:
-        text = f"torch's ProcessGroup has none of the {len(known)} methods that are recorded: is this a torch before 2.11?"
+    if not present:
+        text = f"torch's ProcessGroup has none of the {len(known)} methods that are recorded: is this torch older than 2.11?"
         yield Finding(section, Level.FAULT, text)
         return
-    yield Finding(section, Level.OK, f"{len(found)} methods of torch's ProcessGroup: {', '.join(found)}")
+    yield Finding(section, Level.OK, f"{len(present)} methods of torch's ProcessGroup: {', '.join(present)}")
     unknown = unknown_methods(dir(owner), known)
     if unknown:
         yield Finding(
-            section, Level.NOTE, f"methods that look like collectives and are not known: {', '.join(unknown)}"
+            section, Level.NOTE, f"unknown methods that look like collectives: {', '.join(unknown)}"
         )
     yield from _operators(section)
 
 
 def _operators(section: str) -> Iterator[Finding]:
-    """Which operators of torch's dispatcher can be recorded, for what no method of ProcessGroup shows."""
+    """Report which operators of torch's dispatcher can be recorded, for collectives that bypass ProcessGroup's methods."""
     from commprof.recorder.dispatcher.functional import FRAMEWORK, FUNCTIONAL
     from commprof.recorder.dispatcher.issuers import CppIssuers
     from commprof.recorder.dispatcher.operators import C10D, unknown_operators
@@ -194,8 +194,8 @@ def _operators(section: str) -> Iterator[Finding]:
         bind_redispatch(c10d[0])
     except Exception as error:
         text = (
-            f"this torch takes no kernel in front of its operators ({type(error).__name__}: {error}): what DDP's reducer "
-            "and functional collectives issue is only counted"
+            f"this torch accepts no kernel in front of its operators ({type(error).__name__}: {error}): collectives of "
+            "DDP's reducer and functional collectives are only counted"
         )
         yield Finding(section, Level.NOTE, text)
         return
@@ -210,7 +210,7 @@ def _operators(section: str) -> Iterator[Finding]:
     when = (
         "from the first use of DDP's reducer on"
         if noticed
-        else "all the time, since DDP's reducer cannot be noticed here"
+        else "all the time, because the use of DDP's reducer cannot be detected here"
     )
     yield Finding(
         section,
@@ -218,18 +218,18 @@ def _operators(section: str) -> Iterator[Finding]:
         f"{len(c10d)} operators of c10d, for what C++ issues: {when}; all of them with --complete, and once a group has "
         "counted more than was recorded",
     )
-    yield Finding(section, Level.OK, f"operators that send beside c10d: {', '.join(FRAMEWORK)}")
+    yield Finding(section, Level.OK, f"operators that send outside of c10d: {', '.join(FRAMEWORK)}")
     unknown = unknown_operators()
     if unknown:
         yield Finding(
             section,
             Level.NOTE,
-            f"operators of c10d that are not known, and not recorded: {', '.join(unknown)}",
+            f"unknown operators of c10d, which are not recorded: {', '.join(unknown)}",
         )
 
 
 def unknown_methods(names: list[str], known: set[str]) -> list[str]:
-    """Of the attributes ``names`` of ProcessGroup, those that look like collectives and are not ``known``.
+    """Return the attributes ``names`` of ProcessGroup that look like collectives and are not ``known``.
 
     >>> unknown_methods(["allreduce", "all_permute", "supports_coalescing", "rank"], {"allreduce"})
     ['all_permute']
@@ -246,7 +246,7 @@ def _blind_spots() -> Iterator[Finding]:
         return
     section = "not recorded"
     without_site = (
-        "programs run with python -S: Python then imports no sitecustomize, through which they are recorded"
+        "programs run with python -S: Python then does not import sitecustomize, which starts the recorder"
     )
     if not entry_point.examine().works:
         without_site = (
@@ -254,9 +254,10 @@ def _blind_spots() -> Iterator[Finding]:
             "records them"
         )
     for text in (
-        "what goes past every layer above: counted once a step by the group's own number (gloo, NCCL), reported as unseen",
-        "what lies beneath c10d: torch's symmetric memory, NVSHMEM and DeepEP, pynccl and CuPy, TransformerEngine's "
-        "userbuffers; a run that used one says so in its report",
+        "collectives that bypass all layers above: each step they are counted by the group's sequence number (gloo, NCCL) "
+        "and reported as unseen",
+        "communication below c10d: torch's symmetric memory, NVSHMEM and DeepEP, pynccl and CuPy, TransformerEngine's "
+        "userbuffers; the report says if a run used one of them",
         without_site,
     ):
         yield Finding(section, Level.NOTE, text)
@@ -272,17 +273,17 @@ def _machine() -> Iterator[Finding]:
 
 
 def _reservation(directory: Path) -> Finding:
-    """Whether files below ``directory`` can be reserved, so that a full disk cannot kill a rank that writes to a mapping."""
+    """Check that space below ``directory`` can be reserved: otherwise a full disk kills a rank that writes to a mapping."""
     section = "this machine"
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
     except PermissionError:
         return Finding(
-            section, Level.NOTE, f"{directory} cannot be written to: say where runs go with --out DIR"
+            section, Level.NOTE, f"{directory} cannot be written to: choose another directory with --out DIR"
         )
     except OSError as error:
-        text = f"{directory} cannot reserve space ({error.strerror}): each record is then one system call"
+        text = f"{directory} cannot reserve space ({error.strerror}): each record takes one system call"
         return Finding(section, Level.NOTE, text)
     free = os.statvfs(directory)
     mebibytes = free.f_bavail * free.f_frsize >> 20
@@ -301,9 +302,9 @@ def _supervision() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
-        text = "no pidfd (Linux 5.3): of ranks that fail together, the lowest is taken for the first"
+        text = "no pidfd (Linux 5.3): if several ranks fail together, the lowest is reported as the first"
         return Finding("this machine", Level.NOTE, text)
-    return Finding("this machine", Level.OK, "pidfd: the rank that fails first can be told")
+    return Finding("this machine", Level.OK, "pidfd: the rank that fails first can be identified")
 
 
 def _gpus() -> Finding:
@@ -311,7 +312,7 @@ def _gpus() -> Finding:
         import pynvml
     except ImportError:
         return Finding(
-            "this machine", Level.NOTE, "GPUs: nvidia-ml-py is not installed, so NVML is not asked"
+            "this machine", Level.NOTE, "GPUs: nvidia-ml-py is not installed, so NVML is not queried"
         )
     try:
         pynvml.nvmlInit()
@@ -343,7 +344,7 @@ def _counters() -> Finding:
     devices = [row["device"] for row in InterfaceCounters().read()]
     if not devices:
         return Finding(
-            "this machine", Level.NOTE, "no interface counters in /proc/net/dev: moved bytes stay unknown"
+            "this machine", Level.NOTE, "no interface counters in /proc/net/dev: moved bytes are not known"
         )
     return Finding("this machine", Level.OK, f"byte counters of {', '.join(devices)}, of the whole machine")
 
@@ -356,8 +357,8 @@ def _stacks() -> Finding:
         scope = 0
     if scope != 0 and os.geteuid() != 0:
         text = (
-            f"py-spy is not permitted to read stacks (ptrace_scope {scope}): commprof dump has the ranks write them by "
-            "faulthandler; --sample stacks needs root or ptrace_scope 0"
+            f"py-spy is not permitted to read stacks (ptrace_scope {scope}): commprof dump lets the ranks write "
+            "them with faulthandler; --sample stacks needs root or ptrace_scope 0"
         )
         return Finding(section, Level.NOTE, text)
     return Finding(section, Level.OK, "py-spy is permitted to read the stacks of ranks")

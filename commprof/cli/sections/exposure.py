@@ -16,25 +16,25 @@ _HEADINGS: Final = (
     Heading("timed", number=True),
 )
 _LEGEND: Final = (
-    "exposed: time in which a rank's program was blocked on a collective (also where another rank came late), each moment "
-    "once; mean over the ranks, then median over these steps. of the step: exposed over the median time of the same steps. "
-    "Purposes overlap in time, and each is a median of its own: all is their union, not their sum. overlapped: time in "
-    "which some were under way and the program was blocked on none; <=: at most so long (the end of some is not known). "
-    "timed: records whose exposed time is known; >=: at least so long, since of some it is not."
+    "exposed: time in which a rank's program was blocked on a collective, including waits for late ranks; concurrent waits "
+    "count once; mean over the ranks, then median over these steps. of the step: exposed over the median time of the same "
+    "steps. Purposes overlap in time, and each is a median of its own: all is their union, not their sum. overlapped: time "
+    "in which collectives were under way and the program was blocked on none; <=: upper bound, because some end times are "
+    "not known. timed: records whose exposed time is known; >=: lower bound, because for some it is not known."
 )
 
 
 def per_step_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """The exposed time of a training step; nothing where no step ended, and a sentence where it is not known."""
+    """Return the table of exposed time per step; empty if no step ended, a sentence if the time is not known."""
     if not rows:
         return []
-    whole = rows[-1]
-    if rendering.is_missing(whole["exposed_low_ns"]):
-        why = _unseen_waits(whole)
+    union = rows[-1]
+    if rendering.is_missing(union["exposed_low_ns"]):
+        why = _unseen_waits(union)
         return [rendering.paragraph(f"Exposed per training step: not known. {why}") + "\n"] if why else []
-    steps, time = whole["steps"], rendering.duration(whole["step_ns"])
+    steps, time = union["steps"], rendering.duration(union["step_ns"])
     name = f"Exposed per training step of {time}, median of {steps} warm {'step' if steps == 1 else 'steps'}"
-    legend = " ".join(part for part in (_LEGEND, _stalls(whole), _unseen_waits(whole)) if part)
+    legend = " ".join(part for part in (_LEGEND, _stalls(union), _unseen_waits(union)) if part)
     return [Rows(_HEADINGS, [_cells(row) for row in rows], name), rendering.paragraph(legend) + "\n"]
 
 
@@ -43,7 +43,7 @@ def _stalls(row: Mapping[str, Any]) -> str:
         return ""
     return (
         f"bounds: {rendering.count(row['bounded'])} records were waited for in C++ (DistributedDataParallel), within "
-        "intervals that are known; the exposed time lies between the two numbers."
+        "known intervals; the exposed time is between the two numbers."
     )
 
 
@@ -52,8 +52,8 @@ def _unseen_waits(row: Mapping[str, Any]) -> str:
     if not unseen:
         return ""
     return (
-        f"For {rendering.count(unseen)} records no wait was seen (compiled code waits in C++; a program may only ask "
-        "whether they are complete): what they cost is not known."
+        f"For {rendering.count(unseen)} records no wait was recorded (compiled code waits in C++; a program may only poll "
+        "for completion): their exposed time is not known."
     )
 
 
@@ -74,7 +74,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 def step_texts(
     steps: Sequence[Mapping[str, Any]], exposure: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[int, int], str]:
-    """By attempt and step: what the heading of a step says of its time.
+    """Return the text about exposed time in the heading of each step, by attempt and step.
 
     Args:
         steps: the training steps.
@@ -83,10 +83,10 @@ def step_texts(
     from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
 
     overlapped = {(row["attempt"], row["step"]): overlapped_time(row) for row in exposure}
-    found = {}
+    texts = {}
     for row in steps:
         exposed, key = exposed_time(row), (row["attempt"], row["step"])
         if exposed is not None:
             share = exposed_share(row, "duration_ns") or rendering.MISSING
-            found[key] = f"exposed {exposed} ({share}), overlapped {overlapped.get(key) or rendering.MISSING}"
-    return found
+            texts[key] = f"exposed {exposed} ({share}), overlapped {overlapped.get(key) or rendering.MISSING}"
+    return texts

@@ -26,16 +26,16 @@ _TITLES: Final = {
     "extra": "extra",
 }
 _LEGEND: Final = (
-    "matched: a collective of the log with its record. missing: a record whose collective is not in the log. dropped: as "
-    "many of these as the inspector says it dropped. too small: below its least size. extra: a collective of the log "
-    "without a record. Messages are not compared."
+    "matched: a collective of the log with its record. missing: a record whose collective is not in the log. dropped: "
+    "missing ones that the inspector says it dropped. too small: below the inspector's least size. extra: a collective of "
+    "the log without a record. Messages are not compared."
 )
 
 
 def align_inspector(
     run: Run, logs: Sequence[tuple[Path, InspectorLog]], *, force: bool, as_json: bool
 ) -> int:
-    """Match the collectives of the logs with the records of the run, show it, and keep the algorithms.
+    """Match the collectives of the logs with the records of the run, print the result and store the algorithms.
 
     Raises:
         UsageError: the run has algorithms already (``force`` replaces them).
@@ -51,51 +51,51 @@ def align_inspector(
     _check_whole(run)
     operations, notes = collectives_of(logs), remarks(logs)
     if not operations:
-        said = f" ({'; '.join(notes)})" if notes else ""
+        reason = f" ({'; '.join(notes)})" if notes else ""
         raise LogError(
-            f"{logs[0][0]} has no collective that can be matched{said}; record again while the program communicates"
+            f"{logs[0][0]} has no collective that can be matched{reason}; record again while the program communicates"
         )
-    found = align_inspected(
+    alignment = align_inspected(
         run.table("collectives"), run.manifest.ranks, operations, dropped_collectives(logs)
     )
-    found.notes = [*notes, *found.notes]
+    alignment.notes = [*notes, *alignment.notes]
     if as_json:
-        rendering.show_json(_facts(found))
+        rendering.show_json(_facts(alignment))
     else:
-        rendering.show(*_parts(found))
-    _keep(run, found)
+        rendering.show(*_parts(alignment))
+    _keep(run, alignment)
     return 0
 
 
-def _keep(run: Run, found: InspectedAlignment) -> None:
-    """Write the algorithms into the run, where it has ended."""
+def _keep(run: Run, alignment: InspectedAlignment) -> None:
+    """Write the algorithms into the run, unless it is still being recorded."""
     from commprof.trace.tables import table_from_rows, write_table
 
-    who = recording_process(run.path)
-    if not found.algorithms:
+    recorder = recording_process(run.path)
+    if not alignment.algorithms:
         say(
-            f"no algorithm of these logs is kept in {run.path}: nothing matches, or they name none (version 4.2 does)"
+            f"no algorithm is stored in {run.path}: nothing matches, or the logs name none (version 4.2 does)"
         )
-    elif who is not None:
-        say(f"{run.path} is being recorded by {who}: no algorithm is kept in it yet")
+    elif recorder is not None:
+        say(f"{run.path} is being recorded by {recorder}: no algorithm is stored in it yet")
     else:
         try:
-            write_table(run.path, "nccl_algorithms", table_from_rows("nccl_algorithms", found.algorithms))
+            write_table(run.path, "nccl_algorithms", table_from_rows("nccl_algorithms", alignment.algorithms))
         except TraceError as error:
-            say(f"the algorithms could not be kept in the run: {error}")
+            say(f"the algorithms could not be stored in the run: {error}")
             return
-        say(f"{run.path}  kept nccl_algorithms  next: {command_line('report', run.path)}")
+        say(f"{run.path}  stored nccl_algorithms  next: {command_line('report', run.path)}")
 
 
 def _check_whole(run: Run) -> None:
-    """Refuse a run in which the nth record of an operation need not be its nth collective."""
+    """Raise LogError for a run with gaps: its nth record of an operation need not be the nth collective."""
     health = run.health
     for count, what in (
-        (health.lost, "were lost while recording"),
-        (health.unseen, "were issued unseen"),
-        (health.summed, "were kept as sums only"),
+        (health.lost, "were dropped while recording"),
+        (health.unseen, "were not seen by the recorder"),
+        (health.summed, "were recorded as sums only"),
         (health.outside, "were issued outside of the recorded steps"),
-        (health.torn, "have torn records"),
+        (health.torn, "have incomplete records"),
     ):
         if count:
             raise LogError(
@@ -104,23 +104,23 @@ def _check_whole(run: Run) -> None:
             )
 
 
-def _facts(found: InspectedAlignment) -> dict[str, Any]:
+def _facts(alignment: InspectedAlignment) -> dict[str, Any]:
     members = [
         each.member._asdict()
         | {
             name: getattr(each, name)
             for name in ("comm_size", "rank", "pg", "group_ranks", "reason", *_TITLES)
         }
-        for each in found.members
+        for each in alignment.members
     ]
     return {
-        **{state: found.total(state) for state in _TITLES},
+        **{state: alignment.total(state) for state in _TITLES},
         "communicators": members,
-        "notes": found.notes,
+        "notes": alignment.notes,
     }
 
 
-def _parts(found: InspectedAlignment) -> list[Rows | str]:
+def _parts(alignment: InspectedAlignment) -> list[Rows | str]:
     headings = (
         Heading("communicator"),
         Heading("rank", number=True),
@@ -128,12 +128,12 @@ def _parts(found: InspectedAlignment) -> list[Rows | str]:
         *(Heading(title, number=True) for title in _TITLES.values()),
     )
     cells: list[tuple[str, ...]] = []
-    for each in found.members:
+    for each in alignment.members:
         group = rendering.text(each.pg) + (f" ({each.group_ranks})" if each.group_ranks else "")
         counts = (rendering.count(getattr(each, state)) for state in _TITLES)
         cells.append((each.member.comm, rendering.text(each.rank), group, *counts))
         if each.reason:
             cells.append((f"  {each.reason}", *[""] * (len(headings) - 1)))
-    total = ", ".join(f"{title} {found.total(state):,}" for state, title in _TITLES.items())
-    notes = [rendering.paragraph(note) for note in found.notes]
+    total = ", ".join(f"{title} {alignment.total(state):,}" for state, title in _TITLES.items())
+    notes = [rendering.paragraph(note) for note in alignment.notes]
     return [Rows(headings, cells), total, rendering.paragraph(_LEGEND), *notes]

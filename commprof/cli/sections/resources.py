@@ -21,7 +21,7 @@ _HEADINGS: Final = (
 
 
 def resource_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """What the steps after the first used; nothing where none of it is known.
+    """Return the table of resources that the steps after the first used; empty if none is known.
 
     Args:
         rows: the answer of ``api.resource_use``.

@@ -1,4 +1,4 @@
-"""The part of ``commprof report`` about collectives that nobody has given a purpose."""
+"""The part of ``commprof report`` about collectives without a purpose."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HEADINGS: Final = (
     Heading("payload", number=True),
 )
 _HINT: Final = (
-    'No framework that commprof knows says what these are for. The program can: with commprof.tag("metric"): around them '
+    'No known framework names the purpose of these. The program can name it: with commprof.tag("metric"): around them '
     "(docs/frameworks.md lists the purposes)."
 )
 _UNKNOWN: Final = "not known"
 
 
 def untagged_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """The places that sent the most without a purpose; nothing where there is none."""
+    """Return the table of call sites that sent the most without a purpose; empty if there are none."""
     if not rows:
         return []
     cells = [
@@ -53,11 +53,11 @@ def _sums(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _place(call_site: Any) -> str:
-    """``call_site`` without the part of its path that all files of an environment, or of the program, share."""
+    """Return ``call_site`` without the path of site-packages or of the working directory."""
     if rendering.is_missing(call_site):
         return _UNKNOWN
     place = str(call_site)
     for shared in ("/site-packages/", f"{Path.cwd()}/"):
-        _, found, rest = place.partition(shared)
-        place = rest if found else place
+        _, separator, rest = place.partition(shared)
+        place = rest if separator else place
     return place

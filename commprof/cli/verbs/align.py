@@ -1,4 +1,4 @@
-"""``commprof align``: the records of a run beside the lines of its NCCL logs."""
+"""``commprof align``: matches the records of a run with the lines of its NCCL logs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ OwnLogsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[LOG]...",
-        help="Logs of NCCL or its Inspector, directories of them, or -; without any, those that the run holds in nccl/.",
+        help="Logs of NCCL or its Inspector, directories of them, or -. Default: the logs in nccl/ of the run.",
         show_default=False,
     ),
 ]
 _SHOWN_DIVERGENCES: Final = 4
 _STATES: Final = ("matched", "missing", "extra", "ambiguous", "torn")
-_GENERATED: Final = "The log says of itself that it was generated: it is not the output of NCCL."
+_GENERATED: Final = "The log states that it was generated: it is not output of NCCL."
 _LEGEND: Final = (
-    "missing: a record without its line. extra: a line without its record. ambiguous: several could be the one; 1 to 8 "
-    "missing: at least 1, and which of 8 cannot be told. Counted in lines of the log; a COLL line and its CALL "
-    "line are one."
+    "missing: a record without a line. extra: a line without a record. ambiguous: several candidates match; 1 to 8 "
+    "missing: at least 1, and 8 candidates cannot be distinguished. Counts are lines of the log; a COLL line and its CALL "
+    "line count once. torn: a truncated line."
 )
 
 
@@ -62,36 +62,38 @@ def align(
 ) -> int:
     """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn.
 
-    The tables of the log, matches and comm_matches are kept in the run, unless nothing matches. Without LOG, a run
-    that holds an alignment shows it. Of logs of the NCCL Inspector, collectives are matched by their number, and the
-    algorithms of the records are kept.
+    The tables of the log, matches and comm_matches are stored in the run, unless nothing matches. Without LOG, a stored
+    alignment is shown. With logs of the NCCL Inspector, collectives are matched by their number, and the algorithms are
+    stored.
     """
-    found = opened(run)
+    opened_run = opened(run)
     if force:
-        refuse_live(found.path, "no alignment is kept in it")
+        refuse_live(opened_run.path, "no alignment is stored in it")
     inspected = _inspector_logs(logs) if logs else None
     if inspected is not None:
-        return align_inspector(found, inspected, force=force, as_json=as_json)
-    is_aligned = bool(found.table("matches").num_rows)
+        return align_inspector(opened_run, inspected, force=force, as_json=as_json)
+    is_aligned = bool(opened_run.table("matches").num_rows)
     if is_aligned and logs and not force:
         raise UsageError(
-            f"{found.path} holds an alignment already; give --force to replace it, or no log to see it"
+            f"{opened_run.path} already has an alignment; give --force to replace it, or no log to see it"
         )
     with needed("analysis", "to align a run"):
         from commprof.align import matching
     if is_aligned and not force:
-        return _show_stored(found, as_json=as_json)
-    parsed = read_logs(logs or [str(matching.logs_of(found.path))])
+        return _show_stored(opened_run, as_json=as_json)
+    parsed = read_logs(logs or [str(matching.logs_of(opened_run.path))])
     tables = _tables(parsed)
-    report = matching.align(found, parsed.ops, tables.get("nccl_communicators"), generated=parsed.generated)
+    report = matching.align(
+        opened_run, parsed.ops, tables.get("nccl_communicators"), generated=parsed.generated
+    )
     if as_json:
         rendering.show_json(_facts(parsed, report))
     else:
         rendering.show(*_parts(parsed, report))
     if report.matched or force:
-        _keep(found, {**tables, "nccl_ops": parsed.ops}, report)
+        _keep(opened_run, {**tables, "nccl_ops": parsed.ops}, report)
     else:
-        say(f"nothing matches: no alignment is kept in {found.path}; --force keeps it all the same")
+        say(f"nothing matches: no alignment is stored in {opened_run.path}; --force stores it anyway")
     return 0
 
 
@@ -102,7 +104,7 @@ def _inspector_logs(logs: list[str]) -> list[tuple[Path, InspectorLog]] | None:
 
 
 def _show_stored(run: Run, *, as_json: bool) -> int:
-    """Print the alignment that the run holds."""
+    """Print the alignment that is stored in the run."""
     from commprof.align.sequences.bounds import bounds_of
 
     matches, communicators = run.table("matches"), run.table("comm_matches")
@@ -116,7 +118,7 @@ def _show_stored(run: Run, *, as_json: bool) -> int:
         return ExitCode.DONE
     notes = [_GENERATED] if _is_generated(rows) else []
     rendering.show(_communicators(rows), _total(counts, bounds), rendering.paragraph(_LEGEND), *notes)
-    say(f"{run.path}  the alignment that the run holds; --force makes it anew from the logs")
+    say(f"{run.path}  the alignment stored in the run; --force repeats it from the logs")
     return ExitCode.DONE
 
 
@@ -125,7 +127,7 @@ def _is_generated(communicators: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _counts(counts: Mapping[str, int], bounds: Bounds) -> dict[str, Any]:
-    """The counts for JSON. Missing and extra are lower bounds where equal neighbours leave open how many there are."""
+    """Return the counts for JSON. Missing and extra are lower bounds if equal neighbors make the counts ambiguous."""
     certain = {"missing": bounds.missing_at_least, "extra": bounds.extra_at_least}
     return {**counts, **certain, **bounds._asdict(), "states": dict(counts)}
 
@@ -207,9 +209,9 @@ def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
     from commprof.trace.pending import list_tables
     from commprof.trace.tables import write_table
 
-    who = recording_process(run.path)
-    if who is not None:
-        say(f"{run.path} is being recorded by {who}: no alignment is kept in it yet")
+    recorder = recording_process(run.path)
+    if recorder is not None:
+        say(f"{run.path} is being recorded by {recorder}: no alignment is stored in it yet")
         return
     try:
         for name, table in tables.items():
@@ -218,7 +220,7 @@ def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
         write_table(run.path, "comm_matches", report.comm_matches)
         list_tables(run.path, (*tables, "matches", "comm_matches"))
     except TraceError as error:
-        say(f"the tables could not be kept in the run: {error}")
+        say(f"the tables could not be stored in the run: {error}")
         return
     follow = command_line("export", run.path, "--format", "csv", "--out", "DIR")
-    say(f"{run.path}  kept nccl_ops and matches  next: {follow}")
+    say(f"{run.path}  stored nccl_ops and matches  next: {follow}")

@@ -1,4 +1,4 @@
-"""``commprof analyse``: runs evaluated into directories that open as these runs, by DuckDB or on Spark."""
+"""``commprof analyse``: evaluates runs with DuckDB or Spark, into directories that open as these runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commprof.errors import UsageError
 
 
 def _place(text: str) -> tuple[str, bool]:
-    """The path of a run of this machine out of a path or a ``file://`` URL, or another URL; and whether it is such."""
+    """Return the path of a local run (from a path or a ``file://`` URL) or another URL, and whether it is a URL."""
     scheme, mark, rest = text.partition("://")
     if not mark:
         return text, False
@@ -52,8 +52,8 @@ def analyse(
 ) -> int:
     """Evaluate the common relations of runs once, into a directory that opens as the run.
 
-    report, compare, dashboard and export take DIR in the place of the run. Its records are not copied: DIR/collectives is a
-    link to them, and those of a run that only Spark reads (s3a://...) stay where they are. --engine spark needs Java 17 and
+    report, compare, dashboard and export accept DIR instead of the run. Records are not copied: DIR/collectives is a
+    link to them. Records that only Spark can read (s3a://...) stay where they are. --engine spark needs Java 17 and
     pip install 'commprof[spark]' (docs/scale.md).
     """
     session_of = spark_session(engine, master)
@@ -61,7 +61,7 @@ def analyse(
     stores = [text for text, is_url in places if is_url]
     if stores and engine is not Engine.SPARK:
         raise UsageError(
-            f"{stores[0]} is not on this machine, and DuckDB reads files of this machine; give --engine spark"
+            f"{stores[0]} is not on this machine, and DuckDB reads local files only; add --engine spark"
         )
     paths: list[Path | str] = [
         *each_path([text for text, is_url in places if not is_url]),

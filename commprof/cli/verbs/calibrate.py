@@ -1,4 +1,4 @@
-"""``commprof calibrate``: what collectives on this machine can reach, measured."""
+"""``commprof calibrate``: measures the latency and bandwidth that collectives can reach on this machine."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def calibrate(
         bool, typer.Option("--force", "-f", help="Replace an earlier calibration in --out.")
     ] = False,
 ) -> int:
-    """Measure what collectives can reach on this machine: the ceiling of a run's bandwidths.
+    """Measure the bandwidth that collectives can reach on this machine: the ceiling for runs.
 
-    Like nccl-tests: each operation at each size, its data checked once, then timed; the slowest rank counts. Latency and
-    bandwidth are fitted per operation. Starts N ranks here, or is one rank of a job of torchrun, mpirun or srun. Let
-    nothing else run meanwhile. docs/calibration.md describes the file, which the dashboard finds beside the runs.
+    Like nccl-tests: each operation is checked once at each size, then timed; the slowest rank counts. Latency and
+    bandwidth are fitted per operation. The command starts N ranks, or is one rank of a job of torchrun, mpirun or srun.
+    Run nothing else meanwhile. The dashboard finds the file if it is beside the runs (docs/calibration.md).
     """
     plan = Plan(
         ops=parse_ops(ops or []),
@@ -82,7 +82,7 @@ def calibrate(
 
         _show(read_calibration(out))
         counted = f"{len(plan.ops)} operations, {len(plan.sizes)} sizes"
-        say(f"{out}  {counted}. Beside runs it is their ceiling in: commprof dashboard")
+        say(f"{out}  {counted}. Put it beside the runs, and commprof dashboard shows it as their ceiling")
     return code
 
 

@@ -1,4 +1,4 @@
-"""``commprof check``: a run held to a budget, for continuous integration."""
+"""``commprof check``: checks a run against a budget, for continuous integration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(
     """
     if (budget is None) == (write_budget is None):
         raise UsageError(
-            f"give one of two: --budget FILE checks {run} against it; --write-budget FILE writes the tightest budget that "
+            f"give one of --budget FILE, which checks {run}, and --write-budget FILE, which writes the tightest budget that "
             f"{run} meets"
         )
     if write_budget is not None:
@@ -45,12 +45,12 @@ def check(
         from commprof.ledger.budget import violations
         from commprof.ledger.limits import read_budget
     limits = read_budget(Path(str(budget)))
-    found = opened(run)
-    broken = violations(found, limits)
+    opened_run = opened(run)
+    broken = violations(opened_run, limits)
     if as_json:
         rendering.show_json(
             {
-                "run": str(found.path),
+                "run": str(opened_run.path),
                 "budget": str(budget),
                 "holds": not broken,
                 "violations": [violation._asdict() for violation in broken],
@@ -61,19 +61,19 @@ def check(
         if sys.stdout.isatty():
             lines = [rendering.paragraph(line) for line in lines]
         limits_are = f"limit of {budget} is" if len(lines) == 1 else f"limits of {budget} are"
-        rendering.show(*lines, f"{found.path}: {len(lines)} {limits_are} broken")
+        rendering.show(*lines, f"{opened_run.path}: {len(lines)} {limits_are} broken")
     else:
-        rendering.show(f"{found.path} keeps to {budget}")
+        rendering.show(f"{opened_run.path} keeps to {budget}")
     return 1 if broken else 0
 
 
 def _write(run: str, path: Path) -> int:
     if path.exists():
         raise UsageError(f"{path} exists already and is not overwritten; choose another name or remove it")
-    found = opened(run)
+    opened_run = opened(run)
     with needed("analysis", "to check a run"):
         from commprof.ledger.budget import budget_of
-    text = budget_of(found)
+    text = budget_of(opened_run)
     try:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(text)

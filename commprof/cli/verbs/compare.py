@@ -1,4 +1,4 @@
-"""``commprof compare``: runs side by side, keyed by how their configs differ."""
+"""``commprof compare``: compares runs by the settings in which their configs differ."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "step_ns",
 _ISSUED: Final = "wire_bytes_per_step"
 _EXECUTED: Final = "executed_wire_bytes_per_step"
 LEGEND: Final = (
-    "requested: what the config asks for to reduce gradients. issued: what was issued to do so, and what it stands "
-    "for where that is another; with (no purposes), nothing says which collectives reduce gradients, and all of a "
-    "step that have no purpose are listed. Bytes and times are of one training step: payload, S of nccl-tests, of all "
-    "groups; wire, modelled, what a rank of the job sends, the mean over all its ranks, for what the backend runs "
-    "(gloo's behaviour is known, NCCL's from an aligned log); as issued, the same for the operations that were issued, "
-    "where it differs or nobody knows what ran; time, "
-    "median without the first step, with its 95 % interval; exposed, as in the report of a run."
+    "requested: the operation that the config asks for to reduce gradients. issued: the operation that was issued for it, "
+    "and the intended operation if that differs. (no purposes): nothing tells which collectives reduce gradients, so all "
+    "collectives of a step without a purpose are listed. Bytes and times are per training step. payload: S of nccl-tests, "
+    "all groups. wire: modelled bytes that a rank sends, mean over all ranks of the job, for the operations that the "
+    "backend ran (gloo's behavior is known, NCCL's from an aligned log). as issued: the same for the issued operations, "
+    "if it differs or the executed operations are not known. time: median without the first step, with its 95 % interval. "
+    "exposed: as in the report of a run."
 )
 
 NO_LOSS: Final = (
-    'loss -: the program did not state it. commprof.metric("loss", value) in each step records it.'
+    'loss -: the program did not report it. Call commprof.metric("loss", value) in each step to record it.'
 )
 
 
@@ -59,50 +59,50 @@ def compare(
 
 
 def comparison_of(runs: list[str]) -> dict[str, Any]:
-    """What is shown of a comparison of ``runs``, in values of JSON; from a file where it was asked before."""
+    """Compare ``runs`` and return the output as JSON values; from the cache if it was computed before."""
     from commprof.analysis.storage import answer_files
 
-    found: dict[str, Any] = answer_files.remembered("compare", each_path(runs), lambda: _asked(runs))
-    return found
+    answers: dict[str, Any] = answer_files.remembered("compare", each_path(runs), lambda: _asked(runs))
+    return answers
 
 
 def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
-    """What is shown of ``runs``, and whether that holds for as long as no file of them changes."""
+    """Return the comparison of ``runs``, and whether it stays valid as long as their files do not change."""
     with needed("analysis", "to compare runs"):
         from commprof.analysis import api
 
-        found, compared = asked(runs, lambda opened: api.compare_both(opened, ranks=False))
+        opened_runs, compared = asked(runs, lambda opened: api.compare_both(opened, ranks=False))
     settings = with_exposed(compared)
     answers = {
         "settings": settings,
         "traffic": compared.traffic,
         "groups": compared.groups,
-        "notes": incomplete(found),
+        "notes": incomplete(opened_runs),
         "sentences": compared.advice.sentences,
         "advised": with_advice(settings, compared.advice),
     }
-    return rendering.plain(answers), all(map(has_ended, found))
+    return rendering.plain(answers), all(map(has_ended, opened_runs))
 
 
 def show(answers: Mapping[str, Any]) -> None:
-    """Print the settings, what is missing of their runs, and what to set.
+    """Print the settings, what their runs lack, and the recommendation.
 
     Args:
-        answers: of :func:`comparison_of`.
+        answers: the result of :func:`comparison_of`.
     """
     show_comparison(answers["settings"], answers["traffic"], answers["groups"])
     rendering.show(*answers["notes"], "", *map(rendering.paragraph, answers["sentences"]))
 
 
 def with_exposed(compared: Comparison) -> pd.DataFrame:
-    """The answer of ``api.compare``, with the exposed time of each setting."""
+    """Return the answer of ``api.compare`` with the exposed time of each setting."""
     exposed = compared.resources[["label", *_EXPOSED]]
     frame: pd.DataFrame = compared.settings.merge(exposed, on="label", how="left", validate="one_to_one")
     return frame
 
 
 def with_advice(frame: pd.DataFrame, advice: Advice) -> list[dict[str, Any]]:
-    """The rows of ``api.compare``, each with what the advice says of it, and the advice itself, the same in all."""
+    """Return the rows of ``api.compare``, each with the advice on its setting and the overall advice."""
     weighed = {row["label"]: row for row in rendering.records(advice.settings)}
     return [
         {
@@ -120,7 +120,7 @@ def show_comparison(
     traffic: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Print the answer of ``api.compare``: the settings in full where the terminal is wide enough, else numbered.
+    """Print the answer of ``api.compare``: settings in full if the terminal is wide enough, otherwise lettered.
 
     Args:
         traffic: the answer of ``api.traffic_by_setting`` to the same runs.
@@ -128,15 +128,15 @@ def show_comparison(
     """
     sent = traffic, groups
     labels = [str(row["label"]) for row in rows]
-    parts = _tables(rows, *sent, labels)
-    if not all(rendering.fits(part) for part in parts):
+    tables = _tables(rows, *sent, labels)
+    if not all(rendering.fits(table) for table in tables):
         marks = [_mark(position) for position in range(len(rows))]
         legend = rendering.facts(zip(marks, labels, strict=True))
-        parts = _tables(rows, *sent, marks, "")
+        tables = _tables(rows, *sent, marks, "")
         rendering.show(legend, "")
     unknown = any(rendering.is_missing(row["final_loss"]) for row in rows)
     hint = [rendering.paragraph(NO_LOSS)] if unknown else []
-    rendering.show(*parts, rendering.paragraph(LEGEND), *hint)
+    rendering.show(*tables, rendering.paragraph(LEGEND), *hint)
 
 
 def _tables(
@@ -147,8 +147,11 @@ def _tables(
     heading: str = "setting",
 ) -> list[Rows]:
     by_operation, by_group = operations_table(rows, traffic, labels), groups_table(rows, groups, labels)
-    parts = [by_operation, by_group]
-    return [comparison_table(rows, labels, heading), *(part for part in parts if len(part.headings) > 1)]
+    optional = [by_operation, by_group]
+    return [
+        comparison_table(rows, labels, heading),
+        *(table for table in optional if len(table.headings) > 1),
+    ]
 
 
 def _mark(position: int) -> str:
@@ -163,7 +166,7 @@ def _mark(position: int) -> str:
 def comparison_table(
     rows: Sequence[Mapping[str, Any]], labels: Sequence[str], heading: str = "setting"
 ) -> Rows:
-    """One row per setting: the operations, the bytes, the time, the loss."""
+    """Return the table with one row per setting: operations, bytes, time, loss."""
     from commprof.analysis.columns.exposed_texts import exposed_time
 
     both = any(_differ(row) for row in rows)
@@ -196,13 +199,13 @@ def comparison_table(
 
 
 def _measure(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The column of the wire bytes that a table shows, and what stands behind its name: of one kind for all ``rows``."""
+    """Return the column of wire bytes to show, the same for all ``rows``, and the suffix of its heading."""
     unknown = any(rendering.is_missing(row[_EXECUTED]) for row in rows)
     return (_ISSUED, ", as issued") if unknown else (_EXECUTED, "")
 
 
 def _differ(row: Mapping[str, Any]) -> bool:
-    """Whether the backend ran what costs another number of bytes, or nobody knows what it ran."""
+    """Whether the backend sent other bytes than the issued operation would, or the executed bytes are not known."""
     if rendering.is_missing(row[_ISSUED]):
         return False
     return bool(_rounded(row[_EXECUTED]) != _rounded(row[_ISSUED]))
@@ -218,7 +221,7 @@ def _issued(row: Mapping[str, Any]) -> str:
 def operations_table(
     rows: Sequence[Mapping[str, Any]], traffic: Sequence[Mapping[str, Any]], labels: Sequence[str]
 ) -> Rows:
-    """Wire bytes of a step by issued operation: the columns of those that any setting issues."""
+    """Return the table of wire bytes per step by issued operation; one column per operation that any setting issues."""
     column, kind = _measure(traffic)
     sums: dict[str, dict[str, float]] = {}
     for row in traffic:
@@ -234,7 +237,7 @@ def operations_table(
 
 
 def _cell(row: Mapping[str, Any], sums: Mapping[str, Mapping[str, float]], name: str) -> Any:
-    """The sum of ``row``'s setting under ``name``; nothing where the setting has no whole step."""
+    """Return the sum of ``row``'s setting under ``name``; empty if the setting has no complete step."""
     if rendering.is_missing(row[_ISSUED]):
         return None
     return _rounded(sums.get(str(row["label"]), {}).get(name, 0.0))
@@ -243,7 +246,7 @@ def _cell(row: Mapping[str, Any], sums: Mapping[str, Mapping[str, float]], name:
 def groups_table(
     rows: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], labels: Sequence[str]
 ) -> Rows:
-    """Wire bytes of a step by name and size of the group; without columns where every setting has one kind only."""
+    """Return the table of wire bytes per step by group name and size; no columns if each setting has one kind."""
     column, which = _measure(groups)
     sums: dict[str, dict[str, float]] = {}
     for row in groups:
@@ -273,5 +276,5 @@ def _rounded(value: Any) -> Any:
 
 
 def incomplete(runs: Sequence[Run]) -> list[str]:
-    """A sentence for each run in which something is missing."""
+    """Return a sentence for each run in which something is missing."""
     return [f"{run.path.name}: {note}" for run in runs for note in run.health.notes]

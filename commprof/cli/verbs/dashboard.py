@@ -1,4 +1,4 @@
-"""``commprof dashboard``: serve the runs below a directory to a browser on this machine."""
+"""``commprof dashboard``: serves the runs below a directory to a browser on this machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def dashboard(
     if ipaddress.ip_address(address).is_unspecified:
         shown = socket.gethostname()
     asked = f"/?token={token}" if token is not None else ""
-    say(f"{len(runs)} {plural} of {directory} at http://{shown}:{actual_port}{asked}  (Ctrl-C ends it)")
+    say(f"{len(runs)} {plural} of {directory} at http://{shown}:{actual_port}{asked}  (Ctrl-C stops it)")
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, _leave)
     waitress.serve(app.server, sockets=[listening], threads=_THREADS, _quiet=True)
@@ -94,10 +94,10 @@ def dashboard(
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """End this process, and those that work for it, now.
+    """End this process and its child processes now.
 
-    A thread may be in the middle of a query. Where the interpreter ends first, the thread is unwound through a library's
-    C++, which aborts; so what tidies up is called here, and the interpreter never ends.
+    A thread may be in the middle of a query. A normal exit of the interpreter would unwind that thread through a library's
+    C++, which aborts. So this calls the cleanup functions itself and then skips the interpreter's exit.
     """
     for process in multiprocessing.active_children():
         process.kill()
@@ -106,10 +106,10 @@ def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at ``host``:``port``.
+    """Return a socket that listens at ``host``:``port``.
 
     Raises:
-        CommprofError: the port is taken, or is not for this user, or the address is not one of this machine.
+        CommprofError: the port is in use, this user may not use it, or the address is not one of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -139,7 +139,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _names(host: str, address: str) -> frozenset[str]:
-    """What a browser may call this machine: the address that is listened on, and, where that is all of them, its names."""
+    """Return the host names that a browser may use: the listening address, and all names if it is the wildcard."""
     names = {host.lower(), address}
     if ipaddress.ip_address(address).is_unspecified:
         own = socket.gethostname()

@@ -1,4 +1,4 @@
-"""``commprof doctor``: what is installed, what would be recorded here, what would not, and why."""
+"""``commprof doctor``: shows what is installed, and what would and would not be recorded here, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``commprof dump``: what every rank of a job waits for, and which one holds the others up."""
+"""``commprof dump``: shows what every rank of a job waits for, and which rank delays the others."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def dump(
 ) -> int:
     """Show which rank a hung job waits for, which collective each rank is in, and its Python stacks.
 
-    The job goes on. Of one that was killed, its end is described, without stacks.
+    The job continues to run. For a killed job, its last state is shown, without stacks.
     """
     from commprof.sampling.dump import take_dump
     from commprof.sampling.dump_text import dump_text
     from commprof.trace.directory import resolve
 
     if out is not None and out.exists() and not force:
-        raise UsageError(f"{out} exists already, and is not overwritten without --force")
+        raise UsageError(f"{out} exists already and is not overwritten without --force")
     taken = take_dump(resolve(run), stacks=stacks)
     text = json.dumps(taken.as_dict(), indent=1) + "\n" if as_json else dump_text(taken)
     if out is None:

@@ -1,4 +1,4 @@
-"""``commprof export``: the tables of runs for other programs."""
+"""``commprof export``: writes the tables of runs for other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What can be written."""
+    """The file formats of an export."""
 
     CSV = "csv"
     PARQUET = "parquet"
@@ -34,7 +34,7 @@ class Format(StrEnum):
     HTML = "html"
 
 
-# One run each.
+# Formats that hold one run per file or directory.
 _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 _WITHOUT_TABLES = (*_OF_ONE_RUN, Format.HTML)
 
@@ -65,11 +65,11 @@ def export(
         ),
     ] = None,
 ) -> int:
-    """Write runs as files, and where they came from.
+    """Write runs as files, with their provenance.
 
     csv, parquet: a file per table, the comparison, a data dictionary. duckdb: one database. perfetto: a Chrome trace, for
     ui.perfetto.dev and chrome://tracing. chakra: MLCommons execution traces, one per rank, for ASTRA-sim. html: one file
-    that opens offline. --check exits with 1 when an export is not what its runs hold.
+    that opens offline. --check exits with 1 if the export differs from its runs.
     """
     if check is not None:
         return _check(check, runs or [])
@@ -78,14 +78,14 @@ def export(
     if out is None:
         raise UsageError(f"export needs --out DIR, for example: --out {Path(runs[0]).name or 'run'}-{kind}")
     if kind in _WITHOUT_TABLES and tables:
-        raise UsageError(f"--format {kind} has no choice of tables: --table does not go with it")
-    found = each_opened(runs)
+        raise UsageError(f"--format {kind} always writes all tables; leave out --table")
+    opened_runs = each_opened(runs)
     with needed("dash" if kind is Format.HTML else "export", "to export a run"):
-        if kind in _OF_ONE_RUN and len(found) > 1:
-            return _each_apart(kind, found, out, force)
-        files = _write(kind, found, out, tables or None, force)
+        if kind in _OF_ONE_RUN and len(opened_runs) > 1:
+            return _each_apart(kind, opened_runs, out, force)
+        files = _write(kind, opened_runs, out, tables or None, force)
     _show(files)
-    say(f"{out}  {len(files)} files of {', '.join(str(run.path) for run in found)}")
+    say(f"{out}  {len(files)} files of {', '.join(str(run.path) for run in opened_runs)}")
     return 0
 
 
@@ -149,7 +149,7 @@ def _write(
 
 
 def _progress() -> Progress:
-    """Shows which file is being written, on a terminal; elsewhere it would only fill a log."""
+    """Show on a terminal which file is being written; write nothing to a log."""
     if not sys.stderr.isatty():
         return lambda name: None
 
@@ -165,34 +165,36 @@ def _check(directory: Path, runs: list[str]) -> int:
         from commprof.export.csv import check_csv
         from commprof.export.provenance import PROVENANCE
 
-        found = [opened(run) for run in runs or _sources(directory / PROVENANCE)]
-        problems = check_csv(directory, found)
+        opened_runs = [opened(run) for run in runs or _sources(directory / PROVENANCE)]
+        problems = check_csv(directory, opened_runs)
     for problem in problems:
         say(problem)
     if problems:
         say(
-            f"{directory} is not an export of {', '.join(str(run.path) for run in found)} as it is now: "
+            f"{directory} is not an export of {', '.join(str(run.path) for run in opened_runs)} as it is now: "
             f"{len(problems)} differences"
         )
         return 1
-    say(f"{directory} agrees with {', '.join(str(run.path) for run in found)}: every file, row and value")
+    say(
+        f"{directory} agrees with {', '.join(str(run.path) for run in opened_runs)}: every file, row and value"
+    )
     return 0
 
 
 def _sources(provenance: Path) -> list[str]:
-    """Where the runs of an export lay when it was made."""
+    """Return the paths of the runs of an export when it was written."""
     try:
-        said: Any = json.loads(provenance.read_text("utf-8"))
-        paths = [str(each["run"]["path"]) for each in said["runs"]]
+        provenance_record: Any = json.loads(provenance.read_text("utf-8"))
+        paths = [str(each["run"]["path"]) for each in provenance_record["runs"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise TraceError(
-            f"{provenance} cannot be read, or does not say which runs the export is of; name them: "
+            f"{provenance} cannot be read, or does not name the runs of the export; name them: "
             + command_line("export", "RUN...", "--check", provenance.parent)
         ) from None
     missing = [path for path in paths if not Path(path).is_dir()]
     if missing:
         raise TraceError(
-            f"the run of this export is not at {missing[0]} any more; name where it is: "
+            f"the run of this export is no longer at {missing[0]}; give its new path: "
             + command_line("export", "RUN...", "--check", provenance.parent)
         )
     return paths

@@ -1,4 +1,4 @@
-"""``commprof finalise``: what a run recorded, as tables, with the files of hosts and the index for quick answers."""
+"""``commprof finalise``: converts the records of a run to tables, and writes files of hosts and the index."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def finalise(
         ),
     ],
 ) -> int:
-    """Finalise runs that have ended: make tables (Parquet) of what was recorded, and index the large ones.
+    """Finalise runs that have ended: convert the records to tables (Parquet), and index the large ones.
 
-    commprof run does so when its program has ended. This is for a run whose launcher was killed, or that another launcher
-    started. A run that still works is left alone, and so is one that is finalised. In a run of several hosts, files of hosts
-    that are missing are made (RUN/hosts, docs/scale.md). The index (index.duckdb, for 300,000 records and more) lies beside
-    the run, or in the cache directory of the user where that cannot be written to.
+    commprof run does this when its program has ended. Use finalise if the launcher was killed, or another launcher started
+    the run. A run that is still being recorded is skipped, and so is a finalised one. For a run on several hosts, missing
+    files of hosts are written (RUN/hosts, docs/scale.md). The index (index.duckdb, for 300,000 records or more) is beside
+    the run, or in the user's cache directory if the run is not writable.
     """
     with needed("analysis", "to finalise a run"):
         from commprof.analysis.storage.index import index_of
@@ -35,11 +35,11 @@ def finalise(
     for path in each_path(runs):
         health = finalise_run(path)
         if health.state == "running":
-            say(f"{shown(path)}  still works, and was left alone")
+            say(f"{shown(path)}  is still being recorded, and was skipped")
             continue
         hosts = keep_missing_hosts(path)
-        made = f", {hosts:,} {'file' if hosts == 1 else 'files'} of hosts made" if hosts else ""
+        written_hosts = f", {hosts:,} {'file' if hosts == 1 else 'files'} of hosts written" if hosts else ""
         indexed = ", indexed" if index_of(path, write=True).path is not None else ""
         keep_summaries(path)
-        say(f"{shown(path)}  finalised{made}{indexed}: {counts(health)}")
+        say(f"{shown(path)}  finalised{written_hosts}{indexed}: {counts(health)}")
     return 0

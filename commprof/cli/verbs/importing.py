@@ -1,4 +1,4 @@
-"""``commprof import``: what another tool recorded, as a run."""
+"""``commprof import``: converts the files of another tool to a run."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def import_(
     kind: Annotated[
         str | None,
         typer.Option(
-            "--format", metavar="FORMAT", help=f"{', '.join(FORMATS)}. Default: told by the content."
+            "--format", metavar="FORMAT", help=f"{', '.join(FORMATS)}. Default: detected from the content."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
 ) -> int:
-    """Make a run of what another tool recorded: report, compare, export and the dashboard read it like any other.
+    """Convert the files of another tool to a run that report, compare, export and the dashboard can read.
 
     Reads dumps of torch's Flight Recorder, traces of torch.profiler, logs of the NCCL Inspector and of DeepSpeed's comms
-    logger. No code from a pickle is ever run. What a tool did not record stays empty, and the report says so.
+    logger. Code in a pickle is never run. Values that a tool does not record stay empty, and the report says so.
     """
     if kind is not None and kind not in FORMATS:
         raise UsageError(f"--format {kind}: one of {', '.join(FORMATS)} was expected")
     with needed("analysis", "to import a recording"):
         from commprof.imports.formats import Format, import_files
-    found = import_files(files, out, None if kind is None else Format(kind), force)
-    count = sum(len(rank.collectives) for rank in found.ranks)
+    recording = import_files(files, out, None if kind is None else Format(kind), force)
+    count = sum(len(rank.collectives) for rank in recording.ranks)
     say(
-        f"imported {count} operations of {len(found.ranks)} ranks from {found.tool} into {out}  "
+        f"imported {count} operations of {len(recording.ranks)} ranks from {recording.tool} into {out}  "
         f"next: {command_line('report', out)}"
     )
-    for note in found.notes:
+    for note in recording.notes:
         say(f"note: {note}")
     return 0

@@ -1,4 +1,4 @@
-"""``commprof nccl``: what NCCL's own log says."""
+"""``commprof nccl``: reads the logs that NCCL writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LogsArgument = Annotated[
         metavar="LOG...", help="Log files, directories of them, or - for standard input.", show_default=False
     ),
 ]
-# What was found, in the order in which it is told: one, and several.
+# Kinds of lines in the order of the output: singular and plural.
 _TITLES: Final = {
     "coll": ("COLL line", "COLL lines"),
     "call": ("CALL line", "CALL lines"),
@@ -53,7 +53,7 @@ _TITLES: Final = {
 
 @app.callback()
 def _nccl() -> None:
-    """Makes ``parse`` a verb of its own, not the only thing that ``commprof nccl`` does."""
+    """Keep ``parse`` a subcommand: with a single command, typer would drop its name."""
 
 
 @app.command("parse")
@@ -75,21 +75,21 @@ def parse(
         bool,
         typer.Option(
             "--follow",
-            help="Wait for what is still being written, until Ctrl-C; --out is written at the end.",
+            help="Keep reading while the logs grow, until Ctrl-C; --out is written at the end.",
         ),
     ] = False,
     idle: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="With --follow: end when nothing was written for so long."),
+        typer.Option(metavar="SECONDS", help="With --follow: exit when nothing was written for this long."),
     ] = None,
 ) -> int:
-    """Turn NCCL logs into tables, and say what was read and what was not."""
+    """Parse NCCL logs into tables, and report which lines were read and which were not."""
     if idle is not None and not follow:
-        raise UsageError("--idle says when --follow ends; give --follow, too")
+        raise UsageError("--idle applies to --follow only; add --follow")
     if idle is not None and not idle >= 0:
         raise UsageError(f"--idle is {idle:g}; expected seconds, 0 or more")
     if out is not None:
-        refuse_live(out, "no table is written into it")
+        refuse_live(out, "no table is stored in it")
     if out is not None and not force:
         with needed("analysis", "to read NCCL logs"):
             from commprof.nccl.parser import refuse_taken
@@ -121,10 +121,10 @@ def parse(
 
 
 def read_logs(logs: list[str]) -> ParsedLogs:
-    """The logs, parsed, with a bar on a terminal.
+    """Parse the logs, with a progress bar on a terminal.
 
     Raises:
-        LogError: one cannot be read.
+        LogError: a log cannot be read.
         MissingExtraError: the packages that hold tables are not installed.
     """
     with needed("analysis", "to read NCCL logs"):
@@ -134,10 +134,10 @@ def read_logs(logs: list[str]) -> ParsedLogs:
 
 
 def follow_logs(logs: list[str], idle: float | None) -> ParsedLogs:
-    """The logs as they are when nothing was written for ``idle`` seconds, or on Ctrl-C, parsed.
+    """Parse the logs while they grow, until nothing was written for ``idle`` seconds or Ctrl-C.
 
     Raises:
-        LogError: one cannot be read, or there was none.
+        LogError: a log cannot be read, or there is none.
         UsageError: standard input was named.
         MissingExtraError: the packages that hold tables are not installed.
     """
@@ -146,9 +146,9 @@ def follow_logs(logs: list[str], idle: float | None) -> ParsedLogs:
         from commprof.nccl.parser import parse_sources
     if STANDARD_INPUT in logs:
         raise UsageError(
-            "standard input is read to its end by itself; expected files with --follow, or leave it out"
+            "standard input is always read to its end; give files with --follow, or leave it out"
         )
-    end = "Ctrl-C ends it" if idle is None else f"{idle:g} s without a new line, or Ctrl-C, end it"
+    end = "Ctrl-C ends it" if idle is None else f"{idle:g} s without a new line, or Ctrl-C, stops it"
     say(f"following {', '.join(logs)}; {end}")
     with tempfile.TemporaryDirectory(prefix="commprof-") as scratch:
         follower = Follower(logs, Path(scratch))
@@ -170,7 +170,7 @@ def _so_far(count: Followed) -> str:
 
 @contextlib.contextmanager
 def _live_line() -> Iterator[Callable[[str], None]]:
-    """Yields what shows a text on standard error in the place of the one before; nothing where that is no terminal."""
+    """Yield a function that replaces the status line on standard error; it shows nothing if that is no terminal."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -186,13 +186,13 @@ def _live_line() -> Iterator[Callable[[str], None]]:
 
 
 def _total_bytes(logs: list[str]) -> int | None:
-    """The size of the named files; None where it cannot be told before (standard input, patterns, directories)."""
+    """Return the size of the named files in bytes; None if it is not known (standard input, patterns, directories)."""
     paths = [Path(log) for log in logs]
     return sum(path.stat().st_size for path in paths) if all(path.is_file() for path in paths) else None
 
 
 def summary(parsed: ParsedLogs) -> list[str | Rows]:
-    """What was read, what has no table, what was not understood, and what to do about it."""
+    """Return what was read, which lines have no table, which were not recognized, and what to do about it."""
     counts = parsed.counts._asdict()
     read = [
         f"{rendering.count(counts[name])} {title if counts[name] == 1 else titles}"
@@ -200,39 +200,39 @@ def summary(parsed: ParsedLogs) -> list[str | Rows]:
         if counts[name]
     ]
     size = f"{_number(counts['files'], 'file')}, {rendering.number_of_bytes(counts['bytes'])}, "
-    parts: list[str | Rows] = [rendering.paragraph(f"read {size}{_number(counts['lines'], 'line')}")]
+    blocks: list[str | Rows] = [rendering.paragraph(f"read {size}{_number(counts['lines'], 'line')}")]
     if read:
-        parts.append(rendering.paragraph(f"found {', '.join(read)}"))
+        blocks.append(rendering.paragraph(f"found {', '.join(read)}"))
     versions = parsed.tables["nccl_communicators"]["version"].unique().drop_null().to_pylist()
     if versions:
-        parts.append(rendering.paragraph(f"version of NCCL: {', '.join(sorted(versions))}"))
+        blocks.append(rendering.paragraph(f"version of NCCL: {', '.join(sorted(versions))}"))
     if counts["coll"] + counts["call"]:
-        parts += ["", operations(parsed)]
+        blocks += ["", operations(parsed)]
     elsewhere = [
         f"{k.kind} {rendering.count(k.lines)}" for k in parsed.kinds if k.understood and k.kind != "read"
     ]
     if elsewhere:
-        parts.append(rendering.paragraph(f"lines understood that are in no table: {', '.join(elsewhere)}"))
-    parts += unread(parsed)
+        blocks.append(rendering.paragraph(f"recognized lines that are in no table: {', '.join(elsewhere)}"))
+    blocks += unread(parsed)
     if parsed.notes:
-        parts += ["", *(rendering.paragraph(note) for note in parsed.notes)]
-    return parts
+        blocks += ["", *(rendering.paragraph(note) for note in parsed.notes)]
+    return blocks
 
 
 def unread(parsed: ParsedLogs) -> list[str]:
-    """How many lines were not understood, by kind, with examples."""
+    """Return how many lines were not recognized, by kind, with examples."""
     kinds = [kind for kind in parsed.kinds if not kind.understood]
     if not kinds:
-        return ["lines not understood: 0"]
+        return ["unrecognized lines: 0"]
     total = sum(kind.lines for kind in kinds)
-    found = [f"lines not understood: {rendering.count(total)} of {rendering.count(parsed.counts.lines)}"]
+    lines = [f"unrecognized lines: {rendering.count(total)} of {rendering.count(parsed.counts.lines)}"]
     width = max(len(rendering.count(kind.lines)) for kind in kinds)
     for kind in kinds:
-        found.append(f"  {rendering.count(kind.lines):>{width}}  {kind.kind}")
+        lines.append(f"  {rendering.count(kind.lines):>{width}}  {kind.kind}")
         for example in kind.examples:
             name = "line " if len(parsed.files) == 1 else f"{example.file}:"
-            found.append(rendering.shortened(f"  {'':{width}}    {name}{example.line}: {example.text}"))
-    return found
+            lines.append(rendering.shortened(f"  {'':{width}}    {name}{example.line}: {example.text}"))
+    return lines
 
 
 def _number(value: int, thing: str) -> str:
@@ -240,7 +240,7 @@ def _number(value: int, thing: str) -> str:
 
 
 def operations(parsed: ParsedLogs) -> Rows:
-    """Whole lines and their bytes by operation and kind of line."""
+    """Return complete lines and their bytes by operation and kind of line."""
     lines, sent = parsed.operations.totals()
     headings = (
         Heading("operation"),

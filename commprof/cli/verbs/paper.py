@@ -1,4 +1,4 @@
-"""``commprof paper``: figures and tables from the CSV files of an export."""
+"""``commprof paper``: draws figures and LaTeX tables from the CSV files of an export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def paper(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="CSV_DIR", help="What commprof export RUN... wrote, as CSV.", show_default=False
+            metavar="CSV_DIR", help="CSV files that commprof export RUN... wrote.", show_default=False
         ),
     ],
     out: Annotated[
@@ -27,8 +27,8 @@ def paper(
 ) -> int:
     """Make figures (PDF, SVG) and LaTeX tables from the CSV files of an export.
 
-    Traffic, step time and loss, each one and two columns wide, with embedded fonts, readable without colour; tables of
-    the comparison with the rules of booktabs; sources.json says what they were made of.
+    Figures: traffic, step time and loss, each one and two columns wide, with embedded fonts, readable without color.
+    Tables: the comparison, with booktabs rules. sources.json lists the files that they were made from.
     """
     with needed("export", "to make figures"):
         from commprof.export.paper import write_paper

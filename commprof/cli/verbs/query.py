@@ -1,4 +1,4 @@
-"""``commprof query``: somebody's own question to a run, in SQL."""
+"""``commprof query``: evaluates a SQL query over the tables of a run."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def query(
 ) -> int:
     """Query a run in SQL.
 
-    Tables are those of docs/schema.md, relations those of docs/relations.md; the question reaches nothing else:
+    docs/schema.md lists the tables, docs/relations.md the relations. The query cannot read anything else. Example:
     commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op".
     """
     if csv and as_json:
-        raise UsageError("--csv and --json are two forms of one answer; choose one")
+        raise UsageError("--csv and --json exclude each other; choose one")
     session_of = spark_session(engine, master)
-    found = opened(run)
+    opened_run = opened(run)
     with needed("analysis", "to query a run"):
         from commprof.analysis import api
 
-        frame = api.query(found, sql, session_of())
-    for text in found.health.damaged:
+        frame = api.query(opened_run, sql, session_of())
+    for text in opened_run.health.damaged:
         say(text)
     if csv:
         sys.stdout.write(api.frame_csv(frame))

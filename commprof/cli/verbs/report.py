@@ -1,4 +1,4 @@
-"""``commprof report``: one run as text."""
+"""``commprof report``: prints what one run sent, as text or JSON."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ _WHERE_ANY: Final = (
     (_BETWEEN, Heading("between hosts", number=True)),
 )
 _IN_CALLS: Final = Heading("in calls", number=True)
-_MOST_HOSTS: Final = 8  # that are named beside late ranks
-_MOST_COMPARED: Final = 1_000_000  # records whose arrivals are compared for a report: a few seconds
+_MOST_HOSTS: Final = 8  # named with late ranks
+_MOST_COMPARED: Final = 1_000_000  # records; comparing their arrivals takes a few seconds
 LEGEND: Final = (
-    "payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and the bytes of "
-    "each message, added up; the bytes of a message stand at its send. wire is of what the backend runs (gloo's behaviour "
-    "is known, NCCL's from an aligned log); as issued: of the issued operation, where it differs or nobody knows what ran. "
-    "padding: of payload, bytes without data; between hosts: of the wire bytes as issued, those of groups and messages with "
-    "ranks on several hosts; each where there are any. "
-    "in calls: time in the issuing calls, mean over the ranks, which is no exposed time. A dash: not known."
+    "payload: S of nccl-tests. wire: modelled; the sum of the bytes that a rank of the group sends on average for each "
+    "collective, and of the bytes of each message (counted at its send), for the operations that the backend ran (gloo's "
+    "behavior is known, NCCL's from an aligned log). as issued: the same for the issued operations, if it differs or the "
+    "executed operations are not known. padding: the part of payload without data. between hosts: the part of the wire "
+    "bytes as issued whose ranks are on several hosts. Both are shown if there are any. in calls: time in the issuing "
+    "calls, mean over the ranks; it is not exposed time. A dash: not known."
 )
 
 
@@ -73,8 +73,8 @@ def report(
     ] = False,
 ) -> int:
     """Show what a run sent: by operation, group and purpose, in counts, bytes and times, and what is missing."""
-    found = remembered("report", run, _answers)
-    answers, late = found["answers"], found["late"]
+    report_data = remembered("report", run, _answers)
+    answers, late = report_data["answers"], report_data["late"]
     if as_json:
         rendering.show_json(answers)
         return 0
@@ -83,9 +83,9 @@ def report(
     if not traffic:
         rendering.show("No collective was recorded.")
     else:
-        said = exposed.step_texts(steps, answers["exposure"]) if per_step else None
+        step_texts = exposed.step_texts(steps, answers["exposure"]) if per_step else None
         rendering.show(*outside_parts(answers["outside_steps"], traffic))
-        rendering.show(*traffic_parts(traffic, steps, said))
+        rendering.show(*traffic_parts(traffic, steps, step_texts))
         rendering.show(*exposed.per_step_parts(answers["exposure_per_step"]))
         rendering.show(*algorithm_parts(answers["algorithms"]), *untagged_parts(answers["untagged"]))
     rendering.show(*resources.resource_parts(answers["resources"]))
@@ -96,7 +96,7 @@ def report(
 
 
 def _answers(run: Run) -> dict[str, Any]:
-    """What a report says of ``run``: the answers of its JSON, and who comes late, in a sentence."""
+    """Evaluate all answers of the report, which are its JSON, and the sentence about stragglers."""
     with needed("analysis", "to analyse a run"):
         from commprof.analysis import api
         from commprof.analysis.storage.index import index_if_there
@@ -125,35 +125,37 @@ def _answers(run: Run) -> dict[str, Any]:
             "stragglers": stragglers,
             "stragglers_sample": _sampled(stragglers),
         }
-    late = _late(stragglers) if there is None else f"not looked for, since the records lie at {there.place}"
+    late = _late(stragglers) if there is None else f"not evaluated, because the records are at {there.place}"
     return {"answers": answers, "late": late}
 
 
 def _late(stragglers: pd.DataFrame | None) -> str | None:
-    """Who comes late, in sentences, and of what that is told; None where all was looked at and nobody does."""
+    """Return sentences about late ranks and the records examined; None if all were examined and no rank is late."""
     if stragglers is None:
-        return f"not looked for among more than {_MOST_COMPARED:,} records; api.stragglers(run) does."
-    said: str | None = stragglers.attrs["statement"]
+        return f"not evaluated for more than {_MOST_COMPARED:,} records; api.stragglers(run) evaluates them."
+    statement: str | None = stragglers.attrs["statement"]
     sampled = _sampled(stragglers)
     if sampled is None:
-        return said
+        return statement
     steps, of_steps = sampled["steps"], sampled["of_steps"]
     basis = f"{steps:,} of {of_steps:,} steps" if steps < of_steps else f"all {steps:,} steps"
     part = "" if sampled["share"] == 1 else f"1/{round(1 / sampled['share']):,} of "
     hosts = [f"rank {rank}: {host}" for rank, host in stragglers.attrs["hosts"].items()][:_MOST_HOSTS]
     where = f" Hosts: {', '.join(hosts)}." if hosts else ""
-    return f"{said or 'None stands out.'}{where} Looked at: {part}the collectives of {basis}, no messages."
+    return (
+        f"{statement or 'None stands out.'}{where} Examined: {part}the collectives of {basis}, no messages."
+    )
 
 
 def _sampled(stragglers: pd.DataFrame | None) -> dict[str, Any] | None:
-    """Of how many steps of how many the ``stragglers`` are; None of those of a whole run."""
+    """Return the sample that ``stragglers`` was computed from (steps, all steps, share); None for a complete run."""
     if stragglers is None or "of_steps" not in stragglers.attrs:
         return None
     return {name: stragglers.attrs[name] for name in ("steps", "of_steps", "share")}
 
 
 def title(facts: Mapping[str, Any]) -> str:
-    """The head of a report: what ran and how it went."""
+    """Return the head of a report: the job, its ranks, steps and times."""
     time = rendering.duration(facts["step_time_ns"])
     if not rendering.is_missing(facts["step_time_low_ns"]):
         low, high = (rendering.duration(facts[f"step_time_{end}_ns"]) for end in ("low", "high"))
@@ -196,37 +198,41 @@ def traffic_parts(
     steps: Sequence[Mapping[str, Any]],
     per_step: Mapping[tuple[int, int], str] | None,
 ) -> list[Rows | str]:
-    """The tables of a report: initialisation, then the mean of the whole steps; the legend last.
+    """Return the traffic tables of a report: initialization, then the mean of the complete steps; the legend last.
 
     Args:
         rows: traffic by :data:`BY`.
-        per_step: each step instead of the mean, with this said of it, by attempt and step.
+        per_step: show each step instead of the mean; a text for the heading of each, by attempt and step.
     """
-    parts: list[Rows | str] = []
+    blocks: list[Rows | str] = []
     before = [row for row in rows if row["step"] < 0 and rendering.is_missing(row["after_step"])]
     if before:
-        parts.append(_table("Before the first step, in total", before, 1))
-    whole = {(row["attempt"], row["step"]) for row in steps if not rendering.is_missing(row["duration_ns"])}
+        blocks.append(_table("Before the first step, in total", before, 1))
+    complete_steps = {
+        (row["attempt"], row["step"]) for row in steps if not rendering.is_missing(row["duration_ns"])
+    }
     if per_step is not None:
-        parts.extend(_step_table(step, rows, per_step) for step in steps)
-    elif whole:
-        parts.extend(_steady_parts(rows, steps))
-    torn = [row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in whole]
-    if torn and per_step is None:
-        parts.append(_table("In steps that did not end, in total", torn, 1))
-    return [*parts, rendering.paragraph(LEGEND) + "\n"]
+        blocks.extend(_step_table(step, rows, per_step) for step in steps)
+    elif complete_steps:
+        blocks.extend(_steady_parts(rows, steps))
+    incomplete = [
+        row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in complete_steps
+    ]
+    if incomplete and per_step is None:
+        blocks.append(_table("In steps that did not end, in total", incomplete, 1))
+    return [*blocks, rendering.paragraph(LEGEND) + "\n"]
 
 
 def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> Iterator[Rows]:
-    """What comes back in each step, and what does not."""
+    """Yield the table of traffic per step, and the table of one-offs."""
     from commprof.analysis.traffic.steady_steps import TRAFFIC_KEY, steady_traffic, when
 
-    found = steady_traffic(traffic, steps)
-    count, ended = len(found.warm), sum(not rendering.is_missing(row["duration_ns"]) for row in steps)
+    steady = steady_traffic(traffic, steps)
+    count, ended = len(steady.warm), sum(not rendering.is_missing(row["duration_ns"]) for row in steps)
     which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < ended else "")
-    yield _table(f"Per training step, {which}", found.per_step, 1, _rhythm)
+    yield _table(f"Per training step, {which}", steady.per_step, 1, _rhythm)
     once: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in found.one_offs:
+    for row in steady.one_offs:
         once.setdefault(tuple(row[name] for name in TRAFFIC_KEY), []).append(row)
     if once:
         cells = [
@@ -244,7 +250,7 @@ def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[
 
 
 def _sent(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Payload, and wire bytes of what the backend ran and as issued, of ``rows`` together."""
+    """Return the sums over ``rows``: payload, wire bytes as executed, wire bytes as issued."""
     unknown = any(rendering.is_missing(row[_EXECUTED]) for row in rows)
     return (
         rendering.number_of_bytes(round(sum(row["payload_bytes"] for row in rows))),
@@ -263,8 +269,8 @@ def _rhythm(row: Mapping[str, Any]) -> str:
 def outside_parts(
     outside: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> list[Rows | str]:
-    """Evaluations, checkpoints and the rest of the run after its last step: time of the lowest rank, and bytes."""
-    parts: list[Rows | str] = []
+    """Return the table of evaluations, checkpoints and the time after the last step: time of the lowest rank, bytes."""
+    blocks: list[Rows | str] = []
     cells = []
     for phase, name in _OUTSIDE.items():
         mine = [row for row in outside if row["phase"] == phase]
@@ -291,8 +297,8 @@ def outside_parts(
         )
     if cells:
         headings = (Heading("what"), *(Heading(text, number=True) for text in _OUTSIDE_HEADINGS))
-        parts.append(Rows(headings, cells, title="Outside of the steps, in total"))
-    return parts
+        blocks.append(Rows(headings, cells, title="Outside of the steps, in total"))
+    return blocks
 
 
 def _step_table(
@@ -305,9 +311,9 @@ def _step_table(
         if rendering.is_missing(step["duration_ns"])
         else rendering.duration(step["duration_ns"])
     )
-    said = "" if rendering.is_missing(step["loss"]) else f", loss {rendering.loss(step['loss'])}"
+    loss_text = "" if rendering.is_missing(step["loss"]) else f", loss {rendering.loss(step['loss'])}"
     spent = texts.get((step["attempt"], step["step"]))
-    return _table(f"{name}: {took}{f', {spent}' if spent else ''}{said}", inside, 1)
+    return _table(f"{name}: {took}{f', {spent}' if spent else ''}{loss_text}", inside, 1)
 
 
 def _table(
@@ -316,9 +322,9 @@ def _table(
     steps: int,
     remark: Callable[[Mapping[str, Any]], str] = lambda row: "",
 ) -> Rows:
-    """``rows`` of traffic summed over everything but purpose, operation and group, divided by ``steps``.
+    """Sum ``rows`` of traffic by purpose, operation and group, and divide by ``steps``.
 
-    What is not known of any of the rows is a dash, not nothing.
+    A value that is not known for any of the rows is shown as a dash, not as 0.
     """
     sums: dict[tuple[str, ...], dict[str, float | None]] = {}
     for row in rows:
@@ -330,7 +336,7 @@ def _table(
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):
                 into[column] = (into[column] or 0.0) + float(row[column])
-        # What the backend ran, and where, is not known of the sum where it is not known of one of them.
+        # Executed bytes and hosts of a sum are not known if they are not known for one of its rows.
         for column in (_EXECUTED, _BETWEEN):
             before, value = into.get(column, 0.0), row[column]
             into[column] = None if before is None or rendering.is_missing(value) else before + float(value)
@@ -357,14 +363,14 @@ def _table(
 
 
 def _differ(sums: Mapping[str, float | None], steps: int) -> bool:
-    """Whether the backend sends other bytes than the operation that was issued would, or nobody knows what it sends."""
+    """Whether the backend sent other bytes than the issued operation would, or the executed bytes are not known."""
     return sums[_EXECUTED] is None or round((sums["wire_bytes"] or 0.0) / steps) != round(
         (sums[_EXECUTED] or 0.0) / steps
     )
 
 
 def _group(row: Mapping[str, Any]) -> str:
-    """The ranks of a group, and its name where the program gave one, such as an axis."""
+    """Return the ranks of a group, and its name if the program gave one, such as an axis."""
     name, ranks = rendering.text(row["group_desc"]), rendering.text(row["group_ranks"])
     return ranks if name in _UNNAMED else f"{name} {ranks}"
 
@@ -373,9 +379,7 @@ def _measures(
     op: str, sums: Mapping[str, float | None], steps: int, both: bool, shown: Sequence[str]
 ) -> tuple[str, ...]:
     mean = {name: None if value is None else round(value / steps) for name, value in sums.items()}
-    at_send = (
-        op == "recv" and not sums["collectives"]
-    )  # each message counts once, with its bytes, where it was sent
+    at_send = op == "recv" and not sums["collectives"]  # each message counts once, at its send
     calls = sums["records" if op == "recv" else "collectives"]
     return (
         rendering.count((calls or 0.0) / steps),
@@ -390,12 +394,12 @@ def _measures(
 
 
 def straggler_parts(statement: str | None) -> list[str]:
-    """Which rank the others wait for; nothing where no rank is to be named."""
+    """Return the paragraph about late ranks; empty if no rank is late."""
     return [rendering.paragraph(f"Late ranks: {statement}") + "\n"] if statement else []
 
 
 def moved_parts(moved: Sequence[Mapping[str, Any]], reason: str | None) -> list[Rows | str]:
-    """What the machine's counters say, and why that is not the whole run, where it is not."""
+    """Return the table of the machine's counters, and the reason if they do not cover the complete run."""
     if not moved:
         return [f"Moved bytes: none known. {reason or ''}".rstrip(), ""]
     headings = [
@@ -417,11 +421,11 @@ def moved_parts(moved: Sequence[Mapping[str, Any]], reason: str | None) -> list[
         if row["sent_bytes"] or row["received_bytes"]
     ]
     title = "Moved: counters of the whole machine, all its processes"
-    return [Rows(headings, rows, title=title), *([f"Not the whole run: {reason}.", ""] if reason else [])]
+    return [Rows(headings, rows, title=title), *([f"Not the complete run: {reason}.", ""] if reason else [])]
 
 
 def health(facts: Mapping[str, Any]) -> str:
-    """What was recorded, what is missing, and what recording cost."""
+    """Return what was recorded, what is missing, and the cost of recording."""
     cost = "unknown"
     if not rendering.is_missing(facts["recorder_ns"]):
         cost = f"{rendering.duration(facts['recorder_ns'])} per rank"

@@ -1,4 +1,4 @@
-"""``commprof requested``: what a config asks for, before anything is run: memory of each rank, bytes of each step."""
+"""``commprof requested``: predicts what a config requests without a run: memory per rank, bytes per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.errors import UsageError
 from commprof.recorder.process.options import parse_size
 
-NO_ACTIVATIONS: Final = "the activations that ranks send each other are left out: their size needs --sequence"
+NO_ACTIVATIONS: Final = (
+    "activations that ranks send each other are left out: give --sequence to predict their size"
+)
 _DEVICES: Final = Path("/dev")
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -62,36 +64,36 @@ def requested(
     from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, axes_of_config
     from commprof.requested.zero.stages import expected_in_step, steady_step
 
-    given = _read(config)
+    config_values = _read(config)
     numel = _number(params)
     depth = layers or likely_layers(numel)
     model = transformer(numel, depth)
-    axes = axes_of_config(given, world)
-    replicas, of_rank, plain = world, model, given
+    axes = axes_of_config(config_values, world)
+    replicas, of_rank, plain = world, model, config_values
     if not axes.only_data:
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
-        replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(given, axes)
-    held = holdings(plain, of_rank, replicas)
+        replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config_values, axes)
+    rank_memory = holdings(plain, of_rank, replicas)
     note = ""
     try:
         if axes.only_data:
             hosts = min(devices_per_host, world)
-            step = steady_step(given)
-            sent = expected_in_step(given, model, world, step, backend=backend, host_ranks=hosts)
+            step = steady_step(config_values)
+            sent = expected_in_step(config_values, model, world, step, backend=backend, host_ranks=hosts)
         else:
-            shapes = _shapes(given, model, axes, sequence)
-            sent = grid.expected_in_step_on_axes(given, model, axes, shapes, backend)
+            shapes = _shapes(config_values, model, axes, sequence)
+            sent = grid.expected_in_step_on_axes(config_values, model, axes, shapes, backend)
             note = "" if sequence else NO_ACTIVATIONS
     except RequestedError as problem:
-        sent, note = [], f"bytes of messages cannot be said: {problem}"
+        sent, note = [], f"bytes of messages cannot be predicted: {problem}"
     precision, capacity = _precision(plain), _capacity(device_memory)
-    on_device = sum(each.device for each in held)
+    on_device = sum(each.device for each in rank_memory)
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
     moved = movements(plain, of_rank, replicas, gathered)
     assumed = (
-        f"{numel:,} parameters, taken to be {depth} layers of 4 matrices each (--layers); {world} rank{'s' * (world > 1)} "
-        f"on {backend}{'' if axes.only_data else f' along {axes}'}; the model in {precision}; activations come on top"
+        f"{numel:,} parameters, assumed to be {depth} layers of 4 matrices each (--layers); {world} rank{'s' * (world > 1)} "
+        f"on {backend}{'' if axes.only_data else f' along {axes}'}; the model in {precision}; activations are not included"
     )
     if as_json:
         rendering.show_json(
@@ -104,14 +106,14 @@ def requested(
                 "precision": precision,
                 "device_memory_bytes": capacity,
                 "fits": None if capacity is None else on_device <= capacity,
-                "memory_per_rank": [each._asdict() for each in held],
+                "memory_per_rank": [each._asdict() for each in rank_memory],
                 "messages_per_step": [_without_single_messages(each._asdict()) for each in sent],
                 "movements_per_step": [each._asdict() for each in moved],
                 "note": note or None,
             }
         )
         return 0
-    rendering.show(rendering.paragraph(assumed), "", _memory(held, min(devices_per_host, world)), "")
+    rendering.show(rendering.paragraph(assumed), "", _memory(rank_memory, min(devices_per_host, world)), "")
     if capacity is not None:
         rendering.show(rendering.paragraph(_fit(on_device, capacity)), "")
     if sent:
@@ -126,17 +128,17 @@ def requested(
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    """The element type of the model's parameters, as the config has it."""
+    """Return the element type of the model's parameters, as the config sets it."""
     from commprof.requested.configuration import read_configuration
 
     return read_configuration(config).model_dtype or "float32 (the config names no type)"
 
 
 def _capacity(text: str | None) -> int | None:
-    """The memory of a device in bytes: as given, or of the first GPU of this machine; None without one.
+    """Return the memory of a device in bytes: as given, or of this machine's first GPU; None without a GPU.
 
     Raises:
-        UsageError: ``text`` is no number of bytes.
+        UsageError: ``text`` is not a number of bytes.
     """
     if text is not None:
         try:
@@ -144,7 +146,7 @@ def _capacity(text: str | None) -> int | None:
         except ValueError as problem:
             raise UsageError(f"--device-memory is {text!r}: {problem}") from None
     if not any(any(_DEVICES.glob(name)) for name in ("nvidia[0-9]*", "kfd")):
-        return None  # without the seconds that import torch takes
+        return None  # spares the seconds that importing torch takes
     try:
         import torch
 
@@ -165,23 +167,23 @@ def _without_single_messages(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "payloads"}
 
 
-def _memory(held: Sequence[Any], ranks: int) -> Rows:
+def _memory(rank_memory: Sequence[Any], ranks: int) -> Rows:
     places = ("device", "host", "disk")
     rows = [
         (each.what, *(rendering.number_of_bytes(getattr(each, place)) for place in places), each.note)
-        for each in held
+        for each in rank_memory
     ]
-    totals = [sum(getattr(each, place) for each in held) for place in places]
+    totals = [sum(getattr(each, place) for each in rank_memory) for place in places]
     rows += [(), ("of a rank", *map(rendering.number_of_bytes, totals), "")]
     if ranks > 1:
         shared = [rendering.number_of_bytes(total * ranks) for total in totals]
         rows.append((f"of a host with {ranks} ranks", *shared, ""))
     headings = [Heading("memory"), *(Heading(place, True) for place in places), Heading("")]
-    return Rows(headings, rows, "memory of each rank")
+    return Rows(headings, rows, "memory per rank")
 
 
 def _shapes(config: Mapping[str, Any], model: Sequence[Any], axes: Any, sequence: int | None) -> Any:
-    """The activations of the model, or none where it is not known how many words a sample has."""
+    """Return the shapes of the model's activations; none if the sequence length is not known."""
     from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
     from commprof.requested.parallel.axes import PIPE, SEQUENCE
 
@@ -228,8 +230,8 @@ def _messages(sent: Sequence[Any], world: int) -> Rows:
         Heading("sent by each rank", True),
         Heading(""),
     ]
-    # A rank is in one group of each axis, so that the rows of several stages are not one rank's.
-    return Rows(headings, rows if grouped else [*rows, (), total], "messages of each step")
+    # No total: a rank is in one group of each axis, so rows of several pipeline stages belong to different ranks.
+    return Rows(headings, rows if grouped else [*rows, (), total], "messages per step")
 
 
 def _movements(moved: Sequence[Any]) -> Rows:
@@ -237,28 +239,28 @@ def _movements(moved: Sequence[Any]) -> Rows:
     rows = [
         (each.what, each.source, each.target, rendering.number_of_bytes(each.num_bytes)) for each in moved
     ]
-    return Rows(headings, rows, "moved on each rank in each step by offload")
+    return Rows(headings, rows, "moved per rank and step by offload")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        config_values = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UsageError(f"{path} cannot be read: {reason}; name a config file") from None
     except json.JSONDecodeError as problem:
         raise UsageError(
-            f"{path} is no JSON: {problem.msg} in line {problem.lineno}, column {problem.colno}; correct it"
+            f"{path} is not valid JSON: {problem.msg} in line {problem.lineno}, column {problem.colno}; correct it"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(config_values, dict):
         raise UsageError(
-            f"{path} holds a {type(found).__name__}; expected an object with keys, as in a DeepSpeed config"
+            f"{path} holds a {type(config_values).__name__}; expected an object with keys, as in a DeepSpeed config"
         )
-    return found
+    return config_values
 
 
 def _number(text: str) -> int:
-    """``175e9``, ``1.3B``, ``125M`` as a number."""
+    """Parse ``175e9``, ``1.3B`` or ``125M``."""
     stripped = text.strip().replace("_", "").replace(",", "")
     factor = _FACTORS.get(stripped[-1:].upper(), 1.0)
     digits = stripped[:-1] if factor > 1.0 else stripped

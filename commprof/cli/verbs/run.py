@@ -1,4 +1,4 @@
-"""``commprof run``: start a program with the recorder in it."""
+"""``commprof run``: runs a program on every rank with the recorder in it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from commprof.recorder.process.options import DEFAULTS, Options
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
 NCCL_LOG_HELP = "Have NCCL write its log into the run. auto: if a GPU is visible."
 ENGINE_HELP = (
-    "What import deepspeed means in the program: zero_runtime, deepspeed (the installed one), or auto (that if there is "
-    "one, else zero_runtime). Default: left as it is."
+    "What `import deepspeed` gives the program: zero_runtime, deepspeed (the installed package), or auto (deepspeed if "
+    "installed, else zero_runtime). Default: unchanged."
 )
 WIRE_HELP = "Also read the interface counters at each step, once per host."
 
@@ -51,15 +51,14 @@ def run(
     """Run a program on every rank and record its collectives.
 
     SCRIPT and -m MODULE are started once per rank, as Python would start them. CMD is a launcher of your own
-    (torchrun, deepspeed): it is started once, and its ranks are found. Under a launcher that has started this process
-    as a rank (torchrun, mpirun, srun), this is that one rank. The exit code is the program's; that of the rank that failed
-    first, where there are several.
+    (torchrun, deepspeed): it is started once, and its ranks are recorded. If a launcher (torchrun, mpirun, srun) has started
+    this process as a rank, it runs as that rank. The exit code is that of the program, or of the rank that failed first.
     """
     ranks = parse_ranks(nproc)
     parsed = with_engine(parse_program(program or []), engine)
     check_program(parsed)
 
-    # Imported only now: reading traces and starting processes is nothing that a help page needs.
+    # Imported only now: a help page does not need the code that reads traces and starts processes.
     from commprof.launch.foreign import belongs_to_a_job, run_foreign_rank
     from commprof.launch.job import Job, run_job
 
@@ -85,10 +84,10 @@ def run(
 
 
 def parse_ranks(text: str | None) -> int | None:
-    """The number of ranks that ``--nproc`` asks for; None where it was not given.
+    """Return the number of ranks from ``--nproc``; None if it is not given.
 
     Raises:
-        UsageError: it is not a whole number above 0.
+        UsageError: the value is not a positive integer.
     """
     if text is None:
         return None

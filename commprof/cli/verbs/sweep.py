@@ -1,4 +1,4 @@
-"""``commprof sweep``: one program, many settings of its config, one table."""
+"""``commprof sweep``: runs one program with many settings of its config and compares the runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Says which run of the sweep is going on."""
+    """Reports which run of the sweep is in progress."""
 
     def begin(self, turn: Turn) -> None:
         """``turn`` starts now."""
@@ -85,8 +85,8 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 ) -> int:
     """Run a program once for each combination of config values, and compare the runs.
 
-    Each run gets its own config file, in place of the one that the program's --config, --deepspeed_config or --ds_config
-    names. A program that does not use it is reported as failed. Exit code 1 when any run failed.
+    Each run gets its own config file instead of the one in the program's --config, --deepspeed_config or --ds_config
+    argument. A program that does not use it is reported as failed. The exit code is 1 if any run failed.
     """
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: every point runs at least once; 1 or more was expected")
@@ -168,7 +168,7 @@ def _compare(runs: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def _progress(total: int, output_is_shown: bool) -> Iterator[Progress]:
-    """A bar on a terminal that nobody else writes to; else one line for each run."""
+    """Show a progress bar if standard error is a terminal that only commprof writes to, otherwise one line per run."""
     if not sys.stderr.isatty() or output_is_shown:
         yield _Lines(total)
         return

@@ -1,4 +1,4 @@
-"""``commprof verify``: the ledger of a run: requested, issued, executed, moved."""
+"""``commprof verify``: closes the ledger of a run: requested, issued, executed, moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from commprof.trace.reader import Run
 
 STATES: Final = {
-    State.CLOSED: "closed: everything is explained, or labelled as no part of training",
+    State.CLOSED: "closed: everything is explained, or labelled as not part of training",
     State.MISMATCH: "mismatch: see what is unexplained",
     State.UNKNOWN: "cannot tell",
 }
@@ -31,9 +31,9 @@ _HEADINGS: Final = (
     Heading(""),
 )
 LEGEND: Final = (
-    "requested: what the config's words ask for. issued: what was handed to torch.distributed. executed: what the "
-    "backend ran. payload: S of nccl-tests. wire: modelled, the mean that a rank of the group sends for each collective and "
-    "the bytes of each message, added up."
+    "requested: what the config asks for. issued: what the program handed to torch.distributed. executed: what the backend "
+    "ran. payload: S of nccl-tests. wire: modelled; the sum of the bytes that a rank of the group sends on average for each "
+    "collective, and of the bytes of each message."
 )
 _MOST_LISTED: Final = 20
 
@@ -46,7 +46,7 @@ def verify(
 ) -> int:
     """Close the ledger of a run: what its config requested, what was issued, executed and moved, and why they differ.
 
-    Exits with 0 when the ledger is closed, 1 when it has a mismatch, and 3 when a part cannot be told.
+    Exits with 0 if the ledger is closed, 1 if it has a mismatch, and 3 if a part is not known.
     """
     verdict = remembered("verify", run, _verdict, frames=False)
     exit_code = int(verdict["exit_code"])
@@ -92,9 +92,9 @@ def _tables(rows: Sequence[LedgerRow]) -> list[Rows]:
 
 
 def _is_apart(row: LedgerRow) -> bool:
-    """Whether no rule predicts the row and a mean over the steps is of none of them.
+    """Whether no rule predicts the row and a mean over the steps would describe none of them.
 
-    Some of it was issued outside of the steps, or the steps cannot all have it alike.
+    Some of it was issued outside of the steps, or its count cannot be equal in all steps.
     """
     if not row.steps or row.requested_op is not None:
         return False

@@ -1,8 +1,8 @@
-"""Reaches every Python process of a recorded program: Python imports it at its start, before the program.
+"""Starts the recorder in every Python process of a recorded program: Python imports it before the program.
 
-commprof puts this directory first on PYTHONPATH. Nothing but the standard library until the program itself has
-imported torch.distributed; never an exception into the program; nothing left on ``sys.path``. A sitecustomize of the user's,
-which this one hides, is imported in its place.
+commprof puts this directory first on PYTHONPATH. Uses only the standard library until the program itself has
+imported torch.distributed, never raises into the program, and leaves nothing on ``sys.path``. It also imports the user's
+sitecustomize, which this one hides.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NOTES_MAX_BYTES = 1 << 16  # a program may start very many processes
 
 
 def _note(state: str, text: str = "") -> None:
-    """Leave a line for the launcher, which explains with it why nothing was recorded. Best effort."""
+    """Write a line for the launcher, which uses it to explain why nothing was recorded. Best effort."""
     try:
         path = os.path.join(os.environ["COMMPROF_RUN"], _NOTES)  # noqa: PTH118
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if os.fstat(descriptor).st_size < _NOTES_MAX_BYTES:
-                # Printable text without quotes and backslashes is JSON as it stands; importing json would cost 2 ms.
+                # Printable text without quotes and backslashes is valid JSON; importing json would cost 2 ms.
                 plain = "".join(c if c.isprintable() and c not in '"\\' else "'" for c in text)[:300]
                 line = f'{{"pid": {os.getpid()}, "state": "{state}", "text": "{plain}"}}\n'
                 os.write(descriptor, line.encode("utf-8", "replace"))
@@ -39,9 +39,10 @@ def _note(state: str, text: str = "") -> None:
 
 
 class _Arming:
-    """A finder that finds nothing itself: it arms the recorder when torch and torch.distributed have been imported.
+    """A meta path finder that finds nothing, but arms the recorder once torch and torch.distributed are imported.
 
-    torch imports torch.distributed on its way, before much of torch can be used; then it is armed when torch is ready.
+    torch imports torch.distributed during its own import, before much of torch can be used. Then the recorder is armed when
+    torch's import is done.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class _Arming:
             if not self.torch_is_loading and "torch.distributed" in sys.modules:
                 self._arm_once()
 
-        # On the instance, which belongs to this one module: the module's loader stays what it is for everybody else.
+        # Set on the instance, which belongs to this module only: the loader's class stays unchanged.
         loader.exec_module = execute_and_look  # type: ignore[method-assign]
         return spec
 
@@ -92,7 +93,7 @@ class _Arming:
 
 
 class _package_in_sight:  # noqa: N801 - reads as a statement; contextlib would cost every process its import
-    """While commprof is imported, its folder is the last on ``sys.path``, where the user's packages go before it."""
+    """Put commprof's folder last on ``sys.path`` while commprof is imported, so that the user's packages take precedence."""
 
     def __enter__(self) -> None:
         self._added = _PACKAGE_PARENT not in sys.path
@@ -115,7 +116,7 @@ def _arm() -> None:
 
 
 def _watch_config() -> None:
-    """In a sweep: note whether this process opened the config that was derived for it."""
+    """In a sweep, note whether this process opened the config that was derived for it."""
     wanted = os.environ.get("COMMPROF_WATCHED_FILE")
     if not wanted:
         return
@@ -139,7 +140,7 @@ def _watch_config() -> None:
 
 
 def _choose_engine() -> None:
-    """For ``commprof run --engine``: what ``import deepspeed`` means in this process."""
+    """Apply ``commprof run --engine``: set what ``import deepspeed`` means in this process."""
     if not os.environ.get("COMMPROF_ENGINE"):
         return
     with _package_in_sight():
@@ -160,7 +161,7 @@ def _start() -> None:
 
 
 def _import_hidden_sitecustomize() -> None:
-    """Import the sitecustomize that this one hides. What it raises is the user's, and reaches site.py as ever."""
+    """Import the sitecustomize that this one hides. Its exceptions belong to the user and reach site.py as usual."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
     ours = sys.modules.pop("sitecustomize", None)
     try:

@@ -1,4 +1,4 @@
-"""The log files of NCCL after a job: brought together in the run, and what they cost."""
+"""Collects NCCL's log files into the run after a job, and counts their bytes and lines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Final, NamedTuple
 from commprof.launch.logs.nccl_log import DIRECTORY
 
 _BLOCK: Final = 1 << 20
-# Times of files are those of the last tick of the kernel's clock.
+# Timestamps of files have the resolution of the kernel's clock tick.
 _CLOCK_SLACK_NS: Final = 20_000_000
 
 
 class Cost(NamedTuple):
-    """What a log amounts to; the counts are of lines."""
+    """The size of a log; the counts are lines."""
 
     files: int
     size: int  # bytes
     lines: int
-    operations: int  # COLL lines; CALL lines where there is none of them
+    operations: int  # COLL lines; CALL lines if there are no COLL lines
     warnings: int
 
     def sentence(self, shown_run: str) -> str:
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 def make_directory(run: Path) -> None:
-    """NCCL makes no directory: where there is none it prints to standard output instead."""
+    """Create the directory of the log: NCCL does not, and would print to standard output instead."""
     with contextlib.suppress(OSError):
         (run / DIRECTORY).mkdir(exist_ok=True)
 
@@ -52,8 +52,8 @@ def collect(pattern: str, run: Path, since_ns: int, pids: Collection[int] | None
 
     Args:
         pattern: a value of NCCL_DEBUG_FILE: ``%h`` is the host, ``%p`` a process.
-        since_ns: when the job started, on the real-time clock; files that were last written before are not its.
-        pids: the only processes whose files are meant; None for any.
+        since_ns: when the job started, on the real-time clock; files last written before are skipped.
+        pids: copy only the files of these processes; None for all.
 
     Returns:
         The copies. A file that cannot be read is left out.
@@ -81,7 +81,7 @@ def _written(pattern: str, since_ns: int, pids: Collection[int] | None) -> Itera
 
 
 def _expanded(pattern: str, host: str) -> tuple[str, re.Pattern[str]]:
-    """``pattern`` for glob and, with a group for each process id, as a regular expression."""
+    """Return ``pattern`` as a glob pattern and as a regular expression with a group for each process id."""
     searched, exact = "", ""
     for part in re.findall(r"%.|[^%]+|%", pattern):
         text = {"%h": host, "%%": "%"}.get(part, part)
@@ -99,7 +99,7 @@ def _free(file: Path) -> Path:
 
 
 def measure(run: Path) -> Cost | None:
-    """What the logs in ``run`` amount to; None where there are none. A directory without any is removed."""
+    """Count the logs in ``run``; None if there are none. An empty log directory is removed."""
     directory = run / DIRECTORY
     with contextlib.suppress(OSError):
         directory.rmdir()
@@ -113,15 +113,15 @@ def measure(run: Path) -> Cost | None:
 
 
 def _count(file: Path) -> tuple[int, int, int, int, int]:
-    """Bytes, lines, COLL lines, CALL lines and warnings in ``file``, as far as it can be read."""
+    """Count bytes, lines, COLL lines, CALL lines and warnings in ``file``, as far as it can be read."""
     words = (b"\n", b": opCount ", b" NCCL CALL ", b" NCCL WARN ")
     size, counts, rest = 0, [0] * len(words), b""
     with contextlib.suppress(OSError), file.open("rb") as stream:
         while block := stream.read(_BLOCK):
             size += len(block)
-            whole, newline, rest = (rest + block).rpartition(b"\n")
-            whole += newline
-            counts = [count + whole.count(word) for count, word in zip(counts, words, strict=True)]
+            complete_lines, newline, rest = (rest + block).rpartition(b"\n")
+            complete_lines += newline
+            counts = [count + complete_lines.count(word) for count, word in zip(counts, words, strict=True)]
             if len(rest) > _BLOCK:
                 rest = rest[-_BLOCK:]
     counts = [count + rest.count(word) for count, word in zip(counts, words, strict=True)]
@@ -129,7 +129,7 @@ def _count(file: Path) -> tuple[int, int, int, int, int]:
 
 
 def rank_processes(run: Path) -> set[int] | None:
-    """The processes of this host that were recorded in ``run``; None where there are none."""
+    """Return the processes of this host that are recorded in ``run``; None if there are none."""
     from commprof.trace.directory import COLLECTIVES_DIRECTORY
     from commprof.trace.rank_files.layout import parse_stem
 

@@ -1,8 +1,8 @@
-"""What to ask NCCL to print, for a log that can be tied to the records; what of it the user has chosen already. Pure.
+"""Chooses the NCCL_DEBUG variables that make NCCL write a log which can be aligned; respects the user's values. Pure.
 
-The meaning of the variables is NCCL's (``src/debug.cc``): lines of operations are of subsystem COLL and level INFO, CALL
-lines of level TRACE; ranks stand only in lines of INIT; each process opens its file anew, so that two processes with one
-name write over each other.
+NCCL defines the variables (``src/debug.cc``). Lines of operations have subsystem COLL and level INFO, CALL lines level
+TRACE. Only INIT lines name ranks. Each process truncates its file when it opens it, so two processes with one file name
+overwrite each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEVELS: Final = (
     "INFO",
     "ABORT",
     "TRACE",
-)  # each prints what stands before it as well
+)  # each level includes those before it
 _LOST_WITHOUT: Final = {
     "INIT": "which rank a communicator's address stands for",
     "COLL": "the lines of operations",
@@ -43,7 +43,7 @@ class Mode(StrEnum):
 
 
 class Request(NamedTuple):
-    """The variables that commprof sets for the ranks, those that it found set, and what is lost by these."""
+    """The variables that commprof sets for the ranks, those that the user has set, and what the log lacks due to these."""
 
     mode: Mode
     set: dict[str, str]
@@ -60,37 +60,37 @@ class Request(NamedTuple):
         return {"mode": str(self.mode), "set": self.set, "left": self.left, "warnings": list(self.warnings)}
 
     def sentences(self, shown_run: str) -> list[str]:
-        """What a person is told: in one line what was set and what was left, and a line for each thing lost.
+        """Return one line with the variables that are set and those left unchanged, and one line per loss.
 
         Args:
-            shown_run: the run directory as it is shown to people.
+            shown_run: the run directory as messages show it.
         """
         if not self.set and not self.warnings:
             return []
         shown = {**self.set, FILE: f"{shown_run}/{DIRECTORY}/{_FILE_NAME}"} if FILE in self.set else self.set
-        parts = [f"set {_listed(shown)}"] if self.set else []
+        actions = [f"set {_listed(shown)}"] if self.set else []
         if self.left:
-            parts.append(f"left as you set it: {_listed(self.left)}")
+            actions.append(f"left as you set it: {_listed(self.left)}")
         off = " (--nccl-log off sets nothing)" if self.set else ""
-        return [f"NCCL log: {'; '.join(parts)}{off}", *(f"warning: {text}" for text in self.warnings)]
+        return [f"NCCL log: {'; '.join(actions)}{off}", *(f"warning: {text}" for text in self.warnings)]
 
 
 _FILE_NAME: Final = "%h.%p.log"
 
 
 def request(environment: Mapping[str, str], run: Path, mode: Mode, *, gpus: bool) -> Request:
-    """What to set for the ranks of ``run``.
+    """Choose the variables for the ranks of ``run``.
 
-    A variable that is set, be it in the environment or in the user's NCCL configuration file, is left alone; an empty one
+    A variable that is set, in the environment or in the user's NCCL configuration file, is not changed. An empty one
     counts as not set.
 
     Args:
-        environment: of the ranks, without what this sets; see :func:`with_user_file`.
+        environment: environment of the ranks without these variables; see :func:`with_user_file`.
         gpus: whether the ranks see a GPU. Without one there is no NCCL, and ``auto`` sets nothing.
     """
-    found = {name: environment[name] for name in _VARIABLES if environment.get(name)}
+    user_values = {name: environment[name] for name in _VARIABLES if environment.get(name)}
     if mode is Mode.OFF or (mode is Mode.AUTO and not gpus):
-        return Request(mode, {}, found)
+        return Request(mode, {}, user_values)
     wanted = {
         LEVEL: "TRACE",
         SUBSYSTEMS: ",".join(WANTED_SUBSYSTEMS),
@@ -98,20 +98,20 @@ def request(environment: Mapping[str, str], run: Path, mode: Mode, *, gpus: bool
     }
     return Request(
         mode,
-        {name: value for name, value in wanted.items() if name not in found},
-        found,
-        tuple(_losses(found)),
+        {name: value for name, value in wanted.items() if name not in user_values},
+        user_values,
+        tuple(_losses(user_values)),
     )
 
 
 def with_user_file(environment: Mapping[str, str], text: str) -> dict[str, str]:
-    """``environment`` and, where it says nothing, the NAME=VALUE lines of the user's NCCL configuration file."""
+    """Add the NAME=VALUE lines of the user's NCCL configuration file that ``environment`` does not set."""
     pairs = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
     return {**{name: value for name, equals, value in pairs if equals}, **environment}
 
 
 def user_file(environment: Mapping[str, str]) -> str:
-    """The text of the user's NCCL configuration file (NCCL_CONF_FILE, else ``~/.nccl.conf``); empty where there is none."""
+    """Read the user's NCCL configuration file (NCCL_CONF_FILE, else ``~/.nccl.conf``); empty if there is none."""
     home = environment.get("HOME")
     named = environment.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
     try:
@@ -121,30 +121,32 @@ def user_file(environment: Mapping[str, str]) -> str:
 
 
 def subsystems(text: str) -> frozenset[str]:
-    """Which of ``WANTED_SUBSYSTEMS`` a value of NCCL_DEBUG_SUBSYS turns on: a list, ALL, or after ``^`` all but a list."""
+    """Return the ``WANTED_SUBSYSTEMS`` that a value of NCCL_DEBUG_SUBSYS enables: a list, ALL, or ``^`` and exceptions."""
     inverted = text.startswith("^")
     named = {word.strip().upper() for word in text.removeprefix("^").split(",")}
     on = frozenset(name for name in WANTED_SUBSYSTEMS if name in named or "ALL" in named)
     return frozenset(WANTED_SUBSYSTEMS) - on if inverted else on
 
 
-def _losses(found: Mapping[str, str]) -> list[str]:
-    """What the user's own values lose, a sentence for each variable."""
-    level = found.get(LEVEL, "TRACE").upper()
+def _losses(user_values: Mapping[str, str]) -> list[str]:
+    """Return what the log lacks due to the user's own values, a sentence for each variable."""
+    level = user_values.get(LEVEL, "TRACE").upper()
     rank = _LEVELS.index(level) if level in _LEVELS else 0
     sentences = []
     if rank < _LEVELS.index("INFO"):
         sentences.append(
-            f"{LEVEL}={found[LEVEL]} prints no line of an operation; unset it to have TRACE, which commprof asks for"
+            f"{LEVEL}={user_values[LEVEL]} prints no line of an operation; unset it to have TRACE, which commprof asks for"
         )
     elif rank < _LEVELS.index("TRACE"):
-        sentences.append(f"{LEVEL}={found[LEVEL]} loses {_LOST_WITHOUT['CALL']}, which are of level TRACE")
-    missing = set(WANTED_SUBSYSTEMS) - subsystems(found.get(SUBSYSTEMS, "ALL"))
+        sentences.append(
+            f"{LEVEL}={user_values[LEVEL]} loses {_LOST_WITHOUT['CALL']}, which are of level TRACE"
+        )
+    missing = set(WANTED_SUBSYSTEMS) - subsystems(user_values.get(SUBSYSTEMS, "ALL"))
     if missing:
         lost = [f"{_LOST_WITHOUT[name]} ({name})" for name in WANTED_SUBSYSTEMS if name in missing]
-        sentences.append(f"{SUBSYSTEMS}={found[SUBSYSTEMS]} loses {', '.join(lost)}")
-    if FILE in found:
-        sentences += _file_losses(found[FILE])
+        sentences.append(f"{SUBSYSTEMS}={user_values[SUBSYSTEMS]} loses {', '.join(lost)}")
+    if FILE in user_values:
+        sentences += _file_losses(user_values[FILE])
     return sentences
 
 

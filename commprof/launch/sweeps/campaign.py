@@ -1,4 +1,4 @@
-"""The runs of a sweep carried out: each with the config derived for it, and checked to have used it."""
+"""Runs the points of a sweep: each with its derived config, and with a check that the run used it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _TAIL_LINES: Final = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What a sweep varies, in which program, and where its runs go.
+    """A sweep: the program, the varied settings, and the directory of its runs.
 
-    ``argument`` is the word of the program's command line that the derived config replaces: its position in
-    ``program.arguments``, and its name.
+    ``argument`` is the position in ``program.arguments`` of the word that the derived config replaces.
     """
 
     program: Program
@@ -50,7 +49,7 @@ class Campaign:
 
 
 class TurnResult(NamedTuple):
-    """How one run of a sweep went; ``problem`` is None where it is good to compare."""
+    """The result of one run of a sweep; ``problem`` is None if it can be compared."""
 
     turn: Turn
     run: Path
@@ -59,37 +58,37 @@ class TurnResult(NamedTuple):
 
 
 def find_config_argument(program: Program, name: str | None) -> tuple[int, ConfigFile]:
-    """The argument of ``program`` that names its config, and that config.
+    """Return the argument of ``program`` that names its config, and that config.
 
     Args:
         name: the argument's name (``--config-arg``); by default one of ``CONFIG_ARGUMENTS``.
 
     Raises:
-        UsageError: there is no such argument, or its file is no JSON object.
+        UsageError: there is no such argument, or its file is not a JSON object.
     """
     names = CONFIG_ARGUMENTS if name is None else (name if name.startswith("-") else f"--{name}",)
-    found = find_argument(program.arguments, names)
-    if found is None:
+    argument = find_argument(program.arguments, names)
+    if argument is None:
         wanted = f"no argument {names[0]}" if name else "none of --config, --deepspeed_config and --ds_config"
-        remedy = "" if name else "; where it has another name, say --config-arg NAME"
+        remedy = "" if name else "; if its argument has another name, add --config-arg NAME"
         raise UsageError(
-            f"the arguments of {program.target} have {wanted}, so there is no config to vary. Put it behind the script: "
+            f"the arguments of {program.target} have {wanted}, so there is no config to vary. Name it after the script: "
             f"commprof sweep --set ... -- {program.target} --config ds.json{remedy}"
         )
-    return found.position, ConfigFile(found.name, Path(found.value), read_config(found.value))
+    return argument.position, ConfigFile(argument.name, Path(argument.value), read_config(argument.value))
 
 
 def default_directory(program: Program, now: datetime) -> Path:
-    """``traces/<script>-sweep-<time>``, which is free."""
+    """Return a path ``traces/<script>-sweep-<time>`` that does not exist yet."""
     return directory.default_run_directory(f"{program.stem}-sweep", now)
 
 
 def make_room(out: Path, force: bool) -> None:
-    """See that the sweep's runs will be alone in ``out``.
+    """Prepare ``out`` so that it contains only the runs of this sweep.
 
     Raises:
-        UsageError: something is there; with ``force``, something that is no run.
-        TraceError: it cannot be read or emptied.
+        UsageError: ``out`` is not empty; with ``force``, it contains something that is not a run.
+        TraceError: ``out`` cannot be read or emptied.
     """
     try:
         if out.exists() and not out.is_dir():
@@ -98,11 +97,11 @@ def make_room(out: Path, force: bool) -> None:
         others = [child for child in children if not directory.is_run(child)]
         if directory.is_run(out) or (others and children):
             raise UsageError(
-                f"{out} is not empty and is no sweep, so nothing in it is touched. Choose another --out"
+                f"{out} is not empty and is not a sweep, so it is not changed. Choose another --out"
             )
         if children and not force:
             raise UsageError(
-                f"{out} holds {len(children)} runs already. Choose another --out, or give --force to replace them"
+                f"{out} already has {len(children)} runs. Choose another --out, or give --force to replace them"
             )
         for child in children:
             manifest.check_replaceable(child)
@@ -113,7 +112,7 @@ def make_room(out: Path, force: bool) -> None:
 
 
 def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnResult]:
-    """Run each turn of ``campaign`` in its order, and yield how it went.
+    """Run each turn of ``campaign`` in order, and yield its result.
 
     Raises:
         UsageError, TraceError, LaunchError: as :func:`commprof.launch.job.run_job`.
@@ -142,15 +141,15 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
             engine=campaign.engine,
             recording=campaign.recording,
         )
-        said: list[str] = []
-        finished = run_job(job, say if campaign.show_output else said.append)
+        output_lines: list[str] = []
+        finished = run_job(job, say if campaign.show_output else output_lines.append)
         problem = _problem(finished, turn, campaign)
         injection.forget_notes(run)
         yield TurnResult(turn, run, problem, finished.asked_to_stop)
 
 
 def directory_name(turn: Turn) -> str:
-    """``03-reduce_scatter_true-stage_2``: the order and the point; what the manifest says is what counts."""
+    """Return ``03-reduce_scatter_true-stage_2``: order and point, for people. The manifest is authoritative."""
     words = re.sub(r"[^A-Za-z0-9.]+", "_", label(turn.point).replace(" ", "-space-")).replace("_space_", "-")
     return f"{turn.number + 1:02d}-{words.strip('_')[:80]}"
 
@@ -169,29 +168,29 @@ def _problem(finished: Finished, turn: Turn, campaign: Campaign) -> str | None:
 def unused(
     run: Path, point: Mapping[str, Any], argument: str, engine: Mapping[str, Any] | None
 ) -> str | None:
-    """Why the run at ``run`` cannot have used the config derived for it; None where it did.
+    """Return why the run at ``run`` cannot have used its derived config; None if it did.
 
-    Two witnesses: the config that the engine published, and the processes of the script, which note whether they
+    Two sources: the config that the engine published, and the processes of the script, which note whether they
     opened the file.
 
     Args:
-        engine: the config that the engine published; None where none did.
+        engine: the config that the engine published; None if none did.
     """
     if engine is not None:
         wrong = mismatches(point, engine)
         if wrong:
             listed = ", ".join(f"{m.key} is {json.dumps(m.used)}, not {json.dumps(m.asked)}" for m in wrong)
-            return f"the engine did not use the derived config: {listed}. Does the script replace what {argument} says?"
+            return f"the engine did not use the derived config: {listed}. Does the script override the config of {argument}?"
     if any(note.get("state") == "config_opened" for note in injection.notes(run)):
         return None
     return (
-        f"the script never opened {run / CONFIG_NAME}, the config derived for it: it takes its settings from elsewhere. "
-        f"Let it read the file that {argument} names, or say with --config-arg which argument it does read"
+        f"the script never opened {run / CONFIG_NAME}, the config derived for it: its settings come from elsewhere. "
+        f"Let it read the file that {argument} names, or name the argument that it reads with --config-arg"
     )
 
 
 def engine_config(run: Path) -> dict[str, Any] | None:
-    """The config that an engine published in the run; None where none did, or where it cannot be read here."""
+    """Return the config that an engine published in the run; None if there is none, or it cannot be read here."""
     try:
         from commprof.trace.reader import open_run
 

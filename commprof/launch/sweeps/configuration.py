@@ -1,7 +1,7 @@
-"""Reading the JSON config of somebody's script, with errors that point at the place.
+"""Reads the JSON config of a script, with errors that name line and column.
 
-A config is written by hand, and by people who write Python all day. So the usual slips are named as what they are: ``True``,
-comments, trailing commas, ``500_000_000``, single quotes.
+People who write Python write configs by hand. So errors name the usual mistakes: ``True``, comments, trailing commas,
+``500_000_000``, single quotes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _DuplicateError(Exception):
 
 
 class Slip(NamedTuple):
-    """Where a text stops being JSON, and what stands there."""
+    """The position of an error in a JSON text, and what is wrong."""
 
     line: int
     column: int
@@ -30,7 +30,7 @@ class Slip(NamedTuple):
 
 
 class ConfigFile(NamedTuple):
-    """The config file that the program was given: commprof only reads it."""
+    """The config file in the program's arguments; commprof only reads it."""
 
     argument: str
     path: Path
@@ -39,21 +39,21 @@ class ConfigFile(NamedTuple):
 
 
 def find_config(program: Program) -> ConfigFile | None:
-    """The config file among the program's arguments; None where there is none, or it is clearly no JSON (YAML, a name)."""
-    found = find_argument(program.arguments, CONFIG_ARGUMENTS)
-    if found is None:
+    """Return the config file in the program's arguments; None without one, or if it is clearly not JSON (YAML, a name)."""
+    argument = find_argument(program.arguments, CONFIG_ARGUMENTS)
+    if argument is None:
         return None
-    path = Path(found.value)
+    path = Path(argument.value)
     if not path.is_file():
         return None
     try:
-        return ConfigFile(found.name, path, read_config(path))
+        return ConfigFile(argument.name, path, read_config(path))
     except UsageError as error:
-        return ConfigFile(found.name, path, None, str(error)) if path.suffix == ".json" else None
+        return ConfigFile(argument.name, path, None, str(error)) if path.suffix == ".json" else None
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The JSON object in file ``path``.
+    """Read the JSON object in file ``path``.
 
     Raises:
         UsageError: the file cannot be read, or is not a JSON object; says line, column and what to write instead.
@@ -67,14 +67,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except PermissionError:
         raise UsageError(f"no permission to read the config {path}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"the config {path} is not text, so it is no JSON either") from None
+        raise UsageError(f"the config {path} is not text, so it is not JSON") from None
     except OSError as error:
         raise UsageError(f"the config {path} cannot be read: {error.strerror}") from None
     return parse_config(text, str(path))
 
 
 def parse_config(text: str, name: str) -> dict[str, Any]:
-    """The JSON object in ``text``; ``name`` stands for it in errors.
+    """Parse the JSON object in ``text``; errors call it ``name``.
 
     Raises:
         UsageError: as :func:`read_config`.
@@ -94,9 +94,9 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
 
 
 def find_slip(text: str, position: int, complete: bool = False) -> Slip:
-    """What is wrong at ``position``, where the JSON decoder gave up; ``complete``: a whole value stands before it."""
+    """Return what is wrong at ``position``, where the JSON decoder failed; ``complete``: a complete value precedes it."""
     if complete:
-        start, what = position, f"more text behind the end of the value: {_beginning(text[position:])}"
+        start, what = position, f"more text after the end of the value: {_beginning(text[position:])}"
     else:
         start, what = _recognise(text, position)
     line = text.count("\n", 0, start) + 1
@@ -104,7 +104,7 @@ def find_slip(text: str, position: int, complete: bool = False) -> Slip:
 
 
 def _recognise(text: str, position: int) -> tuple[int, str]:
-    """The place of the slip, which may be before ``position``, and its name."""
+    """Return the position of the mistake, which may be before ``position``, and its description."""
     rest = text[position:]
     if not text.strip():
         return 0, "the file is empty"
@@ -118,7 +118,7 @@ def _recognise(text: str, position: int) -> tuple[int, str]:
         return position, "JSON has no comments; remove it"
     before = text[:position].rstrip()
     if rest[:1] in ("}", "]") and before.endswith(","):
-        return len(before) - 1, "a comma stands before the closing bracket; remove it"
+        return len(before) - 1, "a comma before the closing bracket; remove it"
     if rest[:1] in ("}", "]") and before.endswith(":"):
         return position, "a value is missing after the colon"
     return position, _plain(text, position, before)
@@ -157,12 +157,12 @@ def _beginning(text: str) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    keys = dict(pairs)
+    if len(keys) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _DuplicateError(f"the key {twice!r} stands twice in one object")
-    return made
+        raise _DuplicateError(f"the key {twice!r} occurs twice in one object")
+    return keys
 
 
 def _constant(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Which runs a sweep consists of: settings, their product, the config of each point, the order. Pure."""
+"""The plan of a sweep: parses settings, builds their product, derives the config of each point, orders the runs. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSING: Final = object()
 
 
 class Turn(NamedTuple):
-    """One run of a sweep: a point, and which repetition of it, from 0."""
+    """One run of a sweep: a point and the number of its repetition, from 0."""
 
     number: int
     point: dict[str, Any]  # dotted key -> value
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """A swept key with the value that was asked for and the one that the engine had."""
+    """A swept key whose requested value differs from the engine's."""
 
     key: str
     asked: Any
@@ -33,7 +33,7 @@ class Mismatch(NamedTuple):
 
 
 def parse_setting(text: str) -> tuple[str, list[Any]]:
-    """``key=v1,v2`` as a dotted key and its values: JSON where they are JSON, else text.
+    """Parse ``key=v1,v2`` into a dotted key and its values, which are JSON or else text.
 
     >>> parse_setting("zero_optimization.reduce_scatter=true,false")
     ('zero_optimization.reduce_scatter', [True, False])
@@ -51,13 +51,13 @@ def parse_setting(text: str) -> tuple[str, list[Any]]:
     for position, value in enumerate(values):
         if any(_same(value, other) for other in values[:position]):
             raise UsageError(
-                f"--set {text}: the value {json.dumps(value)} stands there twice; --repeat N repeats runs"
+                f"--set {text}: the value {json.dumps(value)} occurs twice; --repeat N repeats runs"
             )
     return key, values
 
 
 def _split_values(text: str) -> Iterator[str]:
-    """The parts between the commas that stand in no bracket and no quotes."""
+    """Split at commas outside of brackets and quotes."""
     depth, quoted, word = 0, False, ""
     for position, letter in enumerate(text):
         if letter == '"' and text[position - 1 : position] != "\\":
@@ -88,31 +88,31 @@ def _parse_value(key: str, word: str) -> Any:
     except json.JSONDecodeError as error:
         if word[0] in '[{"':
             slip = find_slip(word, error.pos)
-            raise UsageError(f"--set {key}={word}: no JSON at column {slip.column}: {slip.what}") from None
+            raise UsageError(f"--set {key}={word}: not JSON at column {slip.column}: {slip.what}") from None
         return word
 
 
 def points(settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Every combination of the values of ``settings`` (texts of ``--set``), the last one varying fastest.
+    """Return every combination of the values of ``settings`` (texts of ``--set``), the last one varying fastest.
 
     Raises:
-        UsageError: as :func:`parse_setting`, or a key is given twice or lies within another.
+        UsageError: as :func:`parse_setting`, or a key is given twice or is within another.
     """
     parsed = [parse_setting(text) for text in settings]
     keys = [key for key, _ in parsed]
     for first, second in itertools.combinations(keys, 2):
         if first == second:
-            raise UsageError(f"--set {first} is given twice; list its values behind one --set {first}=v1,v2")
+            raise UsageError(f"--set {first} is given twice; list its values in one --set {first}=v1,v2")
         if f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}."):
-            raise UsageError(f"--set {first} and --set {second}: one lies within the other")
+            raise UsageError(f"--set {first} and --set {second}: one key is within the other")
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(v for _, v in parsed))]
 
 
 def derive(config: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``config`` with the dotted keys of ``point`` set; objects on the way are made where there are none.
+    """Return a copy of ``config`` with the dotted keys of ``point`` set; missing objects are created.
 
     Raises:
-        UsageError: a key leads through something that is no object.
+        UsageError: a key leads through a value that is not an object.
     """
     derived: dict[str, Any] = copy.deepcopy(dict(config))
     for key, value in point.items():
@@ -123,7 +123,7 @@ def derive(config: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any
             if not isinstance(below, dict):
                 where = ".".join(parents[: depth + 1])
                 raise UsageError(
-                    f"--set {key}: {where} is {json.dumps(below)} in the config, and no object to set keys in"
+                    f"--set {key}: {where} is {json.dumps(below)} in the config, which is not an object with keys"
                 )
             place = below
         place[last] = value
@@ -131,7 +131,7 @@ def derive(config: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any
 
 
 def turns(listed: Sequence[dict[str, Any]], repeats: int) -> list[Turn]:
-    """The runs in their order: every point once, then every point again, so that a drift of the machine meets all alike."""
+    """Return the runs in order: every point once, then every point again, so that a drift of the machine affects all."""
     return [
         Turn(number, point, repeat)
         for number, (repeat, point) in enumerate(itertools.product(range(repeats), listed))
@@ -139,7 +139,7 @@ def turns(listed: Sequence[dict[str, Any]], repeats: int) -> list[Turn]:
 
 
 def label(point: Mapping[str, Any]) -> str:
-    """``point`` as text: the last part of each key with its value; whole keys where the last parts are equal.
+    """Return ``point`` as text: the last part of each key with its value, or full keys if last parts are equal.
 
     >>> label({"zero_optimization.reduce_scatter": True, "train_batch_size": 8})
     'reduce_scatter=true train_batch_size=8'
@@ -153,13 +153,13 @@ def label(point: Mapping[str, Any]) -> str:
 
 
 def mismatches(point: Mapping[str, Any], used: Mapping[str, Any]) -> list[Mismatch]:
-    """Where the engine's config ``used`` contradicts ``point``. A key that it lacks, and ``auto``, contradict nothing."""
-    found = []
+    """Return where the engine's config ``used`` contradicts ``point``. A missing key and ``auto`` contradict nothing."""
+    differences = []
     for key, asked in point.items():
         value = _look_up(used, key)
         if value is not _MISSING and asked != "auto" and not _same(value, asked):
-            found.append(Mismatch(key, asked, value))
-    return found
+            differences.append(Mismatch(key, asked, value))
+    return differences
 
 
 def _look_up(config: Mapping[str, Any], key: str) -> Any:
@@ -172,5 +172,5 @@ def _look_up(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equality as a config means it: 5e8 is 500000000, but true is not 1."""
+    """Whether two config values are equal: 5e8 equals 500000000, but true does not equal 1."""
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)

@@ -106,7 +106,7 @@ def test_a_run_that_only_spark_reads(run, store, tmp_path, capsys):
     capsys.readouterr()
     assert execute(["report", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"not looked for, since the records lie at {store}/run" in said and "missing" not in said
+    assert f"not evaluated, because the records are at {store}/run" in said and "missing" not in said
     assert execute(["verify", str(out)]) == 3
     said = " ".join(capsys.readouterr().out.split())
     assert (

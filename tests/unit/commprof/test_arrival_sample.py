@@ -147,13 +147,13 @@ def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only
     path = written(tmp_path / "run", job_of(("host", "all")))
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)
     assert execute(["report", str(path)]) == 0
-    assert "Late ranks: not looked for among more than 5 records" in capsys.readouterr().out
+    assert "Late ranks: not evaluated for more than 5 records" in capsys.readouterr().out
     monkeypatch.setattr(arrival_sample, "MOST_ROWS", 200)
     only_files(path)
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"Late ranks: Rank {LATE} is late by itself" in said
-    assert "Hosts: rank 3: h1. Looked at: the collectives of 11 of 24 steps, no messages." in said
+    assert "Hosts: rank 3: h1. Examined: the collectives of 11 of 24 steps, no messages." in said
     assert execute(["report", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (
@@ -167,7 +167,7 @@ def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_fil
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Late ranks: None stands out. Looked at: the collectives of all 24 steps, no messages." in said
+    assert "Late ranks: None stands out. Examined: the collectives of all 24 steps, no messages." in said
 
 
 def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_files, monkeypatch, capsys):
@@ -184,7 +184,7 @@ def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_file
     assert cost_of(said) == pytest.approx(cost_of(whole), rel=0.5)
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"Looked at: 1/{round(1 / found.attrs['share'])} of the collectives of 8 of 24 steps" in said
+    assert f"Examined: 1/{round(1 / found.attrs['share'])} of the collectives of 8 of 24 steps" in said
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -258,6 +258,6 @@ def test_the_report_shows_bytes_between_hosts_and_padding_where_there_are_any(
     said = capsys.readouterr().out
     head = next(line for line in said.splitlines() if "purpose, operation" in line)
     assert ("between hosts" in head, "padding" in head) == (hosts == TWO_HOSTS, bool(padding))
-    assert ("1500 B" in said or "1.46 KiB" in said) and "between hosts: of the wire bytes" in " ".join(
-        said.split()
-    )
+    assert (
+        "1500 B" in said or "1.46 KiB" in said
+    ) and "between hosts: the part of the wire bytes" in " ".join(said.split())

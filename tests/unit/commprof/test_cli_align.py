@@ -72,7 +72,7 @@ def test_a_log_of_which_nothing_matches_is_kept_only_by_force(tmp_path, capsys, 
     (tmp_path / "empty.log").write_text("nothing\n")
     arguments = ["align", str(path), str(tmp_path / "empty.log")]
     assert invoke(arguments + ["--force"] * force) == 0
-    assert ("no alignment is kept" in capsys.readouterr().err) == (not force)
+    assert ("no alignment is stored" in capsys.readouterr().err) == (not force)
     assert bool(open_run(path).table("matches").num_rows) == force
 
 

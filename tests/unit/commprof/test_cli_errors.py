@@ -38,7 +38,7 @@ def failing(capsys, line: str, code: int) -> str:
         ("run --nprocs 2 train.py", "No such option: --nprocs"),
         (
             "run --config ds.json train.py",
-            "No such option: --config; the options of a script stand behind it.",
+            "No such option: --config; put the options of a script after the script.",
         ),
         ("run --nproc", "--nproc"),
         ("run .", "is a directory without __main__.py"),
@@ -51,7 +51,7 @@ def failing(capsys, line: str, code: int) -> str:
         ("sweep --set a=1 --config-arg cfg -- train.py --config x", "no argument --cfg"),
         ("sweep --set a=1 -- train.py --config none.json", "no such config file: none.json"),
         ("sweep --set a=True -- train.py --config ds.json", "True is Python; JSON writes true"),
-        ("sweep --set a.b=1 -- train.py --config ds.json", "a is 1 in the config, and no object"),
+        ("sweep --set a.b=1 -- train.py --config ds.json", "a is 1 in the config, which is not an object"),
         ("sweep --set a=2 -- train.py --config bad.json", "line 1, column 7: True is Python"),
         ("dashboard train.py", "is a file; a directory of runs was expected"),
         ("dashboard --port 99999", "99999"),
@@ -109,7 +109,7 @@ def test_a_directory_that_is_no_run_is_never_replaced(capsys, empty_directory, o
     (empty_directory / "thesis").mkdir()
     (empty_directory / "thesis" / "chapter.tex").write_text("years of work")
     assert "is not empty and is not a run" in failing(capsys, f"run {option}--out thesis train.py", 2)
-    assert "nothing in it is touched" in failing(
+    assert "so it is not changed" in failing(
         capsys,
         f"sweep {option}--set a=1 --out thesis -- train.py --config ds.json".replace("ds.json", _config()),
         2,

@@ -174,7 +174,7 @@ def test_finalise_makes_the_files_that_are_missing_whatever_the_records(tmp_path
     monkeypatch.setattr(summaries, "_SMALL", 5)
     monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     assert execute(["finalise", str(path)]) == 0
-    assert "finalised, 2 files of hosts made: 9 ranks" in capsys.readouterr().err
+    assert "finalised, 2 files of hosts written: 9 ranks" in capsys.readouterr().err
     assert len(host_files.held(path)) == 3
     spoil_records(path)
     assert_same(answers(path), expected)

@@ -22,8 +22,8 @@ from commprof.launch.sweeps.configuration import parse_config, read_config
         ('{\n  // stage\n  "a": 1}', 2, 3, "JSON has no comments"),
         ('{"a": 1, # one\n "b": 2}', 1, 10, "JSON has no comments"),
         ('{"a": 1 /* one */}', 1, 9, "JSON has no comments"),
-        ('{"a": 1,\n}', 1, 8, "a comma stands before the closing bracket"),
-        ('{"a": [1, 2, ]}', 1, 12, "a comma stands before the closing bracket"),
+        ('{"a": 1,\n}', 1, 8, "a comma before the closing bracket"),
+        ('{"a": [1, 2, ]}', 1, 12, "a comma before the closing bracket"),
         ("{'a': 1}", 1, 2, "a single quote"),
         ("{a: 1}", 1, 2, "a is not in quotes"),
         ('{"a": yes}', 1, 7, "yes is not in quotes"),
@@ -32,7 +32,7 @@ from commprof.launch.sweeps.configuration import parse_config, read_config
         ('{"a": }', 1, 7, "a value is missing after the colon"),
         ('{"a": {"b": 1}', 1, 15, "ends too early"),
         ('{"a": .5}', 1, 7, ".5 is not a JSON number"),
-        ('{"a": 1} {', 1, 10, "more text behind the end"),
+        ('{"a": 1} {', 1, 10, "more text after the end"),
         ("", 1, 1, "the file is empty"),
     ],
 )
@@ -62,7 +62,7 @@ def test_any_text_is_read_or_refused_in_one_message(text):
 def test_other_values_and_double_keys():
     with pytest.raises(UsageError, match="holds a JSON array"):
         parse_config("[1]", "x")
-    with pytest.raises(UsageError, match="the key 'a' stands twice"):
+    with pytest.raises(UsageError, match="the key 'a' occurs twice"):
         parse_config('{"a": 1, "a": 2}', "x")
     with pytest.raises(UsageError, match="nested too deeply"):
         parse_config("[" * 100_000, "x")

@@ -36,7 +36,7 @@ def test_values_are_json_or_text(text, key, values):
         ("a=True", "True is Python; JSON writes true"),
         ("a=500_000", "JSON writes 500000"),
         ("a=1,1", "twice"),
-        ("a=[1,", "no JSON at column"),
+        ("a=[1,", "not JSON at column"),
     ],
 )
 def test_settings_that_cannot_be_meant(text, message):
@@ -62,7 +62,7 @@ def test_derived_configs_leave_the_original_alone():
     derived = derive(config, {"zero_optimization.stage": 1, "optimizer.params.lr": 0.1})
     assert derived == {"zero_optimization": {"stage": 1}, "x": 1, "optimizer": {"params": {"lr": 0.1}}}
     assert config == {"zero_optimization": {"stage": 2}, "x": 1}
-    with pytest.raises(UsageError, match="x is 1 in the config, and no object"):
+    with pytest.raises(UsageError, match="x is 1 in the config, which is not an object"):
         derive(config, {"x.y.z": 2})
 
 

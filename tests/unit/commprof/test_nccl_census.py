@@ -132,7 +132,7 @@ def test_the_terminal_gets_counts_and_examples_and_no_control_characters(tmp_pat
     path.write_bytes(COLL + b"\n\x1b]0;evil\x07\x1b[31mred \xe2\x80\xae\xff\n" + b"hello\n" * 5)
     assert invoke(["nccl", "parse", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "lines not understood: 6 of 7" in shown
+    assert "unrecognized lines: 6 of 7" in shown
     assert "5  line of another program" in shown
     assert "\\x1b]0;evil\\x07\\x1b[31mred" in shown
     assert all(letter.isprintable() or letter == "\n" for letter in shown)

@@ -158,13 +158,15 @@ def test_what_cannot_be_said_in_bytes_is_said(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config(3, mics_shard_size=2)))
     assert invoke(["requested", str(path), "--params", "1e9"]) == 0
-    assert "bytes of messages cannot be said: zero_optimization.mics_shard_size" in capsys.readouterr().out
+    assert (
+        "bytes of messages cannot be predicted: zero_optimization.mics_shard_size" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ("{", ["--params", "1e9"], "is no JSON"),
+        ("{", ["--params", "1e9"], "is not valid JSON"),
         ("[]", ["--params", "1e9"], "holds a list"),
         ("{}", ["--params", "many"], "--params is 'many'"),
         ("{}", ["--params", "20"], "expected at least"),
@@ -215,7 +217,7 @@ def test_ranks_along_axes_send_what_each_axis_adds(tmp_path, capsys):
     norms = {str(row["groups"]): row["payload_bytes"] for row in rows if row["purpose"] == "gradient_norm"}
     assert norms[str([[0, 1, 4, 5], [2, 3, 6, 7]])] == 4 and len(norms) == 3
     assert invoke(given) == 0
-    assert "their size needs --sequence" in json.loads(capsys.readouterr().out)["note"]
+    assert "give --sequence" in json.loads(capsys.readouterr().out)["note"]
 
 
 @pytest.mark.parametrize(
