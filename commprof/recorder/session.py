@@ -170,17 +170,17 @@ class Session:
 
     def _complain(self, rank: int | str, lost: int, reason: str | None) -> None:
         """Say once what is missing, if anything is."""
-        parts = []
+        problems = []
         if reason is not None or lost:
-            parts.append(
+            problems.append(
                 f"recording stopped: {reason}; {lost} collectives were lost, the training was not touched"
             )
         if self.journal.faults:
-            parts.append(
+            problems.append(
                 f"{self.journal.faults} collectives could not be recorded (first reason: {self.journal.first_fault})"
             )
-        if parts:
-            say(f"rank {rank}: {'; '.join(parts)}")
+        if problems:
+            say(f"rank {rank}: {'; '.join(problems)}")
 
     def _totals(self, opened: Opened) -> dict[str, Any]:
         journal = self.journal

@@ -133,12 +133,12 @@ class Ddp:
 
     def _wrap_assignment(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compute(tensors: Any, limits: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(tensors, limits, *args, **kwargs)
+            assignment = original(tensors, limits, *args, **kwargs)
             try:
-                self._assignment = Assignment(tuple(limits), tuple(map(tuple, found[0])))
+                self._assignment = Assignment(tuple(limits), tuple(map(tuple, assignment[0])))
             except Exception as error:
                 self._doubt(error)
-            return found
+            return assignment
 
         return compute
 
@@ -160,26 +160,26 @@ class Ddp:
         def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             original(model, *args, **kwargs)
             try:
-                given = signature.bind(model, *args, **kwargs)
-                given.apply_defaults()
-                self._publish(model, given.arguments)
+                bound = signature.bind(model, *args, **kwargs)
+                bound.apply_defaults()
+                self._publish(model, bound.arguments)
             except Exception as error:
                 self._doubt(error)
 
         return init
 
-    def _publish(self, model: DistributedDataParallel, given: Mapping[str, Any]) -> None:
+    def _publish(self, model: DistributedDataParallel, constructor_arguments: Mapping[str, Any]) -> None:
         reduction = self._reductions.get(model)
         if reduction is None or reduction.wrapped is not None:
             return
         ignored = model.parameters_to_ignore
         arguments = {
-            **{name: given[name] for name in _ARGUMENTS if name in given},
+            **{name: constructor_arguments[name] for name in _ARGUMENTS if name in constructor_arguments},
             "ignored": sorted(ignored),
             "sparse": any(getattr(each, "sparse", False) is True for each in model.module.modules()),
             "python_reducer": getattr(model, "_use_python_reducer", False),
-            "mixed_precision": given.get("mixed_precision") is not None,
-            "delayed": given.get("delay_all_reduce_named_params") is not None,
+            "mixed_precision": constructor_arguments.get("mixed_precision") is not None,
+            "delayed": constructor_arguments.get("delay_all_reduce_named_params") is not None,
             "comm_hook": reduction.hook,
         }
         module = model.module

@@ -85,13 +85,13 @@ class DeepSpeedAdapter:
         self._waiting.clear()
         self._watch.stop()
         first, last = (".".join(map(str, version)) for version in (FIRST_VERSION, LAST_VERSION))
-        said = (
+        message = (
             f"DeepSpeed {text} is not one that commprof knows ({first} to {last}): its collectives are recorded without "
             "purposes, parameters and configuration"
         )
-        self._journal.note(said)
+        self._journal.note(message)
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"commprof: {said}\n")
+            sys.stderr.write(f"commprof: {message}\n")
 
     def _wrap_module(self, module: ModuleType) -> None:
         missing = []
@@ -136,8 +136,8 @@ def parse_version(text: str) -> tuple[int, ...]:
     >>> parse_version("0.19.8+unknown"), parse_version("0.15"), parse_version("next")
     ((0, 19, 8), (0, 15), ())
     """
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    numbers = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def is_supported(version: tuple[int, ...]) -> bool:

@@ -41,7 +41,7 @@ class _Shard(NamedTuple):
 
     numel: int
     secondary: int  # of the shard within a part of the ranks, where there is one (hpZ); else the same
-    whole: int
+    unpadded_numel: int
     dtype: torch.dtype | None
 
 
@@ -59,7 +59,7 @@ class _Expected:
         self._flat = list(flat)
         self._shards = [each for each in shards if each]
 
-    def whole(self, output: torch.Tensor | None, sent: torch.Tensor) -> int | None:
+    def unpadded_numel(self, output: torch.Tensor | None, sent: torch.Tensor) -> int | None:
         """Elements of the parameters in the message whose part from this rank is ``sent``; None: not known."""
         for buffer, numel in self._flat:
             if buffer is output:
@@ -75,7 +75,7 @@ class _Expected:
                     gone = {id(each) for each in together}
                     self._shards[place] = [each for each in shards if id(each) not in gone]
                     self._shards = [each for each in self._shards if each]
-                    return sum(each.whole for each in together)
+                    return sum(each.unpadded_numel for each in together)
         return None
 
 
@@ -137,9 +137,11 @@ class Paddings:
 
         def padding_bytes(args: Args, kwargs: Kwargs) -> int | None:
             outputs, sent = message(args, kwargs)
-            whole = self._thread.expected.whole(outputs[0] if len(outputs) == 1 else None, sent)
+            unpadded_numel = self._thread.expected.unpadded_numel(
+                outputs[0] if len(outputs) == 1 else None, sent
+            )
             numel = sum(each.numel() for each in outputs)
-            return None if whole is None else (numel - whole) * sent.element_size()
+            return None if unpadded_numel is None else (numel - unpadded_numel) * sent.element_size()
 
         def send(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._thread, "expected", None) is None:

@@ -107,11 +107,11 @@ class DTensors:
     def _wrap_total(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tagged_call = tagged(original, _NORM)
 
-        def whole(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def total(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             call = tagged_call if self._norms and tensor in self._norms else original
             return call(tensor, *args, **kwargs)
 
-        return whole
+        return total
 
 
 def _by(choose: Callable[..., hooks.tag | None]) -> Wrap:

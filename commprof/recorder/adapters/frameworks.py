@@ -32,7 +32,7 @@ class Frameworks:
         self.explain = ddp.explain  # why C++ issues a collective
         checkpoints = Checkpoints(self.loop)
         self._tensors = TensorParallel(journal, self.wrapped)
-        parts = [
+        patches = [
             *TorchFunctions(journal, self.loop, checkpoints).parts(),
             *ddp.parts(),
             *Fsdp(journal, checkpoints, self.wrapped).parts(),
@@ -42,7 +42,7 @@ class Frameworks:
             *DTensors().parts(),
             *Trainers(checkpoints).parts(),
         ]
-        self._adapters = (DeepSpeedAdapter(journal, steps.explicit), Adapter(journal, parts))
+        self._adapters = (DeepSpeedAdapter(journal, steps.explicit), Adapter(journal, patches))
 
     def install(self) -> None:
         """Begin to speak for them."""

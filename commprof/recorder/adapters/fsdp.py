@@ -135,8 +135,8 @@ class Fsdp:
         gradient = handle.flat_param.grad
         numel = gradient.numel()
         # Cut into equal parts where it is sharded at all.
-        parts = handle.world_size if handle.uses_sharded_strategy else 1
-        nbytes = -(-numel // parts) * parts * gradient.dtype.itemsize
+        shards = handle.world_size if handle.uses_sharded_strategy else 1
+        nbytes = -(-numel // shards) * shards * gradient.dtype.itemsize
         return open_bucket(self._numbers.take(), numel, nbytes, gradient.dtype, names, module=module)
 
     # What each model was given, and its passes.

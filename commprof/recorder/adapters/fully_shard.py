@@ -248,13 +248,13 @@ class FullyShard:
 
 def _groups_of(states: Sequence[Any]) -> list[Any]:
     """The groups of parameters of ``states``; before torch 2.13 each has one at most."""
-    found: list[Any] = []
+    groups_of_states: list[Any] = []
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)
-        found += [
+        groups_of_states += [
             each for each in (groups if groups is not None else [state._fsdp_param_group]) if each is not None
         ]
-    return found
+    return groups_of_states
 
 
 def _is_idle(group: Any) -> bool:

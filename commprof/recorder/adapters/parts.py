@@ -56,10 +56,10 @@ class Adapter:
     def __init__(self, journal: Journal, parts: Iterable[Part]) -> None:
         self._journal = journal
         self._patches = Patches()
-        self._parts: dict[str, list[Part]] = {}
+        self._parts_by_module: dict[str, list[Part]] = {}
         for part in parts:
-            self._parts.setdefault(part.module, []).append(part)
-        self._watch = ImportWatch(self._parts, self._on_import, journal.fault)
+            self._parts_by_module.setdefault(part.module, []).append(part)
+        self._watch = ImportWatch(self._parts_by_module, self._on_import, journal.fault)
 
     def install(self) -> None:
         """Wrap what is imported already, and the rest when it comes."""
@@ -73,7 +73,7 @@ class Adapter:
     def _on_import(self, module: ModuleType) -> None:
         missing = [
             part.path
-            for part in self._parts[module.__name__]
+            for part in self._parts_by_module[module.__name__]
             if not self._patches.wrap(module, part.path, _outside_traces(part.wrap)) and not part.optional
         ]
         if missing:
@@ -111,12 +111,12 @@ class Doubts:
     def __init__(self, journal: Journal, framework: str) -> None:
         self._journal = journal
         self._framework = framework
-        self._said = False
+        self._is_reported = False
 
     def __call__(self, error: Exception) -> None:
         """Something could not be found out."""
-        if not self._said:
-            self._said = True
+        if not self._is_reported:
+            self._is_reported = True
             self._journal.note(
                 f"{self._framework}: some of its collectives stay without module, bucket or parameters "
                 f"({type(error).__name__}: {error})"

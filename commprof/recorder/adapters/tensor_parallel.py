@@ -92,15 +92,15 @@ class TensorParallel:
         def parallelize(*args: Any, **kwargs: Any) -> Any:
             if self._names is not None:  # torch calls itself for each module of the plan
                 return original(*args, **kwargs)
-            given: Mapping[str, Any] = {}
+            arguments: Mapping[str, Any] = {}
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 self._doubt(error)
-            with self._naming(given.get("module")):
+            with self._naming(arguments.get("module")):
                 result = original(*args, **kwargs)
             try:
-                self._publish_unruled(given)
+                self._publish_unruled(arguments)
             except Exception as error:
                 self._doubt(error)
             return result
@@ -119,9 +119,9 @@ class TensorParallel:
         finally:
             self._names = None
 
-    def _publish_unruled(self, given: Mapping[str, Any]) -> None:
+    def _publish_unruled(self, call_arguments: Mapping[str, Any]) -> None:
         """The styles of a plan that are not torch's own."""
-        mesh, plan = given.get("device_mesh"), given.get("parallelize_plan")
+        mesh, plan = call_arguments.get("device_mesh"), call_arguments.get("parallelize_plan")
         if mesh is None or plan is None or mesh.ndim != 1:
             return
         for name, style in (plan if isinstance(plan, dict) else {"": plan}).items():
@@ -166,9 +166,9 @@ class TensorParallel:
                 module, inputs = args[-3], args[-2]
                 wrapped = self._followed.get(module)
                 if wrapped is not None:
-                    given = f"{_described(inputs[0])}:{int(inputs[0].requires_grad)}"
-                    self._inputs[module] = given
-                    wrapped.ran(f"I{given};")
+                    input_text = f"{_described(inputs[0])}:{int(inputs[0].requires_grad)}"
+                    self._inputs[module] = input_text
+                    wrapped.ran(f"I{input_text};")
             except Exception as error:
                 self._doubt(error)
             return tagged(*args, **kwargs)
@@ -179,18 +179,18 @@ class TensorParallel:
         tagged = tagged_by_default(original, _ACTIVATION)
 
         def lay_out(*args: Any, **kwargs: Any) -> Any:
-            wrapped = given = None
+            wrapped = pass_text = None
             try:
                 module, outputs = args[-3], args[-2]
                 wrapped = self._followed.get(module)
                 if wrapped is not None:
-                    given = f"{self._inputs.pop(module)}:{_dtype(outputs)}"
-                    wrapped.ran(f"O{given};")
+                    pass_text = f"{self._inputs.pop(module)}:{_dtype(outputs)}"
+                    wrapped.ran(f"O{pass_text};")
             except Exception as error:
                 self._doubt(error)
             result = tagged(*args, **kwargs)
-            if wrapped is not None and given is not None:
-                self._follow_gradient(wrapped, f"G{given}", result)
+            if wrapped is not None and pass_text is not None:
+                self._follow_gradient(wrapped, f"G{pass_text}", result)
             return result
 
         return lay_out
@@ -200,18 +200,18 @@ class TensorParallel:
         tagged = tagged_by_default(original, _ACTIVATION)
 
         def prepare(style: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            given = None
+            pass_text = None
             wrapped = self._followed.get(style)
             try:
                 layouts = _layouts(args[-2:])
                 if wrapped is not None and layouts is not None:
-                    given = f"{_described(tensor)}:{_pairs(style).index(layouts)}"
-                    wrapped.ran(f"X{given};")
+                    pass_text = f"{_described(tensor)}:{_pairs(style).index(layouts)}"
+                    wrapped.ran(f"X{pass_text};")
             except Exception as error:
                 self._doubt(error)
             result = tagged(style, tensor, *args, **kwargs)
-            if wrapped is not None and given is not None and result is not tensor:
-                self._follow_gradient(wrapped, f"Y{given}", result)
+            if wrapped is not None and pass_text is not None and result is not tensor:
+                self._follow_gradient(wrapped, f"Y{pass_text}", result)
             return result
 
         return prepare
@@ -221,7 +221,7 @@ class TensorParallel:
         tagged = tagged_by_default(original, _ACTIVATION)
 
         def prepare(style: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            wrapped, given = self._followed.get(style), []
+            wrapped, pass_texts = self._followed.get(style), []
             before = outputs if isinstance(outputs, tuple) else (outputs,)
             try:
                 if wrapped is not None:
@@ -230,15 +230,15 @@ class TensorParallel:
                     ):
                         layouts = _layouts(pair)
                         index = None if layouts is None else _pairs(style).index(layouts)
-                        given.append(None if index is None else f"{_described(tensor)}:{index}")
+                        pass_texts.append(None if index is None else f"{_described(tensor)}:{index}")
                         if index is not None:
-                            wrapped.ran(f"X{given[-1]};")
+                            wrapped.ran(f"X{pass_texts[-1]};")
             except Exception as error:
                 self._doubt(error)
             result = tagged(style, outputs, *args, **kwargs)
             if wrapped is not None:
                 after = result if isinstance(result, tuple) else (result,)
-                for tensor, old, text in zip(after, before, given, strict=False):
+                for tensor, old, text in zip(after, before, pass_texts, strict=False):
                     if text is not None and tensor is not old:
                         self._follow_gradient(wrapped, f"Y{text}", tensor)
             return result
@@ -287,14 +287,14 @@ class TensorParallel:
                 if id(each) in mine
             ]
             known = self._optimized[optimizer] = _Optimized(count, listed)
-        found: dict[Wrapped, list[int]] = {}
+        partial: dict[Wrapped, list[int]] = {}
         for reference, wrapped, place in known.listed:
             module = reference()
             parameters = [] if module is None else list(module.parameters())
             gradient = parameters[place].grad if place < len(parameters) else None
             if gradient is not None and _is_dtensor(gradient) and _layout(gradient) == "P":
-                found.setdefault(wrapped, []).append(place)
-        return found
+                partial.setdefault(wrapped, []).append(place)
+        return partial
 
 
 class _Optimized(NamedTuple):
@@ -336,7 +336,7 @@ def _arguments(style: Any, module: nn.Module, mesh: Any) -> dict[str, Any]:
     weights = list(module.parameters())
     # Parameters on the meta device are not sent, and who has DTensors already has sent them.
     sends = all(not each.is_meta and not _is_dtensor(each) for each in weights)
-    found = {
+    arguments = {
         "style": kind,
         "device": mesh.device_type,
         "module": "embedding" if isinstance(module, nn.Embedding) else type(module).__name__,
@@ -344,13 +344,13 @@ def _arguments(style: Any, module: nn.Module, mesh: Any) -> dict[str, Any]:
         "use_local_output": bool(style.use_local_output),
     }
     if kind in _CUTTING:
-        (found["input_layout"],) = map(_placement, style.input_layouts)
-        (found["output_layout"],) = map(_placement, style.output_layouts)
+        (arguments["input_layout"],) = map(_placement, style.input_layouts)
+        (arguments["output_layout"],) = map(_placement, style.output_layouts)
     elif kind == _SEQUENCE:
-        (found["sequence_layout"],) = map(_placement, style.sequence_sharding)
+        (arguments["sequence_layout"],) = map(_placement, style.sequence_sharding)
     else:
-        found["layouts"] = _pairs(style)
-    return found
+        arguments["layouts"] = _pairs(style)
+    return arguments
 
 
 def _tensors(parameters: Any) -> list[Any]:
@@ -361,16 +361,16 @@ def _tensors(parameters: Any) -> list[Any]:
 def _pairs(style: Any) -> list[list[str | None]]:
     """The layouts that a style prepares tensors from and to, each pair once."""
     if type(style).__name__ == _OUTPUT:
-        given = list(zip(style.output_layouts, style.desired_output_layouts, strict=True))
+        layout_pairs = list(zip(style.output_layouts, style.desired_output_layouts, strict=True))
     else:
-        given = list(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True))
+        layout_pairs = list(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True))
         named = style.desired_input_kwarg_layouts
-        given += [(layout, named.get(name)) for name, layout in style.input_kwarg_layouts.items()]
-    found: list[list[str | None]] = []
-    for pair in map(_layouts, given):
-        if pair is not None and pair not in found:
-            found.append(pair)
-    return found
+        layout_pairs += [(layout, named.get(name)) for name, layout in style.input_kwarg_layouts.items()]
+    distinct_pairs: list[list[str | None]] = []
+    for pair in map(_layouts, layout_pairs):
+        if pair is not None and pair not in distinct_pairs:
+            distinct_pairs.append(pair)
+    return distinct_pairs
 
 
 def _layouts(pair: Any) -> list[str | None] | None:

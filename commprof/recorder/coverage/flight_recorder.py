@@ -100,10 +100,10 @@ class FlightDump:
             if entry["record_id"] > seen and entry["time_created_ns"] >= since_ns
         ]
         fresh.sort(key=lambda entry: int(entry["record_id"]))
-        kept = fresh[-MOST_ENTRIES:]
-        if len(kept) < len(fresh):
+        newest = fresh[-MOST_ENTRIES:]
+        if len(newest) < len(fresh):
             self._note(f"of torch's Flight Recorder only the newest {MOST_ENTRIES} entries are kept")
-        for entry in kept:
+        for entry in newest:
             row = flight_row(entry)
             row["pg"] = self._group_name(row["pg"])
             self._journal.write_line("flight", encode_row("flight", row))

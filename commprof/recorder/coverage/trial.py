@@ -66,8 +66,8 @@ def newer_torch(version: str) -> str | None:
     >>> newer_torch("2.13.0+cpu"), newer_torch("2.16.0a0+git1234567") is None, newer_torch("unknown")
     (None, False, None)
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or tuple(map(int, found.groups())) <= NEWEST_TESTED:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or tuple(map(int, match.groups())) <= NEWEST_TESTED:
         return None
     newest = ".".join(map(str, NEWEST_TESTED))
     return (
@@ -78,7 +78,7 @@ def newer_torch(version: str) -> str | None:
 
 def _try_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
     pg, backend = _make_group()
-    found = {}
+    failures = {}
     for is_complete, calls in (
         (
             False,
@@ -99,11 +99,11 @@ def _try_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
                 journal.counts.clear()
                 call()
                 if journal.counts != {layer: 1}:
-                    found[str(layer)] = sum(journal.counts.values())
+                    failures[str(layer)] = sum(journal.counts.values())
         finally:
             interception.remove()
             _C10D._unregister_process_group(_NAME)
-    return found
+    return failures
 
 
 def _tensor() -> torch.Tensor:

@@ -58,7 +58,7 @@ class EventPool:
     def __init__(self, source: EventSource, index: int) -> None:
         self.source = source
         self.index = index
-        self.made = 0
+        self.created = 0
         self._free: list[Event] = []
 
     def mark(self) -> Event:
@@ -67,7 +67,7 @@ class EventPool:
             event: Event | None = self._free.pop()
         except IndexError:
             event = None
-            self.made += 1
+            self.created += 1
         return self.source.record(event, self.index)
 
     def give(self, *events: Event | None) -> None:

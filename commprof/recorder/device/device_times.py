@@ -107,10 +107,10 @@ class DeviceTimes:
                 self.tally.on_fault(error)
         unresolved = sum(timeline.unresolved for timeline in timelines)
         errors = [timeline.clock.error_ns(now) for timeline in timelines]
-        parts = [f"{self.tally.timed} collectives were timed on the device"]
+        sentences = [f"{self.tally.timed} collectives were timed on the device"]
         known = [error for error in errors if error is not None]
         if known:
-            parts[0] += f", within {max(known) / 1000:.0f} us of the host's clock"
+            sentences[0] += f", within {max(known) / 1000:.0f} us of the host's clock"
         for number, reason in (
             (
                 self.tally.aside,
@@ -121,5 +121,5 @@ class DeviceTimes:
             (self.tally.captured, "were not, since a CUDA graph was being captured"),
         ):
             if number:
-                parts.append(f"{number} {reason}")
-        return "; ".join(parts)
+                sentences.append(f"{number} {reason}")
+        return "; ".join(sentences)

@@ -51,14 +51,14 @@ class CapturedGraphs:
 
     def install(self, kind: type) -> None:
         """Wrap ``capture_begin``, ``capture_end`` and ``replay`` of ``kind``, torch's class of graphs."""
-        for name, told in (
+        for name, listener in (
             ("capture_begin", self._begin),
             ("capture_end", self._end),
             ("replay", self._replay),
         ):
             original = vars(kind).get(name)
             if original is not None:
-                wrapper = self._wrap(original, told)
+                wrapper = self._wrap(original, listener)
                 setattr(kind, name, wrapper)
                 self._patched.append((kind, name, original, wrapper))
 
@@ -79,12 +79,12 @@ class CapturedGraphs:
         for graph in self._graphs:
             graph.write()
 
-    def _wrap(self, original: Any, told: Callable[[Any], None]) -> Any:
+    def _wrap(self, original: Any, listener: Callable[[Any], None]) -> Any:
         @functools.wraps(original)
         def wrapper(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
             result = original(graph, *args, **kwargs)
             try:
-                told(graph)
+                listener(graph)
             except Exception as error:
                 self._on_fault(error)
             return result

@@ -26,8 +26,12 @@ def _in_place(method: str) -> Reader:
     rooted = method == "broadcast"
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
-        given = args[1]
-        options = CallOptions(None, given, True) if rooted else CallOptions(reduction_name(given), None, True)
+        reduction_or_root = args[1]
+        options = (
+            CallOptions(None, reduction_or_root, True)
+            if rooted
+            else CallOptions(reduction_name(reduction_or_root), None, True)
+        )
         tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
         return (Issued(known, args[2], (tensors, options)),)
 

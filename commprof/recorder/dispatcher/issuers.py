@@ -97,4 +97,4 @@ class CppIssuers:
 def reducer_is_alive() -> bool:
     """Whether this process has a DistributedDataParallel module: its reducer was made before anybody watched."""
     kind = torch.nn.parallel.DistributedDataParallel
-    return any(issubclass(found, kind) for found in set(map(type, gc.get_objects())))
+    return any(issubclass(candidate, kind) for candidate in set(map(type, gc.get_objects())))

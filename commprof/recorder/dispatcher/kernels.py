@@ -174,13 +174,15 @@ class KernelRecorder:
             return self.journal.intern_tag(tag)
         return interned[1]
 
-    def _named_group(self, given: Any) -> Group:
+    def _named_group(self, argument: Any) -> Group:
         """The group that an operator was given: a name, a ProcessGroup or a box of one, or None for that of all ranks."""
-        if given is None:
+        if argument is None:
             return self.groups.world()
-        if isinstance(given, str):
-            return self.groups.named(given)
-        return self.groups.find(given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given))
+        if isinstance(argument, str):
+            return self.groups.named(argument)
+        return self.groups.find(
+            argument if isinstance(argument, ProcessGroup) else ProcessGroup.unbox(argument)
+        )
 
     def _settle(self, calls: list[_Call], result: Any) -> None:
         """The call has returned."""
@@ -233,7 +235,7 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(value, (list, tuple)):
-            found = _first_tensor(value)
-            if found is not None:
-                return found
+            tensor = _first_tensor(value)
+            if tensor is not None:
+                return tensor
     return None

@@ -223,13 +223,13 @@ def _read(file: Path, most: int | None = None) -> str:
     # Twice as fast as a file object, and this is once a step.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        parts, size = [], 0
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
-            size += len(part)
+        blocks, size = [], 0
+        while block := os.read(descriptor, 1 << 16):
+            blocks.append(block)
+            size += len(block)
             if most is not None and size > most:
                 raise OSError(f"{file} has more than {most} bytes")
-        return b"".join(parts).decode("ascii", "replace")
+        return b"".join(blocks).decode("ascii", "replace")
     finally:
         os.close(descriptor)
 
@@ -265,7 +265,7 @@ def queued_bytes(directory: Path) -> tuple[int, int] | None:
     Returns:
         None where neither can be read, or one is too long.
     """
-    totals, found = [0, 0], False
+    totals, is_readable = [0, 0], False
     for name in _SOCKETS:
         try:
             text = _read(directory / name, _MOST_SOCKETS_BYTES)
@@ -273,7 +273,7 @@ def queued_bytes(directory: Path) -> tuple[int, int] | None:
             continue
         except OSError:
             return None
-        found = True
+        is_readable = True
         for line in text.splitlines()[1:]:
             fields = line.split()
             try:
@@ -283,7 +283,7 @@ def queued_bytes(directory: Path) -> tuple[int, int] | None:
                 totals[local == remote or _is_loopback(remote)] += waiting
             except (ValueError, IndexError):
                 continue
-    return (totals[0], totals[1]) if found else None
+    return (totals[0], totals[1]) if is_readable else None
 
 
 def _is_loopback(address: str) -> bool:

@@ -66,9 +66,9 @@ def find_directory(out: str | os.PathLike[str] | None, rank: Rank) -> Path:
     another, and a name may be given again, so a directory that holds this rank already (of another process, and not of an
     earlier attempt) is another job's: the next number is taken, by every rank alike.
     """
-    given = out or os.environ.get(RUN_VARIABLE)
-    if given:
-        return Path(given).absolute()
+    chosen = out or os.environ.get(RUN_VARIABLE)
+    if chosen:
+        return Path(chosen).absolute()
     first = (TRACES / _shared_name(rank)).absolute()
     number, candidate = 1, first
     while _belongs_to_another_job(candidate, rank) or not _is_claimed(candidate, rank):

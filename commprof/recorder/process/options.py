@@ -132,14 +132,14 @@ def parse_steps(value: object) -> tuple[int, int | None] | None:
         return None
     if isinstance(value, list | tuple) and len(value) == 2:
         value = ":".join("" if part in (None, BEFORE_THE_FIRST) else str(part) for part in value)
-    found = re.fullmatch(r"\s*(\d{0,9})\s*:\s*(\d{0,9})\s*", value) if isinstance(value, str) else None
-    if found is None:
+    match = re.fullmatch(r"\s*(\d{0,9})\s*:\s*(\d{0,9})\s*", value) if isinstance(value, str) else None
+    if match is None:
         raise ValueError(
             "A:B was expected, two step numbers of 0 or more: from step A up to but not including step B. "
             "A left out: from the start, with initialisation; B left out: to the end"
         )
-    first = int(found[1]) if found[1] else BEFORE_THE_FIRST
-    end = int(found[2]) if found[2] else None
+    first = int(match[1]) if match[1] else BEFORE_THE_FIRST
+    end = int(match[2]) if match[2] else None
     if end is not None and max(first, 0) >= end:
         raise ValueError(
             f"no step is from {max(first, 0)} up to but not including {end}; the second number is left out, as in "
@@ -166,13 +166,13 @@ def parse_size(value: object) -> int | None:
     if value is None:
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text) if isinstance(text, str) else None
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(
             "a number of bytes was expected, or one with kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
             "(powers of 1024): 500MB, 2GiB"
         )
-    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < SMALLEST_MAX_BYTES:
         raise ValueError(f"at least {SMALLEST_MAX_BYTES} bytes (1MB) for each rank were expected")
     return size

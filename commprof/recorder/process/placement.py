@@ -70,9 +70,9 @@ def job_id(environment: Mapping[str, str]) -> str | None:
 
     Later jobs can have it where a person gave it, or where torchrun's ranks meet at the same address again.
     """
-    given = environment.get("TORCHELASTIC_RUN_ID", "")
-    if given not in _NO_IDS and not (_is_made_up(given) and _is_on_one_host(environment)):
-        return _plain(given)
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run_id not in _NO_IDS and not (_is_made_up(run_id) and _is_on_one_host(environment)):
+        return _plain(run_id)
     step = _slurm_step(environment)
     job = environment.get("SLURM_JOB_ID")
     if job and step is not None:

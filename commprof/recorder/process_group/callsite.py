@@ -110,7 +110,7 @@ class CallSites:
             code = frame.f_code
             site = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
         number = self._intern({"call_site": site, "api": None if api is None else api.co_name})
-        held = frame is not None and self.holds(frame.f_code) and (api is None or self.holds(api))
-        if held and len(self.sites) < _MOST_SITES:
+        is_reusable = frame is not None and self.holds(frame.f_code) and (api is None or self.holds(api))
+        if is_reusable and len(self.sites) < _MOST_SITES:
             self.sites[key] = number
         return number

@@ -18,15 +18,15 @@ MODULE: Final[ModuleType | None] = (
 is_running: Final[Callable[[], bool]] = bool if MODULE is None else MODULE.is_running
 
 
-def compiled_call(kind: str, python: Callable[..., Any], **held: Any) -> Callable[..., Any]:
+def compiled_call(kind: str, python: Callable[..., Any], **state: Any) -> Callable[..., Any]:
     """A compiled wrapper before ``python``, the function that does all of it; ``python`` itself where none was built.
 
     Args:
         kind: ``DirectCall``, ``GeneralCall`` or ``WaitCall``.
         python: takes any call.
-        held: what the wrapper needs, by the names that it has in ``python``.
+        state: the objects that the wrapper needs, by their names in ``python``.
     """
     if MODULE is None:
         return python
-    call: Callable[..., Any] = getattr(MODULE, kind)(python=python, **held)
+    call: Callable[..., Any] = getattr(MODULE, kind)(python=python, **state)
     return call

@@ -133,8 +133,8 @@ class DirectCalls:
                 )
                 known = calls.get(key)
                 if known is None:
-                    given = _given(first, second, third)
-                    known = learn(method, entries, calls, pg, key, given, get_frame(1), api, reduction)
+                    arguments = _given(first, second, third)
+                    known = learn(method, entries, calls, pg, key, arguments, get_frame(1), api, reduction)
                 number, site, group, counter = known
                 mine = thread_local.state
                 thread = mine.recorder_number or journal.intern_thread()
@@ -240,16 +240,16 @@ class DirectCalls:
         """
         _, group, counter, signatures = self._wrappers.enter(method, entries, pg)
         signature_key = key[1:-2]
-        held = self._functions.hold(reduction) and _is_plain(signature_key)
-        number = signatures.get(signature_key) if held else None
+        is_sound = self._functions.hold(reduction) and _is_plain(signature_key)
+        number = signatures.get(signature_key) if is_sound else None
         if number is None:
             number = self._wrappers.sign(method, group, args, {})
-            if held:
+            if is_sound:
                 remember(signatures, signature_key, number)
         sites = self._wrappers.sites
         site = sites.find(frame)
         caller = _caller(frame, api)
-        if caller is None or not held or not sites.holds(caller):
+        if caller is None or not is_sound or not sites.holds(caller):
             return number, site, group, counter
         known = (number, site if sites.is_program(caller) else 0, group, counter)
         remember(calls, key, known)

@@ -261,8 +261,8 @@ def _nobody(group: Group, pg: Any) -> None:
 
 def _work_classes() -> list[type]:
     """torch's class of handles and those of its subclasses that are torch's own."""
-    found: list[type] = [Work]
-    for kind in found:
+    classes: list[type] = [Work]
+    for kind in classes:
         subclasses: list[type] = kind.__subclasses__()
-        found.extend(sub for sub in subclasses if sub.__module__.startswith("torch."))
-    return found
+        classes.extend(sub for sub in subclasses if sub.__module__.startswith("torch."))
+    return classes

@@ -39,8 +39,8 @@ class Results:
         """The record of the result that ``tensor`` lies in; only once, and None where it is no such result."""
         if not self._of_storage or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
             return None
-        found = self._of_storage.pop(tensor.untyped_storage()._cdata, None)
-        return None if found is None else found[1]
+        entry = self._of_storage.pop(tensor.untyped_storage()._cdata, None)
+        return None if entry is None else entry[1]
 
     def clear(self) -> None:
         """Forget all."""

@@ -72,28 +72,28 @@ def freeze(value: Any) -> Any:
 
 def _freezer(kind: type) -> Callable[[Any], Any]:
     """What freezes values of this class: found once, since to look for it takes longer than all the rest of a record."""
-    found: Callable[[Any], Any]
+    freezer: Callable[[Any], Any]
     if issubclass(kind, (torch.Tensor, Planned)):
-        found = freeze_tensor
+        freezer = freeze_tensor
     elif issubclass(kind, (list, tuple)):
-        found = _freeze_sequence
+        freezer = _freeze_sequence
     elif kind is type(None) or issubclass(kind, (int, bool, str, float)):
-        found = _itself
+        freezer = _itself
     elif hasattr(kind, "tolist"):
-        found = _freeze_array  # of numpy: splits may come so
+        freezer = _freeze_array  # of numpy: splits may come so
     elif kind.__module__ not in _MODULES_OF_TORCH:
-        found = _freeze_anything  # what one value of the class has for options, another may not have
+        freezer = _freeze_anything  # what one value of the class has for options, another may not have
     elif kind is _REDUCTION:
-        found = _freeze_reduction
+        freezer = _freeze_reduction
     elif kind is _REDUCTION_NUMBER:
-        found = _freeze_reduction_number
+        freezer = _freeze_reduction_number
     elif any(hasattr(kind, name) for name in _OPTION_NAMES):
-        found = _options_freezer(kind.__name__, [name for name in _OPTION_NAMES if hasattr(kind, name)])
+        freezer = _options_freezer(kind.__name__, [name for name in _OPTION_NAMES if hasattr(kind, name)])
     else:
-        found = _freeze_anything
+        freezer = _freeze_anything
     if len(FREEZERS) < _MOST_CLASSES:
-        FREEZERS[kind] = found
-    return found
+        FREEZERS[kind] = freezer
+    return freezer
 
 
 def freeze_tensor(value: torch.Tensor | Planned) -> Any:
@@ -141,9 +141,9 @@ def _options_freezer(name: str, options: Sequence[str]) -> Callable[[Any], Any]:
 
 
 def _freeze_anything(value: Any) -> Any:
-    found = [getattr(value, name, _MISSING) for name in _OPTION_NAMES]
-    options = tuple([None if each is _MISSING else freeze(each) for each in found])
-    if any(each is not _MISSING for each in found):
+    values = [getattr(value, name, _MISSING) for name in _OPTION_NAMES]
+    options = tuple([None if each is _MISSING else freeze(each) for each in values])
+    if any(each is not _MISSING for each in values):
         return type(value).__name__, options
     return type(value).__name__, _reduce_op_name(value)
 
@@ -246,8 +246,8 @@ def _split_rows(method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]) 
     """How many rows of a single tensor come from and go to each rank, where the call says so."""
     if method.name not in _SPLIT_BY_ROWS:
         return None, None
-    given = [value for value in rest[:2] if not isinstance(value, CallOptions)]
-    output_rows, input_rows = [*given, None, None][:2]
+    row_counts = [value for value in rest[:2] if not isinstance(value, CallOptions)]
+    output_rows, input_rows = [*row_counts, None, None][:2]
     return kwargs.get("output_split_sizes", output_rows), kwargs.get("input_split_sizes", input_rows)
 
 
@@ -402,23 +402,23 @@ class Signer:
             return self._describe(method, group, args, kwargs)[0]
         frozen = frozen or freeze(args)
         of_output, of_input = frozen[0], frozen[1]
-        output, given = of_output[0], of_input[0]
+        output_shape, input_shape = of_output[0], of_input[0]
         key = (
-            *(method.name, group.name, output[1:], given[1:], of_output[1:], of_input[1:]),
+            *(method.name, group.name, output_shape[1:], input_shape[1:], of_output[1:], of_input[1:]),
             frozen[_WITH_SPLITS:],
         )
         template = self._templates.get(key)
         if template is None or not _are_numbers(output_rows + input_rows):
             number, timing = self._describe(method, group, args, kwargs)
-            if template is None and len(self._templates) < _MOST_TEMPLATES and output and given:
+            if template is None and len(self._templates) < _MOST_TEMPLATES and output_shape and input_shape:
                 self._templates[key] = _template(number, args[0], args[1], timing)
             return number
         signature, line, row_bytes, timing = template
         number = self._journal.add_signature(
             signature,
-            f'{line}{output[0]},{given[0]}],"splits":[{output_rows!r},{input_rows!r}]}}\n',
-            given[0] * row_bytes[1],
-            output[0] * row_bytes[0],
+            f'{line}{output_shape[0]},{input_shape[0]}],"splits":[{output_rows!r},{input_rows!r}]}}\n',
+            input_shape[0] * row_bytes[1],
+            output_shape[0] * row_bytes[0],
         )
         if timing is not None:
             self._journal.device_times.learn(number, *timing)
@@ -442,8 +442,8 @@ class Signer:
 _WITH_SPLITS: Final = 4  # arguments: output, input, and the rows of each that come from and go to each rank
 
 
-def _template(number: int, output: Any, given: Any, timing: tuple[str, bool] | None) -> _Template:
-    shapes = [list(each.shape[1:]) for each in (output, given)]
-    sizes = [math.prod(each.shape[1:]) * each.element_size() for each in (output, given)]
+def _template(number: int, output: Any, input_: Any, timing: tuple[str, bool] | None) -> _Template:
+    shapes = [list(each.shape[1:]) for each in (output, input_)]
+    sizes = [math.prod(each.shape[1:]) * each.element_size() for each in (output, input_)]
     line = f'"like":{number},"row_shapes":{shapes},"row_bytes":{sizes},"rows":['
     return _Template(number, line, (sizes[0], sizes[1]), timing)

@@ -79,8 +79,8 @@ class Waits:
         owner = next((each for each in kind.__mro__ if vars(each).get("wait") in self._functions), None)
         methods = {"wait": None} if owner is None else vars(owner)
         wrapper = methods["wait"] or _MISSING
-        found = self.direct[kind] = methods, wrapper, self._functions.get(wrapper, _cannot_wait)
-        return found
+        entry = self.direct[kind] = methods, wrapper, self._functions.get(wrapper, _cannot_wait)
+        return entry
 
 
 def _cannot_wait(work: Any) -> None:

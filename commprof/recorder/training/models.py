@@ -73,7 +73,7 @@ class Models:
 
 def distinct(models: Sequence[torch.nn.Module]) -> list[Parameter]:
     """The parameters of all ``models``; with several, each name begins with the class of its model."""
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     seen: set[tuple[int, str]] = set()
     for number, model in enumerate(models):
         kind = type(unwrapped(model)).__name__
@@ -83,8 +83,8 @@ def distinct(models: Sequence[torch.nn.Module]) -> list[Parameter]:
             itself = parameter.keys[-1], parameter.name
             if itself not in seen:
                 seen.add(itself)
-                found.append(parameter._replace(name=prefix + parameter.name))
-    return found
+                parameters.append(parameter._replace(name=prefix + parameter.name))
+    return parameters
 
 
 def parameters_of(model: torch.nn.Module) -> list[Parameter]:
@@ -96,10 +96,10 @@ def parameters_of(model: torch.nn.Module) -> list[Parameter]:
         if content is not None and hasattr(content, "_fqns"):
             flat[id(content)] = list(_flattened(plain_name(path, model), content))
     of_flat = {key for parameters in flat.values() for each in parameters for key in each.keys}
-    found = [parameter for parameters in flat.values() for parameter in parameters]
+    ordered = [parameter for parameters in flat.values() for parameter in parameters]
     for name, parameter in model.named_parameters():
         if id(parameter) not in of_flat:
-            found.append(
+            ordered.append(
                 Parameter(
                     plain_name(name, model),
                     tuple(parameter.shape),
@@ -111,16 +111,16 @@ def parameters_of(model: torch.nn.Module) -> list[Parameter]:
             )
     # Where FSDP 1 leaves the names in the model, their order is known; else it is that of the units.
     order = {plain_name(name, model): number for number, (name, _) in enumerate(model.named_parameters())}
-    return sorted(found, key=lambda each: order.get(each.name, len(order)))
+    return sorted(ordered, key=lambda each: order.get(each.name, len(order)))
 
 
 def _flattened(module: str, flat: Any) -> Iterator[Parameter]:
     originals = flat._params or [None] * len(flat._fqns)
     for name, shape, original in zip(flat._fqns, flat._shapes, originals, strict=False):
         keys = (id(flat),) if original is None else (id(flat), id(original))
-        whole = f"{module}.{name}" if module else name
+        full_name = f"{module}.{name}" if module else name
         yield Parameter(
-            plain_name(whole),
+            plain_name(full_name),
             tuple(shape),
             flat.dtype,
             shape.numel(),
@@ -154,10 +154,10 @@ def plain_name(name: str, model: torch.nn.Module | None = None) -> str:
     >>> plain_name("_orig_mod.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    if model is not None and hasattr(model, "reducer") and parts[:1] == ["module"]:
-        del parts[0]
-    return ".".join(parts)
+    words = [word for word in name.split(".") if word not in _WRAPPERS]
+    if model is not None and hasattr(model, "reducer") and words[:1] == ["module"]:
+        del words[0]
+    return ".".join(words)
 
 
 def parameter_rows(parameters: Sequence[Parameter], group_of: Mapping[int, int]) -> Iterator[dict[str, Any]]:

@@ -52,16 +52,16 @@ class Progress:
         """A backward pass has ended."""
         self._backwards += 1
 
-    def end_optimizer(self, optimizer: int, made: Set[int] = frozenset()) -> bool:
+    def end_optimizer(self, optimizer: int, all_optimizers: Set[int] = frozenset()) -> bool:
         """An optimizer has stepped. True when with that a step begins, since the program shows no passes.
 
         Args:
             optimizer: what stands for it.
-            made: the optimizers that the program has.
+            all_optimizers: the optimizers of the program.
         """
         self._backwards = 0
         if not self._due:
-            self._due = self._cycle.ends_with(optimizer, made)
+            self._due = self._cycle.ends_with(optimizer, all_optimizers)
             return False
         # Some programs let a new optimizer step once, with no gradients, to make its state: that is no training step.
         if optimizer not in self._idle:
@@ -88,11 +88,11 @@ class OptimizerCycle:
         self._last: dict[int, int] = {}  # when each optimizer stepped last, in steps of any
         self._time = 0
 
-    def ends_with(self, optimizer: int, made: Set[int] = frozenset()) -> bool:
+    def ends_with(self, optimizer: int, all_optimizers: Set[int] = frozenset()) -> bool:
         """Whether the step that ``optimizer`` has just made ends an iteration. At most once in a round.
 
         Args:
-            made: the optimizers that the program has; asked for in the first round only.
+            all_optimizers: the optimizers of the program; used in the first round only.
         """
         if self._first is None:
             self._first = optimizer
@@ -103,7 +103,7 @@ class OptimizerCycle:
         self._round.add(optimizer)
         self._time += 1
         self._last[optimizer] = self._time
-        members = made if self._members is None else self._members
+        members = all_optimizers if self._members is None else self._members
         if self._ended or not members <= self._round:
             return False
         self._ended = True

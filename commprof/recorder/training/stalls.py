@@ -190,15 +190,15 @@ def _others() -> Iterable[int]:
     """The threads for which this one may sleep: those that compute with it, and those of Python."""
     own = threading.get_native_id()
     if torch.get_num_threads() > 1:
-        found = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
     elif threading.active_count() > 1:
         named = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
-        found = [thread.native_id for thread in named if thread.native_id is not None and thread.is_alive()]
+        threads = [thread.native_id for thread in named if thread.native_id is not None and thread.is_alive()]
     else:
         return ()
-    if len(found) > _MOST_THREADS:
+    if len(threads) > _MOST_THREADS:
         raise _TooManyError
-    return [thread for thread in found if thread != own]
+    return [thread for thread in threads if thread != own]
 
 
 def _scheduled(thread: int) -> tuple[int, int]:

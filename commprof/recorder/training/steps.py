@@ -39,14 +39,14 @@ class Steps:
         self._next_clock_ns = 0
         self._explicit = False
         self._automatic_call = False
-        self._found = False  # the last boundary was not named by the program
+        self._is_automatic = False  # the last boundary was not named by the program
         self._starting = False
         self._outside = OutsideSteps(journal)
         self._phase = hooks.position.phase
         self._has_trained = False  # a phase of training was named in this step
         self._may_have_ended = False
         self._end_is_told = False  # by the program's runtime: nothing needs to be concluded
-        self._held: dict[str, Any] | None = (
+        self._pending_row: dict[str, Any] | None = (
             None  # the row of the step in which recording began, until it has ended
         )
 
@@ -58,7 +58,7 @@ class Steps:
         """The files are open: write down where the training is already, if that is to be recorded."""
         self._write_clock(time.perf_counter_ns())
         if is_recorded and hooks.position.step >= 0:
-            begin = self.begin_automatic if self._found else self.begin
+            begin = self.begin_automatic if self._is_automatic else self.begin
             self._starting = True
             begin(hooks.position.step, hooks.position.micro_step)
             self._starting = False
@@ -84,9 +84,9 @@ class Steps:
             "automatic": self._automatic_call,
             **_resources(),
         }
-        self._write_held()
+        self._write_pending_row()
         if self._starting:
-            self._held = row
+            self._pending_row = row
         else:
             self.journal.write("step", row)
         if now >= self._next_clock_ns:
@@ -115,7 +115,7 @@ class Steps:
         step = hooks.position.step
         if step == BEFORE_THE_FIRST:
             return
-        self._write_held()
+        self._write_pending_row()
         self.journal.write(
             "step", {"step": step, "ended": True, "is_told": is_told, "time_ns": now, **_resources()}
         )
@@ -130,25 +130,25 @@ class Steps:
 
     def go_back(self) -> None:
         """What comes is initialisation again: of a training of its own, where no step of this recording has begun."""
-        self._held = None
+        self._pending_row = None
         self.journal.move(BEFORE_THE_FIRST, 0)
         if self.readings is not None:
             self.readings.go_back()
 
-    def _write_held(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            self.journal.write("step", held)
+    def _write_pending_row(self) -> None:
+        pending_row, self._pending_row = self._pending_row, None
+        if pending_row is not None:
+            self.journal.write("step", pending_row)
 
     def _hear(self) -> None:
-        self._found = self._automatic_call
+        self._is_automatic = self._automatic_call
         if not self._automatic_call:
             self._explicit = True
 
     def pass_by(self, step: int, micro_step: int) -> None:
         """A step begins that is not to be recorded."""
         self._hear()
-        self._write_held()
+        self._write_pending_row()
         self.journal.move(step, micro_step)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Steps:
         if self.readings is not None:
             self.readings.end_steps()
         self._buckets.write()
-        self._write_held()
+        self._write_pending_row()
         now = time.perf_counter_ns()
         self.journal.write(
             "step", {"step": None, "micro_step": 0, "time_ns": now, "closed": True, **_resources()}
@@ -168,7 +168,7 @@ class Steps:
         now = time.perf_counter_ns()
         self._outside.finish()
         self._buckets.write()
-        self._write_held()
+        self._write_pending_row()
         row = {"step": None, "micro_step": 0, "time_ns": now, "has_trained": self._has_trained}
         self.journal.write("step", {**row, **_resources()})
         self._write_clock(now)

@@ -377,8 +377,10 @@ class TrainingLoop:
             return
         self._optimizers.add(optimizer)
         # Who there is matters in the first step only.
-        made = set() if self._models.published else {self._number(each) for each in self._optimizers}
-        if self._progress.end_optimizer(self._number(optimizer), made):
+        all_optimizers = (
+            set() if self._models.published else {self._number(each) for each in self._optimizers}
+        )
+        if self._progress.end_optimizer(self._number(optimizer), all_optimizers):
             self._announce()
         if self._progress.is_between_steps:
             self._models.publish(self._optimizers)
@@ -396,8 +398,8 @@ class TrainingLoop:
 
 def _ids(frame: FrameType | None) -> set[int]:
     """The ids of ``frame`` and of its callers."""
-    found = set()
+    frame_ids = set()
     while frame is not None:
-        found.add(id(frame))
+        frame_ids.add(id(frame))
         frame = frame.f_back
-    return found
+    return frame_ids
