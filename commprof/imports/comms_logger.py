@@ -90,13 +90,13 @@ class _Log(NamedTuple):
 
 def parse_text(text: str) -> _Log | None:
     """The calls in a program's output; None where it holds neither lines nor a summary of the logger."""
-    found = [(match, _moment(line)) for line in text.splitlines() if (match := _LINE.search(line))]
-    if found:
+    matches = [(match, _moment(line)) for line in text.splitlines() if (match := _LINE.search(line))]
+    if matches:
         calls = [
             LoggedCall(match["name"], _bytes(match["size"], match["unit"]), float(match["time"]), moment)
-            for match, moment in found
+            for match, moment in matches
         ]
-        ratios = [(float(match["algbw"]), float(match["busbw"])) for match, _ in found]
+        ratios = [(float(match["algbw"]), float(match["busbw"])) for match, _ in matches]
         return _Log(calls, True, _world_size(ratios), True)
     if _SUMMARY_HEAD.search(text):
         return _Log(list(_summary_calls(text)), False, None, True)
@@ -159,19 +159,19 @@ def latencies(sums: Sequence[float | None]) -> list[float] | None:
 
 def read_logs(logs: Sequence[tuple[Path, _Log]]) -> Imported:
     """The logs of a job as one recording: one file per rank, or rank 0's output alone."""
-    found = Imported(TOOL, [], realtime=False)
+    imported = Imported(TOOL, [], realtime=False)
     ranks = [0] if len(logs) == 1 else [rank_of(path, {}) for path, _ in logs]
-    found.world_size = next((log.world_size for _, log in logs if log.world_size), None)
+    imported.world_size = next((log.world_size for _, log in logs if log.world_size), None)
     refused: set[str] = set()
     unknown: dict[str, int] = {}
     for rank, (_, log) in zip(ranks, logs, strict=True):
         one = ImportedRank(rank)
-        one.collectives = list(_collectives(rank, log, found.world_size, refused, unknown))
-        found.ranks.append(one)
-    found.ranks.sort(key=lambda each: each.rank)
-    found.realtime = any(call.time_ns is not None for _, log in logs for call in log.calls)
-    found.notes = list(_notes([log for _, log in logs], found.world_size, refused, unknown))
-    return found
+        one.collectives = list(_collectives(rank, log, imported.world_size, refused, unknown))
+        imported.ranks.append(one)
+    imported.ranks.sort(key=lambda each: each.rank)
+    imported.realtime = any(call.time_ns is not None for _, log in logs for call in log.calls)
+    imported.notes = list(_notes([log for _, log in logs], imported.world_size, refused, unknown))
+    return imported
 
 
 def _collectives(
@@ -181,8 +181,8 @@ def _collectives(
     for call in log.calls:
         by_name.setdefault(call.name, []).append(call.sum_ms)
     known = {name: latencies(sums) for name, sums in by_name.items()}
-    refused.update(name for name, found in known.items() if found is None)
-    taken = {name: iter(found) for name, found in known.items() if found is not None}
+    refused.update(name for name, latencies_ms in known.items() if latencies_ms is None)
+    taken = {name: iter(latencies_ms) for name, latencies_ms in known.items() if latencies_ms is not None}
     clock = 0
     for call in log.calls:
         latency = next(taken[call.name]) if call.name in taken else None

@@ -47,13 +47,13 @@ def parse_dump(data: bytes) -> dict[str, Any] | None:
         LogError: it is a pickle that cannot be read as plain data.
     """
     if data[:1] == b"\x80":
-        found = read_plain_pickle(data)
+        dump = read_plain_pickle(data)
     else:
         try:
-            found = json.loads(data)
+            dump = json.loads(data)
         except (ValueError, RecursionError):
             return None
-    return found if isinstance(found, dict) and isinstance(found.get("entries"), list) else None
+    return dump if isinstance(dump, dict) and isinstance(dump.get("entries"), list) else None
 
 
 def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
@@ -79,16 +79,16 @@ def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
         by_rank[rank] = path, dump
     members = _members(by_rank)
     world = max([*by_rank, *(rank for ranks in members.values() for rank in ranks)], default=-1) + 1
-    found = Imported(TOOL, [], world_size=world or None)
+    result = Imported(TOOL, [], world_size=world or None)
     unread = 0
     for rank, (_, dump) in sorted(by_rank.items()):
         imported = ImportedRank(rank)
         for entry in dump["entries"]:
             if not _add(imported, entry, members):
                 unread += 1
-        found.ranks.append(imported)
-    found.notes = list(_notes(by_rank, found.ranks, unread))
-    return found
+        result.ranks.append(imported)
+    result.notes = list(_notes(by_rank, result.ranks, unread))
+    return result
 
 
 def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
@@ -97,9 +97,9 @@ def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
     Raises:
         LogError: neither says it.
     """
-    said = dump.get("rank")
-    if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
-        return said
+    stated_rank = dump.get("rank")
+    if isinstance(stated_rank, int) and not isinstance(stated_rank, bool) and stated_rank >= 0:
+        return stated_rank
     number = _LAST_NUMBER.search(
         path.name.removesuffix(path.suffix) if path.suffix[1:].isalpha() else path.name
     )
@@ -112,7 +112,7 @@ def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
 
 def _members(dumps: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> dict[str, tuple[int, ...]]:
     """The global ranks of each group: as a dump says, else the ranks whose dumps have entries of it."""
-    said: dict[str, tuple[int, ...]] = {}
+    stated_ranks: dict[str, tuple[int, ...]] = {}
     seen: dict[str, set[int]] = {}
     for rank, (_, dump) in dumps.items():
         config = dump.get("pg_config")
@@ -121,11 +121,11 @@ def _members(dumps: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> dict[str, t
                 continue
             ranks = tuple(int(number) for number in re.findall(r"\d+", str(group.get("ranks", ""))))
             if ranks and group.get("name") not in (None, ""):
-                said[str(group["name"])] = ranks
+                stated_ranks[str(group["name"])] = ranks
         for entry in dump["entries"]:
             if isinstance(entry, dict) and isinstance(entry.get("process_group"), list | tuple):
                 seen.setdefault(str(next(iter(entry["process_group"]), "")), set()).add(rank)
-    return {name: tuple(sorted(ranks)) for name, ranks in seen.items()} | said
+    return {name: tuple(sorted(ranks)) for name, ranks in seen.items()} | stated_ranks
 
 
 def _add(rank: ImportedRank, entry: Any, members: Mapping[str, tuple[int, ...]]) -> bool:
@@ -148,7 +148,7 @@ def _collective(
         return None
     op = Op(row["op"])
     ranks = members.get(row["pg"], ())
-    given, got = row["input_bytes"] or 0, row["output_bytes"] or 0
+    input_bytes, output_bytes = row["input_bytes"] or 0, row["output_bytes"] or 0
     dtypes = entry.get("input_dtypes") or entry.get("output_dtypes") or ()
     shapes = entry.get("input_sizes") or ()
     elements = _elements(entry, "input_sizes"), _elements(entry, "output_sizes")
@@ -162,9 +162,9 @@ def _collective(
         group_desc=row["group_desc"],
         group_rank=ranks.index(rank) if rank in ranks else -1,
         issue_ns=int(row["time_realtime_ns"] or 0),
-        payload_bytes=0 if op is Op.BARRIER else _whole(op, given, got, len(ranks)),
-        input_bytes=0 if op is Op.RECV else given,
-        output_bytes=0 if op is Op.SEND else got,
+        payload_bytes=0 if op is Op.BARRIER else _whole(op, input_bytes, output_bytes, len(ranks)),
+        input_bytes=0 if op is Op.RECV else input_bytes,
+        output_bytes=0 if op is Op.SEND else output_bytes,
         numel=0 if op is Op.BARRIER else _whole(op, *elements, len(ranks)),
         num_tensors=len(shapes),
         sizes=";".join("x".join(map(str, shape)) or "()" for shape in shapes) or None,
@@ -202,10 +202,10 @@ def _elements(entry: Mapping[str, Any], name: str) -> int:
 
 def _peer(name: str, op: Op, ranks: Sequence[int]) -> int:
     """The other side of a message, from ``nccl:send 0->1`` or ``nccl:recv 1<-0``; -1 where it is not said."""
-    found = _PEER.search(name) if op in (Op.SEND, Op.RECV) else None
-    if found is None:
+    match = _PEER.search(name) if op in (Op.SEND, Op.RECV) else None
+    if match is None:
         return -1
-    number = int(found[1])
+    number = int(match[1])
     return ranks[number] if number < len(ranks) else number
 
 

@@ -59,17 +59,18 @@ def import_files(
         UsageError: there is no file, or ``out`` is in use.
     """
     files = _files(paths)
-    found = [recognise(file, wanted) for file in files]
-    formats = sorted({each.format for each in found})
+    recognised = [recognise(file, wanted) for file in files]
+    formats = sorted({each.format for each in recognised})
     if len(formats) > 1:
-        first = {each.format: each.path for each in reversed(found)}
-        told = ", ".join(f"{first[each]} is {each}" for each in formats)
-        raise LogError(f"the files are of several tools ({told}); import those of one at a time")
+        first = {each.format: each.path for each in reversed(recognised)}
+        files_by_tool = ", ".join(f"{first[each]} is {each}" for each in formats)
+        raise LogError(f"the files are of several tools ({files_by_tool}); import those of one at a time")
     try:
-        imported = _READERS[formats[0]]([(each.path, each.content) for each in found])
+        imported = _READERS[formats[0]]([(each.path, each.content) for each in recognised])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise LogError(
-            f"{found[0].path} and the other files look like {formats[0]}, but are damaged: {type(error).__name__}: {error}"
+            f"{recognised[0].path} and the other files look like {formats[0]}, but are damaged: "
+            f"{type(error).__name__}: {error}"
         ) from None
     _check_content(imported, files)
     write_run(out, imported, files, force)
@@ -85,17 +86,17 @@ def inspector_logs(names: Sequence[str]) -> list[tuple[Path, InspectorLog]] | No
     paths = [Path(name) for name in names]
     if not all(path.exists() for path in paths):
         return None
-    found: list[tuple[Path, InspectorLog]] = []
+    logs: list[tuple[Path, InspectorLog]] = []
     for file in _files(paths):
         log = parse_log(_content(file).decode("utf-8", "replace")) if _may_be_inspector(file) else None
-        if log is None and not found:
+        if log is None and not logs:
             return None
         if log is None:
             raise LogError(
-                f"{found[0][0]} is a log of the NCCL Inspector and {file} is none; align with those of one tool at a time"
+                f"{logs[0][0]} is a log of the NCCL Inspector and {file} is none; align with those of one tool at a time"
             )
-        found.append((file, log))
-    return found
+        logs.append((file, log))
+    return logs
 
 
 def _may_be_inspector(path: Path) -> bool:
@@ -131,7 +132,7 @@ def _check_content(imported: Imported, files: Sequence[Path]) -> None:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
             inside = sorted(
@@ -141,14 +142,14 @@ def _files(paths: Sequence[Path]) -> list[Path]:
                 raise UsageError(
                     f"{path} is a directory without files; give the files that the other tool wrote"
                 )
-            found += inside
+            files += inside
         elif path.exists():
-            found.append(path)
+            files.append(path)
         else:
             raise UsageError(
                 f"{path} does not exist; give the files that the other tool wrote, or their directory"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(files))
 
 
 def recognise(path: Path, wanted: Format | None = None) -> _Recognised:

@@ -87,7 +87,7 @@ def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
         undated += _date(one.collectives, entries[process])
         one.dropped = sum(sum(count) for count in _dropped(logs, process).values())
         imported.ranks.append(one)
-    sizes = [entry["header"]["n_ranks"] for found in entries.values() for entry in found]
+    sizes = [entry["header"]["n_ranks"] for of_rank in entries.values() for entry in of_rank]
     imported.world_size = max([*sizes, len(ranks.of_process)], default=0) or None
     imported.notes = [
         *_notes(logs, ranks, undated),
@@ -104,22 +104,26 @@ def collectives_of(logs: Sequence[tuple[Path, InspectorLog]]) -> list[InspectedC
     """
     for path, log in logs:
         _check_version(path, log)
-    found = []
+    collectives = []
     for path, entry in ((path, entry) for path, log in logs for entry in log.entries):
         if _kind(entry) != "coll" or _missing_key(entry) is not None:
             continue
-        header, said, op = entry["header"], entry["coll_perf"], _OPERATIONS.get(_name_of(entry).lower())
+        header, performance, op = (
+            entry["header"],
+            entry["coll_perf"],
+            _OPERATIONS.get(_name_of(entry).lower()),
+        )
         if op is not None:
-            size, part = int(header["n_ranks"]), int(said["coll_msg_size_bytes"])
-            algorithm, protocol = (_text(said.get(f"coll_{what}")) for what in ("algo", "proto"))
+            size, part = int(header["n_ranks"]), int(performance["coll_msg_size_bytes"])
+            algorithm, protocol = (_text(performance.get(f"coll_{what}")) for what in ("algo", "proto"))
             member = Member(*_process_of(entry["metadata"], path), str(header["id"]), int(header["rank"]))
             payload = part * size if op in _PARTS else part
-            channels = _kernels(said)[1] or None
-            number = int(said["coll_sn"])
-            found.append(
+            channels = _kernels(performance)[1] or None
+            number = int(performance["coll_sn"])
+            collectives.append(
                 InspectedCollective(member, size, op, number, part, payload, algorithm, protocol, channels)
             )
-    return found
+    return collectives
 
 
 def dropped_collectives(logs: Sequence[tuple[Path, InspectorLog]]) -> dict[Member, int]:
@@ -150,14 +154,14 @@ def _check_version(path: Path, log: InspectorLog) -> None:
 def _missing_key(entry: Mapping[str, Any]) -> str | None:
     """The first thing that an operation cannot be understood without and that ``entry`` does not say."""
     header, kind = entry["header"], _kind(entry)
-    said = entry[f"{kind}_perf"]
-    if not isinstance(said, dict):
+    performance = entry[f"{kind}_perf"]
+    if not isinstance(performance, dict):
         return f"{kind}_perf"
     if not header.get("id"):
         return "id"
     for where, names in (
         (header, ("rank", "n_ranks")),
-        (said, (f"{kind}_sn", f"{kind}_msg_size_bytes", *(["p2p_peer"] if kind == "p2p" else []))),
+        (performance, (f"{kind}_sn", f"{kind}_msg_size_bytes", *(["p2p_peer"] if kind == "p2p" else []))),
     ):
         for name in names:
             value = where.get(name)
@@ -165,7 +169,7 @@ def _missing_key(entry: Mapping[str, Any]) -> str | None:
                 return name
     if header["rank"] >= header["n_ranks"]:
         return "rank"
-    return None if isinstance(said.get(kind), str) else kind
+    return None if isinstance(performance.get(kind), str) else kind
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
@@ -221,35 +225,35 @@ def _ranks_of(entries: Mapping[_Process, Sequence[Mapping[str, Any]]]) -> _Ranks
 
 def _collective(entry: Mapping[str, Any], ranks: _Ranks) -> Collective | None:
     header, kind = entry["header"], _kind(entry)
-    said, name = entry[f"{kind}_perf"], _name_of(entry)
+    performance, name = entry[f"{kind}_perf"], _name_of(entry)
     op = _OPERATIONS.get(name.lower())
     if op is None:
         return None
     comm, size, rank = str(header["id"]), int(header["n_ranks"]), int(header["rank"])
     members = ranks.of_comm[comm]
-    part = int(said[f"{kind}_msg_size_bytes"])
+    part = int(performance[f"{kind}_msg_size_bytes"])
     payload = part * size if op in _PARTS else part
     is_p2p = kind == "p2p"
-    begin, channels = _kernels(said)
-    algorithm, protocol = (_text(said.get(f"coll_{what}")) for what in ("algo", "proto"))
+    begin, channels = _kernels(performance)
+    algorithm, protocol = (_text(performance.get(f"coll_{what}")) for what in ("algo", "proto"))
     return Collective(
         op=op,
         backend_method=name,
         pg=f"comm {comm}",
         pg_seq=None,
-        identity=None if is_p2p else (op, int(said["coll_sn"])),
+        identity=None if is_p2p else (op, int(performance["coll_sn"])),
         group_size=size,
         group_ranks=members,
         group_desc=_text(header.get("comm_name")),
         group_rank=rank,
-        issue_ns=_event(said, f"{kind}_start_ts") * 1000,
+        issue_ns=_event(performance, f"{kind}_start_ts") * 1000,
         device_begin_ns=begin * 1000 or None,
         payload_bytes=payload,
         input_bytes=0 if op is Op.RECV else part if op in (Op.ALL_GATHER, Op.GATHER) else payload,
         output_bytes=0 if op is Op.SEND else part if op in (Op.REDUCE_SCATTER, Op.SCATTER) else payload,
         backend="nccl",
         device="cuda",
-        peer=members[said["p2p_peer"]] if is_p2p and said["p2p_peer"] < len(members) else -1,
+        peer=members[performance["p2p_peer"]] if is_p2p and performance["p2p_peer"] < len(members) else -1,
         is_p2p=is_p2p,
         algorithm=algorithm,
         protocol=protocol,
@@ -262,14 +266,14 @@ def _text(value: Any) -> str | None:
     return None if value is None or str(value) in _UNKNOWN else str(value)
 
 
-def _event(said: Mapping[str, Any], name: str) -> int:
-    trace = said.get("event_trace_ts")
+def _event(performance: Mapping[str, Any], name: str) -> int:
+    trace = performance.get("event_trace_ts")
     return whole_number(trace.get(name)) if isinstance(trace, dict) else 0
 
 
-def _kernels(said: Mapping[str, Any]) -> tuple[int, int]:
+def _kernels(performance: Mapping[str, Any]) -> tuple[int, int]:
     """When the first kernel of a verbose entry began, in microseconds, and on how many channels; 0 where it is not said."""
-    trace = said.get("event_trace_ts")
+    trace = performance.get("event_trace_ts")
     channels = trace.get("kernel_events") if isinstance(trace, dict) else None
     if not isinstance(channels, list):
         return 0, 0
@@ -284,15 +288,15 @@ def _date(collectives: Sequence[Collective], entries: Sequence[Mapping[str, Any]
     next_begin: dict[tuple[str, bool], int] = {}
     for collective, entry in reversed(list(zip(collectives, known, strict=True))):
         kind = _kind(entry)
-        said = entry[f"{kind}_perf"]
-        took = whole_number(said.get(f"{kind}_exec_time_us")) * 1000
+        performance = entry[f"{kind}_perf"]
+        took = whole_number(performance.get(f"{kind}_exec_time_us")) * 1000
         ring = collective.pg, collective.is_p2p
         if not collective.issue_ns:
             undated += 1
             begin = whole_number(entry["metadata"].get("dump_timestamp_us")) * 1000 - took
             collective.issue_ns = min(begin, next_begin.get(ring, begin))
         next_begin[ring] = collective.issue_ns
-        if str(said.get(f"{kind}_timing_source", "kernel_gpu")) == "kernel_gpu" and took:
+        if str(performance.get(f"{kind}_timing_source", "kernel_gpu")) == "kernel_gpu" and took:
             begin = max(collective.device_begin_ns or 0, collective.issue_ns)
             collective.device_begin_ns, collective.device_end_ns = begin, begin + took
         else:

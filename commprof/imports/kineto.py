@@ -100,7 +100,7 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
     Raises:
         LogError: a file does not say which rank it is of, or two say the same.
     """
-    found = Imported(TOOL, [])
+    imported = Imported(TOOL, [])
     files: dict[int, Path] = {}
     counts = {"group": 0, "size": 0}
     for path, trace in traces:
@@ -114,25 +114,25 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
         files[rank] = path
         world = info.get("world_size")
         if isinstance(world, int):
-            found.world_size = max(world, found.world_size or 0)
-        found.ranks.append(_read_rank(rank, trace, info, counts))
-    found.ranks.sort(key=lambda each: each.rank)
-    found.notes += _check_identities(found.ranks)
-    if not any(rank.collectives for rank in found.ranks):
-        found.notes.append("the traces hold no collectives: neither record_param_comms nor c10d operators")
+            imported.world_size = max(world, imported.world_size or 0)
+        imported.ranks.append(_read_rank(rank, trace, info, counts))
+    imported.ranks.sort(key=lambda each: each.rank)
+    imported.notes += _check_identities(imported.ranks)
+    if not any(rank.collectives for rank in imported.ranks):
+        imported.notes.append("the traces hold no collectives: neither record_param_comms nor c10d operators")
     if counts["group"]:
-        found.notes.append(
+        imported.notes.append(
             f"of {counts['group']} operators the trace does not say the group (only NCCL's do), and the job has several: "
             "their group is called '?', and has no wire bytes"
         )
     if counts["size"]:
-        found.notes.append(
+        imported.notes.append(
             f"of {counts['size']} operators the trace does not say the size (record_shapes was off): 0 bytes stand for it"
         )
-    found.notes.append(
+    imported.notes.append(
         "Kineto misses threads that were started after it, and decomposes what gloo decomposes"
     )
-    return found
+    return imported
 
 
 def _read_rank(
@@ -159,15 +159,15 @@ def _read_rank(
     if issued:
         issued.sort(key=lambda each: float(each["ts"]))
         kernels = _Kernels(events, base, issued)
-        found = [_from_parameters(each, base, rank, groups, kernels) for each in issued]
-        _identify(found, issued)
+        collectives = [_from_parameters(each, base, rank, groups, kernels) for each in issued]
+        _identify(collectives, issued)
     else:
         operators = [each for each in events if str(each.get("name", "")).startswith("c10d::")]
         operators.sort(key=lambda each: float(each["ts"]))
         kinds = _Kinds(events)
-        found = [_from_operator(each, base, rank, groups, kinds, counts) for each in operators]
+        collectives = [_from_operator(each, base, rank, groups, kinds, counts) for each in operators]
     begins = [begin for begin, _, _ in steps]
-    for each in found:
+    for each in collectives:
         if each is not None:
             place = bisect_right(begins, each.issue_ns) - 1
             inside = place >= 0 and each.issue_ns < steps[place][1]
@@ -237,13 +237,13 @@ def _operation(event: Mapping[str, Any]) -> Op | None:
     return _OPERATIONS.get(str((event.get("args") or {}).get("Collective name", "")).strip("_"))
 
 
-def _identify(found: Iterable[Collective | None], issued: Iterable[Mapping[str, Any]]) -> None:
+def _identify(collectives: Iterable[Collective | None], issued: Iterable[Mapping[str, Any]]) -> None:
     """Give each collective that has a Comms Id an identity: with how often its rank has used that number before.
 
     A message has none: each rank counts those of a group by itself, so the two ends of one seldom share a number.
     """
     used: Counter[str] = Counter()
-    for collective, event in zip(found, issued, strict=True):
+    for collective, event in zip(collectives, issued, strict=True):
         number = _comms_id(event)
         if collective is not None and number is not None and not collective.is_p2p:
             collective.identity = number, used[number]
@@ -286,21 +286,23 @@ def _from_parameters(
     groups: Mapping[str, Mapping[str, Any]],
     kernels: _Kernels,
 ) -> Collective | None:
-    given = event.get("args") or {}
-    name = str(given.get("Collective name", ""))
+    arguments = event.get("args") or {}
+    name = str(arguments.get("Collective name", ""))
     op = _operation(event)
     if op is None:
         return None
-    dtype = str(given.get("dtype", "")).lower()
+    dtype = str(arguments.get("dtype", "")).lower()
     item = _ITEM_BYTES.get(dtype, 0)
-    received, sent = _whole(given.get("Out msg nelems")), _whole(given.get("In msg nelems"))
+    received, sent = _whole(arguments.get("Out msg nelems")), _whole(arguments.get("In msg nelems"))
     numel = received if op in (Op.ALL_GATHER, Op.GATHER) else sent or received
-    pg = str(given.get("Process Group Name", "?"))
-    ranks = _ranks(given.get("Process Group Ranks")) or _ranks((groups.get(pg) or {}).get("ranks"))
-    size = _whole(given.get("Group size")) or len(ranks)
+    pg = str(arguments.get("Process Group Name", "?"))
+    ranks = _ranks(arguments.get("Process Group Ranks")) or _ranks((groups.get(pg) or {}).get("ranks"))
+    size = _whole(arguments.get("Group size")) or len(ranks)
     device = kernels.of(event)
-    peer = given.get("Dst Rank") if op is Op.SEND else given.get("Src Rank") if op is Op.RECV else None
-    sequence = given.get("Seq")
+    peer = (
+        arguments.get("Dst Rank") if op is Op.SEND else arguments.get("Src Rank") if op is Op.RECV else None
+    )
+    sequence = arguments.get("Seq")
     return Collective(
         op=op,
         backend_method=name,
@@ -308,7 +310,7 @@ def _from_parameters(
         pg_seq=sequence if isinstance(sequence, int) and sequence >= 0 else None,
         group_size=size,
         group_ranks=ranks if len(ranks) == size else (),
-        group_desc=_said(given.get("Process Group Description")),
+        group_desc=_said(arguments.get("Process Group Description")),
         group_rank=ranks.index(rank) if rank in ranks else -1,
         issue_ns=_begin(event, base),
         return_ns=_end(event, base),
@@ -337,10 +339,10 @@ def _from_operator(
     op = _OPERATIONS.get(name.strip("_"))
     if op is None:
         return None
-    given = event.get("args") or {}
+    arguments = event.get("args") or {}
     shapes, types = (
-        given.get("Input Dims") or [],
-        [str(kind).lower() for kind in given.get("Input type") or []],
+        arguments.get("Input Dims") or [],
+        [str(kind).lower() for kind in arguments.get("Input type") or []],
     )
     elements = [_elements(shape) for shape in shapes[:2]] + [0, 0]
     kind = next((each for each in types[:2] if each in _ITEM_BYTES), None)
@@ -370,7 +372,7 @@ def _from_operator(
         count, total = outputs[0] * size, outputs[1] * size
     if op is Op.BARRIER:
         count = total = 0
-    root = (given.get("Concrete Inputs") or [])[_ROOT_ARGUMENT.get(op, 99) :][:1]
+    root = (arguments.get("Concrete Inputs") or [])[_ROOT_ARGUMENT.get(op, 99) :][:1]
     number = int(root[0]) if root and str(root[0]).isdigit() else -1
     return Collective(
         op=op,
@@ -399,13 +401,13 @@ class _Kinds:
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         self._told: list[tuple[float, int, str]] = []
         for each in events:
-            given = each.get("args") or {}
-            types = given.get("Input type") or []
+            arguments = each.get("args") or {}
+            types = arguments.get("Input type") or []
             if each.get("cat") == "user_annotation" and ":" in str(each.get("name")) and types:
                 kind = str(types[0]).lower()
                 if kind in _ITEM_BYTES:
                     self._told.append(
-                        (float(each["ts"]), _elements((given.get("Input Dims") or [[]])[0]), kind)
+                        (float(each["ts"]), _elements((arguments.get("Input Dims") or [[]])[0]), kind)
                     )
         self._told.sort()
 

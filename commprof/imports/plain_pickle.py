@@ -84,9 +84,9 @@ class _Machine:
         elif name in _GETS:
             self._stack.append(self._memo[int(argument)])
         elif name not in _IGNORED:
-            said = f" {str(argument)[:80]}" if argument is not None else ""
+            shown_argument = f" {str(argument)[:80]}" if argument is not None else ""
             raise LogError(
-                f"byte {position} asks for more than plain data ({name}{said}), as code in a pickle does; "
+                f"byte {position} asks for more than plain data ({name}{shown_argument}), as code in a pickle does; "
                 "nothing of it was run"
             )
 
@@ -108,11 +108,11 @@ class _Machine:
         self._stack.append(tuple(reversed(values)))
 
     def _since_mark(self) -> list[Any]:
-        found: list[Any] = []
+        values: list[Any] = []
         while (value := self._stack.pop()) is not _MARK:
-            found.append(value)
-        found.reverse()
-        return found
+            values.append(value)
+        values.reverse()
+        return values
 
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]

@@ -69,9 +69,8 @@ class ImportedRank:
     pid: int = 0
     collectives: list[Collective] = field(default_factory=list)
     steps: list[tuple[int, int, int | None]] = field(default_factory=list)  # step, begin, end
-    flight: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # rows of the table, less those that name the process
+    # Rows of the table ``flight``, without the columns that name the process.
+    flight: list[dict[str, Any]] = field(default_factory=list)
     dropped: int = 0  # operations that the tool itself counted and could not keep
 
 

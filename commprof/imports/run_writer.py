@@ -21,7 +21,7 @@ _Group: TypeAlias = tuple[str, tuple[int, ...]]
 _Shared: TypeAlias = tuple[str, tuple[int, ...], Hashable]
 
 
-def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = False) -> Path:
+def write_run(out: Path, imported: Imported, files: Sequence[Path], force: bool = False) -> Path:
     """Make run directory ``out`` of ``found``, which was read from ``files``.
 
     Raises:
@@ -29,26 +29,26 @@ def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = F
         TraceError: it cannot be written to.
     """
     description = {**describe_process(), "environment": {}, "python": "", "platform": ""}
-    known = [each.issue_ns for rank in found.ranks for each in rank.collectives]
-    begin = min(known, default=0) if found.realtime else 0
-    notes = [f"imported from {found.tool}: {', '.join(file.name for file in files)}", *found.notes]
+    known = [each.issue_ns for rank in imported.ranks for each in rank.collectives]
+    begin = min(known, default=0) if imported.realtime else 0
+    notes = [f"imported from {imported.tool}: {', '.join(file.name for file in files)}", *imported.notes]
     manifest = Manifest(
         script=None,
         started_realtime_ns=begin or time.time_ns(),
-        world_size=found.world_size,
-        hosts=sorted({rank.host for rank in found.ranks if rank.host}),
+        world_size=imported.world_size,
+        hosts=sorted({rank.host for rank in imported.ranks if rank.host}),
         state=COMPLETE,
         notes=notes,
         **description,
     )
     create_run(out, manifest, force)
-    pids = _numbered(found.ranks)
-    numbers = _shared_numbers(found.ranks)
+    pids = _numbered(imported.ranks)
+    numbers = _shared_numbers(imported.ranks)
     groups: list[dict[str, Any]] = []
     algorithms: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     flight: list[dict[str, Any]] = []
-    for rank, pid in zip(found.ranks, pids, strict=True):
+    for rank, pid in zip(imported.ranks, pids, strict=True):
         same = {"rank": rank.rank, "attempt": _ATTEMPT, "pid": pid}
         ordered = sorted(rank.collectives, key=attrgetter("issue_ns"))
         rows = [{**same, "seq": seq, **row} for seq, row in enumerate(_rows(ordered, numbers))]
@@ -66,7 +66,7 @@ def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = F
         identity = RankFile(rank.rank, _ATTEMPT, pid, 1)
         file = out / COLLECTIVES_DIRECTORY / f"{identity.stem}.parquet"
         write_parquet(file, table_from_rows("collectives", rows))
-        manifest.ranks.append(_entry(identity, rank, found.world_size, ordered))
+        manifest.ranks.append(_entry(identity, rank, imported.world_size, ordered))
         groups += _groups(same, ordered)
         steps += [
             {**same, "step": step, "begin_ns": start, "end_ns": end, "micro_steps": 1}
@@ -84,8 +84,8 @@ def write_run(out: Path, found: Imported, files: Sequence[Path], force: bool = F
 
 def _numbered(ranks: Sequence[ImportedRank]) -> list[int]:
     """The process ids, or numbers in their place where a tool does not say them or two hosts have the same."""
-    given = [rank.pid for rank in ranks]
-    return given if all(given) and len(set(given)) == len(given) else list(range(1, len(ranks) + 1))
+    pids = [rank.pid for rank in ranks]
+    return pids if all(pids) and len(set(pids)) == len(pids) else list(range(1, len(ranks) + 1))
 
 
 def _shared_numbers(ranks: Iterable[ImportedRank]) -> dict[_Shared, int]:

@@ -41,7 +41,7 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
     """The values below all sections, as text, by their dotted keys."""
     if not isinstance(value, Mapping) or not value:
         return {prefix.removesuffix("."): json.dumps(value)}
-    found: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     for key, inner in value.items():
-        found |= _leaves(inner, f"{prefix}{key}.")
-    return found
+        leaves |= _leaves(inner, f"{prefix}{key}.")
+    return leaves

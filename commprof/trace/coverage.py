@@ -46,12 +46,12 @@ def uncovered(run: _Run) -> dict[str, str]:
     readings = _readings(run.table("wire"))
     if not readings:
         return {}
-    found = {}
+    clauses = {}
     for host, spans in sorted(_spans(run).items()):
         clause = _left_out(readings.get(host, ()), spans, run.health.state)
         if clause is not None:
-            found[host] = clause
-    return found
+            clauses[host] = clause
+    return clauses
 
 
 def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str | None:
@@ -82,10 +82,10 @@ def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str |
 def _readings(wire: pa.Table) -> dict[str, list[int]]:
     """Host -> when its interfaces were read, in order."""
     rows = wire.filter(pc.equal(wire["kind"], "interface")).group_by(["host", "time_ns"]).aggregate([])
-    found: dict[str, list[int]] = defaultdict(list)
+    readings: dict[str, list[int]] = defaultdict(list)
     for row in rows.sort_by("time_ns").to_pylist():
-        found[row["host"]].append(row["time_ns"])
-    return found
+        readings[row["host"]].append(row["time_ns"])
+    return readings
 
 
 def _spans(run: _Run) -> dict[str, list[_Span]]:
@@ -97,13 +97,13 @@ def _spans(run: _Run) -> dict[str, list[_Span]]:
     keys = {tuple(row[name] for name in _IDENTITY) for row in rows}
     unended = {key for key in keys if not entries.get(key, {}).get("ended")}
     records = _last_records(run) if unended else {}
-    found: dict[str, list[_Span]] = defaultdict(list)
+    spans: dict[str, list[_Span]] = defaultdict(list)
     for row in rows:
         key = tuple(row[name] for name in _IDENTITY)
         end = max(row["monotonic_ns_max"], records.get(key, 0) if key in unended else 0)
         ended = key not in unended or row["attempt"] < latest
-        found[row["host"]].append(_Span(row["rank"], row["monotonic_ns_min"], end, ended))
-    return found
+        spans[row["host"]].append(_Span(row["rank"], row["monotonic_ns_min"], end, ended))
+    return spans
 
 
 def _last_records(run: _Run) -> Mapping[Any, int]:

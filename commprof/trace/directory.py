@@ -105,15 +105,15 @@ def find_runs(directory: Path) -> list[Path]:
         return []
     if is_run(directory):
         return [directory]
-    found: list[Path] = []
+    runs: list[Path] = []
     try:
         children = sorted(child for child in directory.iterdir() if child.is_dir())
     except OSError:
         return []
     for child in children:
         if not child.is_symlink() and not child.name.startswith("."):
-            found.extend(find_runs(child))
-    return found
+            runs.extend(find_runs(child))
+    return runs
 
 
 def resolve(text: str | Path, traces: Path = TRACES) -> Path:

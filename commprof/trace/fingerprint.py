@@ -41,12 +41,12 @@ class Fingerprint:
     @cached_property
     def inputs(self) -> str:
         """Another text whenever a file that derived files are made from changes, comes or goes: the same for a moved run."""
-        found = sorted(
+        file_states = sorted(
             (place, name.rpartition("/")[2], size, changed)
             for name, size, _, changed, _ in self.files
             if (place := _input_place(name)) is not None
         )
-        return hashlib.sha256(json.dumps([VERSION, *(each[1:] for each in found)]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([VERSION, *(each[1:] for each in file_states)]).encode()).hexdigest()
 
     @property
     def is_still(self) -> bool:
@@ -61,26 +61,28 @@ class Opening:
 def fingerprint(run: Path) -> Fingerprint:
     """The fingerprint of ``run`` as it is now."""
     path = run.resolve()
-    found: list[tuple[str, int, int, int, int]] = []
+    file_states: list[tuple[str, int, int, int, int]] = []
     with contextlib.suppress(OSError):
-        found = _files(os.fspath(path), "")
-    return Fingerprint(path, tuple(sorted(found)))
+        file_states = _files(os.fspath(path), "")
+    return Fingerprint(path, tuple(sorted(file_states)))
 
 
 def _files(directory: str, prefix: str) -> list[tuple[str, int, int, int, int]]:
-    found = []
+    file_states = []
     with os.scandir(directory) as entries:
         for entry in entries:
             name = prefix + entry.name
             try:
                 status = entry.stat()
-                found.append((name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
+                file_states.append(
+                    (name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                )
                 # The records of an analysis are a link to those of its run (docs/scale.md).
                 if entry.is_dir(follow_symlinks=name == COLLECTIVES_DIRECTORY):
-                    found += _files(entry.path, f"{name}/")
+                    file_states += _files(entry.path, f"{name}/")
             except OSError:
                 continue  # gone since it was listed
-    return found
+    return file_states
 
 
 def _input_place(name: str) -> int | None:

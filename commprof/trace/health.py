@@ -67,9 +67,9 @@ def assess(
         [entry.get("world_size") or 0 for entry in entries if entry["attempt"] == latest],
         default=manifest.world_size or 0,
     )
-    held = [entry for entry in entries if entry.get("file") not in gone]
+    present_entries = [entry for entry in entries if entry.get("file") not in gone]
     missing = tuple(rank for rank in range(expected) if rank not in recorded)
-    damaged = (*damaged, *_cut_off(held))
+    damaged = (*damaged, *_cut_off(present_entries))
     state = _state(manifest, entries, missing, alive)
     of_run = [*manifest.notes[:_MOST_NOTES]]
     if len(manifest.notes) > _MOST_NOTES:
@@ -78,14 +78,14 @@ def assess(
     spent = [entry["recorder_ns"] for entry in entries if entry.get("recorder_ns") is not None]
     took = (manifest.ended_realtime_ns or 0) - manifest.started_realtime_ns
     return Health(
-        records=_total(held, "records"),
+        records=_total(present_entries, "records"),
         lost=_total(entries, "lost"),
         unseen=_total(entries, "unseen"),
         torn=_total(entries, "torn"),
         raised=_total(entries, "raised"),
         incomplete=_total(entries, "incomplete"),
         ranks_expected=expected or None,
-        ranks_recorded=len({entry["rank"] for entry in held if entry["attempt"] == latest}),
+        ranks_recorded=len({entry["rank"] for entry in present_entries if entry["attempt"] == latest}),
         missing_ranks=missing,
         state=state,
         notes=notes,
@@ -143,9 +143,9 @@ def _notes(
         )
     unended = [entry["rank"] for entry in entries if not entry.get("ended")]
     if unended and state != RUNNING:
-        held = "what was kept" if _total(entries, "summed") else "all that was issued"
+        extent = "what was kept" if _total(entries, "summed") else "all that was issued"
         notes.append(
-            f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds {held}, but the last "
+            f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds {extent}, but the last "
             "self-check, the totals and the buckets of its last step are missing"
         )
     notes += _parts(entries)
@@ -204,11 +204,13 @@ def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             )
         if entry.get("faults"):
             notes.append(f"{who}: commprof itself failed on {entry['faults']} collectives, which are missing")
-        said = list(dict.fromkeys(entry.get("notes") or ()))
-        for text in said[:_MOST_NOTES]:
+        notes_of_rank = list(dict.fromkeys(entry.get("notes") or ()))
+        for text in notes_of_rank[:_MOST_NOTES]:
             said_by.setdefault(text, []).append(entry["rank"])
-        if len(said) > _MOST_NOTES:
-            notes.append(f"{who}: and {len(said) - _MOST_NOTES:,} more notes, all of them in run.json")
+        if len(notes_of_rank) > _MOST_NOTES:
+            notes.append(
+                f"{who}: and {len(notes_of_rank) - _MOST_NOTES:,} more notes, all of them in run.json"
+            )
     # What all ranks say is read once.
     return notes + [f"{_ranks(ranks)}: {text}" for text, ranks in said_by.items()]
 

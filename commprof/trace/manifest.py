@@ -126,17 +126,15 @@ class Manifest:
     config_argument: str | None = None
     effective_config: dict[str, Any] | None = None  # as the engine itself published it
     engine: str | None = None
-    engines: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # see commprof.trace.rank_files.engines; empty for a single one
+    # See commprof.trace.rank_files.engines; empty for a single one.
+    engines: list[dict[str, Any]] = field(default_factory=list)
     construction: dict[str, Any] | None = None  # of parameters at stage 3, see commprof.hooks.describe_config
     sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
     ranks: list[dict[str, Any]] = field(default_factory=list)
     tables: list[str] | None = None
     notes: list[str] = field(default_factory=list)
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # keys that this version does not know, kept as they are
+    # Keys that this version does not know, as they are in the file.
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def describe_process(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -206,9 +204,9 @@ def read_manifest(path: Path) -> Manifest:
 def _wrong_type(manifest: Manifest) -> str | None:
     pristine = Manifest()
     for item in fields(Manifest):
-        value, given = getattr(manifest, item.name), getattr(pristine, item.name)
-        expected = type(given) if given is not None else _NULLABLE[item.name]
-        if value is None and given is None:
+        value, default = getattr(manifest, item.name), getattr(pristine, item.name)
+        expected = type(default) if default is not None else _NULLABLE[item.name]
+        if value is None and default is None:
             continue
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
             return f"{item.name} is {type(value).__name__}, expected {expected.__name__}"

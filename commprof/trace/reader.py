@@ -173,8 +173,12 @@ class Run:
         """The rows of the ranks that are not Parquet."""
         if name == "collectives":
             return [trace.collectives() for trace in self.pending]
-        held = stems_in(self.path, name) if self.pending else set()
-        return [t.tables[name] for t in self.pending if name in t.tables and t.identity.stem not in held]
+        finalised_stems = stems_in(self.path, name) if self.pending else set()
+        return [
+            t.tables[name]
+            for t in self.pending
+            if name in t.tables and t.identity.stem not in finalised_stems
+        ]
 
 
 def scan_of(files: Sequence[Path], name: str, rest: pa.Table) -> Scan | None:

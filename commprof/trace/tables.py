@@ -316,13 +316,13 @@ def version_of(path: Path, name: str) -> int | None:
     """
     try:
         _check_regular(path)
-        found = pq.read_schema(path)
+        stored_schema = pq.read_schema(path)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from None
-    version = check_version(path, found.metadata or {})
+    version = check_version(path, stored_schema.metadata or {})
     declared = zip(arrow_schema(name), TABLES[name].columns, strict=True)
     expected = [(item.name, item.type) for item, column in declared if column.since <= version]
-    return version if [(item.name, item.type) for item in found] == expected else None
+    return version if [(item.name, item.type) for item in stored_schema] == expected else None
 
 
 def _check_regular(path: Path) -> None:

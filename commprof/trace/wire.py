@@ -88,7 +88,7 @@ def damaged_lines(run: Path) -> list[str]:
     Raises:
         TraceError: a file cannot be read.
     """
-    found = []
+    remarks = []
     for name, files in (("wire", reading_files(run)), ("samples", sample_files(run))):
         for file in files:
             rows, lines = _rows_of(file)
@@ -97,8 +97,8 @@ def damaged_lines(run: Path) -> list[str]:
             if damaged:
                 hosts = sorted(set(fitting.table["host"].to_pylist()))
                 of = f" of host {', '.join(hosts)}" if hosts else ""
-                found.append(f"{file.relative_to(run)}{of}: {damaged:,} of {lines:,} lines {DAMAGED_LINES}")
-    return found
+                remarks.append(f"{file.relative_to(run)}{of}: {damaged:,} of {lines:,} lines {DAMAGED_LINES}")
+    return remarks
 
 
 def _rows_of(source: Path) -> tuple[list[dict[str, Any]], int]:

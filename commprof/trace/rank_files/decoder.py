@@ -155,23 +155,26 @@ def _check_pair(
 
 def _cut(stem: Path, events: Events, records: Records, tally: Tally) -> list[str]:
     """Those of the rank's two files that lack their last part although the rank had written it."""
-    said = whole_number((records.totals or {}).get("records")) or 0
-    are_cut = {RECORDS_SUFFIX: said > tally.records + tally.torn, EVENTS_SUFFIX: _lacks_end(events, records)}
+    written_records = whole_number((records.totals or {}).get("records")) or 0
+    are_cut = {
+        RECORDS_SUFFIX: written_records > tally.records + tally.torn,
+        EVENTS_SUFFIX: _lacks_end(events, records),
+    }
     return [f"{stem.name}{suffix}" for suffix, is_cut in are_cut.items() if is_cut]
 
 
 def _signatures(events: Events) -> dict[int, Mapping[str, Any]]:
     """The signatures that can be one, by number; what many share is looked at once."""
     judged: dict[int, bool] = {}
-    whole = {}
+    valid_rows = {}
     for number, row in events.interned("signature").items():
         shared = row.like if isinstance(row, SplitSignature) else row
         is_whole = judged.get(id(shared))
         if is_whole is None:
             is_whole = judged[id(shared)] = is_signature(shared)
         if is_whole:
-            whole[number] = row
-    return whole
+            valid_rows[number] = row
+    return valid_rows
 
 
 def _step_table(events: Events, elsewhere: Mapping[int, str], records: Records) -> StepTable:
@@ -191,10 +194,10 @@ def _step_table(events: Events, elsewhere: Mapping[int, str], records: Records) 
 
 def _check_owner(path: Path, identity: RankFile, events: Events) -> None:
     begin = events.last("begin") or {}
-    said = begin.get("rank", identity.rank), begin.get("attempt", identity.attempt)
-    if said != (identity.rank, identity.attempt):
+    stated_owner = begin.get("rank", identity.rank), begin.get("attempt", identity.attempt)
+    if stated_owner != (identity.rank, identity.attempt):
         raise TraceError(
-            f"{path} holds the events of rank {said[0]} (attempt {said[1]}), not those that its name says: "
+            f"{path} holds the events of rank {stated_owner[0]} (attempt {stated_owner[1]}), not those that its name says: "
             "give the files of the ranks their own names again"
         )
 
@@ -220,8 +223,9 @@ def _side_tables(
         "clock_offsets": ({**row, **here} for row in events.rows["clock_offset"]),
         "aggregates": ({**row, **same} for row in sums_of(events, groups, steps)),
     }
-    tables = {name: fitted(name, given) for name, given in rows.items()}
-    return {name: found.table for name, found in tables.items()}, sum(t.left_out for t in tables.values())
+    fits = {name: fitted(name, rows_of_table) for name, rows_of_table in rows.items()}
+    tables = {name: fit.table for name, fit in fits.items()}
+    return tables, sum(fit.left_out for fit in fits.values())
 
 
 def _groups(events: Events) -> dict[str, dict[str, Any]]:
@@ -253,17 +257,17 @@ def _entry(
     left_out: int,
 ) -> dict[str, Any]:
     begin = events.last("begin") or {}
-    said = totals or {}
-    reason, host = said.get("stopped_reason"), begin.get("host")
+    written_totals = totals or {}
+    reason, host = written_totals.get("stopped_reason"), begin.get("host")
     return {
         **identity._asdict(),
         "host": host if isinstance(host, str) else None,
         "world_size": world_size(begin.get("world_size")),
         **tally._asdict(),
-        **{name: whole_number(said.get(name)) or 0 for name in _COUNTED},
+        **{name: whole_number(written_totals.get(name)) or 0 for name in _COUNTED},
         "torn_events": events.torn + left_out,
         "unseen": sum(tables["groups"].column("unseen").to_pylist()),
-        "recorder_ns": whole_number(said.get("recorder_ns")),
+        "recorder_ns": whole_number(written_totals.get("recorder_ns")),
         "stopped_reason": None if reason is None else str(reason),
         "summed": sum(tables["aggregates"].column("calls").to_pylist()),
         **recorded_part(events),

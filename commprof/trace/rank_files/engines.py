@@ -26,8 +26,9 @@ def engines_of(events: Events) -> list[dict[str, Any]]:
     published: dict[int, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in events.rows["parameters"]:
         step = row.get("step")
-        told = tuple(str(row.get(name)) for name in _OF_PARAMETER)  # anything, where the trace is damaged
-        published[max(step, -1) if isinstance(step, int) else -1][told] += 1
+        # Text, since a damaged trace may hold anything.
+        parameter_row = tuple(str(row.get(name)) for name in _OF_PARAMETER)
+        published[max(step, -1) if isinstance(step, int) else -1][parameter_row] += 1
     share_steps = _share_steps(events.rows["step"])
     engines = [
         {
@@ -45,21 +46,21 @@ def engines_of(events: Events) -> list[dict[str, Any]]:
 
 def _share_steps(rows: list[dict[str, Any]]) -> bool:
     """Whether steps of several engines have one number: engines say when a step ends, and each says it once of a number."""
-    told = [row.get("step") for row in rows if row.get("ended") is True and row.get("is_told") is True]
-    numbers = [step for step in told if isinstance(step, int)]
+    told_steps = [row.get("step") for row in rows if row.get("ended") is True and row.get("is_told") is True]
+    numbers = [step for step in told_steps if isinstance(step, int)]
     return len(set(numbers)) < len(numbers)
 
 
-def _alike(made: list[dict[str, Any]], published: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
+def _alike(engines: list[dict[str, Any]], published: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
     """Of the engines that were made after one step, those with a model like that of the one that trains, which is the last.
 
     An engine without an optimizer publishes no parameters, only how many elements they have.
     """
-    made = sorted(made, key=lambda row: row.get("has_optimizer") is not False)
-    with_optimizer = [row for row in made if row.get("has_optimizer") is not False]
+    engines = sorted(engines, key=lambda row: row.get("has_optimizer") is not False)
+    with_optimizer = [row for row in engines if row.get("has_optimizer") is not False]
     is_repeated = set(published.values()) == {len(with_optimizer)}
     return [
         row
-        for row in made[:-1]
-        if (is_repeated if row in with_optimizer else row.get("numel") == made[-1].get("numel"))
-    ] + made[-1:]
+        for row in engines[:-1]
+        if (is_repeated if row in with_optimizer else row.get("numel") == engines[-1].get("numel"))
+    ] + engines[-1:]

@@ -203,10 +203,10 @@ def parse_totals(data: bytes, header_bytes: int) -> dict[str, Any] | None:
 
 def rank_files(directory: Path) -> list[tuple[RankFile, Path]]:
     """The rank files of run directory ``directory``, each as identity and path without suffix, in order."""
-    found: dict[RankFile, Path] = {}
+    paths: dict[RankFile, Path] = {}
     for path in directory.iterdir():
         if path.suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
             identity = parse_stem(path.stem)
             if identity is not None:
-                found[identity] = path.with_suffix("")
-    return sorted(found.items())
+                paths[identity] = path.with_suffix("")
+    return sorted(paths.items())

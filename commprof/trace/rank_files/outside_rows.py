@@ -25,12 +25,12 @@ class Fitted(NamedTuple):
 
 def fitted(name: str, rows: Iterable[Mapping[str, Any]]) -> Fitted:
     """``rows`` as table ``name`` of the schema, without those that do not fit it."""
-    given = list(rows)
+    given_rows = list(rows)
     try:
-        return Fitted(table_from_rows(name, given), 0)
+        return Fitted(table_from_rows(name, given_rows), 0)
     except TraceError:
-        kept = [row for row in given if fits_table(name, row)]
-        return Fitted(table_from_rows(name, kept), len(given) - len(kept))
+        fitting_rows = [row for row in given_rows if fits_table(name, row)]
+        return Fitted(table_from_rows(name, fitting_rows), len(given_rows) - len(fitting_rows))
 
 
 def fits_table(name: str, row: Mapping[str, Any]) -> bool:

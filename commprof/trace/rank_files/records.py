@@ -67,8 +67,8 @@ class Numbers:
     def places(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Where each of ``numbers`` stands; ``len(self)`` for one that is not among them."""
         if self._table is not None:
-            found: np.ndarray[Any, Any] = self._table[np.minimum(numbers, len(self._table) - 1)]
-            return found
+            tabulated: np.ndarray[Any, Any] = self._table[np.minimum(numbers, len(self._table) - 1)]
+            return tabulated
         places = np.searchsorted(self.ordered, numbers)
         places[places == len(self.ordered)] = 0
         places[self.ordered[places] != numbers] = len(self.ordered)
@@ -90,9 +90,8 @@ class Records:
     def __init__(self, path: Path, identity: tuple[int, int, int], signatures: np.ndarray[Any, Any]) -> None:
         self.path = path
         self.totals: dict[str, Any] | None = None
-        self.raised: list[
-            tuple[int, int]
-        ] = []  # signature and number of each call that raised; see :meth:`count`
+        # Signature and number of each call that raised; see :meth:`count`.
+        self.raised: list[tuple[int, int]] = []
         self._signatures = Numbers(signatures)
         self._first_seq = self._begin = self._slots = 0
         self._has_holes = False
@@ -124,14 +123,14 @@ class Records:
         records = incomplete = used = 0
         for first, raw in self._raw():
             fields = _split(raw, _JUDGED)
-            whole = self._are_whole(fields)
-            self._whole.append((first, np.packbits(whole)))
+            is_whole = self._are_whole(fields)
+            self._whole.append((first, np.packbits(is_whole)))
             status = completed_status(fields)
-            records += int(whole.sum())
-            incomplete += int((whole & (status == _INCOMPLETE)).sum())
-            raised = raw[np.flatnonzero(whole & (status == _RAISED))]
+            records += int(is_whole.sum())
+            incomplete += int((is_whole & (status == _INCOMPLETE)).sum())
+            raised = raw[np.flatnonzero(is_whole & (status == _RAISED))]
             self.raised += zip(raised["signature"].tolist(), raised["pg_seq"].tolist(), strict=True)
-            used = max(used, _last_used(first, raw, whole))
+            used = max(used, _last_used(first, raw, is_whole))
         return Tally(records, used - records, len(self.raised), incomplete)
 
     def last_ends(self, windows: Iterable[Window]) -> dict[Window, int]:
@@ -142,10 +141,10 @@ class Records:
         ends = np.zeros(len(ordered), np.int64)
         for part in self.parts() if ordered else ():
             issue = part.records["issue_ns"]
-            found = np.searchsorted(starts, issue, "right") - 1
-            mine = (found >= 0) & (issue < stops[found])
+            window_index = np.searchsorted(starts, issue, "right") - 1
+            mine = (window_index >= 0) & (issue < stops[window_index])
             for name in ("issue_ns", "return_ns", "wait_end_ns"):
-                np.maximum.at(ends, found[mine], part.records[name][mine])
+                np.maximum.at(ends, window_index[mine], part.records[name][mine])
         return {window: end for window, end in zip(ordered, ends.tolist(), strict=True) if end}
 
     def parts(self) -> Iterator[Part]:
@@ -194,23 +193,23 @@ class Records:
         return max(first, (data - self._begin) // RECORD.size // PART * PART)
 
     def _are_whole(self, fields: Fields) -> np.ndarray[Any, Any]:
-        whole: np.ndarray[Any, Any] = fields["commit"] == COMMIT
-        whole &= fields["phase"] < len(PHASES)
-        whole &= fields["layer"] < len(LAYERS)
-        whole &= fields["status"] < len(STATUSES)
-        whole &= self._signatures.places(fields["signature"]) < len(self._signatures)
-        return whole
+        is_whole: np.ndarray[Any, Any] = fields["commit"] == COMMIT
+        is_whole &= fields["phase"] < len(PHASES)
+        is_whole &= fields["layer"] < len(LAYERS)
+        is_whole &= fields["status"] < len(STATUSES)
+        is_whole &= self._signatures.places(fields["signature"]) < len(self._signatures)
+        return is_whole
 
 
-def _last_used(first: int, raw: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> int:
+def _last_used(first: int, raw: np.ndarray[Any, Any], is_whole: np.ndarray[Any, Any]) -> int:
     """The slot after the last one of a part that holds anything; 0 where none does."""
-    if whole[-1]:
+    if is_whole[-1]:
         return first + len(raw)
-    others = np.flatnonzero(~whole)
+    others = np.flatnonzero(~is_whole)
     words = raw[others].view(np.uint8).reshape(len(others), RECORD.size)
     touched = others[words.any(axis=1)]
     last = max(
-        int(np.flatnonzero(whole)[-1]) if whole.any() else -1, int(touched[-1]) if len(touched) else -1
+        int(np.flatnonzero(is_whole)[-1]) if is_whole.any() else -1, int(touched[-1]) if len(touched) else -1
     )
     return first + last + 1 if last >= 0 else 0
 

@@ -82,9 +82,8 @@ class PythonSlots:
 
     def __init__(self, mapping: mmap.mmap | None, size: int) -> None:
         self._mapping = mapping
-        self._offsets = itertools.count(
-            0, RECORD.size
-        )  # hands out each offset once, to whichever thread asks
+        # Hands out each offset once, to whichever thread asks.
+        self._offsets = itertools.count(0, RECORD.size)
         self.end = 0 if mapping is None else size // RECORD.size * RECORD.size
 
     def take(

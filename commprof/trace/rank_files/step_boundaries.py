@@ -147,17 +147,17 @@ def _spans(rows: Iterable[Row]) -> list[Span]:
 
 def _passes(events: Events) -> list[Pass]:
     """Evaluations and checkpoints in order. Each is told when it begins, and again when it has ended."""
-    found: dict[int, Pass] = {}
+    by_begin: dict[int, Pass] = {}
     for row in events.rows["outside_step"]:
         begin, phase = row.get("begin_ns"), row.get("phase")
         if type(begin) is not int or phase not in _OUTSIDE:
             continue
-        one = found.setdefault(begin, Pass(str(phase), begin, has_trained=bool(row.get("has_trained"))))
+        one = by_begin.setdefault(begin, Pass(str(phase), begin, has_trained=bool(row.get("has_trained"))))
         one.end_ns, one.resume_ns = (
             value if type(value := row.get(name)) is int else None for name in ("end_ns", "resume_ns")
         )
         one.passes = passes if type(passes := row.get("passes")) is int else 1
-    return [found[begin] for begin in sorted(found)]
+    return [by_begin[begin] for begin in sorted(by_begin)]
 
 
 def _drop_empty_end(course: Course) -> None:
@@ -214,17 +214,17 @@ def _close_last(course: Course, span: Span) -> None:
 def _within(course: Course, span: Span | None, after: Span | None) -> list[Pass]:
     """The evaluations and checkpoints after the end of ``span`` and before the first pass of ``after``."""
     begin = -1 if span is None else (span.ends[-1]["time_ns"] if span.ends else None)
-    found = []
+    inside = []
     for each in course.passes:
         if after is not None and each.begin_ns >= after.begin_ns:
             if each.has_trained or (after.next is not None and each.begin_ns >= after.next["time_ns"]):
                 continue
             if not after.ends or each.begin_ns < after.ends[0]["time_ns"]:
-                found.append(each)
+                inside.append(each)
         elif begin is not None and each.begin_ns >= begin:
-            found.append(each)
+            inside.append(each)
     return (
-        found if span is not None else [each for each in found if after and each.begin_ns >= after.begin_ns]
+        inside if span is not None else [each for each in inside if after and each.begin_ns >= after.begin_ns]
     )
 
 

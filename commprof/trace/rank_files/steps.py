@@ -57,9 +57,8 @@ class StepTable:
     outside: dict[int, str]
     _windows: list[_Window]
     _following: dict[int, int]  # what records name that is no step: the step that they are of, or -1
-    _after_of: dict[
-        tuple[int, str], int | None
-    ]  # recorded step and phase of what is outside -> the step before it
+    # Recorded step and phase of a record outside of all steps -> the step before it.
+    _after_of: dict[tuple[int, str], int | None]
 
     def place(self, steps: _Array, issue_ns: _Array, phases: _Array) -> Placed:
         """Where each record belongs, by its recorded step, time and phase."""
@@ -69,13 +68,13 @@ class StepTable:
             start, stop, of_window, after_window = np.array(
                 [window[:4] for window in self._windows], np.int64
             ).T
-            found = np.searchsorted(start, issue_ns, "right") - 1
-            mine = (found >= 0) & (issue_ns < stop[found])
-            found = found[mine]
+            window_index = np.searchsorted(start, issue_ns, "right") - 1
+            mine = (window_index >= 0) & (issue_ns < stop[window_index])
+            window_index = window_index[mine]
             step[mine], after[mine], is_outside[mine] = (
-                of_window[found],
-                after_window[found],
-                of_window[found] < 0,
+                of_window[window_index],
+                after_window[window_index],
+                of_window[window_index] < 0,
             )
             unnamed = np.flatnonzero(mine & (phases == _OTHER))
             phase[unnamed] = self._phases_at(issue_ns[unnamed])
@@ -116,10 +115,10 @@ class StepTable:
         if not instead or not len(steps):
             return steps.copy()
         none = np.array(sorted(instead), np.int32)
-        found = np.searchsorted(none, steps)
-        found[found == len(none)] = 0
+        index = np.searchsorted(none, steps)
+        index[index == len(none)] = 0
         new = np.array([instead[step] for step in none.tolist()], np.int32)
-        relabelled: _Array = np.where(none[found] == steps, new[found], steps)
+        relabelled: _Array = np.where(none[index] == steps, new[index], steps)
         return relabelled
 
 
@@ -160,17 +159,17 @@ def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd)
 
 def _after_of(course: Course, events: Events) -> dict[tuple[int, str], int | None]:
     """Recorded step and phase of each first evaluation and checkpoint, and the step that it came after."""
-    told = {row["time_ns"]: row for row in events.rows["step"] if isinstance(row.get("time_ns"), int)}
-    times = np.array(sorted(told), np.int64)
-    found: dict[tuple[int, str], int | None] = {}
+    rows_by_time = {row["time_ns"]: row for row in events.rows["step"] if isinstance(row.get("time_ns"), int)}
+    times = np.array(sorted(rows_by_time), np.int64)
+    last_steps: dict[tuple[int, str], int | None] = {}
     for each in course.passes:
         place = int(np.searchsorted(times, each.begin_ns, "right")) - 1
-        recorded = _NO_STEP if place < 0 else _recorded_after(told[int(times[place])])
+        recorded = _NO_STEP if place < 0 else _recorded_after(rows_by_time[int(times[place])])
         gap = next((gap for gap in course.gaps if each in gap.passes), None)
         begun = (span.step for span in course.spans if span.begin_ns <= each.begin_ns)
         after = max(begun, default=None) if gap is None else gap.after
-        found.setdefault((recorded, each.phase), after)
-    return found
+        last_steps.setdefault((recorded, each.phase), after)
+    return last_steps
 
 
 def _recorded_after(row: Mapping[str, Any]) -> int:
@@ -222,14 +221,14 @@ def _following(spans: list[Span]) -> dict[int, int]:
 
 def _outside_rows(course: Course) -> list[dict[str, Any]]:
     rows = []
-    told: set[int] = set()
+    told_begins: set[int] = set()
     for gap in course.gaps:
         if gap.phase is None and gap.next_step is not None:
             continue
         begin = gap.start_ns
         ends = [*(each.begin_ns for each in gap.passes[1:]), gap.end_ns]
         for each, end in zip(gap.passes, ends, strict=False):
-            told.add(each.begin_ns)
+            told_begins.add(each.begin_ns)
             rows.append(_outside_row(each.phase, gap.after, begin, end, each.passes))
             begin = begin if end is None else end
         if gap.phase is not None and not gap.passes and gap.end_ns is not None and gap.end_ns > begin:
@@ -239,7 +238,7 @@ def _outside_rows(course: Course) -> list[dict[str, Any]]:
             rows.append(_outside_row(Phase.OTHER, gap.after, begin, course.ended_ns, 0))
     steps = course.spans
     for each in course.passes:  # within a step, or before the first
-        if each.begin_ns not in told:
+        if each.begin_ns not in told_begins:
             after = max((span.step for span in steps if span.begin_ns <= each.begin_ns), default=None)
             rows.append(_outside_row(each.phase, after, each.begin_ns, each.end_ns, each.passes))
     return sorted(rows, key=lambda row: int(row["begin_ns"]))
@@ -270,7 +269,7 @@ def _difference(begin: Any, end: Any) -> int | None:
 
 def _metrics(rows: Iterable[Mapping[str, Any]], void: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """loss, grad_norm and loss_scale: the last value in the step; samples: their sum."""
-    found: dict[int, dict[str, float]] = {}
+    metrics: dict[int, dict[str, float]] = {}
     for row in rows:
         name, step = row.get("name"), row.get("step")
         if not isinstance(step, int):
@@ -279,9 +278,9 @@ def _metrics(rows: Iterable[Mapping[str, Any]], void: Mapping[int, int]) -> dict
             value = float(row.get("value", math.nan))
         except (TypeError, ValueError, OverflowError):
             continue
-        values = found.setdefault(void.get(step, step), {})
+        values = metrics.setdefault(void.get(step, step), {})
         if name in ("loss", "grad_norm", "loss_scale"):
             values[name] = value
         elif name == "samples":
             values[name] = values.get(name, 0.0) + value
-    return found
+    return metrics
