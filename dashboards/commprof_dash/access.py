@@ -1,7 +1,7 @@
-"""Who is answered: requests to a name of this machine only, and with a token where others can reach the port.
+"""Access control: answers only requests to a host name of this machine, and with a token if others can reach the port.
 
-A page of somebody's in the same browser could otherwise ask for our pages through a name of its own that leads here (DNS
-rebinding): its requests carry that name as their Host.
+Otherwise a foreign page in the same browser could read our pages through a host name of its own that resolves to this
+machine (DNS rebinding). Its requests carry that name in their Host header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEADERS: Final[Mapping[str, str]] = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Dash and Plotly write styles and small scripts into the page; nothing may come from, or go to, elsewhere.
+    # Dash and Plotly write styles and small scripts into the page; all other sources and targets are forbidden.
     "Content-Security-Policy": (
         "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
         "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
@@ -35,11 +35,11 @@ _HEADERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Access:
-    """Which requests are answered.
+    """The requests that are answered.
 
     Attributes:
-        hosts: names and addresses, besides those of the loopback, that a request may name in its Host header.
-        token: what a request must know; None where only this machine can reach the port.
+        hosts: names and addresses, besides those of the loopback, that a Host header may have.
+        token: the access token of requests; None if only this machine can reach the port.
     """
 
     hosts: frozenset[str] = field(default_factory=frozenset)
@@ -47,7 +47,7 @@ class Access:
 
 
 def guard(server: flask.Flask, access: Access) -> None:
-    """Have ``server`` answer the requests that ``access`` allows, and say to browsers what the pages may load."""
+    """Let ``server`` answer only the requests that ``access`` allows, and send the content security policy."""
 
     @server.before_request
     def admit() -> Any:
@@ -60,9 +60,9 @@ def guard(server: flask.Flask, access: Access) -> None:
             )
         if access.token is None:
             return None
-        given = flask.request.args.get(TOKEN_KEY)
-        if given is not None and _is(given, access.token):
-            # Once, by the address; from then on the browser has it, and it stands in no address that is shared.
+        offered = flask.request.args.get(TOKEN_KEY)
+        if offered is not None and _is(offered, access.token):
+            # Only the first address carries the token; then a cookie does, so that shared addresses do not reveal it.
             rest = {key: flask.request.args.getlist(key) for key in flask.request.args if key != TOKEN_KEY}
             answer = flask.redirect(link(flask.request.path, **rest))
             answer.set_cookie(COOKIE, access.token, httponly=True, samesite="Strict")
@@ -71,7 +71,7 @@ def guard(server: flask.Flask, access: Access) -> None:
             return None
         return _refusal(
             401,
-            "This dashboard asks for its token. Open it by the address that commprof printed, with ?token=...",
+            "This dashboard needs its access token. Open it by the address that commprof printed, with ?token=...",
         )
 
     @server.after_request
@@ -82,7 +82,7 @@ def guard(server: flask.Flask, access: Access) -> None:
 
 
 def host_name(host: str) -> str | None:
-    """The name or address in a Host header, in lower case and without its port; None where it is malformed.
+    """Return the name or address in a Host header, in lower case and without its port; None if it is malformed.
 
     >>> host_name("localhost:8050"), host_name("[::1]:80"), host_name("a b"), host_name("::1")
     ('localhost', '::1', None, None)
@@ -108,8 +108,8 @@ def host_name(host: str) -> str | None:
     )
 
 
-def _is(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8"), token.encode("utf-8"))
+def _is(offered: str, token: str) -> bool:
+    return hmac.compare_digest(offered.encode("utf-8"), token.encode("utf-8"))
 
 
 def _refusal(status: int, text: str) -> flask.Response:

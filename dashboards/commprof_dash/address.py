@@ -1,4 +1,4 @@
-"""The state of a page as text: the query of its address, so that it can be shared and stepped back to."""
+"""Reads and writes the query of a page's address, which holds the page's state."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ MEASURE: Final = "measure"
 
 
 def parse(search: str | None) -> Query:
-    """The query of an address (``?run=a&run=b``) as values by key. A key without value stands for "none chosen"."""
+    """Parse the query of an address (``?run=a&run=b``) into values by key. A key without value means "none chosen"."""
     pairs = parse_qs((search or "").removeprefix("?"), keep_blank_values=True)
     return {key: tuple(value for value in values if value) for key, values in pairs.items()}
 
 
 def one(query: Query, key: str, allowed: Collection[str], default: str) -> str:
-    """The value of ``key``, or ``default`` where the address says nothing or something that is not ``allowed``."""
+    """Return the value of ``key``, or ``default`` if the address has none or one that is not ``allowed``."""
     values = query.get(key, ())
     return values[0] if values and values[0] in allowed else default
 
 
 def link(path: str, **values: str | Sequence[str]) -> str:
-    """An address within the dashboard: ``link("/compare", run=["a", "b"])`` is ``/compare?run=a&run=b``."""
+    """Return an address within the dashboard: ``link("/compare", run=["a", "b"])`` is ``/compare?run=a&run=b``."""
     pairs = [
         (key, item)
         for key, value in values.items()

@@ -41,12 +41,12 @@ _INDEX: Final = """<!DOCTYPE html>
 def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
     """The dashboard of the runs below ``runs_dir``, which may be empty or missing.
 
-    Everything that the page loads comes from this application; nothing is fetched from elsewhere. Serve ``app.server``
-    (WSGI), for example with waitress.
+    The pages load everything from this application and nothing from other servers. Serve ``app.server`` (WSGI), for
+    example with waitress.
 
     Args:
         runs_dir: the directory.
-        access: who is answered; default: browsers of this machine.
+        access: the requests that are answered; default: those of browsers on this machine.
     """
     runs = Runs(Path(runs_dir))
     app = dash.Dash(
@@ -94,9 +94,9 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         stamp = runs.stamp()
         followed = dash.ctx.triggered_id == ids.TICK and bool(drawn)
         if followed and drawn[0].get("stamp") == stamp:
-            raise PreventUpdate  # nothing was written since: what is open on the page stays as it is
+            raise PreventUpdate  # nothing was written since: the page stays as it is
         heading, drawing = draw_page(page, runs, pathname, search, scheme)
-        now = {"page": pathname, "held": controls.held_by(drawing.controls), "stamp": stamp}
+        now = {"page": pathname, "held": controls.values_by_key(drawing.controls), "stamp": stamp}
         shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
         # Controls that are there and hold the right values stay, so that a list in use is not closed.
         stay = bool(drawn) and drawn[0]["page"] == pathname and shown == now["held"]
@@ -131,7 +131,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
 
 
 def find_page(pathname: str | None) -> Page | None:
-    """The page that stands at ``pathname``; None when there is none."""
+    """Return the page at ``pathname``; None if there is none."""
     wanted = "/" + (pathname or "/").strip("/")
     return next((page for page in PAGES if page.path == wanted), None)
 
@@ -139,7 +139,7 @@ def find_page(pathname: str | None) -> Page | None:
 def draw_page(
     page: Page | None, runs: Runs, pathname: str | None, search: str | None, scheme: str | None
 ) -> tuple[list[Component], Drawing]:
-    """Heading and drawing of an address. Whatever goes wrong becomes a message in the place of the page."""
+    """Return the heading and the page of an address. An error becomes a message instead of the page."""
     if page is None:
         text = f"The dashboard has no page {(pathname or '')[:200]!r}. Choose one from the menu."
         notice = messages.message("No such page", text, severity="warning")

@@ -1,6 +1,6 @@
-"""Answers that take seconds: worked out by another process, so that no page waits for them.
+"""Computes answers that take seconds in another process, so that no page waits for them.
 
-The process has a low priority, does one thing at a time, and ends after each, so that its memory is given back.
+The process has a low priority, computes one answer at a time and exits after each, which frees its memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any, Final
 
-_MOST_WAITING: Final = 64  # answers that nobody has fetched
+_MOST_WAITING: Final = 64  # answers that no page has read yet
 _NICENESS: Final = 10
 
 
 class Background:
-    """What was asked of another process and has not been fetched yet."""
+    """The answers that another process computes or has computed, until a page reads them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,14 +28,14 @@ class Background:
         self._asked: dict[Hashable, Future[Any]] = {}
 
     def ask(self, key: Hashable, answer: Callable[[Any], Any], argument: Any) -> Any | None:
-        """What ``answer`` says of ``argument``; None while that is being worked out, which begins with the first call.
+        """Return ``answer(argument)``; None while it is being computed. The first call starts the computation.
 
         Args:
-            key: of the question; its answer is given once.
-            answer: a function of a module; what it says is not None.
+            key: identifies the question; its answer is returned once.
+            answer: a function of a module; its result is not None.
 
         Raises:
-            Exception: what ``answer`` raised; the next call asks again.
+            Exception: the exception of ``answer``; the next call starts again.
         """
         with self._lock:
             future = self._asked.get(key)

@@ -1,4 +1,4 @@
-"""The frames that pages draw: cached calls to commprof.analysis.api, and nothing that draws."""
+"""The data of the pages: cached calls to commprof.analysis.api. Draws nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Selection(NamedTuple):
 class Runs:
     """The runs below one directory.
 
-    A run is known by its name, its path below the directory; other names reach no file. Answers are held
-    until a file of the run changes, and those of a run that is still going are not held at all.
+    A run is identified by its path below the directory; other names reach no file. Answers are cached until a file of the
+    run changes. Answers about a run that is still being recorded are not cached.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,7 +54,7 @@ class Runs:
             return self._listed[1]
 
     def _finalised(self, listing: pd.DataFrame) -> pd.DataFrame:
-        """``listing``, after runs that were killed while they were watched have been finalised. Each is tried once."""
+        """Return ``listing`` after finalising runs that were killed while this server watched them. Tries each once."""
         ended = listing[listing["state"].isin(_ENDED) & ~listing["finalised"].astype(bool)]
         due = [path for path in map(str, ended["path"]) if path not in self._tried]
         self._tried.update(due)
@@ -62,7 +62,7 @@ class Runs:
         return api.find_runs(self.directory) if any(done) else listing
 
     def stamp(self) -> str:
-        """A text that is another whenever a file of a run has changed its size or time, or a run has come or gone."""
+        """Return a text that changes with the size or time of any file of a run, and with the list of runs."""
         digest = hashlib.sha256()
         for path in self.listing()["path"]:
             digest.update(api.fingerprint(Path(path)).key.encode())
@@ -136,14 +136,16 @@ class Runs:
 
     def loss_curves(self, labels: Mapping[str, str]) -> pd.DataFrame:
         """The loss of each step: label, step, loss. ``labels``: for each label the name of the run to show."""
-        parts = []
+        curves = []
         for label, name in labels.items():
             times = self.step_times(name)
             times = times[times["loss"].notna()].drop_duplicates("step", keep="last")
             every = -(-len(times) // _CURVE_POINTS) or 1
-            parts.append(times[["step", "loss"]].iloc[::every].assign(label=label))
+            curves.append(times[["step", "loss"]].iloc[::every].assign(label=label))
         return (
-            pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "loss", "label"])
+            pd.concat(curves, ignore_index=True)
+            if curves
+            else pd.DataFrame(columns=["step", "loss", "label"])
         )
 
     def _paths(self) -> dict[str, Path]:
@@ -151,9 +153,9 @@ class Runs:
         return {str(name): Path(path) for name, path in zip(listing["name"], listing["path"], strict=True)}
 
     def of_run(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any:
-        """What ``answer`` says of the run called ``name``, kept under ``question`` until a file of the run changes.
+        """Return ``answer`` of the run ``name``, cached under ``question`` until a file of the run changes.
 
-        ``question`` holds whatever else the answer depends on. The path that ``answer`` is given is that of a run that the
+        ``question`` contains all other values that the answer depends on. ``answer`` gets the path of a run that the
         directory lists: names from an address reach no other file.
 
         Raises:
@@ -169,7 +171,7 @@ class Runs:
         return self._cached(question, paths, lambda: answer(list(paths)))
 
     def run_beside(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any | None:
-        """What ``answer``, a function of a module, says of a run; None while another process works it out.
+        """Return ``answer``, a function of a module, of a run; None while another process computes it.
 
         Raises:
             KeyError: there is no run of that name.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import flask
 
 
-def download(name: str, parts: Iterator[bytes]) -> flask.Response:
+def download(name: str, blocks: Iterator[bytes]) -> flask.Response:
     """A CSV file for the browser to keep, sent as it is made."""
-    answer = flask.Response(parts, mimetype="text/csv")
+    answer = flask.Response(blocks, mimetype="text/csv")
     answer.headers["Content-Disposition"] = f"attachment; filename={name}"
     return answer

@@ -1,4 +1,4 @@
-"""Ids of the components that callbacks and tests name."""
+"""Ids of the components that callbacks and tests refer to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that none of our pages makes: answered with their status and one line of text, never with a traceback."""
+"""Answers malformed requests with their status and one line of text, never with a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refuse_malformed(server: flask.Flask) -> None:
         if rule is None or rule.rule != _ANY_PAGE or not flask.request.path.startswith("/_dash-"):
             return None
         if flask.request.path == _UPDATE:
-            return _text(405, "An update is asked for by POST.", Allow="POST")
+            return _text(405, "An update must be requested by POST.", Allow="POST")
         return _text(404, "There is no such file.")
 
     @server.errorhandler(DependencyException)
@@ -41,9 +41,9 @@ def refuse_malformed(server: flask.Flask) -> None:
                 return error
             raise error
         place = traceback.extract_tb(error.__traceback__)[-1]
-        # The body is somebody's: it is not repeated.
+        # The body comes from an unknown sender: the answer does not repeat it.
         _LOG.warning("an update was refused: %s at %s:%s", type(error).__name__, place.filename, place.lineno)
-        return _text(400, "This is no update that a page of this dashboard asks for.")
+        return _text(400, "No page of this dashboard requests this update.")
 
 
 def _text(status: int, text: str, **headers: str) -> flask.Response:

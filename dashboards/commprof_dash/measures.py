@@ -1,4 +1,4 @@
-"""The measures of traffic that a page can show. They are never mixed: every axis and subtitle names its one."""
+"""The measures of traffic that a page can show. They are never mixed: every axis and subtitle names its measure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commprof.analysis import api
 
 
 class Measure(NamedTuple):
-    """One measure of traffic, in the tables' words and in people's."""
+    """One measure of traffic: its column in tables, its label and its definition."""
 
     key: str  # in the address
     column: str  # in the tables: totals; means per step carry the suffix _per_step
@@ -38,22 +38,22 @@ WIRE: Final = Measure(
     "wire_bytes",
     "Wire bytes",
     "bytes",
-    "modelled: what a rank of the job sends, mean over all its ranks, for what the backend runs where that is known (gloo), "
-    "else as issued; in a group of n ranks 2(n-1)/n of the payload for all_reduce, (n-1)/n for most others; messages "
-    "as they are",
+    "modelled: bytes that a rank sends, mean over all ranks of the job, for the operations that the backend runs if known "
+    "(gloo), otherwise as issued; in a group of n ranks 2(n-1)/n of the payload for all_reduce, (n-1)/n for most others, "
+    "1 for messages",
 )
 PAYLOAD: Final = Measure(
     "payload",
     "payload_bytes",
     "Payload bytes",
     "bytes",
-    "the size of each operation's whole buffer, each counted once, however it travels, of all groups",
+    "the size of each operation's whole buffer; each operation counts once; all groups",
 )
 COUNT: Final = Measure(
     "count",
     "collectives",
     "Collectives",
     "",
-    "operations of all groups without barriers, each counted once and not once per rank",
+    "operations of all groups without barriers; each counts once, not once per rank",
 )
 MEASURES: Final[dict[str, Measure]] = {measure.key: measure for measure in (WIRE, PAYLOAD, COUNT)}

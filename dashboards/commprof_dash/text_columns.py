@@ -1,4 +1,4 @@
-"""Columns of text that say what several columns of numbers are together."""
+"""Adds text columns that combine several number columns."""
 
 from __future__ import annotations
 

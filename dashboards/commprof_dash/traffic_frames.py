@@ -1,4 +1,4 @@
-"""What the figures of one run's traffic are drawn from: answers of the library, added up by step and by purpose."""
+"""The data of one run's traffic figures: answers of the library, added up by step and by purpose."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outside_steps(run: api.AnyRun) -> pd.DataFrame:
 
 
 def one_offs(run: api.AnyRun) -> pd.DataFrame:
-    """What single steps sent beyond that of each step: when, purpose, series and the totals of each measure."""
+    """One-off traffic: when, purpose, series and the totals of each measure."""
     opened = run if isinstance(run, api.Run) else api.open_run(Path(run))
     frame = with_series(_job_mean(api.one_offs(opened), opened))
     frame = frame[frame["op"] != Op.BARRIER].assign(
@@ -84,17 +84,18 @@ def as_executed(frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
     """``frame`` with the wire bytes of what the backend runs, where that is known; ``issued_wire_bytes`` are the others."""
     issued = frame[f"wire_bytes{suffix}"]
     wire = frame[f"executed_wire_bytes{suffix}"].astype("Float64").fillna(issued.astype("Float64"))
-    kept = {f"issued_wire_bytes{suffix}": issued, f"wire_bytes{suffix}": wire.astype(issued.dtype)}
-    return frame.assign(**kept)
+    columns = {f"issued_wire_bytes{suffix}": issued, f"wire_bytes{suffix}": wire.astype(issued.dtype)}
+    return frame.assign(**columns)
 
 
 def compared(runs: Sequence[api.AnyRun]) -> api.Comparison:
     """All that is said of the runs side by side, with the wire bytes of what the backends run."""
-    found = api.compare_both(runs)
+    comparison = api.compare_both(runs)
     settings, traffic, groups = (
-        as_executed(frame, "_per_step") for frame in (found.settings, found.traffic, found.groups)
+        as_executed(frame, "_per_step")
+        for frame in (comparison.settings, comparison.traffic, comparison.groups)
     )
-    return found._replace(settings=settings, traffic=traffic, groups=groups)
+    return comparison._replace(settings=settings, traffic=traffic, groups=groups)
 
 
 def groups(run: api.AnyRun) -> pd.DataFrame:

@@ -191,7 +191,7 @@ def test_compare_draws_what_was_issued_beside_what_was_asked_for(page, runs, bas
         "document.querySelector('#card-ranks .js-plotly-plot').calcdata.map((points) => points.length)"
     )
     assert ranks == [WORLD * len(SERIES)] * 2
-    assert "What to set" in page.page.inner_text(".page-body")
+    assert "Recommendation" in page.page.inner_text(".page-body")
 
 
 @pytest.fixture(scope="module")

@@ -22,26 +22,26 @@ pytestmark = pytest.mark.ranks
 SAID = {  # by kind and page: words that have to be there, besides those of EVERYWHERE
     ("ddp", "/overview"): "Nothing is missing",
     ("ddp", "/buckets"): "Not the same buckets in every step",
-    ("ddp", "/stragglers"): "How late each rank comes",
+    ("ddp", "/stragglers"): "Lateness of each rank",
     ("ddp", "/alignment"): "Not aligned with an NCCL log",
     ("fsdp", "/overview"): "Nothing is missing",
     ("fsdp", "/buckets"): "its runtime names no capacity",
     ("one-rank", "/overview"): "Every record of its one rank is there",
     ("one-rank", "/matrix"): "This run has one rank",
-    ("one-rank", "/stragglers"): "One rank of this run was recorded",
+    ("one-rank", "/stragglers"): "Only one rank of this run was recorded",
     ("sums", "/overview"): "only sums by step",
-    ("sums", "/timeline"): "Only sums were kept",
-    ("sums", "/stragglers"): "Only sums were kept",
-    ("sums", "/bandwidth"): "Only sums were kept",
-    ("sums", "/records"): "Only sums were kept",
-    ("sums", "/buckets"): "no record carries the number of a bucket",
+    ("sums", "/timeline"): "Only sums were recorded",
+    ("sums", "/stragglers"): "Only sums were recorded",
+    ("sums", "/bandwidth"): "Only sums were recorded",
+    ("sums", "/records"): "Only sums were recorded",
+    ("sums", "/buckets"): "no record has a bucket number",
     ("sums", "/matrix"): "Bytes from rank to rank",
     ("killed", "/"): "killed",
     ("killed", "/overview"): "What is missing",
     ("killed", "/buckets"): "What each bucket holds",
     ("killed", "/records"): "records",
     ("imported-flight", "/overview"): "imported from torch's Flight Recorder",
-    ("imported-flight", "/buckets"): "imported from a tool that does not know them",
+    ("imported-flight", "/buckets"): "imported from a tool that does not record them",
     ("imported-flight", "/timeline"): "Window: 5.00 ms of 5.00 ms",
     ("imported-kineto", "/overview"): "imported from torch.profiler (Kineto)",
     ("imported-kineto", "/timeline"): "Window: 5.30 ms of 5.30 ms",
@@ -52,9 +52,9 @@ SAID = {  # by kind and page: words that have to be there, besides those of EVER
     ("nothing", "/overview"): "No records",
     ("nothing", "/timeline"): "No records",
     ("nothing", "/records"): "commprof doctor",
-    ("nothing", "/matrix"): "Nothing was recorded that went between ranks",
+    ("nothing", "/matrix"): "No traffic between ranks was recorded",
 }
-EVERYWHERE = {"going": "This run is still going", "broken": "broken cannot be read"}
+EVERYWHERE = {"going": "This run is still being recorded", "broken": "broken cannot be read"}
 
 
 @pytest.fixture(scope="module")

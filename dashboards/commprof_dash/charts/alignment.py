@@ -1,4 +1,4 @@
-"""Records beside NCCL lines: how many of each rank are in which state."""
+"""Alignment chart: how many records and NCCL lines of each rank are in which state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commprof_dash.charts.ranks import rank_axis
 from commprof_dash.charts.series import hatched
 from commprof_dash.theme import OP_COLOURS, OTHER_COLOUR, SETTING_COLOURS, Scheme, template
 
-# In the order of the stack: what is well at the bottom, told apart by hatches as well.
+# In the order of the stack: matched at the bottom. Hatches distinguish the states, too.
 STATES: Final = {
     "matched": (OP_COLOURS["reduce_scatter"], ""),
     "missing": (SETTING_COLOURS[1], "/"),

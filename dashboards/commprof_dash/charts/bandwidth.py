@@ -1,4 +1,4 @@
-"""Bandwidth against size, both logarithmic: what collectives reached, what the machine can reach, and what stands out."""
+"""Bandwidth against size, both logarithmic: measured bandwidth, the machine's ceiling, and outliers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Rate(NamedTuple):
 
 
 BUSBW: Final = Rate(
-    "busbw", "Bus bandwidth", "payload over time, times the factor of nccl-tests: what a link carries"
+    "busbw", "Bus bandwidth", "payload over time, times the factor of nccl-tests: the bandwidth of a link"
 )
-ALGBW: Final = Rate("algbw", "Algorithm bandwidth", "payload over time: what the program gets")
+ALGBW: Final = Rate("algbw", "Algorithm bandwidth", "payload over time: the bandwidth that the program sees")
 RATES: Final = {rate.key: rate for rate in (BUSBW, ALGBW)}
 
 
@@ -60,9 +60,9 @@ def against_size(
     for (op, group_size), part in curve.groupby(["op", "group_size"], sort=False) if len(curve) else ():
         _add_ceiling(figure, part, str(op), str(group_size), rate)
     slow = strange[strange["verdict"].isin(["slow", "fast"])]
-    _add_marks(figure, slow, "outlier, not averaged in", "x-thin-open", TEXT[scheme], rate)
+    _add_marks(figure, slow, "outlier, not in the average", "x-thin-open", TEXT[scheme], rate)
     odd = strange[strange["verdict"] == "impossible"]
-    _add_marks(figure, odd, "impossible, not averaged in", "diamond-open", EXPOSED_COLOUR, rate)
+    _add_marks(figure, odd, "impossible, not in the average", "diamond-open", EXPOSED_COLOUR, rate)
     figure.update_layout(
         height=440,
         xaxis=log_axis(*_ends(value for trace in figure.data for value in trace.x), "Payload"),
@@ -149,5 +149,5 @@ def _share(share: Any) -> str:
 
 
 def _ends(values: Iterable[float]) -> tuple[float, float]:
-    found = [float(value) for value in values if value > 0]
-    return (min(found), max(found)) if found else (1.0, 2.0)
+    positive = [float(value) for value in values if value > 0]
+    return (min(positive), max(positive)) if positive else (1.0, 2.0)

@@ -77,7 +77,7 @@ def are_drawn(frame: pd.DataFrame) -> bool:
 
 
 def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """From issue to the last known end of each bucket, and the part that the program stood still for.
+    """The time from issue to the last known end of each bucket, and its exposed part.
 
     Args:
         frame: columns ``label``, ``duration_ns``, ``exposed_ns``.

@@ -1,4 +1,4 @@
-"""The timeline from afar: how busy each rank was, in a lane for each of its groups where it has several."""
+"""The zoomed-out timeline: how busy each rank was, in one lane per group if the rank has several groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_GROUPS: Final = "other groups"
 _ALONE: Final = 1.25  # height of the lane of a rank that has one
 _LANE: Final = 1.0  # of one of several,
 _BETWEEN: Final = 0.12  # and the room between them
-_HELD: Final = 0.45  # of the row for the time that a rank stood still, below its lanes
+_EXPOSED_ROW: Final = 0.45  # height of the row for exposed communication, below the lanes of a rank
 _ROOM: Final = 0.3  # below that
 _UNNAMED: Final = (None, "", "undefined")  # torch's description of a group that was given none
 
@@ -38,8 +38,8 @@ class LaneRow(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """Where it ends, with the row for the time that its rank stood still where that is below it."""
-        return self.top + self.height + (_HELD if self.is_last else 0)
+        """The lower end of the lane, including the row for exposed communication if that is below it."""
+        return self.top + self.height + (_EXPOSED_ROW if self.is_last else 0)
 
 
 def lane_rows(shown: api.Timeline) -> list[LaneRow]:
@@ -53,7 +53,7 @@ def lane_rows(shown: api.Timeline) -> list[LaneRow]:
         for lane in lanes:
             key, is_last = (rank, lane), lane == lanes[-1]
             rows.append(LaneRow(rank, lane, names.get(key, ""), ranks.get(key, ""), top, height, is_last))
-            top += height + (_HELD + _ROOM if is_last else _BETWEEN)
+            top += height + (_EXPOSED_ROW + _ROOM if is_last else _BETWEEN)
     return rows
 
 
@@ -76,7 +76,7 @@ def lane_names(shown: api.Timeline) -> dict[tuple[int, int], str]:
 
 def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
     """The same of ``lanes``."""
-    held = Counter((lane.rank, lane.group_desc) for lane in lanes)
+    same_name = Counter((lane.rank, lane.group_desc) for lane in lanes)
     names = {}
     for lane in lanes:
         if lane.groups > 1:
@@ -86,7 +86,7 @@ def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
         else:
             name = (
                 f"{lane.group_desc} {lane.pg}"
-                if held[lane.rank, lane.group_desc] > 1
+                if same_name[lane.rank, lane.group_desc] > 1
                 else str(lane.group_desc)
             )
         names[lane.rank, lane.lane] = name
@@ -96,7 +96,7 @@ def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
 def draw_density(
     drawn: go.Figure, density: pd.DataFrame, lanes: Sequence[LaneRow], origin: int, scheme: Scheme
 ) -> None:
-    """One heatmap: how busy each lane was, in the colour of what took most; how long each rank stood still."""
+    """One heatmap: how busy each lane was, in the color of its main operation, and each rank's exposed communication."""
     if density.empty or not lanes:
         return
     width = int(density["end_ns"].iloc[0] - density["begin_ns"].iloc[0])
@@ -104,7 +104,7 @@ def draw_density(
     bins = (last - first) // width + 1
     known = set(density["op"])
     ops = [op for op in OPS if op in known]
-    busy, held = _shares(density, lanes, ops, first, width, bins)
+    busy, exposed = _shares(density, lanes, ops, first, width, bins)
     total = busy.sum(axis=1)
     colour = busy.argmax(axis=1)
     rows: list[npt.NDArray[np.float64]] = []
@@ -112,18 +112,18 @@ def draw_density(
     edges: list[float] = []
     begun = 0  # the first lane of the rank
     for number, lane in enumerate(lanes):
-        said = _said_of_lane(lane, busy[number], held[number], ops)
+        hover = _hover_of_lane(lane, busy[number], exposed[number], ops)
         rows.append(np.where(total[number] > 0, colour[number] + np.clip(total[number], 0, 0.999), np.nan))
-        texts.append(said)
+        texts.append(hover)
         edges.append(lane.top)
         if lane.is_last:
-            still = held[begun : number + 1].sum(axis=0)
+            still = exposed[begun : number + 1].sum(axis=0)
             rows.append(np.where(still > 0, len(ops) + np.clip(still, 0, 0.999), np.nan))
             alone = begun == number
             texts.append(
-                said
+                hover
                 if alone
-                else [f"<b>rank {lane.rank}</b>: stood still {100 * part:.0f} %" for part in still]
+                else [f"<b>rank {lane.rank}</b>: exposed communication {100 * part:.0f} %" for part in still]
             )
             edges.append(lane.top + lane.height)
             begun = number + 1
@@ -148,29 +148,29 @@ def draw_density(
 def _shares(
     density: pd.DataFrame, lanes: Sequence[LaneRow], ops: Sequence[str], first: int, width: int, bins: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Parts of each bin: lanes x operations x bins that were busy, lanes x bins in which the program stood still."""
+    """Return shares of each bin: busy time (lanes x operations x bins) and exposed communication (lanes x bins)."""
     place = {(lane.rank, lane.lane): number for number, lane in enumerate(lanes)}
     busy = np.zeros((len(lanes), len(ops), bins))
-    held = np.zeros((len(lanes), bins))
+    exposed = np.zeros((len(lanes), bins))
     at = (
         np.array([place[one] for one in zip(density["rank"], density["lane"], strict=True)]),
         density["op"].map({op: number for number, op in enumerate(ops)}).to_numpy(),
         ((density["begin_ns"] - first) // width).to_numpy(),
     )
     busy[at] = density["busy_share"].to_numpy()
-    np.add.at(held, (at[0], at[2]), density["exposed_ns"].to_numpy() / width)
-    return busy, held
+    np.add.at(exposed, (at[0], at[2]), density["exposed_ns"].to_numpy() / width)
+    return busy, exposed
 
 
-def _said_of_lane(
-    lane: LaneRow, busy: npt.NDArray[np.float64], held: npt.NDArray[np.float64], ops: Sequence[str]
+def _hover_of_lane(
+    lane: LaneRow, busy: npt.NDArray[np.float64], exposed: npt.NDArray[np.float64], ops: Sequence[str]
 ) -> list[str]:
     group = f", {escape(lane.name)}" + (f" ({escape(lane.ranks)})" if lane.ranks else "") if lane.name else ""
-    texts = [""] * len(held)
+    texts = [""] * len(exposed)
     for cell in np.flatnonzero(busy.sum(axis=0) > 0):
         shares = sorted(zip(busy[:, cell], ops, strict=True), reverse=True)
-        said = ", ".join(f"{op} {100 * share:.0f} %" for share, op in shares[:3] if share > 0)
-        texts[cell] = f"<b>rank {lane.rank}{group}</b>: {said}; stood still {100 * held[cell]:.0f} %"
+        operations = ", ".join(f"{op} {100 * share:.0f} %" for share, op in shares[:3] if share > 0)
+        texts[cell] = f"<b>rank {lane.rank}{group}</b>: {operations}; exposed {100 * exposed[cell]:.0f} %"
     return texts
 
 

@@ -20,7 +20,7 @@ _LENGTHS: Final = {"exposed": "exposed_low_ns", "overlapped": "overlapped_at_mos
 
 
 def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Exposed and overlapped time of a typical step, by purpose. What is not known is said and never drawn as 0.
+    """Exposed and overlapped time of a typical step, by purpose. Unknown times are labelled and never drawn as 0.
 
     Args:
         frame: columns of ``api.exposure_per_step``, in the order to draw.

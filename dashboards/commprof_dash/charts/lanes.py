@@ -1,4 +1,4 @@
-"""Several bars for each setting, one below the other: its lanes. The label of the setting stands above them."""
+"""Several bars (lanes) for each setting, one below the other, with the setting's label above them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHARACTER_PIXELS: Final = 7
 
 
 class Point(NamedTuple):
-    """A value in one lane of one setting, and what is told of it on hovering."""
+    """A value in one lane of one setting, and its hover text."""
 
     setting: int
     lane: int

@@ -1,4 +1,4 @@
-"""Who comes late: boxes of how late each rank comes, and what ranks wait for."""
+"""Lateness charts: boxes of how late each rank arrives, and what ranks wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAUSES: Final = {
 
 
 def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """How late each rank comes: a box over the middle half of its collectives, whiskers over nine tenths.
+    """How late each rank arrives: a box over the middle half of its collectives, whiskers over nine tenths.
 
     Args:
         frame: one row per rank: ``rank``, ``p5_ns``, ``p25_ns``, ``median_ns``, ``p75_ns``, ``p95_ns``, ``error_ns``.
@@ -57,7 +57,7 @@ def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     bound = frame["error_ns"].astype(float)
     if bound.max() > 0:
         figure.add_scatter(
-            name="error of the clocks: below this line no rank is told from another",
+            name="clock error: below this line ranks cannot be distinguished",
             mode="lines",
             x=frame["rank"].tolist(),
             y=bound.tolist(),

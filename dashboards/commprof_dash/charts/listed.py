@@ -1,4 +1,4 @@
-"""Many values of a trace: as arrays of objects, which plotly takes as they are; in lists it looks at each one."""
+"""Wraps the many values of a trace in arrays of objects, which plotly does not check one by one, unlike lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss: where each setting ended, and the way there."""
+"""Loss charts: the final loss of each setting, and loss against step."""
 
 from __future__ import annotations
 

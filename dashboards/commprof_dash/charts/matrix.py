@@ -1,4 +1,4 @@
-"""Bytes between pairs of ranks, on a logarithmic scale of one colour; and what each rank receives as an owner."""
+"""Matrix charts: bytes between pairs of ranks on a logarithmic color scale, and bytes that each rank receives as owner."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
     for sender, receiver, value in zip(frame["sender"], frame["receiver"], frame[column], strict=True):
         if value > 0:
             sizes[place[sender]][place[receiver]] = float(value)
-    found = [value for row in sizes for value in row if value]
-    least, high = (math.log2(min(found)), math.log2(max(found))) if found else (0.0, 1.0)
+    positive = [value for row in sizes for value in row if value]
+    least, high = (math.log2(min(positive)), math.log2(max(positive))) if positive else (0.0, 1.0)
     low = least - 1 if high - least < 1 else least
     colour = OP_COLOURS.get(op or "", SETTING_COLOURS[0])
     figure = go.Figure(layout={"template": template(scheme)})
@@ -116,10 +116,10 @@ def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def _firsts(frame: pd.DataFrame, ranks: int, width: int) -> list[int]:
-    found = set(frame["sender"]) | set(frame["receiver"])
+    present = set(frame["sender"]) | set(frame["receiver"])
     # Ranks that neither send nor receive stand there as well, where the ranks are numbered from 0 as usual.
-    whole = set(range(0, ranks, width))
-    return sorted(whole if found <= whole else found)
+    expected = set(range(0, ranks, width))
+    return sorted(expected if present <= expected else present)
 
 
 def _hover(sender: str, receiver: str, value: float | None) -> str:

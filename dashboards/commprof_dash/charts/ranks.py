@@ -10,9 +10,9 @@ _MOST_TICKS: Final = 12
 
 def rank_axis(ranks: Iterable[int]) -> dict[str, Any]:
     """A plotly axis with ticks at whole ranks only, a few of them where there are many."""
-    found = sorted(set(ranks))
-    every = max(1, -(-len(found) // _MOST_TICKS))
-    shown = found[::every]
+    distinct = sorted(set(ranks))
+    every = max(1, -(-len(distinct) // _MOST_TICKS))
+    shown = distinct[::every]
     return {
         "title": {"text": "Rank"},
         "tickvals": shown,

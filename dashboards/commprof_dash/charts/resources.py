@@ -1,4 +1,4 @@
-"""What a run used over its steps: memory above, shares of time below, one over the other."""
+"""Resources of a run over its steps: memory above, shares of time below."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
                 hovertemplate="Step %{x}<br><b>" + name + "</b>: %{customdata}<extra></extra>",
             )
     both = highest["y"] is not None and highest["y2"] is not None
-    whole, none = [0.0, 1.0], {"visible": False}
-    memory = axis(highest["y"] or 0.0, "bytes", "Memory", room=1.1) | {"domain": [0.56, 1] if both else whole}
+    full_height, none = [0.0, 1.0], {"visible": False}
+    memory = axis(highest["y"] or 0.0, "bytes", "Memory", room=1.1) | {
+        "domain": [0.56, 1] if both else full_height
+    }
     shares = axis(highest["y2"] or 0.0, "", "Cores, share of time", room=1.1)
     figure.update_layout(
         height=380 if both else 220,
@@ -66,7 +68,7 @@ def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
             **step_ticks(frame["step"]),
         },
         yaxis=none if highest["y"] is None else memory,
-        yaxis2=none if highest["y2"] is None else shares | {"domain": [0, 0.44] if both else whole},
+        yaxis2=none if highest["y2"] is None else shares | {"domain": [0, 0.44] if both else full_height},
     )  # fmt: skip
     return figure
 

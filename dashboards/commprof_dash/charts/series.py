@@ -64,9 +64,9 @@ def series_in_order(names: pd.Series) -> list[Series]:
 
 def marker(series: Series) -> dict[str, Any]:
     """plotly's marker of the bars of ``series``."""
-    found = hatched(series.colour, series.hatch, 0.32)
-    found["pattern"]["solidity"] = 0.2
-    return found
+    look = hatched(series.colour, series.hatch, 0.32)
+    look["pattern"]["solidity"] = 0.2
+    return look
 
 
 def hatched(colour: str, hatch: str, opacity: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The timeline: a bar for each record, or, where they are too many, how busy each rank was."""
+"""The timeline: a bar for each record, or, for too many records, how busy each rank was."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PHASE_COLOURS: Final[dict[str, str]] = {
     "checkpoint": "#a58bd0",
     "other": "#a7adb4",
 }
-HELD: Final = "program stood still"
+EXPOSED: Final = "exposed communication"
 _UNITS: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))
 _STRIP: Final = 34  # pixels above the ranks: steps and phases
 _LEVEL: Final = 13  # pixels of a level of a lane
@@ -135,31 +135,35 @@ def _lane_ticks(lanes: Sequence[LaneRow]) -> dict[str, Any]:
 
 def bar_lanes(bars: pd.DataFrame, rows: Sequence[Row]) -> list[LaneRow]:
     """The lanes of the bars, from the top; without names where no rank has several."""
-    held = bars.drop_duplicates(["rank", "lane"])
-    names_known = held[["pg", "group_desc"]].astype(object).where(held[["pg", "group_desc"]].notna(), None)
+    lanes = bars.drop_duplicates(["rank", "lane"])
+    names_known = lanes[["pg", "group_desc"]].astype(object).where(lanes[["pg", "group_desc"]].notna(), None)
     called = [
         Called(int(rank), int(lane), pg, desc)
         for rank, lane, pg, desc in zip(
-            held["rank"], held["lane"], names_known["pg"], names_known["group_desc"], strict=True
+            lanes["rank"], lanes["lane"], names_known["pg"], names_known["group_desc"], strict=True
         )
     ]
     several = max(Counter(each.rank for each in called).values(), default=0) > 1
     names = names_of(called) if several else {}
     ranks = dict(
-        zip(zip(held["rank"].tolist(), held["lane"].tolist(), strict=True), held["group_ranks"], strict=True)
+        zip(
+            zip(lanes["rank"].tolist(), lanes["lane"].tolist(), strict=True),
+            lanes["group_ranks"],
+            strict=True,
+        )
     )
     heights: dict[int, list[tuple[int, float]]] = {}
     for rank, lane, count in _lane_heights(bars):
         heights.setdefault(rank, []).append((lane, count))
-    found = []
+    result = []
     for row in rows:
         top, of_rank = row.top, heights.get(row.rank, [(0, row.height)])
         for lane, count in of_rank:
             key = (row.rank, lane)
             is_last = lane == of_rank[-1][0]
-            found.append(LaneRow(*key, names.get(key, ""), str(ranks.get(key, "")), top, count, is_last))
+            result.append(LaneRow(*key, names.get(key, ""), str(ranks.get(key, "")), top, count, is_last))
             top += count
-    return found
+    return result
 
 
 def _ranks_of(lanes: Sequence[LaneRow]) -> list[Row]:
@@ -175,12 +179,12 @@ def _height(rows: Sequence[Row], depth: float) -> int:
 
 def rows_of(bars: pd.DataFrame, ranks: Sequence[int]) -> list[Row]:
     """A row for each rank: as many levels as its lanes have in the window, and a little room below."""
-    held: dict[int, float] = {}
+    levels: dict[int, float] = {}
     for rank, _, count in _lane_heights(bars):
-        held[rank] = held.get(rank, 0.0) + count
+        levels[rank] = levels.get(rank, 0.0) + count
     rows, top = [], 0.0
     for rank in ranks:
-        height = max(1.0, held.get(rank, 0.0))
+        height = max(1.0, levels.get(rank, 0.0))
         rows.append(Row(rank, top, height))
         top += height + 0.6
     return rows
@@ -203,12 +207,12 @@ def _draw_bars(
             customdata=list(zip(map(list, _keys(part)), part["text"], strict=True)),
             hovertemplate="%{customdata[1]}<extra></extra>",
         )
-    held = frame[frame["exposed_end_ns"].notna()]
-    if len(held):
+    exposed = frame[frame["exposed_end_ns"].notna()]
+    if len(exposed):
         pattern = {"shape": "/", "size": 6, "solidity": 0.2, "fgcolor": TEXT[scheme], "fgopacity": 0.6}
         drawn.add_bar(
-            name=HELD,
-            **_spans(held, "exposed_begin_ns", "exposed_end_ns", origin),
+            name=EXPOSED,
+            **_spans(exposed, "exposed_begin_ns", "exposed_end_ns", origin),
             marker={
                 "color": "rgba(0,0,0,0)",
                 "line": {"width": 1.2, "color": EXPOSED_COLOUR},
@@ -261,33 +265,33 @@ def _lane_heights(bars: pd.DataFrame) -> list[tuple[int, int, float]]:
 
 
 def hover_texts(bars: pd.DataFrame, origin: int) -> list[str]:
-    """What is said of each bar, escaped."""
+    """Return the hover text of a bar, escaped."""
     columns = [str(name) for name in bars.columns]
     rows = zip(*(bars[name].tolist() for name in columns), strict=True)
     return [_hover_text(dict(zip(columns, row, strict=True)), origin) for row in rows]
 
 
 def _hover_text(row: dict[str, Any], origin: int) -> str:
-    said = [
+    lines = [
         f"<b>{escape(row['op'])}</b>" + _after(" for ", row["intended_op"]) + _after(", ", row["purpose"])
     ]
-    said.append(
+    lines.append(
         f"rank {row['rank']}, step {row['step']}, {escape(row['phase'])}, group {escape(_short(row['pg'], 30))} "
         f"({escape(_short(row['group_ranks'], 30))})"
     )
-    said.append(f"{api.format_bytes(row['payload_bytes'])} payload" + _after(", ", row["dtype"]))
+    lines.append(f"{api.format_bytes(row['payload_bytes'])} payload" + _after(", ", row["dtype"]))
     if not pd.isna(row["bucket"]):
-        said.append(f"bucket {row['bucket']}")
+        lines.append(f"bucket {row['bucket']}")
     if not pd.isna(row["parameters"]):
-        said.append(escape(_short(row["parameters"], 70)))
-    said.append(
+        lines.append(escape(_short(row["parameters"], 70)))
+    lines.append(
         f"at {api.format_ns(row['begin_ns'] - origin)}, for {api.format_ns(row['end_ns'] - row['begin_ns'])}"
     )
     if not pd.isna(row["exposed_ns"]):
-        said.append(f"the program stood still {api.format_ns(row['exposed_ns'])}")
+        lines.append(f"exposed communication {api.format_ns(row['exposed_ns'])}")
     if row["status"] != "ok":
-        said.append(f"<b>{escape(row['status'])}</b>")
-    return "<br>".join(said)
+        lines.append(f"<b>{escape(row['status'])}</b>")
+    return "<br>".join(lines)
 
 
 def _after(before: str, value: Any) -> str:

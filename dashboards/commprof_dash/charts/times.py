@@ -15,7 +15,7 @@ from commprof_dash.theme import EXPOSED_COLOUR, STEP_COLOUR, TEXT, Scheme, templ
 
 
 def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Step time and the part of it that the program stood still for collectives.
+    """Step time and its exposed communication.
 
     Args:
         frame: columns ``step``, ``duration_ns``, ``exposed_ns``, ``exposed_low_ns`` and ``exposed_high_ns``; the last two

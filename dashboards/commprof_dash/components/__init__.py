@@ -1,1 +1,1 @@
-"""Pieces that pages are made of."""
+"""Components that pages share: cards, controls, tables, notices."""

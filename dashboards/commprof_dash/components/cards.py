@@ -1,4 +1,4 @@
-"""Cards: a figure with its words, its table and its CSV file; a table; a single number."""
+"""Cards: a figure with its text, table and CSV file; a table; a single number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def figure_card(
         subtitle,
         [
             legend(figure),
-            graph(name, figure, f"{title}. {subtitle} The table below holds the same numbers."),
+            graph(name, figure, f"{title}. {subtitle} The table below has the same numbers."),
             html.Details(
                 [html.Summary(f"Table ({rows})"), table(shown, fields, title)],
                 className="card-table",
@@ -75,12 +75,12 @@ def table_card(
 
 
 def empty_card(name: str, title: str, message: str) -> Component:
-    """In the place of a card that has nothing to show: why."""
+    """A card that has nothing to show, with the reason."""
     return body_card(name, title, "", [dmc.Text(message, className="muted", size="sm")], None)
 
 
 def text_card(name: str, title: str, subtitle: str, children: Sequence[Component]) -> Component:
-    """A card of other things."""
+    """A card with any content."""
     return body_card(name, title, subtitle, children, None)
 
 

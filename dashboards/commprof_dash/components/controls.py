@@ -1,4 +1,4 @@
-"""The controls above a page. Each holds one key of the address; a change of it is a change of the address."""
+"""The controls above a page. Each sets one key of the page's address."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from commprof_dash import address, ids
 from commprof_dash.measures import MEASURES, Measure
 
 
-def held_by(parts: Sequence[Component]) -> dict[str, Any]:
-    """What the controls among ``parts`` hold, by their key in the address."""
-    found: dict[str, Any] = {}
-    for part in html.Div(parts)._traverse():
-        identity = getattr(part, "id", None)
+def values_by_key(components: Sequence[Component]) -> dict[str, Any]:
+    """Return the values of the controls among ``components``, by their key in the address."""
+    values: dict[str, Any] = {}
+    for component in html.Div(components)._traverse():
+        identity = getattr(component, "id", None)
         if isinstance(identity, dict) and identity.get("type") == "control":
-            found[identity["key"]] = part.value
-    return found
+            values[identity["key"]] = component.value
+    return values
 
 
 def run_select(names: Sequence[str], value: str | None) -> Component:
@@ -32,7 +32,7 @@ def run_select(names: Sequence[str], value: str | None) -> Component:
         value=value,
         searchable=True,
         allowDeselect=False,
-        nothingFoundMessage="No run of that name",
+        nothingFoundMessage="No run with this name",
         className="control-wide",
     )
 
@@ -47,7 +47,7 @@ def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
         searchable=True,
         clearable=True,
         hidePickedOptions=True,
-        nothingFoundMessage="No other run of that name",
+        nothingFoundMessage="No other run with this name",
         placeholder="Add a run",
         className="control-wide",
         classNames={"pillsList": "pills"},
@@ -55,13 +55,13 @@ def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
 
 
 def measure_select(measure: Measure, choices: Mapping[str, Measure] = MEASURES) -> Component:
-    """Which measure of traffic is drawn."""
+    """The choice of the measure of traffic."""
     names = {one.key: one.name for one in choices.values()}
     return segmented(address.MEASURE, "Measure", names, measure.key)
 
 
 def segmented(key: str, label: str, choices: Mapping[str, str], value: str) -> Component:
-    """One of a few: what stands in the address under ``key``, and its name."""
+    """A choice of few: values for ``key`` of the address, and their labels."""
     heading = f"{key}-label"
     return html.Div(
         [
@@ -77,7 +77,7 @@ def segmented(key: str, label: str, choices: Mapping[str, str], value: str) -> C
 
 
 def select(key: str, label: str, choices: Sequence[str], value: str) -> Component:
-    """One of ``choices``, which stands in the address under ``key``."""
+    """A list to choose one of ``choices`` from, the value of ``key`` in the address."""
     return dmc.Select(
         id=ids.control(key),
         label=label,
@@ -89,7 +89,7 @@ def select(key: str, label: str, choices: Sequence[str], value: str) -> Componen
 
 
 def text(key: str, label: str, value: str, placeholder: str, wrong: str | None = None) -> Component:
-    """A short text, which stands in the address under ``key``; ``wrong`` says what cannot be understood in it."""
+    """A text field for ``key`` of the address; ``wrong`` is the message about invalid text."""
     return dmc.TextInput(
         id=ids.control(key),
         label=label,

@@ -1,4 +1,4 @@
-"""The one place that makes a Graph, so that every figure has the same controls."""
+"""Creates every Graph, so that all figures have the same controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures in rows and columns, with one legend and the same axes: a comparison by two keys."""
+"""A grid of figures with one legend and the same axes: a comparison by two keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commprof_dash.components.tables import Field, rows_text, table
 
 
 class GridCell(NamedTuple):
-    """One figure, the words for its place, and what stands below; without a figure the words say that there is none."""
+    """One figure, its heading, and the content below it; without a figure, the heading says that there is none."""
 
     title: str
     figure: go.Figure | None

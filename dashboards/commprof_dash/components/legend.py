@@ -1,4 +1,4 @@
-"""The legend of a figure, as text beside it: it wraps where it is narrow and never covers what is drawn."""
+"""The legend of a figure as text beside it: it wraps on narrow screens and never covers the figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SYMBOLS: Final = {  # of lines of one colour, which these tell apart
 
 
 def legend(figure: go.Figure) -> Component | None:
-    """One entry per trace, with the looks of the trace; None where there is only one to tell."""
+    """One entry per trace, drawn like the trace; None if there is only one trace."""
     if len(figure.data) < 2:
         return None
     return html.Ul(

@@ -1,4 +1,4 @@
-"""What a page says when it has nothing to draw, or less than was asked for."""
+"""Notices and empty states: a page has nothing to draw, or less than was requested."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _notice(title: str, children: Sequence[Component], severity: str) -> Compone
 
 
 def no_runs(directory: str) -> Component:
-    """There is nothing below the directory yet."""
+    """Notice: there is no run below the directory yet."""
     return message(
         "No runs yet",
         f"There is no recorded run below {directory}. Record one, then reload this page:",
@@ -54,26 +54,26 @@ def no_runs(directory: str) -> Component:
 
 
 def unknown_runs(names: Sequence[str], directory: str) -> Component:
-    """The address names runs that are not there."""
+    """Notice: the address names runs that do not exist."""
     listed = ", ".join(repr(name[:200]) for name in names[:8]) + (", ..." if len(names) > 8 else "")
     return message(
         "No such run" if len(names) == 1 else "No such runs",
-        f"There is no run {listed} below {directory}. It may have been moved or deleted. Choose another above.",
+        f"There is no run {listed} below {directory}. It may have been moved or deleted. Choose another run above.",
         severity="warning",
     )
 
 
 def broken_run(name: str, reason: str) -> Component:
-    """A run that is there and cannot be read."""
+    """Notice: a run cannot be read."""
     return message(f"{name} cannot be read", reason, severity="error")
 
 
 def unanswered_page(reason: str) -> Component:
-    """The run does not have what the page shows."""
+    """Notice: the run lacks the data of the page."""
     return message("This page could not be drawn", reason[:1].upper() + reason[1:1000], severity="error")
 
 
 def broken_page(reason: str) -> Component:
-    """The page could not be drawn."""
+    """Notice: an error kept the page from being drawn."""
     text = f"{reason[:1000]} The log of the server has the details."
     return message("This page could not be drawn", text, severity="error")

@@ -1,4 +1,4 @@
-"""A part of a page that is filled in when its answer is there."""
+"""Placeholders that a callback replaces when their answer is ready."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _EVERY_MS: Final = 1000
 
 
 def place(name: str) -> dict[str, str]:
-    """Id of where the part called ``name`` stands: its ``children`` are replaced."""
+    """Id of the placeholder ``name``, whose ``children`` are replaced."""
     return {"type": "pending", "part": name}
 
 
 def clock(name: str) -> dict[str, str]:
-    """Id of the interval that asks for it, until it is ``disabled``."""
+    """Id of the interval that polls for the answer until it is ``disabled``."""
     return {"type": "pending-clock", "part": name}
 
 
 def about(name: str) -> dict[str, str]:
-    """Id of the store that holds what it is about."""
+    """Id of the store that holds the argument of the callback."""
     return {"type": "pending-about", "part": name}
 
 
 def pending(name: str, shown: Component, subject: Any) -> Component:
-    """``shown`` until a callback of the page has something better.
+    """Show ``shown`` until a callback of the page has the answer.
 
     Args:
-        subject: what that callback needs to know, as JSON.
+        subject: the argument of that callback, as JSON.
     """
     return html.Div(
         [
@@ -41,7 +41,7 @@ def pending(name: str, shown: Component, subject: Any) -> Component:
 
 
 def at_once(name: str, shown: Component, subject: Any) -> Component:
-    """The same without a clock: for a callback of the store, which the browser calls as soon as the page is there."""
+    """The same without polling: the browser calls the store's callback as soon as the page is loaded."""
     return html.Div([_place(name, shown), _about(name, subject)])
 
 

@@ -1,4 +1,4 @@
-"""The frame around every page: header, navigation, and the stores that browser and server share."""
+"""The frame of every page: header, navigation, and the stores that browser and server share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOLLOW_MS: Final = 3000
 
 
 def layout(pages: Sequence[Page]) -> Component:
-    """What is there before any page is drawn."""
+    """The layout before the first page is drawn."""
     return dmc.MantineProvider(
         [
             dcc.Location(id=ids.ADDRESS, refresh=False),

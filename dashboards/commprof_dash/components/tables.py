@@ -1,4 +1,4 @@
-"""Tables: the same numbers as a figure, as text and as a CSV file."""
+"""Tables of a figure's numbers, as text and as a CSV file."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
             html.Tr([html.Td(cell, className=side) for side, cell in zip(sides, row, strict=True)])
             for row in rows
         ]
-        parts = [html.Caption(caption), html.Thead(html.Tr(heads)), html.Tbody(body)]
-        drawn = dmc.Table(parts, className="data-table", **look)
+        children = [html.Caption(caption), html.Thead(html.Tr(heads)), html.Tbody(body)]
+        drawn = dmc.Table(children, className="data-table", **look)
     return html.Div(
         drawn,
         className="table-scroll",

@@ -1,4 +1,4 @@
-"""What stands on a page while the index of its run is built."""
+"""The notice of a page while the index of its run is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ builds: Final = Builds()
 
 def waiting_for_index(progress: str, name: str) -> list[Component]:
     """The body of the page: how far the index is, asked for every second."""
-    text = f"The records of {name} are put in order, once: {progress}. This page goes on by itself when that is done."
+    text = f"Indexing {name} (first open only): {progress}. The page refreshes when done."
     return [
         dcc.Interval(id=WAIT, interval=1000),
         dcc.Store(id=RUN, data=name),
@@ -44,7 +44,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         except Exception as error:
             return messages.broken_page(reason(error)), True
         if waiting is None:
-            return messages.message("Ready", "The records are in order."), True
+            return messages.message("Ready", "Indexing is done."), True
         return waiting_for_index(waiting, name)[-1].children, False
 
     app.clientside_callback(

@@ -1,4 +1,4 @@
-"""What pages about one run have in common: which run it is, and what is said where it cannot be shown."""
+"""Shared by the pages about one run: the choice of the run, and notices about runs that cannot be shown."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def draw_run(
 
 
 def still_going() -> Component:
-    """What stands above the page of a run whose processes are at work."""
+    """The notice above the page of a run that is still being recorded."""
     return messages.message(
-        "This run is still going", "This page follows it: what is shown is what was recorded so far."
+        "This run is still being recorded", "The page refreshes by itself and shows the records so far."
     )
 
 
 def no_records(runs: Runs, name: str) -> Component | None:
-    """In the place of what records would show, why a run has none; None where it has some."""
+    """The reason why a run has no records; None if it has some."""
     facts = runs.overview(name)
     if facts["records"]:
         return None
     if facts["summed"]:
         return messages.message(
-            "Only sums were kept",
-            f"Of the {facts['summed']:,} collectives of this run only sums over each step were kept (--aggregate, or "
-            "--max-size was reached), so no single one is known: not when it ran, nor who waited for it. What was sent "
-            "is on the pages Overview, Compare and Traffic matrix. To keep each of them:",
+            "Only sums were recorded",
+            f"This run recorded only sums per step of its {facts['summed']:,} collectives (--aggregate, or "
+            "--max-size was reached). So the time of a single collective and its waits are not known. The pages "
+            "Overview, Compare and Traffic matrix show the traffic. To record each collective:",
             ["commprof run train.py"],
         )
     if runs.is_going([name]):
@@ -65,13 +65,13 @@ def no_records(runs: Runs, name: str) -> Component | None:
     if facts["outside"]:
         return messages.message(
             "Nothing was recorded",
-            f"All {facts['outside']:,} collectives of this run were issued outside of the steps to be recorded (--steps, "
-            "--warmup). Record more of them:",
+            f"All {facts['outside']:,} collectives of this run were issued outside of the recorded steps (--steps, "
+            "--warmup). Record more steps:",
             ["commprof run train.py"],
         )
     return messages.message(
         "No records",
-        "Nothing that this run issued was recorded: it ended before its first collective, or does not use "
-        "torch.distributed. What commprof sees on this machine, and what not:",
+        "This run has no records: it ended before its first collective, or does not use "
+        "torch.distributed. To see what commprof can record on this machine:",
         ["commprof doctor"],
     )

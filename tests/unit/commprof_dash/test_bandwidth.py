@@ -113,7 +113,7 @@ def test_the_legend_tells_the_groups_of_an_operation_apart(tmp_path):
 
 def test_outliers_and_impossible_times_are_marked_and_listed(directory):
     page = draw(directory)
-    marks = traces_of(page)["outlier, not averaged in"]
+    marks = traces_of(page)["outlier, not in the average"]
     assert list(marks.x) == [SIZES[0]]
     assert marks.y[0] == pytest.approx(SIZES[0] / (20 * (2 * (100_000 + SIZES[0]) + 4_000)) * 1e9)
     text = text_of(page)

@@ -89,7 +89,7 @@ def test_messages_are_drawn_as_they_were_sent_and_without_any_it_says_so(directo
     assert drawn_cells(figures_of(draw(directory, "/matrix?run=plain&measure=messages"))["matrix"]) == {
         (0, 3): pytest.approx(12 * 4096)
     }
-    assert "No send was recorded" in text_of(draw(directory, "/matrix?run=aligned&measure=messages"))
+    assert "The selection has no send" in text_of(draw(directory, "/matrix?run=aligned&measure=messages"))
     assert "commprof run --wire" in text_of(draw(directory, "/matrix?run=plain&measure=counters"))
 
 
@@ -141,7 +141,7 @@ def test_a_capacity_that_would_hide_the_buckets_is_told_and_not_drawn(tmp_path, 
     figure = figures_of(parts)["bucket-sizes"]
     assert ("full" in [trace.name for trace in figure.data]) is drawn
     assert figure.layout.yaxis.range[1] < (10_000 if drawn else 5000)
-    told = "the dashes are its capacity" if drawn else "its capacity, 1.86 GiB, is far above what is drawn"
+    told = "dashes: its capacity" if drawn else "its capacity, 1.86 GiB, is far above what is drawn"
     assert told in text_of(parts)
 
 
@@ -204,7 +204,8 @@ def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(direct
     parts = draw(directory, "/stragglers?run=plain")
     text, figures = text_of(parts), figures_of(parts)
     assert (
-        "A rank comes late" in text and "Rank 2 is late by itself: it was the last to come to 100 %" in text
+        "There is a straggler" in text
+        and "Rank 2 is late by itself: it was the last to come to 100 %" in text
     )
     found = api.straggling(directory / "plain")
     assert list(figures["lateness"].data[0].median) == [float(v) for v in found.lateness["median_ns"]]
@@ -275,7 +276,7 @@ def test_no_place_of_an_alignment_brings_the_page_down(directory, query):
 
 
 def test_an_alignment_with_a_generated_log_says_so(directory):
-    said = "The log of this alignment says of itself that it was generated: it is not the output of NCCL."
+    said = "The log of this alignment states that it was generated: it is not output of NCCL."
     assert said in text_of(draw(directory, "/alignment?run=aligned"))
     aligned_run(directory / "unmarked", is_marked=False)
     text = text_of(draw(directory, "/alignment?run=unmarked"))
@@ -295,7 +296,7 @@ def test_a_run_of_one_rank_that_goes_on_and_one_without_records_are_drawn(tmp_pa
     alone.write(tmp_path / "alone")
     SyntheticRun(2).write(tmp_path / "empty")
     monkeypatch.setattr(Runs, "is_going", lambda runs, names: names == ["alone"])
-    assert "This run is still going" in text_of(draw(tmp_path, f"{path}?run=alone"))
+    assert "This run is still being recorded" in text_of(draw(tmp_path, f"{path}?run=alone"))
     for name in ("alone", "empty"):
         assert "could not be drawn" not in text_of(draw(tmp_path, f"{path}?run={name}"))
 

@@ -236,7 +236,7 @@ def test_findings_name_what_was_asked_for_and_what_was_issued(tmp_path):
         run.add_step(step, duration_ns=1000)
         run.add_collective("all_reduce", step=step, payload_bytes=1000, purpose="gradient_reduce")
     run.write(tmp_path / "run")
-    assert "asked for reduce_scatter, issued all_reduce" in text_of(draw(tmp_path, "/compare"))
+    assert "requested reduce_scatter, issued all_reduce" in text_of(draw(tmp_path, "/compare"))
 
 
 def test_the_server_serves_everything_itself(directory):

@@ -125,7 +125,7 @@ def test_the_levels_of_large_runs_come_from_another_process(tmp_path, monkeypatc
     )
     text, figures = body(tmp_path, "/compare")
     assert "levels" not in figures
-    assert "Another process goes through the records" in text
+    assert "Closing the ledgers of these runs" in text
     assert asked == [(api.reduction_levels, [path])]
     monkeypatch.setattr(Background, "ask", lambda self, key, answer, argument: answer(argument))
     assert "levels" in body(tmp_path, "/compare")[1]
@@ -156,7 +156,7 @@ def test_another_process_answers_and_what_it_raises_is_raised(tmp_path):
 def test_overview_has_the_verdict_with_its_command_and_unknown_times_are_not_zero(tmp_path):
     path = write(tmp_path / "a")
     text, figures = body(tmp_path, "/overview")
-    assert "Whether the ledger closes cannot be told" in text
+    assert "Cannot tell whether the ledger closes" in text
     assert f"commprof verify {path}" in text
     verdict = api.verify(path)
     assert all(json.dumps(sentence)[1:-1] in text for sentence in verdict.sentences)
@@ -318,7 +318,7 @@ def test_compare_tells_what_each_kind_of_group_carries(tmp_path):
     write_shared(tmp_path / "shared")
     text, _ = body(tmp_path, "/compare?run=flat&run=shared")
     assert "card-groups" in text
-    card = text[text.index("By group") : text.index("Why: what the advice weighs")]
+    card = text[text.index("By group") : text.index("Why: evidence of the recommendation")]
     for told in ('"model"', '"data"', "1.00 MiB"):
         assert told in card
 

@@ -68,14 +68,14 @@ def test_bars_are_where_the_frame_says(directory):
     figure = chart.figure(shown, "light")
     drawn = set()
     for trace in figure.data:
-        if trace.name == chart.HELD:
+        if trace.name == chart.EXPOSED:
             continue
         for base, length, (key, _) in zip(trace.base, trace.x, trace.customdata, strict=True):
             drawn.add((*key, round(base), round(base + length)))
     names = ("rank", "attempt", "pid", "seq", "begin_ns", "end_ns")
     wanted = set(zip(*(shown.bars[name].tolist() for name in names), strict=True))
     assert drawn == wanted
-    held = next(trace for trace in figure.data if trace.name == chart.HELD)
+    held = next(trace for trace in figure.data if trace.name == chart.EXPOSED)
     assert sum(held.x) == shown.bars["exposed_ns"].fillna(0).sum()
     assert "all_reduce" in {trace.name for trace in figure.data}
     assert "reduce_scatter as all_gather" in {trace.name for trace in figure.data}
@@ -175,7 +175,7 @@ def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
     assert "in each of its groups" in text
     assert "Busy time of the window by rank, group and operation" in text
     monkeypatch.setattr("commprof.analysis.browse.timeline.MOST_LANES", 8)
-    assert "Their groups would be 12 lanes: choose fewer ranks" in draw(tmp_path, "/timeline?run=groups")
+    assert "Their groups need 12 lanes: choose fewer ranks" in draw(tmp_path, "/timeline?run=groups")
     assert "in each of its groups" in draw(tmp_path, "/timeline?run=groups&ranks=0-1")
 
 

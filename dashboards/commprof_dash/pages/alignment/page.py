@@ -1,4 +1,4 @@
-"""Alignment: records beside NCCL lines, where they part, which communicator is which group, and NCCL's rings and trees."""
+"""Alignment: records and NCCL lines, their divergences, groups of communicators, and NCCL's rings and trees."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run, rank, group, state, place and communicator in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
-        found: api.AlignmentSummary = runs.of_run("alignment", name, api.alignment_summary)
+        summary: api.AlignmentSummary = runs.of_run("alignment", name, api.alignment_summary)
         edges: pd.DataFrame = runs.of_run("topology", name, api.topology)
-        if found.counts.empty:
+        if summary.counts.empty:
             path = shlex.quote(str(runs.directory / name)[:1000])
             return _unaligned(path, edges, query, scheme)
         placed = _with_place_of_record(query, runs, name)
-        ranks = [_word(rank) for rank in found.counts["rank"].drop_duplicates()]
-        first = found.divergences.iloc[0] if len(found.divergences) else None
+        ranks = [_word(rank) for rank in summary.counts["rank"].drop_duplicates()]
+        first = summary.divergences.iloc[0] if len(summary.divergences) else None
         rank = address.one(placed, RANK, ranks, ranks[0] if first is None else _word(first["rank"]))
-        of_rank = found.counts[_words(found.counts["rank"]) == rank]
+        of_rank = summary.counts[_words(summary.counts["rank"]) == rank]
         groups = [_word(group) for group in of_rank["pg"].drop_duplicates()]
         default = groups[0] if first is None or _word(first["pg"]) not in groups else _word(first["pg"])
         group = address.one(placed, GROUP, groups, default)
         state = address.one(placed, STATE, charts.STATES, ALL)
         of_group = of_rank[_words(of_rank["pg"]) == group].iloc[0]
-        at = _position(placed, found.divergences, state, rank, group)
+        at = _position(placed, summary.divergences, state, rank, group)
         window = runs.of_run(
             f"alignment {rank} {group} {state} {at}",
             name,
@@ -74,16 +74,16 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         )
         communicators = runs.of_run("comm_matches", name, lambda path: api.table(path, "comm_matches"))
         topology_controls, topology_cards = _topology(edges, placed, scheme)
-        parts = [
+        controls_shown = [
             controls.select(RANK, "Rank", ranks, rank),
             controls.select(GROUP, "Group", groups, group),
             controls.select(STATE, "State", [ALL, *charts.STATES], state),
             *topology_controls,
         ]
-        return parts, [
+        return controls_shown, [
             *_generated(communicators),
-            _tiles(found, communicators),
-            cards.columns([_states(found.counts, scheme), _divergences(found.divergences, name)]),
+            _tiles(summary, communicators),
+            cards.columns([_states(summary.counts, scheme), _divergences(summary.divergences, name)]),
             _side_by_side(window, state, name, rank, group),
             _communicators(communicators),
             *topology_cards,
@@ -97,10 +97,10 @@ def _with_place_of_record(query: Query, runs: Runs, name: str) -> Query:
     record = record_of(next(iter(query.get(RECORD, ())), ""))
     if record is None or AT in query:
         return query
-    found = runs.of_run(f"alignment place {record}", name, lambda path: api.alignment_place(path, *record))
-    if found is None:
+    located = runs.of_run(f"alignment place {record}", name, lambda path: api.alignment_place(path, *record))
+    if located is None:
         return query
-    rank, group, position = found
+    rank, group, position = located
     place = {RANK: _word(rank), GROUP: _word(group), AT: str(position)}
     return {**query, **{key: (text,) for key, text in place.items()}}
 
@@ -117,14 +117,14 @@ def _position(query: Query, divergences: pd.DataFrame, state: str, rank: str, gr
 def _unaligned(
     path: str, edges: pd.DataFrame, query: Query, scheme: Scheme
 ) -> tuple[Sequence[Component], Sequence[Component]]:
-    parts, shown = _topology(edges, query, scheme)
+    controls_shown, shown = _topology(edges, query, scheme)
     note = messages.message(
         "Not aligned with an NCCL log",
-        "This run keeps no alignment. Where it ran with NCCL and collected its logs (--nccl-log on), the first command "
-        "aligns it; the second takes logs from elsewhere. gloo writes no such log.",
+        "This run has no alignment. If it ran with NCCL and collected its logs (--nccl-log on), the first command "
+        "aligns it; the second uses other logs. gloo writes no such log.",
         [f"commprof align {path}", f"commprof align {path} LOG..."],
     )
-    return parts, [note, *(shown if len(edges) else [])]
+    return controls_shown, [note, *(shown if len(edges) else [])]
 
 
 def _word(value: Any) -> str:
@@ -142,7 +142,7 @@ def _generated(communicators: pd.DataFrame) -> list[Component]:
     return [
         messages.message(
             "A generated log",
-            "The log of this alignment says of itself that it was generated: it is not the output of NCCL.",
+            "The log of this alignment states that it was generated: it is not output of NCCL.",
             [],
         )
     ]
@@ -156,15 +156,15 @@ def _bounded(count: int, ambiguous: int, least: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _tiles(found: api.AlignmentSummary, communicators: pd.DataFrame) -> Component:
-    totals = found.counts.groupby("state")["lines"].sum()
+def _tiles(summary: api.AlignmentSummary, communicators: pd.DataFrame) -> Component:
+    totals = summary.counts.groupby("state")["lines"].sum()
     rows = int(totals.sum())
     what = {
-        "matched": "a record and the line that it left",
-        "missing": "a record without its line",
-        "extra": "a line without its record",
-        "ambiguous": "several equal ones could be the one",
-        "torn": "a line that is cut",
+        "matched": "a record and its line",
+        "missing": "a record without a line",
+        "extra": "a line without a record",
+        "ambiguous": "several equal candidates match",
+        "torn": "a truncated line",
     }
     shares = {state: int(totals.get(state, 0)) for state in charts.STATES}
     lines, records, missing, extra = (
@@ -186,7 +186,7 @@ def _states(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "states",
         "Records and lines of each rank",
-        "Every part of every record and every operation line ends in exactly one state.",
+        "Every record and every operation line is in exactly one state.",
         charts.states(frame, scheme),
         frame,
         [
@@ -201,10 +201,10 @@ def _states(frame: pd.DataFrame, scheme: Scheme) -> Component:
 
 
 def _divergences(frame: pd.DataFrame, name: str) -> Component:
-    title = "Where they part first"
+    title = "First divergences"
     if frame.empty:
         return cards.empty_card(
-            "divergences", title, "Nowhere: every record has its line, every line its record."
+            "divergences", title, "None: every record has a line, and every line a record."
         )
     links = frame.assign(place=range(len(frame)))
     rows = frame.to_dict("records")
@@ -220,7 +220,7 @@ def _divergences(frame: pd.DataFrame, name: str) -> Component:
     return cards.table_card(
         "divergences",
         title,
-        "The first record or line without its pair, for each rank and group that has one.",
+        "The first record or line without a match, for each rank and group that has one.",
         links,
         [
             Field("place", "Look at", link),
@@ -254,8 +254,8 @@ def _side_by_side(window: api.AlignmentWindow, state: str, name: str, rank: str,
     inner = cards.table_card(
         "side-by-side",
         title,
-        f"Rows {int(places.iloc[0]):,} to {int(places.iloc[-1]):,} of {window.total:,} in the order of the log; left the "
-        "record, right the line.",
+        f"Rows {int(places.iloc[0]):,} to {int(places.iloc[-1]):,} of {window.total:,} in the order of the log: record on "
+        "the left, line on the right.",
         window.rows,
         [
             Field("position", "Row", format_count, numeric=True),
@@ -286,7 +286,7 @@ def _communicators(frame: pd.DataFrame) -> Component:
     return cards.table_card(
         "communicators",
         "Communicators and their process groups",
-        "Certain: torch's own line, or the ranks, leave no choice. Likely: the operations decide. None: see why.",
+        "Certain: torch's own line or the ranks identify the group. Likely: the operations do. None: see the reason.",
         frame,
         [
             Field("comm", "Communicator", _short),
@@ -319,12 +319,12 @@ def _topology(edges: pd.DataFrame, query: Query, scheme: Scheme) -> tuple[list[C
     channels = [str(channel) for channel in sorted(set(of_one["channel"]))]
     channel = address.one(query, CHANNEL, channels, channels[0])
     shown = of_one[of_one["channel"] == int(channel)]
-    parts = [
+    controls_shown = [
         controls.select(COMMUNICATOR, "Communicator", names, name),
         controls.select(CHANNEL, "Channel", channels, channel),
     ]
     figures = [_edges(shown[shown["kind"] == kind], kind, channel, scheme) for kind in ("ring", "tree")]
-    return parts, [cards.columns(figures)]
+    return controls_shown, [cards.columns(figures)]
 
 
 def _edges(frame: pd.DataFrame, kind: str, channel: str, scheme: Scheme) -> Component:
@@ -348,5 +348,5 @@ def _edges(frame: pd.DataFrame, kind: str, channel: str, scheme: Scheme) -> Comp
 
 
 PAGE: Final = Page(
-    PATH, "Alignment", "Did NCCL run what was issued, and where do records and log lines part?", render
+    PATH, "Alignment", "Did NCCL run what was issued, and where do records and log lines diverge?", render
 )

@@ -28,9 +28,9 @@ def nearest(listed: pd.DataFrame, run: str) -> str | None:
     """
     readable = listed[listed["note"].isna()]
     for parent in (PurePosixPath(run), *PurePosixPath(run).parents):
-        found = [name for name in readable["name"] if PurePosixPath(name).parent == parent]
-        if found:
-            return str(found[0])
+        siblings = [name for name in readable["name"] if PurePosixPath(name).parent == parent]
+        if siblings:
+            return str(siblings[0])
     return None
 
 
@@ -46,23 +46,23 @@ def recent_steps(runs: Runs, run: str) -> Steps:
 
 def bandwidths(runs: Runs, run: str, calibration: Path | None, steps: Steps = None) -> api.Bandwidths:
     """What the collectives of a run reached: see ``api.bandwidth_both``."""
-    found: api.Bandwidths = runs.of_run(
+    measured: api.Bandwidths = runs.of_run(
         f"bandwidth {calibration} {_stamp(calibration)} {steps}",
         run,
         lambda path: api.bandwidth_both(path, calibration, steps),
     )
-    return found
+    return measured
 
 
 def curve(calibration: Path, sizes: pd.DataFrame) -> pd.DataFrame:
     """What ``calibration`` says of the operations, group sizes and payloads of ``sizes``: see ``api.ceiling``."""
-    parts = []
+    ceilings = []
     for group_size in sorted(set(sizes["group_size"])):
         part = sizes[sizes["group_size"] == group_size]
         payloads = part["payload_bytes"]
-        found = api.ceiling(calibration, int(group_size), int(payloads.min()), int(payloads.max()))
-        parts.append(found[found["op"].isin(part["op"].map(_calibrated))])
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        ceiling = api.ceiling(calibration, int(group_size), int(payloads.min()), int(payloads.max()))
+        ceilings.append(ceiling[ceiling["op"].isin(part["op"].map(_calibrated))])
+    return pd.concat(ceilings, ignore_index=True) if ceilings else pd.DataFrame()
 
 
 def _calibrated(op: str) -> str:

@@ -1,4 +1,4 @@
-"""Bandwidth: what collectives reached by size, beside what the machine can reach."""
+"""Bandwidth: what collectives reached by size, and the machine's ceiling."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         written = next(iter(query.get(STEPS, ())), "")[:40]
         steps, wrong = parse_steps(written)
         recent = None if written else bandwidth_data.recent_steps(runs, name)
-        found = bandwidth_data.bandwidths(runs, name, file, recent or steps)
+        measured = bandwidth_data.bandwidths(runs, name, file, recent or steps)
         rate = RATES[address.one(query, address.MEASURE, RATES, BUSBW.key)]
         op = _named(query, OP)
         group = _named(query, GROUP)
-        parts = [
+        controls_shown = [
             _rate_select(rate),
-            controls.select(OP, "Operation", _choices(found.sizes["op"], op), op),
-            controls.select(GROUP, "Ranks", _choices(found.sizes["group_ranks"], group), group),
+            controls.select(OP, "Operation", _choices(measured.sizes["op"], op), op),
+            controls.select(GROUP, "Ranks", _choices(measured.sizes["group_ranks"], group), group),
             controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong),
             controls.select(
                 CALIBRATION,
@@ -71,15 +71,15 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
                 chosen,
             ),
         ]
-        nothing = no_records(runs, name) if found.sizes.empty else None
+        nothing = no_records(runs, name) if measured.sizes.empty else None
         if nothing is not None:
             return [], [nothing]
         body = [
             *([] if recent is None else [_about_steps(*recent)]),
             *_about_ceiling(runs, chosen, file, broken),
-            *_answers(found, op, group, rate, file, scheme),
+            *_answers(measured, op, group, rate, file, scheme),
         ]
-        return parts, body
+        return controls_shown, body
 
     return draw_run(runs, query, answers)
 
@@ -120,26 +120,26 @@ def _about_ceiling(runs: Runs, chosen: str, file: Path | None, broken: pd.DataFr
         text = f"There is no calibration {chosen[:200]!r} below {runs.directory}. Choose another above, or measure one:"
         return [messages.message("No such calibration", text, [command], severity="warning")]
     text = (
-        "What this machine can reach is not known. Measure it while nothing else runs, with as many ranks as the run; a "
-        "file calibration*.json beside the runs is found here:"
+        "The ceiling of this machine is not known. Measure it while nothing else runs, with as many ranks as the run. "
+        "This page finds files calibration*.json beside the runs:"
     )
     return [messages.message("No ceiling", text, [command])]
 
 
 def _answers(
-    found: api.Bandwidths, op: str, group: str, rate: Rate, file: Path | None, scheme: Scheme
+    measured: api.Bandwidths, op: str, group: str, rate: Rate, file: Path | None, scheme: Scheme
 ) -> list[Component]:
-    if found.sizes.empty:
+    if measured.sizes.empty:
         text = "No collective or message of this run went from one rank to another, so there is no bandwidth."
         return [messages.message("Nothing to show", text)]
-    sizes, times = _only(found.sizes, op, group), _only(found.collectives, op, group)
+    sizes, times = _only(measured.sizes, op, group), _only(measured.collectives, op, group)
     if sizes.empty:
         return [
             messages.message(
                 "Nothing is chosen", "This run has no such operation among such ranks; choose above."
             )
         ]
-    notes = found.sizes.attrs["notes"]
+    notes = measured.sizes.attrs["notes"]
     return [
         *([messages.sentences("Before you compare", notes, severity="note")] if notes else []),
         _tiles(sizes),
@@ -150,8 +150,8 @@ def _answers(
 
 
 def _only(frame: pd.DataFrame, op: str, group: str) -> pd.DataFrame:
-    kept = frame if op == ALL else frame[frame["op"] == op]
-    return kept if group == ALL else kept[kept["group_ranks"] == group]
+    selected = frame if op == ALL else frame[frame["op"] == op]
+    return selected if group == ALL else selected[selected["group_ranks"] == group]
 
 
 def _tiles(sizes: pd.DataFrame) -> Component:
@@ -195,7 +195,7 @@ def _figure(
     if timed.empty:
         return messages.message(
             title,
-            "When these collectives ended was not recorded. The backend reports it for one asynchronous call in 251, and "
+            "The end of these collectives was not recorded. The backend reports it for one asynchronous call in 251, and "
             "events report it on GPUs, unless --completion-every 0 was given. Record more steps, without that option:",
             ["commprof run train.py"],
         )
@@ -204,8 +204,8 @@ def _figure(
         .sum()
         .sort_values(ascending=False, kind="stable")
     )
-    kept = set(series.index[:_MOST_SERIES])
-    drawn = timed[[key in kept for key in zip(timed["op"], timed["group_ranks"], strict=True)]]
+    drawn_keys = set(series.index[:_MOST_SERIES])
+    drawn = timed[[key in drawn_keys for key in zip(timed["op"], timed["group_ranks"], strict=True)]]
     strange = times[times["verdict"].isin(_STRANGE)].head(_MOST_MARKS)
     curve = pd.DataFrame() if file is None else bandwidth_data.curve(file, drawn[drawn["ceiling_ns"].notna()])
     left = (
@@ -213,7 +213,7 @@ def _figure(
         if len(series) <= _MOST_SERIES
         else f" The {_MOST_SERIES} with most collectives of {len(series)} are drawn."
     )
-    ceiling = "" if file is None else " Dashed: what the calibration says this machine can reach."
+    ceiling = "" if file is None else " Dashed: the ceiling of this machine from the calibration."
     return cards.figure_card(
         "bandwidth",
         title,
@@ -240,21 +240,21 @@ def _figure(
 
 def _strange(times: pd.DataFrame) -> Component:
     title = "Outliers and impossible times"
-    found = times[times["verdict"].isin(_STRANGE)]
-    if found.empty:
+    outliers = times[times["verdict"].isin(_STRANGE)]
+    if outliers.empty:
         return cards.empty_card(
-            "strange", title, "There are none: every time is like the others of its kind, and possible."
+            "strange", title, "There are none: every time is possible and close to the others of its kind."
         )
-    order = found["verdict"].map({name: place for place, name in enumerate(_STRANGE)})
-    found = found.assign(order=order).sort_values(
+    order = outliers["verdict"].map({name: place for place, name in enumerate(_STRANGE)})
+    outliers = outliers.assign(order=order).sort_values(
         ["order", "time_ns"], ascending=[True, False], kind="stable"
     )
     return cards.table_card(
         "strange",
         title,
-        "Not averaged in. Slow and fast: beyond 3.5 robust standard deviations of their operation, group and size. "
-        "Impossible: no time at all, or less than the interval of the ceiling allows; clock, times or calibration err.",
-        found.drop(columns="order"),
+        "Not in the averages. Slow and fast: beyond 3.5 robust standard deviations of their operation, group and size. "
+        "Impossible: no time, or less than the interval of the ceiling allows; clock, times or calibration are wrong.",
+        outliers.drop(columns="order"),
         [
             Field("verdict", "Verdict"),
             Field("op", "Operation"),
@@ -276,8 +276,8 @@ def _fits(frame: pd.DataFrame) -> Component:
     return cards.table_card(
         "ceiling",
         "The ceiling",
-        "Fitted to the calibration: time = latency + payload / bandwidth, with 95 % intervals. Residual: how far the "
-        "measured times lie from that.",
+        "Fitted to the calibration: time = latency + payload / bandwidth, with 95 % intervals. Residual: the distance "
+        "of the measured times from the fit.",
         frame,
         [
             Field("op", "Operation"),

@@ -67,8 +67,8 @@ def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
             at = int(known.iloc[-1])  # all of them came before the first step
         return Shown(of_steps, at, _of_step(run, at), of_steps[known == at])
 
-    found: Shown = runs.of_run(f"buckets {step}", name, answer)
-    return found
+    view: Shown = runs.of_run(f"buckets {step}", name, answer)
+    return view
 
 
 def group_with(groups: Sequence[str], wanted: str | None) -> str:
@@ -100,8 +100,8 @@ def chosen(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> C
         content = api.bucket_content(run, at, number, micro_step, group_ranks=group)
         return None if content is None else Chosen(at, content)
 
-    found: Chosen | None = runs.of_run(f"bucket {step} {micro_step} {number} {group}", name, answer)
-    return found
+    bucket_content: Chosen | None = runs.of_run(f"bucket {step} {micro_step} {number} {group}", name, answer)
+    return bucket_content
 
 
 def _of_step(run: api.Run, step: int) -> pd.DataFrame:

@@ -43,29 +43,29 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         waiting = builds.wait_for(path_of(runs, name))
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
-        found = buckets_data.shown(runs, name, next(iter(query.get(STEP, ())), None))
-        if found.frame.empty:
+        view = buckets_data.shown(runs, name, next(iter(query.get(STEP, ())), None))
+        if view.frame.empty:
             return [], [_no_buckets()]
-        groups = found.groups
+        groups = view.groups
         group = buckets_data.group_with(groups, next(iter(query.get(GROUP, ())), None))
-        frame = found.of_group(group)
-        steps = [str(step) for step in found.of_steps["step"].drop_duplicates()]
-        mean = found.step is None
-        step = MEAN if found.step is None else str(found.step)
+        frame = view.of_group(group)
+        steps = [str(step) for step in view.of_steps["step"].drop_duplicates()]
+        mean = view.step is None
+        step = MEAN if view.step is None else str(view.step)
         labels = list(dict.fromkeys(frame["label"]))
         chosen = _label(next(iter(query.get(BUCKET, ())), ""), labels)
-        parts = [
+        controls_shown = [
             controls.select(STEP, "Step", [MEAN, *steps], step),
             controls.select(BUCKET, "Bucket", labels, chosen),
         ]
         if len(groups) > 1:
-            parts.insert(0, controls.select(GROUP, "Ranks that reduce it", groups, group))
-        return parts, [
-            _tiles(found, group, len(groups)),
+            controls_shown.insert(0, controls.select(GROUP, "Ranks that reduce it", groups, group))
+        return controls_shown, [
+            _tiles(view, group, len(groups)),
             *(_unlike_steps(frame) if mean else []),
             cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
             _table(frame, name, step, group if len(groups) > 1 else None),
-            *_one(runs, name, frame[frame["label"] == chosen].iloc[-1], found.step),
+            *_one(runs, name, frame[frame["label"] == chosen].iloc[-1], view.step),
         ]
 
     return draw_run(runs, query, answers)
@@ -80,9 +80,9 @@ def _label(wanted: str, labels: Sequence[str]) -> str:
 def _no_buckets() -> Component:
     return messages.message(
         "No gradient buckets",
-        "This run has none: its runtime publishes no buckets (zero_runtime, DeepSpeed, DDP and FSDP do), it ended before "
-        "the first was sent, or it was imported from a tool that does not know them. A runtime of your own calls "
-        "commprof.hooks.describe_bucket(...) for each. Record such a run with:",
+        "This run has no buckets: its runtime does not publish them (zero_runtime, DeepSpeed, DDP and FSDP do), it "
+        "ended before the first was sent, or it was imported from a tool that does not record them. Your own runtime can "
+        "call commprof.hooks.describe_bucket(...) for each. Record a run with buckets:",
         ["commprof run train.py --config ds.json"],
     )
 
@@ -97,20 +97,20 @@ def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
     return [
         messages.message(
             "Not the same buckets in every step",
-            f"{which} held other parameters in some steps, as with DDP, which builds its buckets anew after the first step. "
-            "Each row below is of the steps in which it held the same as in most; choose a step above to see what that had.",
+            f"{which} held other parameters in some steps; DDP, for example, rebuilds its buckets after the first step. "
+            "Each row below covers the steps with the most frequent content; choose a step above to see another.",
         )
     ]
 
 
-def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
-    of_steps, mean = found.of_steps, found.step is None
-    rows = found.of_step
+def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
+    of_steps, mean = view.of_steps, view.step is None
+    rows = view.of_step
     per_step, sent = rows["buckets"].sum(), bool(rows["collectives"].any())
-    fill = found.of_group(group)["fill"].mean()
+    fill = view.of_group(group)["fill"].mean()
     together = f", of {groups} groups of ranks" if groups > 1 else ""
-    said = of_steps.assign(flush_reason=of_steps["flush_reason"].fillna(_NOT_SAID))
-    reasons = said.groupby("flush_reason")["buckets"].sum().sort_values(ascending=False, kind="stable")
+    filled = of_steps.assign(flush_reason=of_steps["flush_reason"].fillna(_NOT_SAID))
+    reasons = filled.groupby("flush_reason")["buckets"].sum().sort_values(ascending=False, kind="stable")
     return cards.tiles(
         [
             cards.tile(
@@ -134,15 +134,15 @@ def _tiles(found: buckets_data.Shown, group: str, groups: int) -> Component:
             cards.tile(
                 "Wire bytes of the step",
                 api.format_bytes(_wire(rows)) if sent else "not known",
-                f"modelled for {_wire_of(rows)}: what a rank of a group sends{_as_issued(rows)}"
+                f"modelled for {_wire_of(rows)}: bytes that a rank of a group sends{_as_issued(rows)}"
                 + (f", added up over {groups} groups" if groups > 1 else "")
                 if sent
-                else "no record carries the number of a bucket",
+                else "no record has a bucket number",
             ),
             cards.tile(
                 "Why they were sent",
                 str(reasons.index[0]) if len(reasons) else "not said",
-                "its runtime tells no reason"
+                "its runtime reports no reason"
                 if list(reasons.index) == [_NOT_SAID]
                 else ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
             ),
@@ -163,7 +163,7 @@ def _wire(rows: pd.DataFrame) -> float:
 
 
 def _wire_of(rows: pd.DataFrame) -> str:
-    return "the operation as issued" if rows["executed_wire_bytes"].isna().any() else "what the backend runs"
+    return "the issued operation" if rows["executed_wire_bytes"].isna().any() else "the executed operation"
 
 
 def _as_issued(rows: pd.DataFrame) -> str:
@@ -183,7 +183,7 @@ def _capacity_told(drawn: pd.DataFrame) -> str:
     if capacities.empty:
         return ""
     if charts.are_drawn(drawn):
-        return "; the dashes are its capacity"
+        return "; dashes: its capacity"
     return f"; its capacity, {api.format_bytes(capacities.min())}, is far above what is drawn"
 
 
@@ -210,15 +210,13 @@ def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
 def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     title = "How long each took"
     if frame["duration_ns"].isna().all():
-        return cards.empty_card(
-            "bucket-times", title, "No record carries the number of one of these buckets."
-        )
+        return cards.empty_card("bucket-times", title, "No record has the number of one of these buckets.")
     drawn, cut = _drawn(frame)
     over = "Median over the steps without the first" if mean else "Mean over the ranks"
     return cards.figure_card(
         "bucket-times",
         title,
-        f"{over}: from the first collective of the bucket to the last end that is known. Exposed: the program was "
+        f"{over}: from the first collective of the bucket to its last known end. Exposed: the program was "
         f"blocked on them.{cut}",
         charts.times(drawn, scheme),
         frame[["label", "duration_ns", "exposed_ns"]],
@@ -246,8 +244,8 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None) -> Comp
     return cards.table_card(
         "buckets",
         "The buckets" if step != MEAN else "The buckets of a mean step",
-        f"{'' if group is None else f'Those that ranks {group} reduce. '}The parameters and the records of the one that is "
-        "chosen above stand below.",
+        f"{'' if group is None else f'Those that ranks {group} reduce. '}The parameters and records of the bucket "
+        "chosen above are below.",
         frame,
         [
             # A link in each of many rows keeps the browser busy for a second; the control above chooses as well.
@@ -279,26 +277,24 @@ def _owners(value: Any) -> Cell:
 
 def _one(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> list[Component]:
     """Parameters and records of one bucket: of ``step``, or of the last step that has one of that number."""
-    found = buckets_data.chosen(runs, name, bucket, step)
-    if found is None:
+    selected = buckets_data.chosen(runs, name, bucket, step)
+    if selected is None:
         return []
-    where = f"Bucket {bucket['label']} of step {found.step}"
+    where = f"Bucket {bucket['label']} of step {selected.step}"
     return [
-        _operations(where, name, found.content.operations),
-        _parameters(where, found.content.parameters),
+        _operations(where, name, selected.content.operations),
+        _parameters(where, selected.content.parameters),
     ]
 
 
 def _parameters(where: str, frame: pd.DataFrame) -> Component:
     title = f"{where}: its parameters"
     if frame.empty:
-        return cards.empty_card(
-            "bucket-parameters", title, "The runtime did not say which parameters it holds."
-        )
+        return cards.empty_card("bucket-parameters", title, "The runtime did not report its parameters.")
     return cards.table_card(
         "bucket-parameters",
         title,
-        "In the order in which they stand in the bucket.",
+        "In their order in the bucket.",
         frame,
         [
             Field("first_element", "From element", format_count, numeric=True),
@@ -314,7 +310,7 @@ def _parameters(where: str, frame: pd.DataFrame) -> Component:
 def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
     title = f"{where}: how it was reduced"
     if frame.empty:
-        return cards.empty_card("bucket-operations", title, "No record carries the number of this bucket.")
+        return cards.empty_card("bucket-operations", title, "No record has the number of this bucket.")
     rank = int(frame["rank"].iloc[0])
 
     def link(seq: Any) -> Cell:

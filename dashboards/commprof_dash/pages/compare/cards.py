@@ -1,4 +1,4 @@
-"""The cards of the Compare page about settings: what to set, the four levels, ranks, memory, samples per second."""
+"""The cards of the Compare page about settings: recommendation, the four levels, ranks, memory, samples per second."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from commprof_dash.pages.compare import data as settings_data
 from commprof_dash.theme import Scheme
 
 _ANSWERS: Final = {
-    "recommended": ("What to set", "good"),
+    "recommended": ("Recommendation", "good"),
     "no measurable difference": ("No measurable difference", "note"),
-    "cannot tell": ("What to set: cannot tell", "note"),
+    "cannot tell": ("Recommendation: cannot tell", "note"),
 }
-_REDUCING: Final = "Asked for, issued, executed, moved to reduce gradients"
+_REDUCING: Final = "Gradient reduction: requested, issued, executed, moved"
 _MOST_PAIRS: Final = 60
 _MOST_ROWS: Final = 300
 
 
-def advice(found: api.Advice) -> Component:
-    """What to set, and why, in sentences; what was asked for and not issued stands in a notice of its own."""
-    title, severity = _ANSWERS[found.answer]
-    told = [text for text in found.sentences if not text.startswith("Warning:")]
-    return messages.sentences(title, told, severity=severity)
+def advice(answer: api.Advice) -> Component:
+    """The recommended setting and the reasons, in sentences; differences of requested and issued have their own notice."""
+    title, severity = _ANSWERS[answer.answer]
+    sentences = [text for text in answer.sentences if not text.startswith("Warning:")]
+    return messages.sentences(title, sentences, severity=severity)
 
 
-def weighed(found: api.Advice) -> Component:
+def weighed(evidence: api.Advice) -> Component:
     """The evidence of the advice: the settings, and each two step times."""
     settings = table(
-        found.settings,
+        evidence.settings,
         [
             Field("label", "Setting"),
             Field("recommended", "To be set", _yes),
@@ -48,10 +48,10 @@ def weighed(found: api.Advice) -> Component:
             Field("repeats", "Repeats", str, numeric=True),
             Field("left_out", "Left out"),
         ],
-        "What the advice weighs",
+        "Evidence of the recommendation",
     )
     pairs = table(
-        found.pairs.head(_MOST_PAIRS),
+        evidence.pairs.head(_MOST_PAIRS),
         [
             Field("label", "Setting"),
             Field("other", "Beside it"),
@@ -61,41 +61,43 @@ def weighed(found: api.Advice) -> Component:
             Field("probability", "By chance", _probability, numeric=True),
             Field("verdict", "Its step is"),
         ],
-        "Step times, each two settings",
+        "Step times, pairs of settings",
     )
     cut = (
-        "" if len(found.pairs) <= _MOST_PAIRS else f" The first {_MOST_PAIRS} of them; the CSV file has all."
+        ""
+        if len(evidence.pairs) <= _MOST_PAIRS
+        else f" The first {_MOST_PAIRS} of them; the CSV file has all."
     )
     return cards.body_card(
         "weighed",
-        "Why: what the advice weighs",
+        "Why: evidence of the recommendation",
         "Least wire bytes at equal loss; a step time differs where Welch's t over the repeats says so (95 %, Holm's "
         "correction over all pairs). None is faster: no other setting has a measurably shorter step.",
         [
             settings,
             html.Details(
                 [
-                    html.Summary(f"Step times, each two settings ({len(found.pairs):,} pairs)"),
+                    html.Summary(f"Step times, pairs of settings ({len(evidence.pairs):,} pairs)"),
                     html.P(
-                        [f"95 % intervals of the difference.{cut} ", csv_link("pairs", found.pairs)],
+                        [f"95 % intervals of the difference.{cut} ", csv_link("pairs", evidence.pairs)],
                         className="muted",
                     ),
                     pairs,
                 ],
                 className="card-table",
             )
-            if len(found.pairs)
+            if len(evidence.pairs)
             else None,
         ],
-        found.settings,
+        evidence.settings,
     )
 
 
 def levels_to_come(going: bool) -> Component:
-    """In the place of the four levels of large runs: while another process closes their ledgers, or until they end."""
-    text = "Another process goes through the records of these runs to close their ledgers; the levels appear here."
+    """Placeholder for the four levels of large runs, while another process closes their ledgers, or until they end."""
+    text = "Closing the ledgers of these runs in the background. The levels appear here when done."
     if going:
-        text = "The ledgers of large runs are closed here once they have ended. Of one run so far: commprof verify RUN."
+        text = "The ledgers of large runs are closed here once the runs have ended. For one run so far: commprof verify RUN."
     return cards.empty_card("levels", _REDUCING, text)
 
 
@@ -107,8 +109,8 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
             "levels", _REDUCING, f"None of it is known per training step: {'; '.join(reasons)}."
         )
     subtitle = (
-        "Wire bytes per step (modelled: what a rank of the job sends, mean over all), out of the ledger of each run; one "
-        "axis for all. Moved: what the counters of the hosts sent, all traffic, another measure and so no bar."
+        "Wire bytes per step (modelled: bytes that a rank sends, mean over all ranks) from the ledger of each run; one "
+        "axis for all. Moved: bytes sent by the interface counters, all traffic; a different measure, so no bar."
     )
     fields = [
         Field("label", "Setting"),
@@ -142,18 +144,18 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
         ]
         for row in cells
     ]
-    subtitle += " Below: what a step of the setting cost, and the loss at its end."
+    subtitle += " Below: cost per step, and the final loss."
     return grid_card("levels", _REDUCING, subtitle, drawn_cells, frame, fields)
 
 
 def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, settings_data.Cost]) -> list[Component]:
     """Of each setting in a cell of the grid: step time, exposed time, loss, memory, samples per second."""
-    found: list[Component] = []
-    for label, told in settings:
+    children: list[Component] = []
+    for label, heading in settings:
         cost = costs[label]
         if len(settings) > 1:
-            found.append(html.H4(told[:200]))
-        found.append(
+            children.append(html.H4(heading[:200]))
+        children.append(
             facts(
                 {
                     "Step time": _interval(cost.step_time_ns, cost.low_ns, cost.high_ns),
@@ -164,7 +166,7 @@ def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, settings_dat
                 }
             )
         )
-    return found
+    return children
 
 
 def _interval(value: float | None, low: float | None, high: float | None) -> str:
@@ -186,19 +188,19 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
     if not shown:
         reasons = sorted(set(frame.attrs.get("reasons", {}).values()))
         return cards.empty_card(
-            "ranks", title, "; ".join(reasons) or "These runs sent nothing in a whole training step."
+            "ranks", title, "; ".join(reasons) or "These runs sent nothing in a complete training step."
         )
     left_out = [label for label in labels if label not in shown]
     missing = f" Not known of {len(left_out)} of {len(labels)} settings." if left_out else ""
     executed = bool(frame["executed_sent_bytes_per_step"].notna().all())
-    of = "what the backend runs" if executed else "the operations as issued"
+    of = "the executed operations" if executed else "the issued operations"
     kinds = (("executed_", ""), ("", ", as issued")) if executed else (("", ", as issued"),)
     return cards.figure_card(
         "ranks",
         title,
-        f"Wire bytes per step, modelled for {of}, by where the data comes from and goes to: "
+        f"Wire bytes per step, modelled for {of}, by source and destination of the data: "
         "a reduce to an owner loads that rank, a "
-        f"ring loads all alike. One point per rank; the number is the largest in means.{missing}",
+        f"ring loads all equally. One point per rank; the number is the largest over the mean.{missing}",
         charts.ranks(frame, shown, scheme, executed),
         frame,
         [
@@ -239,8 +241,8 @@ def groups(frame: pd.DataFrame) -> Component | None:
     return cards.table_card(
         "groups",
         "By group",
-        "What the groups of each name and size carry in a step: each axis along which the ranks are divided has links and a "
-        "cost of its own. Wire bytes are of a rank of the job, as above, and add up to those of the setting.",
+        "Traffic per step of the groups of each name and size: each axis of ranks has its own links and its own cost. "
+        "Wire bytes are per rank of the job, as above, and add up to those of the setting.",
         frame,
         [
             Field("label", "Setting"),
@@ -268,7 +270,7 @@ def memory(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "memory",
         title,
-        "Of the largest rank: a bar for the median over the steps, a line for the largest of all.",
+        "The largest rank: bar for the median over the steps, line for the maximum.",
         charts.memory(frame, scheme),
         frame[columns],
         [
@@ -287,15 +289,15 @@ def samples(frame: pd.DataFrame, scheme: Scheme) -> Component:
     columns = ["label", "samples_per_second", "samples_low", "samples_high", "samples_from"]
     if frame["samples_per_second"].isna().all():
         text = (
-            "Neither a metric nor a batch size in the config says how many samples a step has: "
+            "The samples per step are not known: neither a metric nor a batch size in the config. Call "
             "commprof.metric('samples', count)."
         )
         return cards.empty_card("samples", title, text)
     return cards.figure_card(
         "samples",
         title,
-        "Samples of a step over its time: median of the steps, with the 95 % interval over repeats. In brackets where the "
-        "samples are from: the program's metric, or the batch size of the config.",
+        "Samples of a step over its time: median of the steps, with the 95 % interval over repeats. In brackets: the "
+        "source of the samples, the program's metric or the batch size of the config.",
         charts.samples(frame, scheme),
         frame[columns],
         [

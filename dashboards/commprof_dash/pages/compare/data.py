@@ -21,8 +21,8 @@ ABSENT: Final = "(absent)"
 
 def compared(runs: Runs, names: Sequence[str]) -> api.Comparison:
     """All that is said of the runs side by side."""
-    found: api.Comparison = runs.of_runs("comparison", names, traffic_frames.compared)
-    return found
+    comparison: api.Comparison = runs.of_runs("comparison", names, traffic_frames.compared)
+    return comparison
 
 
 def are_large(runs: Runs, names: Sequence[str]) -> bool:
@@ -93,15 +93,17 @@ class Cell(NamedTuple):
 def grid(settings: pd.DataFrame) -> list[list[Cell]]:
     """The settings by reduce_scatter and use_multi_rank_bucket_allreduce; empty where the runs differ in neither."""
     keys = _keys(settings)
-    found = [next((key for key in keys if key.rpartition(_KEY)[2] == name), None) for name in GRID_KEYS]
-    if not any(found):
+    grid_keys = [next((key for key in keys if key.rpartition(_KEY)[2] == name), None) for name in GRID_KEYS]
+    if not any(grid_keys):
         return []
-    rows, columns = (_values(settings, key) for key in found)
-    rest = [key for key in keys if key not in found]
+    rows, columns = (_values(settings, key) for key in grid_keys)
+    rest = [key for key in keys if key not in grid_keys]
     return [
         [
             Cell(
-                _words(found[0], row), _words(found[1], column), _those(settings, rest, found, (row, column))
+                _words(grid_keys[0], row),
+                _words(grid_keys[1], column),
+                _those(settings, rest, grid_keys, (row, column)),
             )
             for column in columns
         ]
@@ -126,10 +128,10 @@ def _words(key: str | None, value: str) -> str:
 
 
 def _those(
-    settings: pd.DataFrame, rest: Sequence[str], found: Sequence[str | None], values: tuple[str, str]
+    settings: pd.DataFrame, rest: Sequence[str], grid_keys: Sequence[str | None], values: tuple[str, str]
 ) -> list[tuple[str, str]]:
     part = settings
-    for key, value in zip(found, values, strict=True):
+    for key, value in zip(grid_keys, values, strict=True):
         if key is not None:
             part = part[part[key].astype(str) == value]
     return [

@@ -1,4 +1,4 @@
-"""Compare: what the settings of several runs changed, first of all in reducing gradients."""
+"""Compare: what the settings of several runs changed, first in gradient reduction."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
 
 def _warnings(runs: Runs, selection: Selection) -> list[Component]:
-    found = [messages.broken_run(name, why) for name, why in selection.broken.items()]
+    notices = [messages.broken_run(name, why) for name, why in selection.broken.items()]
     if selection.unknown:
-        found.append(messages.unknown_runs(selection.unknown, str(runs.directory)))
-    return found
+        notices.append(messages.unknown_runs(selection.unknown, str(runs.directory)))
+    return notices
 
 
 def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme) -> list[Component]:
@@ -82,29 +82,29 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
 def _levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component:
     if settings_data.are_large(runs, names) and runs.is_going(names):
         return settings_cards.levels_to_come(going=True)
-    found = _drawn_levels(runs, names, scheme)
-    return found or pending.pending(LEVELS, settings_cards.levels_to_come(going=False), list(names))
+    card = _drawn_levels(runs, names, scheme)
+    return card or pending.pending(LEVELS, settings_cards.levels_to_come(going=False), list(names))
 
 
 def _drawn_levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component | None:
-    """The card of the four levels; None while they are being worked out."""
-    found = settings_data.levels(runs, names)
-    if found is None:
+    """The card of the four levels; None while they are being computed."""
+    levels = settings_data.levels(runs, names)
+    if levels is None:
         return None
     resources = settings_data.compared(runs, names).resources
-    return settings_cards.levels(found, runs.comparison(names), resources, scheme)
+    return settings_cards.levels(levels, runs.comparison(names), resources, scheme)
 
 
 def _findings(settings: pd.DataFrame) -> list[Component]:
-    found = [text for row in settings.to_dict("records") if (text := _finding(row)) is not None]
-    if not found:
+    sentences = [text for row in settings.to_dict("records") if (text := _finding(row)) is not None]
+    if not sentences:
         return []
-    title = "Asked for one collective to reduce the gradients, issued another"
-    return [messages.sentences(title, found, severity="warning")]
+    title = "Requested one collective to reduce the gradients, issued another"
+    return [messages.sentences(title, sentences, severity="warning")]
 
 
 def _finding(row: dict[Hashable, Any]) -> str | None:
-    """What one setting asked for and did not get; None where it got it, or where either is unknown."""
+    """The difference of requested and issued of one setting; None if they agree, or if either is unknown."""
     requested, issued, meant, reason = (
         row.get(name) for name in ("requested_op", "issued_op", "intended_op", "issued_reason")
     )
@@ -117,7 +117,7 @@ def _finding(row: dict[Hashable, Any]) -> str | None:
         # Without purposes all that can be told is whether the operation was issued at all.
         met = requested in str(issued).split(", ")
         remark = f" ({reason})"
-    return None if met else f"{row['label']}: asked for {requested}, issued {issued}{remark}."
+    return None if met else f"{row['label']}: requested {requested}, issued {issued}{remark}."
 
 
 def _reducing(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme) -> Component:
@@ -138,10 +138,10 @@ def _reducing(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: 
 
 def _others(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme) -> Component:
     part = frame[~frame["series"].map(is_reducing).astype(bool)]
-    title = "Gathering and the rest"
-    subtitle = f"{measure.name} per step of what does not reduce."
+    title = "Other collectives"
+    subtitle = f"{measure.name} per step of collectives that do not reduce."
     if part.empty:
-        return cards.empty_card("others", title, "These runs issued nothing else in a training step.")
+        return cards.empty_card("others", title, "These runs issued no other collective in a training step.")
     return cards.figure_card(
         "others", title, subtitle, traffic.by_setting(part, labels, measure, scheme), part, _traffic_fields()
     )
@@ -156,8 +156,8 @@ def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "step-time",
         title,
-        f"Median per step and its 95 % interval over {_over(part)}, without the first step. Which of them differ "
-        "measurably stands below.",
+        f"Median per step and its 95 % interval over {_over(part)}, without the first step. The recommendation lists "
+        "measurable differences.",
         times.by_setting(part, scheme),
         part,
         [
@@ -184,7 +184,7 @@ def _settings_table(settings: pd.DataFrame) -> Component:
     return cards.table_card(
         "settings",
         "Settings",
-        f"What each config asks for, what was issued to reduce the gradients, and what it cost per step.{also}",
+        f"The gradient reduction that each config requests, the issued one, and its cost per step.{also}",
         settings.assign(exposed=text_column(settings, settings_data.exposed_text)),
         [
             Field("label", "Setting"),
@@ -228,7 +228,7 @@ def _loss(runs: Runs, settings: pd.DataFrame, scheme: Scheme) -> Component:
     part = runs.loss_curves(shown)
     if part.empty:
         return cards.empty_card(
-            "loss", title, "None of these runs published a loss: commprof.metric('loss', value)."
+            "loss", title, "None of these runs published a loss. Call commprof.metric('loss', value)."
         )
     return cards.figure_card(
         "loss",
@@ -283,20 +283,20 @@ def register(app: dash.Dash, runs: Runs) -> None:
     )
     def waited(_: int, names: list[str], scheme: str | None) -> tuple[Any, bool]:
         try:
-            found = _drawn_levels(runs, names, scheme_of(scheme))
+            card = _drawn_levels(runs, names, scheme_of(scheme))
         except KeyError:
             return messages.unknown_runs(names, str(runs.directory)), True
         except Exception as error:
             return messages.message("The ledgers cannot be closed", reason(error), severity="error"), True
-        if found is None:
+        if card is None:
             raise PreventUpdate
-        return found, True
+        return card, True
 
 
 PAGE: Final = Page(
     "/compare",
     "Compare",
-    "What did the settings change on the wire, in step time, in memory and in the loss, and which one to take?",
+    "What did the settings change on the wire, in step time, memory and loss, and which one should you use?",
     render,
     register,
 )

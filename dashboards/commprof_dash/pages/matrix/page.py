@@ -36,29 +36,29 @@ EXECUTED: Final = Measure(
     "executed_wire_bytes",
     "Wire bytes",
     "bytes",
-    "modelled, of what the backend runs: what each rank sends to each other",
+    "modelled for the executed operations: bytes that each rank sends to each other rank",
 )
 ISSUED: Final = Measure(
     "issued",
     "wire_bytes",
     "Wire bytes, as issued",
     "bytes",
-    "modelled for the operations as issued: what each rank sends to each other; its rows and columns add up to the wire "
-    "bytes of the ranks",
+    "modelled for the issued operations: bytes that each rank sends to each other rank; rows and columns add up to the "
+    "wire bytes of the ranks",
 )
 MESSAGES: Final = Measure(
     "messages",
     "message_bytes",
     "Point to point",
     "bytes",
-    "exact: the payload of each send, as it was recorded at the sender",
+    "exact: the payload of each send, recorded at the sender",
 )
 COUNTERS: Final = Measure(
     "counters",
     "sent_bytes",
     "Counters",
     "bytes",
-    "moved: what the interfaces of each host counted, with everything else that the host sent",
+    "moved: the interface counters of each host, all programs included",
 )
 MEASURES: Final = {one.key: one for one in (EXECUTED, ISSUED, MESSAGES, COUNTERS)}
 
@@ -76,17 +76,17 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         purpose = address.one(query, PURPOSE, (*PURPOSES, UNTAGGED), ALL)
         written = next(iter(query.get(STEPS, ())), "")[:40]
         steps, wrong = parse_steps(written)
-        parts = [
+        controls_shown = [
             controls.measure_select(measure, MEASURES),
             controls.select(OP, "Operation", _choices(kinds["op"], op), op),
             controls.select(PURPOSE, "Purpose", _choices(kinds["purpose"], purpose), purpose),
             controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong),
         ]
         if measure is COUNTERS:
-            return parts, [_counters(matrix_data.moved(runs, name))]
+            return controls_shown, [_counters(matrix_data.moved(runs, name))]
         chosen, kind = (None if op == ALL else op), (None if purpose == ALL else purpose)
         frame = matrix_data.matrix(runs, name, steps, chosen, kind)
-        return parts, [
+        return controls_shown, [
             cards.columns(
                 [
                     _matrix(frame, measure, chosen, scheme),
@@ -107,11 +107,11 @@ def parse_steps(written: str) -> tuple[Steps, str | None]:
     """
     if written.strip().lower() in ("", ALL):
         return None, None
-    found = _STEP_RANGE.fullmatch(written)
-    if not found:
+    match = _STEP_RANGE.fullmatch(written)
+    if not match:
         return None, "Write one step, as 3, or a range, as 2-9. All steps are shown."
-    first = int(found[1])
-    return (first, int(found[2]) if found[2] else first), None
+    first = int(match[1])
+    return (first, int(match[2]) if match[2] else first), None
 
 
 def _choices(present: pd.Series[Any], chosen: str) -> list[str]:
@@ -157,14 +157,14 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
 
 def _why_empty(frame: pd.DataFrame, measure: Measure) -> str:
     if not frame.attrs["ranks"]:
-        return "Nothing was recorded that went between ranks."
+        return "No traffic between ranks was recorded."
     if int(frame.attrs["ranks"]) < 2:
-        return "This run has one rank: nothing goes from one to another."
+        return "This run has one rank, so there is no traffic between ranks."
     if measure is MESSAGES:
-        return "No send was recorded in what is chosen. Collectives are under the measure Wire bytes."
+        return "The selection has no send. Choose the measure Wire bytes for collectives."
     if frame.attrs[_unplaced(measure)]:
-        return "Between which ranks these bytes went is not known: see below."
-    return "Nothing was sent in what is chosen. Choose other steps, operations or purposes above."
+        return "The senders and receivers of these bytes are not known: see below."
+    return "The selection has no traffic. Choose other steps, operations or purposes above."
 
 
 def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
@@ -172,7 +172,7 @@ def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
     imbalance = frame.attrs["imbalance"]
     if imbalance is None:
         return cards.empty_card(
-            "owners", title, "No reduce to an owner is in these steps: no rank receives more for it."
+            "owners", title, "These steps have no reduce to an owner, so no owner receives more than others."
         )
     return cards.figure_card(
         "owners",
@@ -205,18 +205,16 @@ def _model(frame: pd.DataFrame, measure: Measure) -> Component:
     unplaced = frame.attrs[_unplaced(measure)]
     if unplaced:
         lines.append(
-            html.Li(
-                f"{api.format_bytes(unplaced)} are in no cell: their root, or who they were sent to, is not known."
-            )
+            html.Li(f"{api.format_bytes(unplaced)} are in no cell: their root or receiver is not known.")
         )
     if not lines:
-        return messages.message("No model", "Nothing that is chosen sends bytes, so none is put on ranks.")
+        return messages.message("No model", "The selection sends no bytes.")
     return cards.text_card(
         "model",
-        "Between whom the model puts the bytes",
-        "What gloo runs, read in its sources and measured."
+        "Senders and receivers in the model",
+        "gloo's algorithms, from its sources and measured."
         if measure is EXECUTED
-        else "Which links a backend really uses is not in a trace; NCCL's rings and trees are on the page Alignment.",
+        else "A trace does not show the links that a backend uses; the page Alignment shows NCCL's rings and trees.",
         [html.Ul(lines, className="sentences")],
     )
 
@@ -233,8 +231,8 @@ def _counters(frame: pd.DataFrame) -> Component:
     return cards.table_card(
         "moved",
         title,
-        "Moved bytes per host and interface over the whole run: counters do not tell ranks, operations or steps apart."
-        + (f" Not the whole run: {reason}." if reason else ""),
+        "Moved bytes per host and interface over the whole run: counters do not distinguish ranks, operations or steps."
+        + (f" Not the complete run: {reason}." if reason else ""),
         frame,
         [
             Field("host", "Host"),

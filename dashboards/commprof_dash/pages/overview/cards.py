@@ -22,34 +22,34 @@ from commprof_dash.theme import Scheme
 _STATES: Final = {
     "closed": ("The ledger is closed: every byte of training is explained", "good"),
     "mismatch": ("The ledger does not close", "error"),
-    "unknown": ("Whether the ledger closes cannot be told", "warning"),
+    "unknown": ("Cannot tell whether the ledger closes", "warning"),
 }
 _TABLE_ROWS: Final = 300
 _EXPOSED: Final = "Exposed and overlapped"
 
 
-def verdict(found: api.Verdict, facts: Mapping[str, Any]) -> Component:
+def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
     """The verdict of ``commprof verify`` in its sentences."""
-    title, severity = _STATES[str(found.state)]
-    return messages.sentences(title, found.sentences, severity=severity, commands=[_verify(facts)])
+    title, severity = _STATES[str(ledger.state)]
+    return messages.sentences(title, ledger.sentences, severity=severity, commands=[_verify(facts)])
 
 
 def verdict_to_come(facts: Mapping[str, Any]) -> Component:
-    """In the place of the verdict, while another process goes through the records."""
+    """Placeholder for the verdict while another process closes the ledger."""
     return messages.message(
         "The ledger is being closed",
-        f"Another process goes through the {facts['records']:,} records, about ten seconds for ten million. The verdict "
-        "appears here. In a terminal:",
+        f"Closing the ledger over {facts['records']:,} records in the background, about ten seconds for ten million. The "
+        "verdict appears here. In a terminal:",
         [_verify(facts)],
     )
 
 
 def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
-    """In the place of the verdict of a large run that is still going."""
+    """Placeholder for the verdict of a large run that is still being recorded."""
     return messages.message(
         "The ledger is not closed yet",
-        f"The run is still going and has {facts['records']:,} records so far: its ledger is closed here once it has ended. "
-        "Of what is there, in a terminal:",
+        f"The run is still being recorded and has {facts['records']:,} records so far. Its ledger is closed here once the "
+        "run has ended. For the records so far, in a terminal:",
         [_verify(facts)],
     )
 
@@ -59,10 +59,10 @@ def _verify(facts: Mapping[str, Any]) -> str:
 
 
 _LATENESS: Final = {
-    "late_rank": ("A rank comes late", "warning"),
+    "late_rank": ("There is a straggler", "warning"),
     "slow_transfer": ("Transfers are slow", "warning"),
     "transfers": ("Transfers take the time", "note"),
-    "untold": ("Who is late cannot be told", "note"),
+    "untold": ("Cannot tell which rank is late", "note"),
     "nobody": ("No rank stands out", "good"),
 }
 
@@ -71,46 +71,46 @@ def lateness(ranks: pd.DataFrame) -> Component:
     """The verdict on late ranks and slow transfers: the sentences of ``commprof report``."""
     title, severity = _LATENESS[ranks.attrs["culprit"]]
     text = ranks.attrs["statement"] or (
-        "No rank was the last to come much more often than chance explains, or the others did not wait for it."
+        "No rank arrived last much more often than chance explains, or the others did not wait for it."
     )
     return messages.message(title, text, severity=severity)
 
 
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
-    """What a training step stands still for. Unknown is said, and is not 0."""
+    """Exposed communication of a training step. An unknown time is labelled, not shown as 0."""
     known = 0 if frame.empty else int(frame["records"].iloc[-1])
     if not known and facts["summed"]:
         return cards.empty_card(
             "exposure",
             _EXPOSED,
-            "Not known: only sums of its collectives were kept (--aggregate), which do not tell when any was under way.",
+            "Not known: only sums of the collectives were recorded (--aggregate), which have no times.",
         )
     if frame.empty:
         why = "No training step of this run ended."
         if facts["steps"] == 0:
-            why = "This run has no training steps: commprof.step() tells them where no engine does."
+            why = "This run has no training steps. Call commprof.step() if no engine reports them."
         return cards.empty_card("exposure", _EXPOSED, why)
-    whole = {str(name): value for name, value in frame.iloc[-1].items()}
+    union = {str(name): value for name, value in frame.iloc[-1].items()}
     if not known:
         return cards.empty_card("exposure", _EXPOSED, "Nothing was issued in its training steps.")
-    timed = whole["timed"] + whole["bounded"]
-    unknown = [f"Of {timed:,} of {whole['records']:,} records the exposed time is known."]
-    if timed < whole["records"]:
-        unknown = [f"{unknown[0]} So it is at least what is shown."]
-    if whole["bounded"]:
+    timed = union["timed"] + union["bounded"]
+    unknown = [f"Of {timed:,} of {union['records']:,} records the exposed time is known."]
+    if timed < union["records"]:
+        unknown = [f"{unknown[0]} So the exposed time shown is a lower bound."]
+    if union["bounded"]:
         unknown.append(
-            f"{whole['bounded']:,} were waited for in C++ (DistributedDataParallel): their exposed time lies between bounds."
+            f"{union['bounded']:,} were waited for in C++ (DistributedDataParallel): their exposed time is between bounds."
         )
-    if whole["unwaited"] > whole["bounded"]:
+    if union["unwaited"] > union["bounded"]:
         unknown.append(
-            f"For {whole['unwaited'] - whole['bounded']:,} no wait was seen (compiled code waits in C++): what they cost is "
-            "not known."
+            f"For {union['unwaited'] - union['bounded']:,} no wait was recorded (compiled code waits in C++): their "
+            "exposed time is not known."
         )
-    share = api.exposed_share(whole)
+    share = api.exposed_share(union)
     spent = (
         ""
         if share is None
-        else f" {api.exposed_time(whole)}, {share} of the step of {api.format_ns(whole['step_ns'])}."
+        else f" {api.exposed_time(union)}, {share} of the step of {api.format_ns(union['step_ns'])}."
     )
     table = frame.assign(
         exposed=text_column(frame, api.exposed_time),
@@ -120,9 +120,9 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
     return cards.figure_card(
         "exposure",
         _EXPOSED,
-        f"Exposed:{spent} The program was blocked on a collective; mean over the ranks, median of {whole['steps']:,} warm "
-        "steps. Overlapped: some were under way and it was blocked on none. A moment counts once; purposes overlap, and all "
-        f"is their union, not their sum. {' '.join(unknown)}",
+        f"Exposed:{spent} The program was blocked on a collective; mean over the ranks, median of {union['steps']:,} warm "
+        "steps. Overlapped: collectives were under way and it was blocked on none. Concurrent waits count once; purposes "
+        f"overlap, and all is their union, not their sum. {' '.join(unknown)}",
         charts.by_purpose(frame, scheme),
         table,
         [
@@ -149,7 +149,7 @@ def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "resources",
         title,
-        "Memory when a step ended, of the largest rank. Cores busy: CPU time over time. GPUs: as --sample nvml read them.",
+        "Memory at the end of a step, largest rank. Cores busy: CPU time over time. GPU values: from --sample nvml.",
         resource_charts.over_steps(frame, scheme),
         frame.assign(communication=text_column(frame, _communication_share)),
         [
@@ -166,12 +166,12 @@ def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
 
 def _communication_share(row: Mapping[str, Any]) -> str | None:
     """The exposed part of a step of ``api.resource_use`` as text."""
-    parts = {f"exposed{end}_ns": row[f"communication_share{end}"] for end in ("", "_low", "_high")}
-    return api.exposed_share({**parts, "step_ns": 1})
+    bounds = {f"exposed{end}_ns": row[f"communication_share{end}"] for end in ("", "_low", "_high")}
+    return api.exposed_share({**bounds, "step_ns": 1})
 
 
 def cost(facts: Mapping[str, Any]) -> Component:
-    """What commprof itself took, and what it left out to take less."""
+    """The cost of recording, and what was not recorded to reduce it."""
     spent, share = facts["recorder_ns"], facts["recorder_share"]
     imported = spent is None and facts["records"] > 0
     values: dict[str, Cell] = {
@@ -180,18 +180,18 @@ def cost(facts: Mapping[str, Any]) -> Component:
         ),
         "Of the run's time": "not known" if share is None else share_text(share),
         "Per record": _per_record(facts),
-        "Kept as sums only": _or_none(
+        "Recorded as sums only": _or_none(
             facts["summed"], "collectives (--aggregate, or --max-size was reached)"
         ),
-        "Outside what was recorded": _or_none(
+        "Outside of the recorded steps": _or_none(
             facts["outside"], "collectives (--steps, --warmup): not recorded"
         ),
         "Records lost": format_count(facts["lost"]),
     }
     remark = (
-        "This run was not recorded by commprof, or its recorder left no account."
+        "This run was not recorded by commprof, or its recorder did not report its cost."
         if imported
-        else "Its own time in the process, sampled; time that its memory traffic costs elsewhere is not in it."
+        else "CPU time of the recorder in the process, sampled. Indirect costs of its memory traffic are not included."
     )
     return cards.text_card("cost", "What recording cost", remark, [tables.facts(values)])
 

@@ -17,12 +17,12 @@ MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a sec
 def verdict(runs: Runs, name: str, records: int) -> api.Verdict | None:
     """The ledger of a run; None while another process closes that of a large one."""
     ask = runs.of_run if records <= MOST_RECORDS else runs.run_beside
-    found: api.Verdict | None = ask("verify", name, api.verify)
-    return found
+    ledger: api.Verdict | None = ask("verify", name, api.verify)
+    return ledger
 
 
 def exposure(runs: Runs, name: str) -> pd.DataFrame:
-    """What a training step stands still for, by purpose; the last row is all of it."""
+    """Exposed communication of a training step by purpose; the last row is the union."""
     frame: pd.DataFrame = runs.of_run("exposure_per_step", name, api.exposure_per_step)
     purposes = frame["purpose"].astype("object").where(frame["purpose"].notna(), "untagged")
     return frame.assign(purpose=purposes.astype("str"))
@@ -37,8 +37,8 @@ def lateness(runs: Runs, name: str, records: int) -> pd.DataFrame | None:
         or (records > MOST_RECORDS and not api.has_index(path))
     ):
         return None
-    found: api.Straggling = runs.of_run("straggling", name, api.straggling)
-    return found.ranks
+    straggling: api.Straggling = runs.of_run("straggling", name, api.straggling)
+    return straggling.ranks
 
 
 def resources(runs: Runs, name: str) -> pd.DataFrame:

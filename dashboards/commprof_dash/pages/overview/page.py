@@ -98,10 +98,10 @@ def rest(runs: Runs, name: str, scheme: Scheme) -> list[Component]:
 def _verdict(runs: Runs, name: str, facts: Mapping[str, Any]) -> Component:
     if facts["records"] > overview_data.MOST_RECORDS and runs.is_going([name]):
         return overview_cards.verdict_of_no_end(facts)
-    found = overview_data.verdict(runs, name, facts["records"])
-    if found is None:
+    ledger = overview_data.verdict(runs, name, facts["records"])
+    if ledger is None:
         return pending.pending(VERDICT, overview_cards.verdict_to_come(facts), name)
-    return overview_cards.verdict(found, facts)
+    return overview_cards.verdict(ledger, facts)
 
 
 def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
@@ -177,8 +177,8 @@ def _health(facts: Mapping[str, Any]) -> Component:
     if not facts["records"] and not facts["summed"] and facts["state"] != "running":
         return messages.message(
             "No records",
-            "Nothing that this run issued was recorded: it ended before its first collective, does not use "
-            "torch.distributed, or no step that was to be recorded came.",
+            "This run has no records: it ended before its first collective, does not use "
+            "torch.distributed, or never reached a step to record.",
             severity="warning",
         )
     if facts["notes"]:
@@ -243,12 +243,12 @@ def _by_purpose(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Compon
     title = "Traffic by purpose"
     if frame.empty:
         return cards.empty_card(
-            "by-purpose", title, "No training step of this run is whole, so there is no mean of one."
+            "by-purpose", title, "No training step of this run is complete, so there is no mean step."
         )
     return cards.figure_card(
         "by-purpose",
         title,
-        f"{measure.name} of a mean training step. The purpose is what the runtime says; the operation is what was issued.",
+        f"{measure.name} of a mean training step. The runtime reports the purpose; the operation is the issued one.",
         traffic.by_purpose(frame, measure, scheme),
         frame,
         [Field("purpose", "Purpose"), Field("series", "Operation"), *_measure_fields()],
@@ -263,7 +263,7 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "step-time",
         title,
-        "Exposed: the program was blocked on a collective. Step 0 warms up.",
+        "Exposed: the program was blocked on a collective. Step 0 is a warm-up step.",
         times.over_steps(frame, scheme),
         frame[columns].assign(exposed=text_column(frame, api.exposed_time)),
         [
@@ -278,14 +278,14 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
 
 
 def _one_offs(frame: pd.DataFrame) -> list[Component]:
-    """The card of one-off traffic; none where every step sends what comes back."""
+    """The card of one-off traffic; none if there is no one-off."""
     if frame.empty:
         return []
     card = cards.table_card(
         "one-offs",
         "One-off traffic, in no mean step",
-        "What single steps sent beyond what comes back in each step, such as a checkpoint or a bucket rebuild. Totals; no "
-        "mean per step includes them.",
+        "Traffic of single steps that does not recur, such as a checkpoint or a bucket rebuild. Totals; means per step do "
+        "not include them.",
         frame,
         [
             Field("when", "When"),
@@ -305,7 +305,7 @@ def _outside_steps(frame: pd.DataFrame, steps: int) -> Component:
     return cards.table_card(
         "outside-steps",
         title,
-        "Totals; no mean per step includes them.",
+        "Totals; means per step do not include them.",
         frame,
         [
             *([Field("when", "When")] if steps else []),
@@ -344,7 +344,7 @@ def _moved(frame: pd.DataFrame, why: str | None) -> Component:
         "moved",
         title,
         "Moved bytes of the whole host and all its processes over the run, from its interfaces; no formula."
-        + (f" Not the whole run: {why}." if why else ""),
+        + (f" Not the complete run: {why}." if why else ""),
         frame,
         [
             Field("host", "Host"),
@@ -388,14 +388,14 @@ def register(app: dash.Dash, runs: Runs) -> None:
     def waited(_: int, name: str) -> tuple[Any, bool]:
         try:
             facts = runs.overview(name)
-            found = overview_data.verdict(runs, name, facts["records"])
+            ledger = overview_data.verdict(runs, name, facts["records"])
         except KeyError:
             return messages.unknown_runs([name], str(runs.directory)), True
         except Exception as error:
             return messages.message("The ledger cannot be closed", reason(error), severity="error"), True
-        if found is None:
+        if ledger is None:
             raise PreventUpdate
-        return overview_cards.verdict(found, facts), True
+        return overview_cards.verdict(ledger, facts), True
 
 
 PAGE: Final = Page(

@@ -58,17 +58,17 @@ def asked_in(query: Query) -> Asked:
 
 def filters_of(texts: Iterable[str], begin_ns: int) -> list[api.Filter]:
     """The conditions that ``texts`` state, for a run that began at ``begin_ns``."""
-    found = []
+    filters = []
     for text in texts:
-        parts = _split(text)
-        if parts is None:
+        fields = _split(text)
+        if fields is None:
             continue
-        name, test, value = parts
+        name, test, value = fields
         values: list[Any] = value.split(_BETWEEN) if test == "between" else [value]
         if name in SINCE_BEGIN:
             values = [_later(one, begin_ns) for one in values]
-        found.append(api.Filter(name, test, values if test == "between" else values[0]))
-    return found
+        filters.append(api.Filter(name, test, values if test == "between" else values[0]))
+    return filters
 
 
 def _later(value: str, begin_ns: int) -> Any:
@@ -106,10 +106,10 @@ def filter_model(texts: Iterable[str]) -> dict[str, Any]:
     """The other way round."""
     model: dict[str, Any] = {}
     for text in texts:
-        parts = _split(text)
-        if parts is None:
+        fields = _split(text)
+        if fields is None:
             continue
-        name, test, value = parts
+        name, test, value = fields
         kind = "number" if is_number(COLUMNS[name]) else "text"
         first, _, last = value.partition(_BETWEEN) if test == "between" else (value, "", "")
         model[name] = {"filterType": kind, "type": _GRID_TESTS[test]}

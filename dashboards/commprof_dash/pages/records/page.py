@@ -94,7 +94,7 @@ def _answers(runs: Runs, name: str, asked: Asked) -> list[Component]:
                             className="control-wide",
                         ),
                         html.A(
-                            "CSV of what is filtered",
+                            "CSV of the filtered records",
                             id=FILE,
                             href=_file(name, asked),
                             className="card-action",
@@ -154,12 +154,12 @@ def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[st
     for name in order:
         column = COLUMNS[name]
         number = is_number(column)
-        told = f"{column.doc} ({column.unit})" if column.unit else column.doc
+        tooltip = f"{column.doc} ({column.unit})" if column.unit else column.doc
         definitions.append(
             {
                 "field": name,
                 "headerName": _heading(name),
-                "headerTooltip": told + (", since the first record" if name in SINCE_BEGIN else ""),
+                "headerTooltip": tooltip + (", since the first record" if name in SINCE_BEGIN else ""),
                 "hide": name not in shown,
                 "filter": "agNumberColumnFilter" if number else "agTextColumnFilter",
                 "filterParams": {"maxNumConditions": 1, "debounceMs": 300, "buttons": ["reset"]},
@@ -237,9 +237,9 @@ def _pairs(asked: Asked) -> list[tuple[str, str]]:
 
 
 def _file(name: str, asked: Asked) -> str:
-    held: dict[str, Any] = {FILTER: list(asked.filters)} if asked.filters else {}
-    held |= {SORT: asked.sort} if asked.sort else {}
-    return address.link(CSV_PATH, run=name, **held, **{COLUMN: list(asked.columns)})
+    query: dict[str, Any] = {FILTER: list(asked.filters)} if asked.filters else {}
+    query |= {SORT: asked.sort} if asked.sort else {}
+    return address.link(CSV_PATH, run=name, **query, **{COLUMN: list(asked.columns)})
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
@@ -270,8 +270,8 @@ def register(app: dash.Dash, runs: Runs) -> None:
             limit = min(10 * _BLOCK, max(0, int(request["endRow"]) - offset))
             page = api.records_page(path, filters_of(asked.filters, begin), asked.sort, offset, limit)
         except Exception as error:
-            told = f"There is no run {name!r} any more." if isinstance(error, KeyError) else reason(error)
-            return {"rowData": [], "rowCount": 0}, told, dash.no_update, dash.no_update
+            message = f"The run {name!r} no longer exists." if isinstance(error, KeyError) else reason(error)
+            return {"rowData": [], "rowCount": 0}, message, dash.no_update, dash.no_update
         answer = {"rowData": rows_of(page.rows, name, begin), "rowCount": page.total}
         return answer, _counted(page.total, facts["records"]), _file(name, asked), {"pairs": _pairs(asked)}
 
@@ -322,4 +322,4 @@ def _counted(fit: int, records: int) -> str:
     )
 
 
-PAGE: Final = Page(PATH, "Records", "What does each record of a run say?", render, register)
+PAGE: Final = Page(PATH, "Records", "What does each record of a run contain?", render, register)

@@ -1,4 +1,4 @@
-"""Runs: all runs below the directory: what ran, how they differ, how whole they are. Ticked ones go to Compare."""
+"""Runs: all runs below the directory: what ran, how they differ, how complete they are. Ticked runs go to Compare."""
 
 from __future__ import annotations
 
@@ -203,5 +203,5 @@ def register(app: dash.Dash, runs: Runs) -> None:
 
 
 PAGE: Final = Page(
-    "/", "Runs", "Which runs are there, how do they differ, and are they whole?", render, register
+    "/", "Runs", "Which runs are there, how do they differ, and are they complete?", render, register
 )

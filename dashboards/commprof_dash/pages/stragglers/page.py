@@ -1,4 +1,4 @@
-"""Stragglers: which rank comes late, how sure that is, and whether it arrives, is launched or transfers late."""
+"""Stragglers: which rank is late, how certain that is, and whether its arrival, launch or transfer is late."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         waiting = builds.wait_for(path_of(runs, name))
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
-        found: api.Straggling = runs.of_run("straggling", name, api.straggling)
-        statement = found.ranks.attrs["statement"]
-        if found.lateness.empty:
+        straggling: api.Straggling = runs.of_run("straggling", name, api.straggling)
+        statement = straggling.ranks.attrs["statement"]
+        if straggling.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.overview(name)["ranks_recorded"])]
         # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
         run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
         return [], [
-            overview_cards.lateness(found.ranks),
-            _tiles(found),
-            cards.columns([_boxes(found.lateness, scheme), _causes(found.causes, scheme)]),
-            _ranks(found.ranks),
-            _collectives(found.collectives, name, run_begin_ns),
+            overview_cards.lateness(straggling.ranks),
+            _tiles(straggling),
+            cards.columns([_boxes(straggling.lateness, scheme), _causes(straggling.causes, scheme)]),
+            _ranks(straggling.ranks),
+            _collectives(straggling.collectives, name, run_begin_ns),
         ]
 
     return draw_run(runs, query, answers)
@@ -56,11 +56,11 @@ def _nothing(statement: str | None, ranks: int) -> Component:
     if ranks == 1:
         return messages.message(
             "Nobody to compare",
-            "One rank of this run was recorded: nobody came before or after it. Record several:",
+            "Only one rank of this run was recorded, so there is no arrival skew. Record several ranks:",
             ["commprof run --nproc 4 train.py"],
         )
     why = statement or (
-        "No collective of this run was recorded on more than one rank, so nobody came before or after another."
+        "No collective of this run was recorded on more than one rank, so there is no arrival skew."
     )
     return messages.message(
         "Nobody to compare",
@@ -69,19 +69,21 @@ def _nothing(statement: str | None, ranks: int) -> Component:
     )
 
 
-def _tiles(found: api.Straggling) -> Component:
-    error = int(found.lateness["error_ns"].max())
-    worst = found.collectives.iloc[0]
-    compared = int(found.ranks["collectives"].max()) if len(found.ranks) else 0
+def _tiles(straggling: api.Straggling) -> Component:
+    error = int(straggling.lateness["error_ns"].max())
+    worst = straggling.collectives.iloc[0]
+    compared = int(straggling.ranks["collectives"].max()) if len(straggling.ranks) else 0
     return cards.tiles(
         [
             cards.tile(
-                "Compared", format_count(compared), "collectives in which all wait for all, of one rank"
+                "Compared",
+                format_count(compared),
+                "collectives per rank in which every rank waits for all others",
             ),
             cards.tile(
-                "Error of the clocks",
+                "Clock error",
                 "0, one clock" if error == 0 else api.format_ns(error),
-                "a lateness is wrong by this at most",
+                "largest error of a lateness",
             ),
             cards.tile(
                 "Largest skew",
@@ -90,7 +92,7 @@ def _tiles(found: api.Straggling) -> Component:
             ),
             cards.tile(
                 "Typical skew",
-                api.format_ns(int(found.lateness["median_ns"].max())),
+                api.format_ns(int(straggling.lateness["median_ns"].max())),
                 "of the rank whose median is the largest",
             ),
         ]
@@ -109,7 +111,7 @@ def _boxes(frame: pd.DataFrame, scheme: Scheme) -> Component:
     }
     return cards.figure_card(
         "lateness",
-        "How late each rank comes",
+        "Lateness of each rank",
         "After the first rank of each collective or message: box over the middle half, whiskers from 5 to 95 %.",
         charts.boxes(frame, scheme),
         frame,
@@ -126,13 +128,13 @@ def _causes(frame: pd.DataFrame, scheme: Scheme) -> Component:
     title = "What ranks wait for"
     if not int(frame["collectives"].sum()):
         return cards.empty_card(
-            "causes", title, "In no collective the longest part is beyond the error of the clocks."
+            "causes", title, "In no collective is the longest part beyond the clock error."
         )
     return cards.figure_card(
         "causes",
         title,
-        "Each collective counts for what took longest in it, where that is beyond the error. Late launches show only where "
-        "times of the devices were recorded.",
+        "Each collective counts for its longest part, if that is beyond the clock error. Late launches are known only if "
+        "device times were recorded.",
         charts.causes(frame, scheme),
         frame,
         [
@@ -154,12 +156,14 @@ def _ranks(frame: pd.DataFrame) -> Component:
     title = "How often each rank was the last"
     if frame.empty:
         return cards.empty_card(
-            "stragglers", title, "No collective in which all wait for all was recorded on all of its ranks."
+            "stragglers",
+            title,
+            "No collective in which every rank waits for all others was recorded on all of its ranks.",
         )
     return cards.table_card(
         "stragglers",
         title,
-        "Over the collectives in which every rank waits for every other. Expected: if all ranks were alike.",
+        "Over the collectives in which every rank waits for all others. Expected: if all ranks were equally fast.",
         frame,
         [
             Field("rank", "Rank", str, numeric=True),
@@ -171,8 +175,8 @@ def _ranks(frame: pd.DataFrame) -> Component:
             Field("lead_ns", "Alone missing", api.format_ns, numeric=True),
             Field("others_waited_ns", "Others waited", api.format_ns, numeric=True),
             Field("others_waited_per_step_ns", "per step", api.format_ns, numeric=True),
-            Field("others_waited_own_ns", "for its own time", api.format_ns, numeric=True),
-            Field("others_waited_inherited_ns", "for what held it before", api.format_ns, numeric=True),
+            Field("others_waited_own_ns", "own delay", api.format_ns, numeric=True),
+            Field("others_waited_inherited_ns", "inherited delay", api.format_ns, numeric=True),
             Field("stands_out", "Stands out", lambda value: "yes" if value else "no"),
         ],
         most_rows=_TABLE_ROWS,
@@ -210,8 +214,8 @@ def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int) -> Component
 
     return cards.table_card(
         "late-collectives",
-        "The collectives whose ranks came furthest apart",
-        "From the first arrival to the last, the worst first; +- is the bound of the clocks' error.",
+        "The collectives with the largest arrival skew",
+        "From the first arrival to the last, largest first; +- is the bound of the clock error.",
         rows,
         [
             Field("skew", "Skew", skew, numeric=True),
@@ -233,5 +237,5 @@ def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int) -> Component
 
 
 PAGE: Final = Page(
-    "/stragglers", "Stragglers", "Which rank do the others wait for, and why does it come late?", render
+    "/stragglers", "Stragglers", "Which rank do the others wait for, and why is it late?", render
 )

@@ -61,10 +61,10 @@ def view_in(query: Query) -> View:
 
 def record_of(text: str) -> Record | None:
     """The record that :func:`record_text` wrote: rank, attempt, pid, seq; None where ``text`` names none."""
-    parts = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,18})", text)
-    if parts is None:
+    match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,18})", text)
+    if match is None:
         return None
-    rank, attempt, pid, seq = map(int, parts.groups())
+    rank, attempt, pid, seq = map(int, match.groups())
     return rank, attempt, pid, seq
 
 
@@ -95,8 +95,8 @@ def chosen_ranks(text: str, known: Iterable[int]) -> list[int]:
 
 def path_of(runs: Runs, name: str) -> Path:
     """The directory of a run that is listed. KeyError: there is none of that name."""
-    found: Path = runs.of_run("path", name, lambda path: path)
-    return found
+    directory: Path = runs.of_run("path", name, lambda path: path)
+    return directory
 
 
 def timeline(path: Path, view: View) -> api.Timeline:
@@ -131,19 +131,19 @@ class Builds:
             if path not in self._progress:
                 self._progress[path] = "Reading the run"
                 threading.Thread(target=self._build, args=(path,), daemon=True).start()
-            said = self._progress.get(path)  # None: it was done meanwhile
-        if said is not None and said.startswith("!"):
+            progress = self._progress.get(path)  # None: it was done meanwhile
+        if progress is not None and progress.startswith("!"):
             self._progress.pop(path, None)
-            raise RuntimeError(said[1:])
-        return said
+            raise RuntimeError(progress[1:])
+        return progress
 
     def _build(self, path: Path) -> None:
-        def told(done: int, of: int) -> None:
+        def report(done: int, of: int) -> None:
             share = 100 * done // of if of else 100
-            self._progress[path] = f"{done:,} of {of:,} records ({share} %) are in order"
+            self._progress[path] = f"{done:,} of {of:,} records ({share} %)"
 
         try:
-            api.index(path, told)
+            api.index(path, report)
         except Exception as error:
             self._progress[path] = "!" + reason(error)
         else:

@@ -65,7 +65,7 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
                 graph(
                     "timeline",
                     figure,
-                    "Timeline of all ranks. The buttons above move it, and the table below holds what it shows.",
+                    "Timeline of all ranks. The buttons above move it, and the table below has its numbers.",
                     zoomable=True,
                 ),
                 html.Div(below(path, name, view, shown), id=SHOWN),
@@ -87,11 +87,11 @@ def _selected(path: Path, view: View) -> list[tuple[int, int, int, int]]:
     if view.record is None:
         return []
     rank, attempt, pid, seq = view.record
-    found = api.record(path, rank, seq, attempt, pid)
-    if found is None:
+    details = api.record(path, rank, seq, attempt, pid)
+    if details is None:
         return []
     names = ("rank", "attempt", "pid", "seq")
-    return list(zip(*(found.partners[name].tolist() for name in names), strict=True)) or [view.record]
+    return list(zip(*(details.partners[name].tolist() for name in names), strict=True)) or [view.record]
 
 
 def register(app: dash.Dash, runs: Runs) -> None:

@@ -25,12 +25,12 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
         run_begin_ns: of the run, on the clock of the record's times.
     """
     rank, attempt, pid, seq = record
-    found = api.record(path, rank, seq, attempt, pid)
-    if found is None:
+    details = api.record(path, rank, seq, attempt, pid)
+    if details is None:
         return messages.message(
             "No such record", f"This run has no record {record_text(record)}.", severity="warning"
         )
-    row = found.row
+    row = details.row
     values: dict[str, Any] = {
         "Operation": row["op"] + (f", meant as {row['intended_op']}" if row["intended_op"] else ""),
         "Payload": f"{api.format_bytes(row['payload_bytes'])} {row['dtype'] or ''}",
@@ -55,9 +55,9 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
                 bucket=f"{row['micro_step']}.{row['bucket']}",
             ),
         )
-    if len(found.lines):
+    if len(details.lines):
         values["NCCL lines"] = html.A(
-            ", ".join(_lines(found.lines.head(8))),
+            ", ".join(_lines(details.lines.head(8))),
             href=address.link("/alignment", run=name, record=record_text(record)),
         )
     values["In the grid"] = html.A(
@@ -67,17 +67,17 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
     fields = [
         Field("rank", "Rank", str, numeric=True),
         Field("op", "Operation"),
-        Field("lateness_ns", "Came after the first", api.format_ns, numeric=True),
-        Field("own_delay_ns", "by its own time", api.format_ns, numeric=True),
+        Field("lateness_ns", "Arrived after the first", api.format_ns, numeric=True),
+        Field("own_delay_ns", "own delay", api.format_ns, numeric=True),
         Field("inherited_ns", "held before", api.format_ns, numeric=True),
-        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
+        Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
     ]
     return html.Section(
         [
             html.H3(f"Record {seq} of rank {rank}", id="record-title"),
             tables.facts(values),
-            html.H3(f"The same collective on {len(found.partners):,} ranks"),
-            tables.table(found.partners.head(_ROWS_SHOWN), fields, "The same collective on its ranks"),
+            html.H3(f"The same collective on {len(details.partners):,} ranks"),
+            tables.table(details.partners.head(_ROWS_SHOWN), fields, "The same collective on its ranks"),
         ],
         className="record",
         **{"aria-labelledby": "record-title"},

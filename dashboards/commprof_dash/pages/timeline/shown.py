@@ -1,4 +1,4 @@
-"""What stands below the figure of the timeline: its words, its legend, its table, the record that was chosen."""
+"""The content below the timeline's figure: text, legend, table and the selected record."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _rows_told(shown: api.Timeline) -> str:
 def _said(shown: api.Timeline) -> str:
     window = shown.end_ns - shown.begin_ns
     if shown.bars is not None:
-        what = f"{len(shown.bars):,} records, each as a bar from its issue until the last that is known of it"
+        what = f"{len(shown.bars):,} records, each as a bar from its issue to its last known time"
     else:
         where = " in each of its groups, the largest group above" if shown.lanes else ""
         what = (
-            f"How busy each rank was{where}: the colour is the operation that took most of the time, its strength the "
-            "share; the narrow row below is the time that the program stood still. Zoom in to see the "
+            f"How busy each rank was{where}: the color is the operation that took most of the time, its strength the "
+            "share; the narrow row below is exposed communication. Zoom in to see the "
             f"{shown.records:,} records"
         )
     text = (
@@ -61,26 +61,26 @@ def _said(shown: api.Timeline) -> str:
     hidden = len(shown.run_ranks) - len(shown.ranks)
     if hidden:
         text += f" {len(shown.ranks):,} of {len(shown.run_ranks):,} ranks are shown."
-    text += _said_of_lanes(shown)
+    text += _lanes_note(shown)
     if shown.unknown_clocks:
         text += (
-            f" {shown.unknown_clocks:,} records are of hosts whose clocks were never compared: they stand where their own "
-            "clock says."
+            f" {shown.unknown_clocks:,} records are of hosts whose clocks were never compared: their position is that of "
+            "their own clock."
         )
     if shown.bands.empty:
-        text += " Steps and phases appear when you zoom in, where the run has any."
+        text += " Steps and phases appear when you zoom in, if the run has any."
     return text
 
 
-def _said_of_lanes(shown: api.Timeline) -> str:
-    """Which groups have no lane of their own."""
+def _lanes_note(shown: api.Timeline) -> str:
+    """Return a sentence about groups without a lane of their own."""
     joined = sorted({lane.groups for lane in shown.lanes if lane.groups > 1})
     text = ""
     if joined:
         count = f"{joined[0]:,}" if len(joined) == 1 else f"{joined[0]:,} to {joined[-1]:,}"
-        text += f" The busiest groups of a rank have a lane each, its {count} others one together: {OTHER_GROUPS}."
+        text += f" The busiest groups of a rank have a lane each; its {count} other groups share one: {OTHER_GROUPS}."
     if shown.hidden_lanes:
-        text += f" Their groups would be {shown.hidden_lanes:,} lanes: choose fewer ranks to see them."
+        text += f" Their groups need {shown.hidden_lanes:,} lanes: choose fewer ranks to see them."
     return text
 
 
@@ -96,8 +96,8 @@ def _legend(shown: api.Timeline) -> Component:
         html.Li([html.Span(className=looks, style={"backgroundColor": colour}), name])
         for name, colour, looks in entries
     ]
-    held = {"border": f"2px solid {EXPOSED_COLOUR}"}
-    items.append(html.Li([html.Span(className="swatch", style=held), chart.HELD]))
+    swatch = {"border": f"2px solid {EXPOSED_COLOUR}"}
+    items.append(html.Li([html.Span(className="swatch", style=swatch), chart.EXPOSED]))
     if (shown.bands["kind"] == "step").any():
         shade = {"backgroundColor": "var(--line)"}
         items.append(html.Li([html.Span(className="swatch", style=shade), "every second training step"]))
@@ -136,7 +136,7 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
         Field("op", "Operation"),
         Field("at", "At", api.format_ns, numeric=True),
         Field("lasted", "Lasted", api.format_ns, numeric=True),
-        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
+        Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
         Field("payload_bytes", "Payload bytes", api.format_bytes, numeric=True),
         Field("step", "Step", str, numeric=True),
         Field("phase", "Phase"),
@@ -159,7 +159,7 @@ def _sums_table(shown: api.Timeline, density: pd.DataFrame) -> list[Component]:
         Field("op", "Operation"),
         Field("busy_ns", "Busy", api.format_ns, numeric=True),
         Field("busy_share", "Part of the window", _percent, numeric=True),
-        Field("exposed_ns", "Stood still", api.format_ns, numeric=True),
+        Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
     ]
     if not shown.lanes:
         return [tables.table(sums.head(_ROWS_SHOWN), fields, "Busy time of the window by rank and operation")]
@@ -169,8 +169,8 @@ def _sums_table(shown: api.Timeline, density: pd.DataFrame) -> list[Component]:
     sums = sums.assign(group=[names[lane] for lane in lanes], members=[members[lane] for lane in lanes])
     fields[1:1] = [Field("group", "Group", shortened), Field("members", "Its ranks", shortened)]
     first = f"The first {_ROWS_SHOWN} of {len(sums):,} sums." if len(sums) > _ROWS_SHOWN else ""
-    told = "Busy time of the window by rank, group and operation"
-    return [html.P(first, className="muted"), tables.table(sums.head(_ROWS_SHOWN), fields, told)]
+    caption = "Busy time of the window by rank, group and operation"
+    return [html.P(first, className="muted"), tables.table(sums.head(_ROWS_SHOWN), fields, caption)]
 
 
 def _percent(share: float) -> str:
@@ -178,10 +178,10 @@ def _percent(share: float) -> str:
 
 
 def _csv_link(name: str, view: View) -> Component:
-    held = {key: str(value) for key, value in view.stored().items() if value not in (None, "")}
+    query = {key: str(value) for key, value in view.stored().items() if value not in (None, "")}
     return html.A(
         "CSV",
-        href=address.link(CSV_PATH, run=name, **held),
+        href=address.link(CSV_PATH, run=name, **query),
         download="commprof-timeline.csv",
         className="card-action",
         title="Download what the figure shows as CSV",

@@ -25,7 +25,7 @@ _SIGNS: Final = {"in": "+", "out": "\u2212", "left": "\u2190", "right": "\u2192"
 
 
 def toolbar(view: View, shown: api.Timeline) -> Component:
-    """What moves the timeline that shows ``view``."""
+    """The buttons and fields for the timeline that shows ``view``."""
     buttons = [
         html.Button(
             _SIGNS[what],
