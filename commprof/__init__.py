@@ -1,7 +1,7 @@
 """commprof: records every collective of a training job, and explains it.
 
-Most people need only the command line (``commprof run train.py``). A program that wants to say more
-about itself imports the hooks; they cost one flag test while nothing is recording::
+Most users need only the command line (``commprof run train.py``). A program can report more about
+itself with the hooks; each costs one flag test while nothing is recording::
 
     import commprof
 
@@ -10,7 +10,7 @@ about itself imports the hooks; they cost one flag test while nothing is recordi
         torch.distributed.all_reduce(bucket)
     commprof.metric("loss", 2.31)
 
-A notebook asks about a run that was recorded (``pip install 'commprof[analysis]'``)::
+A notebook opens a recorded run (``pip install 'commprof[analysis]'``)::
 
     run = commprof.open("latest")
     run.traffic(by=["op", "purpose"])
@@ -33,10 +33,10 @@ __all__ = ["__version__", "attach", "detach", "metric", "open", "phase", "record
 
 
 def open(path: "Path | str" = "latest") -> "OpenedRun":
-    """The run at ``path`` (default: the newest below ``traces/``), to ask questions of.
+    """Open the run at ``path`` (default: the newest below ``traces/``).
 
     Raises:
-        commprof.errors.TraceError: there is none, or it cannot be read.
+        commprof.errors.TraceError: there is no such run, or it cannot be read.
         ImportError: the packages of the ``analysis`` extra are not installed.
     """
     # Imported by name and only now: a program that is being recorded must not load pandas.
@@ -47,11 +47,11 @@ def open(path: "Path | str" = "latest") -> "OpenedRun":
 
 
 class _Moved:
-    """Among those that Python asks where a module is, the last one: knows where modules have moved."""
+    """The last meta path finder: resolves the old names of moved modules."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """What imports the module that had ``name`` before it moved."""
+        """Return the spec of the module that was called ``name`` before it moved."""
         if not name.startswith("commprof.") or name == "commprof.moved":
             return None
         from commprof.moved import spec_of

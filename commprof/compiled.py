@@ -1,7 +1,7 @@
-"""The parts that exist twice: in C, built where the package is installed, and in Python for everywhere else.
+"""Loads the parts that are compiled from C at installation; each has an equal form in Python.
 
-Both do the same, byte for byte (a test says so). The compiled parts of the recorder take less of the training's time; the
-compiled scanner of NCCL logs takes less of the reader's. Standard library only.
+Both give the same results, byte for byte (a test checks that). The compiled parts of the recorder cost the training less
+time; the compiled scanner reads NCCL logs faster. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 from types import ModuleType
 from typing import Final
 
-# Set to 0, the Python parts are taken although the compiled ones are there.
+# 0: use the Python parts although the compiled ones are installed.
 COMPILED_VARIABLE: Final = "COMMPROF_COMPILED"
 
 
 def compiled(name: str, version: int) -> ModuleType | None:
-    """The compiled module ``name``, if it was built, is of this ``version``, and may be used.
+    """Return the compiled module ``name`` if it is built, has this ``version``, and is not switched off; else None.
 
     Args:
         name: of the module, in full.

@@ -1,7 +1,7 @@
-"""Which DeepSpeed a program gets: the installed one, or the names that zero_runtime gives (``commprof run --engine``).
+"""Chooses what ``import deepspeed`` gives a program: the installed DeepSpeed or zero_runtime (``commprof run --engine``).
 
-The environment carries the choice to every process below the command; each decides where it first asks for ``deepspeed``.
-Standard library only, and nothing of either DeepSpeed is imported before that.
+The environment carries the choice to every process of the command. Each process applies it at its first import of
+``deepspeed``. Standard library only; neither DeepSpeed is imported before that.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Engine(StrEnum):
 
 
 def variables(engine: Engine | None, path: str = "") -> dict[str, str]:
-    """What tells the processes of a program of the choice.
+    """Return the environment variables that carry the choice to the processes of a program.
 
     Args:
-        path: their PATH. Where zero_runtime may be chosen, its launcher ``deepspeed`` stands behind all that is there, for
-            shell scripts and launchers that start one.
+        path: their PATH. If zero_runtime may be chosen, the directory of its launcher ``deepspeed`` is appended, for shell
+            scripts and launchers that start it.
     """
     if engine is None:
         return {}
@@ -66,7 +66,7 @@ def is_installed(directory: str) -> bool:
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Act on the choice that the environment carries, in this process. Does nothing without one, or a second time."""
+    """Apply the choice in the environment to this process. Does nothing without one, or a second time."""
     chosen = environment.get(VARIABLE, "")
     if chosen not in list(Engine) or any(isinstance(finder, EngineFinder) for finder in sys.meta_path):
         return
@@ -78,11 +78,11 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
 
 
 class EngineFinder:
-    """Decides what ``deepspeed`` is when it is first asked for, and leaves.
+    """A meta path finder that decides what ``deepspeed`` is at its first import, and then removes itself.
 
     Args:
         engine: the choice.
-        environment: says whether this process is the one that speaks.
+        environment: tells whether this process is rank 0, which prints the decision.
     """
 
     def __init__(self, engine: Engine, environment: Mapping[str, str]) -> None:
@@ -93,10 +93,10 @@ class EngineFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """The spec of ``deepspeed``; None for all other names.
+        """Return the spec of ``deepspeed``; None for all other names.
 
         Raises:
-            ModuleNotFoundError: the installed one is wanted, and there is none.
+            ModuleNotFoundError: the installed one is requested, and there is none.
         """
         if name != PACKAGE or self._asking:
             return None
@@ -111,20 +111,20 @@ class EngineFinder:
             raise ModuleNotFoundError(missing(sys.executable), name=PACKAGE)
         self._leave()
         if installed is not None:
-            self._say(f"the DeepSpeed that is installed, in {installed.origin}")
+            self._say(f"the installed DeepSpeed, in {installed.origin}")
             return installed
-        self._say("zero_runtime, since no DeepSpeed is installed")
+        self._say("zero_runtime, because no DeepSpeed is installed")
         importlib.import_module(f"{RUNTIME}.deepspeed_names").as_deepspeed()
         spec: ModuleSpec | None = sys.meta_path[0].find_spec(name, path, target)
         return spec
 
     def find_distributions(self, context: Any) -> Iterable[Any]:
-        """What importlib.metadata knows of ``deepspeed`` before anyone has imported it."""
+        """Return the distributions of ``deepspeed`` for importlib.metadata before it is imported."""
         if (context.name or "").lower() != PACKAGE or self._asking:
             return []
         if self._engine is Engine.DEEPSPEED or self.find_spec(PACKAGE) is None:
             return []
-        # As the decision was: nothing more where DeepSpeed itself is found on the path.
+        # Consistent with the decision: if DeepSpeed itself is on the path, Python's own finder returns it.
         find = getattr(sys.meta_path[0], "find_distributions", None)
         ours = type(sys.meta_path[0]).__module__.startswith(f"{RUNTIME}.")
         distributions: Iterable[Any] = find(context) if ours and find is not None else []
@@ -140,7 +140,7 @@ class EngineFinder:
 
 
 class _Beside:
-    """Finds zero_runtime and commprof where the command found them, in a Python that has neither."""
+    """Finds zero_runtime and commprof in the command's paths, for a Python that has neither installed."""
 
     def __init__(self, paths: list[str]) -> None:
         self._paths = paths
@@ -153,10 +153,10 @@ class _Beside:
 
 
 def missing(python: str) -> str:
-    """That there is no DeepSpeed, and what to do."""
+    """Return the message that no DeepSpeed is installed, and what to do."""
     return (
-        f"--engine deepspeed was asked for, and {python} has no DeepSpeed installed; install it, or use "
-        "--engine zero_runtime, which gives its names"
+        f"--engine deepspeed needs DeepSpeed, and {python} has none installed; install it, or use "
+        "--engine zero_runtime, which provides its API"
     )
 
 

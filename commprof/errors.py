@@ -1,4 +1,4 @@
-"""Every error that commprof itself reports, and the exit code of the command that meets it.
+"""The errors that commprof reports, and the exit code of each.
 
 ::
 
@@ -8,9 +8,9 @@
     │   └── SchemaError      exit 1    ... because it was written by another version
     ├── LogError             exit 1    an NCCL log that cannot be read
     ├── MissingExtraError    exit 1    a package of an extra that is not installed
-    └── LaunchError          exit 125  commprof's own failure while it runs somebody's program
+    └── LaunchError          exit 125  commprof's own failure while it runs the user's program
 
-Parts with errors of their own keep them beside their code, as subclasses of these (``commprof.requested.errors``).
+Packages define their own errors as subclasses of these (``commprof.requested.errors``).
 
 A message says what happened, with values; what was expected; and what to do. The command line prints
 it on one line and exits; no traceback reaches the user.

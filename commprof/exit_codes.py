@@ -1,4 +1,4 @@
-"""The exit codes of the command: one table, and the function that decides how a comparison ends."""
+"""The exit codes of the command, and the rule for the result of a comparison (closed, mismatch, unknown)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class ExitCode(IntEnum):
 
 
 class State(StrEnum):
-    """How a comparison of a run with what was asked for ends."""
+    """The result of comparing a run with its request."""
 
-    CLOSED = "closed"  # every byte that was issued is explained, and nothing that was expected is missing
-    MISMATCH = (
-        "mismatch"  # some record has no explanation, some expectation no record, or two sources contradict
-    )
-    UNKNOWN = "unknown"  # what was asked for, or a part of what was issued, is not known
+    # Every issued byte is explained, and nothing expected is missing.
+    CLOSED = "closed"
+    # A record has no explanation, an expectation has no record, or two sources contradict.
+    MISMATCH = "mismatch"
+    # The request, or a part of what was issued, is not known.
+    UNKNOWN = "unknown"
 
 
 CODE_OF_STATE: Final[dict[State, ExitCode]] = {
@@ -36,10 +37,10 @@ CODE_OF_STATE: Final[dict[State, ExitCode]] = {
 }
 # Generated into docs/cli.md.
 MEANINGS: Final[dict[ExitCode, str]] = {
-    ExitCode.DONE: "Success. `verify`: the ledger is closed. `check`: the run keeps to the budget.",
+    ExitCode.DONE: "Success. `verify`: the ledger is closed. `check`: the run meets the budget.",
     ExitCode.FAILED: (
-        "The command failed. `verify`: the ledger has a mismatch. `check`: the run breaks the budget, or the records do not "
-        "suffice to show that it keeps to it. `sweep`: a run failed."
+        "The command failed. `verify`: the ledger has a mismatch. `check`: the run exceeds the budget, or the records "
+        "do not suffice to check it. `sweep`: a run failed."
     ),
     ExitCode.USAGE: "The arguments, the config file or the budget file cannot be used.",
     ExitCode.CANNOT_TELL: "`verify`: the ledger has no mismatch, but a level or a part of the records is not known.",
@@ -50,12 +51,12 @@ MEANINGS: Final[dict[ExitCode, str]] = {
 
 
 def decide(contradictions: Collection[object], doubts: Collection[object], *, whole: bool = True) -> State:
-    """How a comparison ends: a contradiction outranks a doubt, but only where the records are whole.
+    """Decide the result of a comparison: a contradiction outranks a doubt, but only if the records are complete.
 
     Args:
-        contradictions: what has no explanation, is missing, or differs between two sources.
-        doubts: what cannot be told.
-        whole: no record was lost or left out. Otherwise a contradiction may come from the gap.
+        contradictions: items without an explanation, missing items, differences between two sources.
+        doubts: items that are not known.
+        whole: no record was dropped or left out. Otherwise a gap may cause the contradiction.
     """
     if not whole:
         return State.UNKNOWN

@@ -1,9 +1,9 @@
-"""What a program can say about itself while it is recorded.
+"""Hooks by which a program or runtime tells the recorder its steps, phases, tags, buckets and metrics.
 
-Standard library only, and nothing but a flag test when nobody listens, so any runtime can call these
-on its hot paths. *What* was sent is never taken from here: the recorder sees every collective by itself,
-beneath the framework. The hooks only say *why*: which step and phase it is, which bucket a collective
-carries, and which operation it stands for.
+Standard library only. Without a recording each hook costs one flag test, so any runtime can call them
+on its hot paths. *What* was sent never comes from here: the recorder sees every collective itself, below
+the framework. The hooks only tell *why*: the step and phase, the bucket of a collective, and the
+operation that is intended.
 
 The position (step, micro step, phase) is process-wide, because autograd runs hooks on threads of its
 own that inherit neither context variables nor thread-locals. A tag belongs to one thread and covers exactly
@@ -39,16 +39,16 @@ __all__ = [
 
 
 class Listener(Protocol):
-    """What the recorder implements. Methods must never raise and never block."""
+    """The interface that the recorder implements. Methods must never raise and never block."""
 
     def on_step(self, step: int, micro_step: int) -> None:
         """A new step (``micro_step`` 0) or micro step begins."""
 
     def on_step_end(self) -> None:
-        """The step has ended: its last optimizer has stepped, or left the step out."""
+        """The step has ended: its last optimizer has stepped, or skipped the step."""
 
     def on_micro_step(self, micro_step: int) -> None:
-        """What comes is of another micro-batch of the same step, in any order."""
+        """The next collectives belong to another micro-batch of the same step, in any order."""
 
     def on_phase(self, name: str) -> None:
         """The phase changed."""
@@ -61,7 +61,7 @@ class Listener(Protocol):
 
 
 class Position:
-    """Where the training is: process-wide, read by the recorder for every collective."""
+    """The position of the training: process-wide, read by the recorder for every collective."""
 
     __slots__ = ("micro_step", "phase", "step")
 
@@ -72,7 +72,7 @@ class Position:
 
 
 class _ThreadState:
-    """The open tags of one thread, and what the recorder remembers of that thread."""
+    """The open tags of one thread, and the recorder's cache for that thread."""
 
     __slots__ = ("__weakref__", "current", "outer", "recorder_number")
 
@@ -94,21 +94,21 @@ _has_stepped = False  # since somebody listens
 
 
 def recording() -> bool:
-    """Whether somebody listens. Guard anything costlier than a hook call with this."""
+    """Whether this process is being recorded. Guard anything costlier than a hook call with this."""
     return _listener is not None
 
 
 def has_stepped() -> bool:
-    """Whether a step has begun since somebody listens; what came before that is of another recording, or of none."""
+    """Whether a step has begun since this recording started."""
     return _has_stepped
 
 
 def attach(out: str | None = None, **options: Any) -> None:
     """Start recording this process, into run directory ``out``.
 
-    ``commprof run`` does this by itself. Without ``out``, ranks started by one launcher share
+    ``commprof run`` does this automatically. Without ``out``, ranks started by one launcher share
     ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.process.options.Options``. A second call
-    does nothing. Never raises into the program: what goes wrong is printed once on stderr.
+    does nothing. Never raises into the program: an error is printed once on stderr.
     """
     # Imported by name: the hooks are the lowest layer and must not depend on the recorder.
     from importlib import import_module
@@ -125,25 +125,25 @@ def detach() -> None:
 
 
 def listen(listener: Listener | None) -> None:
-    """Make ``listener`` the one that hears the hooks; ``None`` for nobody. For the recorder and tests."""
+    """Make ``listener`` receive the hooks; ``None`` for no listener. For the recorder and tests."""
     global _has_stepped, _listener
     _listener = listener
     _has_stepped = False
 
 
 class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", bucket=3):``
-    """Say why the collectives issued inside this block, on this thread, are issued.
+    """Tag the collectives that this thread issues inside this block.
 
-    A tag may be kept and entered many times; that is cheaper than making a new one for each call.
+    A tag may be reused and entered many times; that is cheaper than creating one for each call.
 
     Args:
         purpose: one of ``commprof.schema.PURPOSES``; anything else is recorded as ``other``.
         bucket: number of the gradient bucket within its step (0, 1, ...).
-        owner: global rank that keeps the result (the destination), where there is one.
-        parameters: names of the parameters that travel, in the order of the buffer.
-        intended_op: the collective that is meant, where another one is issued in its place
+        owner: global rank that keeps the result (the destination), if there is one.
+        parameters: names of the parameters in the buffer, in its order.
+        intended_op: the intended collective, if another one is issued instead
             (``reduce_scatter`` built from an all_to_all and a local sum).
-        bucket_bytes: bytes of the whole bucket, of which the collective may carry a part.
+        bucket_bytes: bytes of the complete bucket; the collective may carry a part of it.
         module: qualified name of the module that it is issued for.
         padding_bytes: bytes of the payload (see ``payload_bytes`` in docs/schema.md) that are padding and carry no data.
     """
@@ -202,7 +202,7 @@ def current_tag() -> tag | None:
 def step(n: int | None = None, micro_step: int = 0) -> None:
     """Step ``n`` begins (default: the next one), at micro-batch ``micro_step`` of it.
 
-    Before the first call the step is -1 (initialisation), and after ``step(-1)``: a training of its own is made ready.
+    The step is -1 (initialization) before the first call, and after ``step(-1)``, which prepares another training.
     """
     global _has_stepped
     position.step = position.step + 1 if n is None else n
@@ -213,18 +213,18 @@ def step(n: int | None = None, micro_step: int = 0) -> None:
 
 
 def end_step() -> None:
-    """The step has ended, with its last optimizer step or without (an overflow). What follows belongs to the next step.
+    """End the step, after its last optimizer step or without one (an overflow). What follows belongs to the next step.
 
-    For runtimes, which know. Without it a step that :func:`step` began reaches to the next call of :func:`step`.
+    For runtimes. Without it, a step that :func:`step` began lasts until the next call of :func:`step`.
     """
     if _listener is not None:
         _listener.on_step_end()
 
 
 def micro_step(number: int) -> None:
-    """What comes is of micro-batch ``number`` of the step, where several are under way and come in any order (a pipeline).
+    """Set the micro-batch of the next collectives, for a pipeline that processes several in any order.
 
-    Unlike :func:`step`, nothing begins by it.
+    Unlike :func:`step`, it does not begin anything.
     """
     position.micro_step = number
     if _listener is not None:
@@ -232,7 +232,7 @@ def micro_step(number: int) -> None:
 
 
 def phase(name: str) -> None:
-    """Phase ``name`` begins: init, forward, backward, optimizer, evaluation, checkpoint or other."""
+    """Begin phase ``name``: init, forward, backward, optimizer, evaluation, checkpoint or other."""
     position.phase = name
     if _listener is not None:
         _listener.on_phase(name)
@@ -241,8 +241,8 @@ def phase(name: str) -> None:
 def metric(name: str, value: float) -> None:
     """Record a number of the current step, for example the loss.
 
-    ``value`` must be a Python number: nothing calls ``.item()`` on a tensor for the profiler's sake, since that
-    would synchronise the device. Anything else is counted and left out.
+    ``value`` must be a Python number: the profiler never calls ``.item()`` on a tensor, because that would
+    synchronize the device. Anything else is counted and not recorded.
     """
     if _listener is not None:
         _listener.on_row("metrics", {"name": name, "value": value})
@@ -261,7 +261,7 @@ def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 class bucket:  # noqa: N801 - as tag
-    """A gradient bucket, which comes back in every step: described once, and told each time it is flushed.
+    """A gradient bucket that recurs in every step: described once, and reported each time it is flushed.
 
     Args:
         row: ``bucket`` (number within the step), ``numel``, ``bytes``, ``capacity`` (elements), ``dtype``, ``owners``
@@ -275,13 +275,13 @@ class bucket:  # noqa: N801 - as tag
         self.interned: tuple[object, int] | None = None  # the recorder's cache: (session, id)
 
     def flushed(self) -> None:
-        """Publish that it was flushed now, in the current step."""
+        """Publish that the bucket is flushed now, in the current step."""
         if _listener is not None:
             _listener.on_flush(self)
 
 
 def describe_bucket(**row: Any) -> None:
-    """Publish a gradient bucket that was flushed now. One that comes back is cheaper as a :class:`bucket` that is kept."""
+    """Publish a gradient bucket that is flushed now. For a recurring one, a reused :class:`bucket` is cheaper."""
     if _listener is not None:
         _listener.on_flush(bucket(**row))
 
@@ -294,13 +294,13 @@ def describe_config(
     has_optimizer: bool = True,
     construction: Mapping[str, Any] | None = None,
 ) -> None:
-    """Publish the configuration that an engine really uses, and the engine's name and version.
+    """Publish the effective configuration of an engine, and the engine's name and version.
 
     Args:
         config: the configuration.
         engine: name and version.
         numel: elements of the model's parameters.
-        has_optimizer: else the engine only evaluates, and publishes no parameters.
+        has_optimizer: False for an engine that only evaluates and publishes no parameters.
         construction: at stage 3, how parameters were made. ``sharded``: pairs of bytes and a count, of the parameters that
             ``zero.Init`` has sharded since the last engine was made; ``whole``: of those of this model that it has not;
             ``sharded_of_model``: how many of this model it has.

@@ -1,6 +1,6 @@
-"""Modules that have moved: their names of before work for one release, with a DeprecationWarning.
+"""Old names of moved modules, which work for one release with a DeprecationWarning.
 
-Standard library only; read where a module of commprof is asked for that is not there.
+Standard library only; used when an import names a module of commprof that does not exist.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ MOVED: Final = {
 
 
 class Loader:
-    """Gives the module that a name of before stands for."""
+    """Loads the module that an old name refers to."""
 
     def __init__(self, target: str) -> None:
         self._module = importlib.import_module(target)
@@ -307,7 +307,7 @@ class Loader:
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """What imports the module that had ``name``, a full one; None where none had it."""
+    """Return the spec of the module whose old full name is ``name``; None if no module had it."""
     target = MOVED.get(name.removeprefix("commprof."))
     if target is None:
         return None
@@ -319,7 +319,7 @@ def attribute(room: str, name: str) -> Any:
     """Attribute ``name`` of the module whose name the package ``room`` has now.
 
     Raises:
-        AttributeError: it has none.
+        AttributeError: the module has no such attribute.
     """
     target = f"commprof.{MOVED[room.removeprefix('commprof.')]}"
     module = importlib.import_module(target)
@@ -331,5 +331,5 @@ def attribute(room: str, name: str) -> Any:
 
 def _warn(old: str, new: str) -> None:
     warnings.warn(
-        f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=4
+        f"{old} is now {new}; the next release removes the old name", DeprecationWarning, stacklevel=4
     )

@@ -1,4 +1,4 @@
-"""Text for a terminal: that of others without control characters, and commands to be typed. Standard library only."""
+"""Text for a terminal: escapes control characters of foreign text, quotes commands. Standard library only."""
 
 from __future__ import annotations
 

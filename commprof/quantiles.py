@@ -1,4 +1,4 @@
-"""Quantiles and tails of Student's t, for intervals and differences from few values. Standard library only."""
+"""Quantiles and tail probabilities of Student's t, for intervals of few values. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Recording inside the training process: interception, records, clocks, counters."""
+"""The recorder, which runs inside the training process: interception, records, clocks, counters."""

@@ -1,8 +1,8 @@
-"""Recording without ``commprof run``: torch calls :func:`start` at the end of ``import torch``, in every process.
+"""Starts recording without ``commprof run``: torch calls :func:`start` at the end of ``import torch``, in every process.
 
-An entry point of the group ``torch.backends``. Nothing happens unless ``COMMPROF=1`` asks for it, or the process was
-started below ``commprof run`` with ``python -I`` or ``-E``, which only this way reaches. An exception here would make
-``import torch`` fail, so none leaves it. Nothing but ``os`` is imported before somebody asked.
+An entry point of the group ``torch.backends``. It does nothing unless ``COMMPROF=1`` is set, or the process was started
+below ``commprof run`` with ``python -I`` or ``-E``, which no other mechanism reaches. An exception here would make
+``import torch`` fail, so it raises none. It imports nothing but ``os`` before recording is requested.
 """
 
 from __future__ import annotations

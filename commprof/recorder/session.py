@@ -1,9 +1,8 @@
-"""Recording one process: from ``attach`` (or ``arm``, under ``commprof run``) until ``detach`` or the end of
+"""The recording of one process: from ``attach`` (or ``arm``, under ``commprof run``) until ``detach`` or the end of
 the program.
 
-This is the shell around the recorder: it reads the environment, finds the run directory, opens the rank's files
-when the process turns out to be a rank, and says at the end what was lost. Nothing here raises into the
-program.
+It reads the environment, finds the run directory, opens the rank's files when the process is known to be a rank, and
+reports dropped records at the end. Nothing here raises into the program.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Session:
         options: how to record.
         notes: what of the options is ignored; rank 0 says it, once, when its files are opened.
         armed: by the environment, which forked children share: they are recorded too.
-        speaks: says at the end where the trace is, unless ``out`` named the place.
+        speaks: print at the end where the trace is, unless ``out`` named the directory.
     """
 
     def __init__(
@@ -99,9 +98,9 @@ class Session:
         self._lock = threading.RLock()
 
     def start(self, forked: bool = False) -> None:
-        """Begin to watch. Files are opened at once when torch.distributed is initialised, else when it is.
+        """Start recording. Files are opened when torch.distributed is initialized, which may be now.
 
-        A forked child sees its parent's groups and is no rank for that: its files wait for its first collective.
+        A forked child inherits its parent's groups without being a rank: its files are opened at its first collective.
         """
         if self.selfcheck is not None:
             self.selfcheck.start()
@@ -115,7 +114,7 @@ class Session:
             self.interception.groups.find(group)
 
     def stop(self) -> None:
-        """Write what is left, take every wrapper out, and close the files."""
+        """Write pending data, remove every wrapper, and close the files."""
         self._check(is_last=True)
         self.window.count()
         self.frameworks.finish()
@@ -127,7 +126,7 @@ class Session:
         self._close()
 
     def drop(self) -> None:
-        """In a forked child: let go of everything that belongs to the parent."""
+        """In a forked child: close everything that belongs to the parent."""
         self.journal.drop()
         self.stacks.drop()
         self.clock_offsets.drop()
@@ -169,7 +168,7 @@ class Session:
             )
 
     def _complain(self, rank: int | str, lost: int, reason: str | None) -> None:
-        """Say once what is missing, if anything is."""
+        """Report once what is missing, if anything is."""
         problems = []
         if reason is not None or lost:
             problems.append(
@@ -403,7 +402,7 @@ def arm(out: str | os.PathLike[str] | None = None, *, forked: bool = False, spea
 
     Args:
         forked: this process is a forked child of one that was armed.
-        speaks: nobody else says at the end where the trace is.
+        speaks: print at the end where the trace is, because no other process does.
     """
     options, notes = from_json(os.environ.get(OPTIONS_VARIABLE))
     _begin(out, options, notes, armed=True, forked=forked, speaks=speaks)

@@ -1,1 +1,1 @@
-"""What frameworks that know nothing of commprof would have said through its hooks, said for them."""
+"""Adapters for frameworks that do not call commprof's hooks: they report purposes, steps and buckets for them."""

@@ -1,4 +1,4 @@
-"""Functions that write or read a checkpoint: phase and purpose of what they issue."""
+"""Marks collectives of functions that write or read a checkpoint with that phase and purpose."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from commprof.schema import Phase, Purpose
 
 
 class Checkpoints:
-    """Says of functions that all they issue is for a checkpoint, unless something within says more.
+    """Wraps functions so that their collectives are for a checkpoint, unless an inner tag says otherwise.
 
     Args:
-        loop: is told of the phase.
+        loop: gets the phase.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
 
     def part(self, module: str, path: str) -> Part:
-        """One such function, which some versions of its framework do without."""
+        """One such function, which some versions of its framework lack."""
         return Part(module, path, self._wrap, True)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:

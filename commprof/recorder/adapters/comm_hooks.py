@@ -1,4 +1,4 @@
-"""DDP's communication hooks: what they issue at once, and what they issue later, in callbacks of futures."""
+"""Tags collectives of DDP's communication hooks, also those that they issue later in callbacks of futures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _Thread(threading.local):
 
 
 class CommHooks:
-    """Keeps the tag of a hook for the callbacks that it attaches to futures, and for those that these attach.
+    """Applies the tag of a hook to the callbacks that it attaches to futures, and to the callbacks that these attach.
 
-    A hook such as PowerSGD's reduces in several rounds, each begun by a callback when the one before has ended, on
-    whichever thread ends it.
+    A hook such as PowerSGD's reduces in several rounds. A callback starts each round when the previous one is complete, on
+    the thread that completes it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""DistributedDataParallel: which bucket each of its collectives carries, and why it issues the others.
+"""Adapter for DistributedDataParallel: the bucket of each of its collectives, and the purpose of the others.
 
-Its reducer issues from C++, on whichever thread runs the backward pass, where no tag can be opened. So the one who sees
-such a collective asks (:meth:`Ddp.explain`), and the answer is found from the order in which the reducer goes through its
-buckets, and from their sizes. What two models could have issued has a purpose only.
+Its reducer issues from C++, on the thread that runs the backward pass, where no tag can be opened. So the kernel that
+records such a collective calls :meth:`Ddp.explain`. The answer follows from the order in which the reducer goes through its
+buckets, and from their sizes. If two models could have issued a collective, it gets a purpose only.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _PURPOSES: Final = (
 
 
 class Ddp:
-    """What is known of the models that DistributedDataParallel wraps.
+    """Follows the models that DistributedDataParallel wraps.
 
     Args:
-        journal: hears of what could not be found out.
-        wrapped: publishes what they were given.
-        stalls: told when a hook of the program's begins to reduce.
+        journal: gets notes on what could not be determined.
+        wrapped: publishes their arguments.
+        stalls: notified when a communication hook of the program starts to reduce.
     """
 
     def __init__(self, journal: Journal, wrapped: WrappedModels, stalls: Stalls) -> None:
@@ -103,9 +103,9 @@ class Ddp:
         ]
 
     def explain(self, method: Method, group: Group, values: Sequence[Any]) -> hooks.tag | None:
-        """Why C++ is about to issue a collective in ``group``, with its tensors in ``values``; None where DDP does not.
+        """Return the tag of a collective that C++ is about to issue in ``group``; None if it is not DDP's.
 
-        Must be asked once for each, in the order of issue.
+        ``values`` contains its tensors. Must be called once for each collective, in the order of issue.
         """
         if method.name != "allreduce" or not self._reductions:
             return None

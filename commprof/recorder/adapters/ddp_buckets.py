@@ -1,4 +1,4 @@
-"""The buckets of one DistributedDataParallel, as its reducer in C++ has them, and which of them is due."""
+"""The buckets of one DistributedDataParallel in the order of its C++ reducer, and the bucket that is due next."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Reduction:
         return self.due is not None and self.due < len(self.buckets) and self.buckets[self.due].numel == numel
 
     def lose(self) -> None:
-        """The order was lost: no bucket can be told until the next forward pass."""
+        """The order is not known any more: no bucket can be identified until the next forward pass."""
         self.due = len(self.buckets)
         self._lost = True
 

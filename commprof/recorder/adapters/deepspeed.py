@@ -1,7 +1,7 @@
-"""The real DeepSpeed, recorded as zero_runtime records itself: its steps, phases, parameters, configuration and purposes.
+"""Adapter for DeepSpeed: reports its steps, phases, parameters, configuration and purposes, as zero_runtime does itself.
 
-DeepSpeed knows nothing of commprof, so its methods are wrapped when its modules are imported, by the process itself. The
-wrappers pass arguments, results and exceptions on as they are. A version outside the range that was read is left alone.
+DeepSpeed does not call commprof, so its methods are wrapped when the process imports its modules. The wrappers pass
+arguments, results and exceptions on unchanged. Versions outside the supported range are not wrapped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MODULES: Final = frozenset({_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *PADDED, 
 
 
 class DeepSpeedAdapter:
-    """Wraps DeepSpeed's methods as its modules come, and unwraps them.
+    """Wraps DeepSpeed's methods when its modules are imported, and unwraps them.
 
     Args:
-        journal: hears of faults and of what could not be wrapped.
+        journal: gets faults and notes on methods that could not be wrapped.
         explicit: whether the program names its steps itself, by ``hooks.step``.
     """
 
@@ -50,11 +50,11 @@ class DeepSpeedAdapter:
         self._paddings = Paddings(journal.fault)
 
     def install(self) -> None:
-        """Wrap what is imported already, and the rest when it comes."""
+        """Wrap the modules that are imported already, and the others when they are imported."""
         self._watch.start()
 
     def remove(self) -> None:
-        """Take every wrapper out."""
+        """Remove every wrapper."""
         self._watch.stop()
         self._patches.remove()
         self._waiting.clear()
@@ -112,7 +112,7 @@ class DeepSpeedAdapter:
             )
 
     def _wrap_method(self, module: ModuleType, method: Method) -> bool:
-        """Whether the method was wrapped, or is none of this version's."""
+        """Whether the method was wrapped, or does not belong to this version."""
         tag = hooks.tag(method.purpose.value)
         if self._patches.wrap(module, method.path, lambda original: tagged(original, tag)):
             return True
@@ -122,7 +122,7 @@ class DeepSpeedAdapter:
 
 
 def _version_text() -> str | None:
-    """DeepSpeed's version, as far as its modules say it by now."""
+    """Return DeepSpeed's version, if its imported modules define it by now."""
     for name, attribute in ((_PACKAGE, "__version__"), (_VERSION_MODULE, "version")):
         text = getattr(sys.modules.get(name), attribute, None)
         if isinstance(text, str):
@@ -141,5 +141,5 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_supported(version: tuple[int, ...]) -> bool:
-    """Whether the methods of this version were read."""
+    """Whether this version is in the supported range."""
     return FIRST_VERSION <= version[:2] <= LAST_VERSION

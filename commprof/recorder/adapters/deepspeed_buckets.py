@@ -1,4 +1,4 @@
-"""The gradient buckets of DeepSpeed: which parameters travel together, as its optimizers and its engine flush them."""
+"""The gradient buckets of DeepSpeed: publishes each bucket when its optimizers or its engine flush it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Buckets:
 
     Args:
         names: the parameters' names by their ``id``.
-        on_fault: called with what our own code raised.
+        on_fault: called with exceptions of the recorder's own code.
     """
 
     def __init__(self, names: Mapping[int, str], on_fault: Callable[[Exception], None]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: where the training is, what the model's parameters are, and which configuration is in force."""
+"""Wraps DeepSpeed's engine: reports steps, phases, the model's parameters and the effective configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Call = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one engine is."""
+    """The progress of one engine."""
 
     micro_step: int = 0  # backward passes since the last step
     announced: tuple[int, int] | None = None
@@ -56,7 +56,7 @@ class Engines:
     Args:
         names: filled with the parameters' names, by their ``id``.
         explicit: whether the program names its steps itself.
-        on_fault: called with what our own code raised.
+        on_fault: called with exceptions of the recorder's own code.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Engines:
         self._speaker: weakref.ref[Any] | None = None  # the engine whose steps are the training's
 
     def wrap(self, module: ModuleType, patches: Patches) -> list[str]:
-        """Wrap what the engine has; the names of what every known version should have and this one has not."""
+        """Wrap the engine's methods; return the names of expected methods that this version lacks."""
         wrappers: dict[str, Callable[[Call], Call]] = {
             "__init__": self._wrap_init,
             "forward": self._wrap_forward,
@@ -168,7 +168,7 @@ class Engines:
         return take_model_step
 
     def _evaluates(self, engine: Any) -> bool:
-        """Whether a forward pass lies between two steps of this engine, and trains nothing."""
+        """Whether a forward pass is between two steps of this engine, and trains nothing."""
         progress = self._of(engine)
         is_training = trains(engine) and torch.is_grad_enabled()
         return not is_training and progress.announced is not None and not progress.micro_step
@@ -180,14 +180,14 @@ class Engines:
         return progress
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
-        """Do what is ours alone: the training never hears of what it raises."""
+        """Run the recorder's own code; its exceptions never reach the training."""
         try:
             act(*args)
         except Exception as error:
             self._on_fault(error)
 
     def _announce(self, engine: Any) -> None:
-        """Say which step and micro-batch this is, once for each, unless the program or another engine does."""
+        """Report each step and micro-batch once, unless the program or another engine does."""
         if not trains(engine) or not torch.is_grad_enabled():
             return
         speaker = None if self._speaker is None else self._speaker()
@@ -250,7 +250,7 @@ def _publish_metrics(engine: Any) -> None:
 
 
 def _whole(name: str, parameter: torch.nn.Parameter) -> Parameter:
-    """The parameter as it was before stage 3 cut it up."""
+    """The parameter before stage 3 partitioned it."""
     return Parameter(
         name,
         getattr(parameter, "ds_shape", parameter.shape),
@@ -281,7 +281,7 @@ def effective_config(engine: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can say it: sections as mappings, dtypes by name, all else as text."""
+    """Convert ``value`` to JSON: sections as mappings, dtypes by name, anything else as text."""
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if value is None or isinstance(value, bool | int | float | str):

@@ -1,7 +1,7 @@
-"""Where DeepSpeed 0.14 to 0.19 issues collectives, and why: one row per method or function.
+"""The methods and functions of DeepSpeed 0.14 to 0.19 that issue collectives, each with its purpose.
 
 Read from the sources of the releases 0.14.0 to 0.19.8; run with 0.19.8 only. A function that another module imports by name
-is named where it is imported. Nested rows are settled at the call: the innermost purpose counts.
+is listed where it is imported. If calls are nested, the innermost purpose counts.
 """
 
 from __future__ import annotations

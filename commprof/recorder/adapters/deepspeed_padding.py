@@ -1,9 +1,10 @@
-"""How much of DeepSpeed's messages is padding: what makes the shards of all ranks equally long and carries no data.
+"""Padding of DeepSpeed's messages: elements without data that make the shards of all ranks equally long.
 
-Note [padding]: a gather is asked for in one function and issued in another, several of them in some, so the first says
-what is about to travel and the second finds its message among that: by the buffer itself (stages 1 and 2), or by the
-elements of this rank's shard (stage 3), in the order in which DeepSpeed gathers. What fits nothing has no padding that is
-known. Quantized messages, whose elements are not those of the parameters, and what Muon exchanges are left out.
+Note [padding]: DeepSpeed requests a gather in one function and issues it in another, which may issue several. So the wrapper
+of the first function notes the expected messages, and that of the second matches its message with them: by the buffer
+(stages 1 and 2), or by the elements of this rank's shard (stage 3), in the order in which DeepSpeed gathers. The padding of
+a message without a match is not known. Quantized messages, whose elements are not those of the parameters, and Muon's
+exchanges are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Kwargs = Mapping[str, Any]
 
 
 class _Shard(NamedTuple):
-    """A parameter that is about to be gathered: elements of this rank's shard, and of the whole without padding."""
+    """A parameter that is about to be gathered: elements of this rank's shard, and of the parameter without padding."""
 
     numel: int
     secondary: int  # of the shard within a part of the ranks, where there is one (hpZ); else the same
@@ -46,7 +47,7 @@ class _Shard(NamedTuple):
 
 
 class _Expected:
-    """What is about to travel.
+    """The messages that are expected next.
 
     Args:
         flat: buffers, and the elements of the parameters in them.
@@ -60,7 +61,7 @@ class _Expected:
         self._shards = [each for each in shards if each]
 
     def unpadded_numel(self, output: torch.Tensor | None, sent: torch.Tensor) -> int | None:
-        """Elements of the parameters in the message whose part from this rank is ``sent``; None: not known."""
+        """Return the elements of parameters in the message to which this rank contributes ``sent``; None: not known."""
         for buffer, numel in self._flat:
             if buffer is output:
                 return numel
@@ -80,10 +81,10 @@ class _Expected:
 
 
 class Paddings:
-    """Says of messages how much of them is padding.
+    """Tags messages with their padding.
 
     Args:
-        on_fault: called with what our own code raised.
+        on_fault: called with exceptions of the recorder's own code.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -92,7 +93,7 @@ class Paddings:
         self._numels: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
     def wrap(self, module: ModuleType, patches: Patches) -> None:
-        """Wrap what ``module`` has of the functions that say what travels, and of those that send it."""
+        """Wrap those functions of ``module`` that request gathers, and those that issue them."""
         for name, path, read in (
             (_STAGE_1_2, "DeepSpeedZeroOptimizer.step", self._groups_of),
             (_STAGE_1_2, "DeepSpeedZeroOptimizer.update_lp_params", self._groups_of),
@@ -184,7 +185,7 @@ class Paddings:
         return _Expected(flat=zip(getattr(optimizer, f"{kind}_groups_flat"), numels, strict=True))
 
     def _try(self, read: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs) -> Any:
-        """What ``read`` says; None where it raised, of which the training never hears."""
+        """Return the result of ``read``; None if it raised. The exception never reaches the training."""
         try:
             return read(args, kwargs)
         except Exception as error:
@@ -203,7 +204,7 @@ def with_padding(tag: hooks.tag, padding_bytes: int) -> hooks.tag:
     )
 
 
-# The same messages come back every step, and a tag that is kept is cheaper for the recorder.
+# The same messages recur every step, and a reused tag is cheaper for the recorder.
 @lru_cache(maxsize=4096)
 def _padded_tag(*fields: Any) -> hooks.tag:
     return hooks.tag(*fields)

@@ -1,8 +1,8 @@
-"""DTensor: why its tensors are laid out anew, as far as who asks for it tells.
+"""Adapter for DTensor: derives the purpose of a redistribution from its caller.
 
-A parameter that is made whole within the model is gathered, and its gradient reduced on the way back. Whatever else moves
-within forward and backward passes are activations and their gradients. Gradients that are still partial sums when an
-optimizer steps are reduced there. Of a redistribution elsewhere nobody can say what it is for.
+A parameter that is redistributed to Replicate within the model is gathered, and its gradient is reduced in the backward
+pass. All other redistributions within forward and backward passes are activations and their gradients. Gradients that are
+still partial sums when an optimizer steps are reduced there. The purpose of a redistribution elsewhere is not known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradient buckets that a framework reduces: each told once when it is flushed, and a tag for its collectives."""
+"""Publishes a framework's gradient bucket when it is flushed, and makes the tag for its collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_bucket(
     return tag
 
 
-# The same buckets come back every step, and what is kept is cheaper for the recorder.
+# The same buckets recur every step, and reused objects are cheaper for the recorder.
 @lru_cache(maxsize=4096)
 def _known(
     number: int,

@@ -1,4 +1,4 @@
-"""Every framework that commprof speaks for, put in place and taken out together."""
+"""Installs and removes the adapters of all frameworks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commprof.recorder.training.wrapped import WrappedModels
 
 
 class Frameworks:
-    """What says for programs where they are and why they issue what they do, where they do not say it themselves."""
+    """The adapters of all frameworks: they report steps, phases and purposes that programs do not report themselves."""
 
     def __init__(self, journal: Journal, steps: Steps, stalls: Stalls) -> None:
         self.models = Models(journal.fault)
@@ -45,19 +45,19 @@ class Frameworks:
         self._adapters = (DeepSpeedAdapter(journal, steps.explicit), Adapter(journal, patches))
 
     def install(self) -> None:
-        """Begin to speak for them."""
+        """Install all adapters."""
         self.loop.install()
         self._tensors.install()
         for adapter in self._adapters:
             adapter.install()
 
     def finish(self) -> None:
-        """Recording ends: say what was kept for a better moment that did not come."""
+        """Recording ends: publish what was deferred."""
         self.loop.finish()
         self.wrapped.finish()
 
     def remove(self) -> None:
-        """Speak for nobody any more."""
+        """Remove all adapters."""
         for adapter in reversed(self._adapters):
             adapter.remove()
         self._tensors.remove()

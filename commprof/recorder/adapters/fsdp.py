@@ -1,4 +1,4 @@
-"""FSDP 1 (``FullyShardedDataParallel``): the module that its collectives are for, and the parameters that travel."""
+"""Adapter for FSDP 1 (``FullyShardedDataParallel``): module and parameters of each of its collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PURPOSES: Final = (
 
 
 class Fsdp:
-    """What is known of the modules that FullyShardedDataParallel wraps."""
+    """Follows the modules that FullyShardedDataParallel wraps."""
 
     def __init__(self, journal: Journal, checkpoints: Checkpoints, wrapped: WrappedModels) -> None:
         self._wrapped = wrapped
@@ -134,7 +134,7 @@ class Fsdp:
         module, names = self._place(handle)
         gradient = handle.flat_param.grad
         numel = gradient.numel()
-        # Cut into equal parts where it is sharded at all.
+        # A sharded gradient is padded to equal shards.
         shards = handle.world_size if handle.uses_sharded_strategy else 1
         nbytes = -(-numel // shards) * shards * gradient.dtype.itemsize
         return open_bucket(self._numbers.take(), numel, nbytes, gradient.dtype, names, module=module)

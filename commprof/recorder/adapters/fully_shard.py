@@ -1,4 +1,4 @@
-"""FSDP 2 (``fully_shard``): the module that its collectives are for, and the parameters that travel."""
+"""Adapter for FSDP 2 (``fully_shard``): module and parameters of each of its collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REDUCE: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 
 
 class FullyShard:
-    """What is known of the modules that ``fully_shard`` was applied to."""
+    """Follows the modules that ``fully_shard`` was applied to."""
 
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
         self._wrapped = wrapped
@@ -290,7 +290,7 @@ def _unsharded(parameter: Any) -> tuple[str, list[int], str, bool]:
 
 
 def _padded(shape: Sequence[int], world: int) -> int:
-    """Elements of a gradient that is cut into ``world`` equal parts along its first dimension."""
+    """Elements of a gradient that is partitioned into ``world`` equal shards along its first dimension."""
     if not shape:
         return 1
     return -(-shape[0] // world) * world * math.prod(shape[1:])
@@ -301,5 +301,5 @@ def _names(parameters: Sequence[Any]) -> tuple[str, ...]:
 
 
 def module_name(name: str | None) -> str | None:
-    """How the module is called in a record; None where torch does not know it yet."""
+    """Return the module's name in a record; None if torch does not know it yet."""
     return name if name is None else plain_name(name) or ROOT

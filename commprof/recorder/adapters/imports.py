@@ -1,4 +1,4 @@
-"""Hearing of modules as they are imported, without importing any."""
+"""Notifies of modules when they are imported, without importing any."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 class ImportWatch:
-    """A finder that finds nothing itself: it tells when one of ``names`` has been executed.
+    """A meta path finder that finds nothing, but notifies when one of ``names`` has been executed.
 
-    A module is told of when it is whole, though its package may still be on its way: torch is imported by deepspeed's
-    own ``__init__``, so recording mostly begins in the middle of that.
+    The notification comes when the module is complete, though the import of its package may not be: deepspeed's own
+    ``__init__`` imports torch, so recording mostly begins in the middle of that.
 
     Args:
         names: full names of modules.
-        on_import: called with each of them that is there or comes.
-        on_fault: called with what ``on_import`` raised.
+        on_import: called with each of them that is imported already or later.
+        on_fault: called with exceptions of ``on_import``.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ImportWatch:
         self._on_fault = on_fault
 
     def start(self) -> None:
-        """Tell of those that are there already, and listen for the others."""
+        """Notify of the modules that are imported already, and watch for the others."""
         sys.meta_path.insert(0, self)
         for name in sorted(self._names):
             module = sys.modules.get(name)
@@ -45,7 +45,7 @@ class ImportWatch:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec that the other finders give, its loader made to tell; None for all other names."""
+        """Return the spec of the other finders with a loader that notifies; None for all other names."""
         if name not in self._names:
             return None
         for finder in sys.meta_path:
@@ -68,7 +68,7 @@ class ImportWatch:
             if self in sys.meta_path:
                 self._tell(module)
 
-        # On the instance, which belongs to this one module: its loader stays what it is for everybody else.
+        # Set on the instance, which belongs to this module only: the loader's class stays unchanged.
         loader.exec_module = execute_and_tell  # type: ignore[method-assign]
 
     def _tell(self, module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""A framework's functions, wrapped when their modules come: those that say why what they issue is issued."""
+"""Wraps a framework's functions when their modules are imported, to tag the collectives that they issue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Part(NamedTuple):
-    """One function, and what is put in its place.
+    """One function and its wrapper.
 
     Attributes:
-        module: full name of the module that has it.
+        module: full name of the module that defines it.
         path: ``function`` or ``Class.method`` within it.
-        optional: some versions of its framework do without it, and nothing is lost there.
+        optional: some versions of its framework lack it, which is no gap.
     """
 
     module: str
@@ -40,17 +40,17 @@ def purpose(module: str, path: str, why: Purpose, optional: bool = False) -> Par
 
 
 def default_purpose(module: str, path: str, why: Purpose, optional: bool = False) -> Part:
-    """A function whose collectives have one purpose, unless who calls it has said another."""
+    """A function whose collectives have one purpose, unless its caller has set another."""
     tag = hooks.tag(why.value)
     return Part(module, path, lambda original: tagged_by_default(original, tag), optional)
 
 
 class Adapter:
-    """Puts parts in place as their modules are imported, and takes them out again.
+    """Installs parts when their modules are imported, and removes them.
 
     Args:
-        journal: hears of what is not where it is known to be, and of faults.
-        parts: several of one function go around one another in their order, the last outermost.
+        journal: gets faults and notes on functions that are missing.
+        parts: several wrappers of one function nest in their order, the last outermost.
     """
 
     def __init__(self, journal: Journal, parts: Iterable[Part]) -> None:
@@ -62,11 +62,11 @@ class Adapter:
         self._watch = ImportWatch(self._parts_by_module, self._on_import, journal.fault)
 
     def install(self) -> None:
-        """Wrap what is imported already, and the rest when it comes."""
+        """Wrap the modules that are imported already, and the others when they are imported."""
         self._watch.start()
 
     def remove(self) -> None:
-        """Take every wrapper out."""
+        """Remove every wrapper."""
         self._watch.stop()
         self._patches.remove()
 
@@ -90,7 +90,7 @@ def _version(module: ModuleType) -> str:
 
 
 def _outside_traces(wrap: Wrap) -> Wrap:
-    """``wrap``, but while torch.compile traces, the original alone is to be seen."""
+    """Return ``wrap``, modified so that torch.compile traces the original function."""
 
     def wrap_both(original: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = wrap(original)
@@ -106,7 +106,7 @@ def _outside_traces(wrap: Wrap) -> Wrap:
 
 
 class Doubts:
-    """Hears of what could not be found out about a framework's collectives, and says the first of it in the trace."""
+    """Counts failures to determine details of a framework's collectives, and notes the first one in the trace."""
 
     def __init__(self, journal: Journal, framework: str) -> None:
         self._journal = journal
@@ -114,7 +114,7 @@ class Doubts:
         self._is_reported = False
 
     def __call__(self, error: Exception) -> None:
-        """Something could not be found out."""
+        """Report a detail that could not be determined."""
         if not self._is_reported:
             self._is_reported = True
             self._journal.note(

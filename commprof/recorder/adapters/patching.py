@@ -1,4 +1,4 @@
-"""Putting wrappers in place of a framework's functions, and taking them out again."""
+"""Installs wrappers around a framework's functions, and removes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from commprof import hooks
 
 
 class Patches:
-    """The wrappers of one adapter, in the order in which they were put in."""
+    """The wrappers of one adapter, in the order of their installation."""
 
     def __init__(self) -> None:
         self._installed: list[tuple[Any, str, Any, Any]] = []
 
     def wrap(self, owner: Any, path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-        """Replace what ``path`` (``function`` or ``Class.method``) names within ``owner``; False where it has no such thing.
+        """Replace what ``path`` (``function`` or ``Class.method``) names within ``owner``; False if it does not exist.
 
-        What a class only inherits is left to the class that defines it. Static and class methods stay what they are.
+        An inherited method is left to the class that defines it. Static and class methods keep their kind.
         """
         *parents, name = path.split(".")
         for parent in parents:
@@ -37,7 +37,7 @@ class Patches:
         return True
 
     def remove(self) -> None:
-        """Put the originals back, except where somebody else has wrapped ours since."""
+        """Restore the originals, unless other code has wrapped our wrapper since."""
         for owner, name, original, wrapper in reversed(self._installed):
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)

@@ -1,7 +1,7 @@
-"""Tensor parallelism: the plan of ``parallelize_module``, and the shapes of what its modules are given and give back.
+"""Adapter for torch's tensor parallelism: the plan of ``parallelize_module``, and the shapes of inputs and outputs.
 
-A style's own functions are wrapped, which lay out inputs and outputs. Of a tensor its shape, element type and layout are
-noted, and of its gradient that it came and how it is laid out. No tensor is kept, and nothing is changed.
+The functions of a style that distribute inputs and outputs are wrapped. They note the shape, element type and layout of a
+tensor, and the arrival and layout of its gradient. No tensor is held, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LOCAL: Final = "L"
 
 
 class TensorParallel:
-    """Tells of the modules that a plan of ``parallelize_module`` names.
+    """Follows the modules in a plan of ``parallelize_module``.
 
     Args:
-        journal: hears of what could not be found out.
-        wrapped: publishes them, and the passes that they run.
+        journal: gets notes on what could not be determined.
+        wrapped: publishes the modules and their passes.
     """
 
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
@@ -54,11 +54,11 @@ class TensorParallel:
         self._handle: Any = None
 
     def install(self) -> None:
-        """Hear of the steps of all optimizers."""
+        """Register for the steps of all optimizers."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """Hear of them no more."""
+        """Unregister."""
         if self._handle is not None:
             self._handle.remove()
 
@@ -246,7 +246,7 @@ class TensorParallel:
         return prepare
 
     def _follow_gradient(self, wrapped: Wrapped, text: str, tensor: Any) -> None:
-        """Have the gradient of ``tensor`` say that it came; the function has neither of them."""
+        """Report the arrival of the gradient of ``tensor``; the hook holds neither of them."""
         try:
             if tensor.requires_grad:
                 tensor.register_hook(self._on_gradient(wrapped, text))
@@ -331,10 +331,10 @@ def _prepares(style: Any) -> bool:
 
 
 def _arguments(style: Any, module: nn.Module, mesh: Any) -> dict[str, Any]:
-    """What ``style`` was given, and of the module what its name is not."""
+    """Return the arguments of ``style``, and facts about the module besides its name."""
     kind = type(style).__name__
     weights = list(module.parameters())
-    # Parameters on the meta device are not sent, and who has DTensors already has sent them.
+    # Parameters on the meta device are not sent, and DTensors have been sent already.
     sends = all(not each.is_meta and not _is_dtensor(each) for each in weights)
     arguments = {
         "style": kind,
@@ -374,7 +374,7 @@ def _pairs(style: Any) -> list[list[str | None]]:
 
 
 def _layouts(pair: Any) -> list[str | None] | None:
-    """How a tensor comes and how it is wanted; None where it is left as it is."""
+    """Return the layouts before and after the style; None if it leaves the tensor unchanged."""
     declared, desired = pair
     return None if declared is None else [_placement(declared), desired and _placement(desired)]
 

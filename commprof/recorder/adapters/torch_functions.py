@@ -1,4 +1,4 @@
-"""Functions of torch that issue collectives for one purpose, whoever calls them."""
+"""Functions of torch that issue collectives for a fixed purpose."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _PURPOSES: Final = (
     purpose("torch.nn.modules._functions", "SyncBatchNorm.forward", Purpose.ACTIVATION),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.backward", Purpose.ACTIVATION),
     purpose(_ZERO_HOOK, "_broadcast_bucket", Purpose.PARAMETER_BROADCAST, optional=True),
-    # Parameters that went their own ways for some steps (post-local SGD) become the same on all ranks.
+    # Averages parameters that ranks have updated independently for some steps (post-local SGD).
     purpose(_AVERAGING, "average_parameters", Purpose.PARAMETER_BROADCAST, optional=True),
-    # Names that a package has taken over from the module that defines them.
+    # Names that a package re-exports from the module that defines them.
     *(
         default_purpose(module, name, Purpose.OBJECT, optional=True)
         for module in (_DISTRIBUTED, _C10D)
@@ -91,19 +91,19 @@ _CHECKPOINTS: Final = (
     (_CHECKPOINT, "save"),
     (_CHECKPOINT, "async_save"),
     (_CHECKPOINT, "load"),
-    ("torch.serialization", "_save"),  # what torch.save calls, under whatever name a program has that
+    ("torch.serialization", "_save"),  # called by torch.save, under any name that a program has for it
     ("torch.serialization", "_legacy_save"),
 )
 _DIRECTIONS: Final = {"fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}
 
 
 class TorchFunctions:
-    """What to wrap of torch's smaller parts: optimizers in shards, pipelines, checkpoints, clipping, batch norms.
+    """The functions of torch to wrap: sharded optimizers, pipelines, checkpoints, clipping, batch norms.
 
     Args:
-        journal: hears of what could not be found out.
-        loop: is told which phase they are.
-        checkpoints: says of a function that it writes or reads one.
+        journal: gets notes on what could not be determined.
+        loop: gets their phase.
+        checkpoints: wraps functions that write or read a checkpoint.
     """
 
     def __init__(self, journal: Journal, loop: TrainingLoop, checkpoints: Checkpoints) -> None:
@@ -123,7 +123,7 @@ class TorchFunctions:
         ]
 
     def _wrap_shard(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The parameters that one rank has updated, on their way to the others."""
+        """The broadcast of parameters that one rank has updated."""
 
         def broadcast(optimizer: Any, rank: int, *args: Any, **kwargs: Any) -> Any:
             owner = None

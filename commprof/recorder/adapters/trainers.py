@@ -1,7 +1,7 @@
-"""accelerate, transformers, Lightning and torchmetrics: what they issue beside the wrapper that they train in.
+"""Adapter for accelerate, transformers, Lightning and torchmetrics: collectives that no model wrapper issues.
 
-Most of them are issued by a few functions far inside, which everybody calls for ends of his own. Such a function says what
-it is mostly called for, and only where no caller has said why.
+A few internal functions, which are called for many purposes, issue most of them. Such a function gets its most frequent
+purpose, unless a caller has set another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ACCELERATE: Final = (
     purpose(_LOADER, "broadcast_object_list", Purpose.INPUT, optional=True),
     purpose("accelerate.utils.random", "synchronize_rng_state", Purpose.CONTROL, optional=True),
     purpose(_FSDP, "fsdp2_load_full_state_dict", Purpose.PARAMETER_BROADCAST, optional=True),
-    # Parameters that went their own ways for some steps, as torch's average_parameters.
+    # Averages parameters that ranks have updated independently for some steps, as torch's average_parameters.
     purpose(
         "accelerate.local_sgd",
         "LocalSGD._sync_and_avg_model_params",
@@ -94,10 +94,10 @@ _LIGHTNING_CHECKPOINTS: Final = (
 
 
 class Trainers:
-    """What to wrap of the libraries that write the training loop.
+    """The functions to wrap of libraries that contain the training loop.
 
     Args:
-        checkpoints: says of a function that it writes or reads one.
+        checkpoints: wraps functions that write or read a checkpoint.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:

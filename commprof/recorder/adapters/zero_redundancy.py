@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: what it was given, and when it sends the parameters that each rank has updated."""
+"""Adapter for ZeroRedundancyOptimizer: publishes its arguments, and its broadcasts of updated parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CLASS: Final = "ZeroRedundancyOptimizer"
 
 
 class ZeroRedundancy:
-    """Tells of each ZeroRedundancyOptimizer.
+    """Follows each ZeroRedundancyOptimizer.
 
     Args:
-        journal: hears of what could not be found out.
-        wrapped: publishes them, and when they send.
+        journal: gets notes on what could not be determined.
+        wrapped: publishes the optimizers and their passes.
     """
 
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:

@@ -1,4 +1,4 @@
-"""The clocks of processes and hosts, and how far they are apart."""
+"""Clocks of processes and hosts, and the offsets between them."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Questions for the time of another host's clock, over a connection of the recorder's own.
+"""Exchanges timestamps with the reference clock of another host, over the recorder's own connection.
 
-The process whose clock is the reference listens; one process of each other host asks. Who asks shows the token first,
-which travels through the job's store, and is shown it in return: nobody else is answered, and no stranger is asked.
+The process whose clock is the reference listens; one process of each other host asks. The client sends the token first,
+which it gets through the job's store, and the server returns it. So neither side talks to a foreign process.
 
     token (16 bytes)        ->
                             <-  token
@@ -81,12 +81,12 @@ class ClockServer:
             self._wake.send(b"\0")
 
     def end(self) -> None:
-        """Let :meth:`serve` return as soon as those who are connected have left. From any thread."""
+        """Let :meth:`serve` return as soon as all clients have disconnected. From any thread."""
         self._ending.set()
         self.interrupt()
 
     def close(self) -> None:
-        """Let go of every socket; of a server that a forked child has inherited, without any word to the peers."""
+        """Close every socket. In a forked child that has inherited the server, the peers do not notice."""
         for connection in [*self._buffers, self._listener, self._wake, self._woken]:
             connection.close()
         self._buffers.clear()
@@ -199,7 +199,7 @@ class ClockConnection:
         return Exchange(sent, received, answered, arrived)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._socket.close()
 
 

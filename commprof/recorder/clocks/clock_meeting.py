@@ -1,8 +1,8 @@
-"""Where the processes of a job find the one whose clock is the reference: a few keys of our own in the job's store.
+"""Finds the process whose clock is the reference, through a few keys of commprof in the job's store.
 
-torch's store serves one operation of a handle at a time, and one that waits keeps the others waiting. So a handle of our
-own is used where torch can make one, and in any case only operations that never wait for a peer: check, add,
-set, and get of what is there already.
+torch's store serves one operation per handle at a time, and a waiting operation blocks the others. So this uses a handle of
+its own if torch can make one, and only operations that never wait for a peer: check, add, set, and get of an existing
+key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_PAUSE: Final = 0.5
 
 
 class Store(Protocol):
-    """What is used of torch's Store."""
+    """The methods of torch's Store that are used."""
 
     def set(self, key: str, value: str) -> None:
         """Let ``key`` have ``value``."""
@@ -43,7 +43,7 @@ class Store(Protocol):
 
 
 class Reference(NamedTuple):
-    """Whose clock is the reference, and how it can be asked."""
+    """The process whose clock is the reference, and its addresses."""
 
     clock: str  # commprof.recorder.clocks.process_clocks.clock_identity
     addresses: list[str]
@@ -65,11 +65,11 @@ class Meeting:
         self.host = host
 
     def publish(self, reference: Reference) -> None:
-        """Say who the reference is."""
+        """Publish the reference."""
         self._store.set(f"{self._prefix}/reference", json.dumps(reference._asdict()))
 
     def find(self, seconds: float, parting: Event) -> Reference | None:
-        """Who the reference is; None when nobody has said so for ``seconds``, or when ``parting`` is set."""
+        """Return the reference; None if it is not published within ``seconds``, or when ``parting`` is set."""
         key = f"{self._prefix}/reference"
         for pause in _pauses(seconds):
             if parting.is_set():

@@ -1,7 +1,7 @@
-"""How far the clock of this host is from that of rank 0: found out at the start, every minute, and at the end.
+"""Measures the offset of this host's clock to that of rank 0: at the start, every minute, and at the end.
 
-Nothing of it is a collective, and nothing of it holds up the training: a thread of its own does it, and the end of the
-recording waits for a last answer for a bounded time. In a job on one host there is no thread, and nothing is sent.
+No collective is involved and the training never waits: a separate thread measures. The end of the recording waits for a
+last answer for a bounded time. In a job on one host there is no thread, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _HOST_COUNTS: Final = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
 
 
 class Log(Protocol):
-    """Where offsets and remarks go; any thread may call it."""
+    """Receives offsets and notes; any thread may call it."""
 
     def write(self, kind: str, row: Mapping[str, object]) -> object:
         """Keep a row."""
 
     def note(self, text: str) -> None:
-        """Keep a sentence for the person who reads the trace."""
+        """Write a note for the reader of the trace."""
 
 
 def is_on_one_host(world_size: int, environment: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""The clocks of a process: monotonic and real time read together, and how far one monotonic clock is from another's."""
+"""Clocks of a process: reads monotonic and real time together, and computes the offset of another monotonic clock."""
 
 from __future__ import annotations
 

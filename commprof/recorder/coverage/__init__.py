@@ -1,1 +1,1 @@
-"""Whether everything is recorded: the self-check, trials of each layer, and what is out of sight."""
+"""Checks that all collectives are recorded: the self-check, trials of each layer, detection of unseen traffic."""

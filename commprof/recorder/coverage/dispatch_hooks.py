@@ -1,4 +1,4 @@
-"""How many calls torch's own dispatcher saw of a group: its pre-hooks, of torch 2.14 and newer.
+"""Counts the calls of a group that torch's dispatcher sees, through its pre-hooks (torch 2.14 and newer).
 
 They fire for each call of a ProcessGroup, whoever makes it: DDP's reducer, functional and compiled collectives too. They
 do not for methods called directly on a backend, and not for ``monitored_barrier``. docs/decisions/0005-dispatch-hooks.md
@@ -32,7 +32,7 @@ class DispatchCount:
 
         # A closure, which is called faster than a method.
         def hook(event: Any) -> None:
-            """torch is about to dispatch a call. What is raised here would be raised into the training."""
+            """torch is about to dispatch a call. An exception here would reach the training."""
             try:
                 if event.name not in _NO_COLLECTIVES:
                     next(calls)

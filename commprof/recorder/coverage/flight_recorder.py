@@ -1,8 +1,8 @@
-"""What torch's Flight Recorder kept, asked for at the end: the backend's own list, beside which the records can be laid.
+"""Reads torch's Flight Recorder at the end: the backend's own list of operations, to compare with the records.
 
-Only its JSON is asked for, though torch offers another form. gloo's and NCCL's lists are rings of 2,000 entries by
-default (``TORCH_FR_BUFFER_SIZE``), so they hold the newest operations only. gloo lists no sends and receives, and
-names what it really ran: its reduce_scatter is an all_reduce.
+Only its JSON is read, though torch offers another form. gloo's and NCCL's lists are rings of 2,000 entries by
+default (``TORCH_FR_BUFFER_SIZE``), so they contain the newest operations only. gloo does not list sends and receives, and
+names the operation that it executed: its reduce_scatter is an all_reduce.
 """
 
 from __future__ import annotations

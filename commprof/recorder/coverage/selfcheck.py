@@ -1,4 +1,4 @@
-"""Whether a group issued collectives that no record shows, by its own sequence number or by torch's hooks."""
+"""The self-check: detects collectives of a group without a record, by its sequence number or by torch's hooks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from commprof.trace.rank_files.segments import count_of
 
 
 class SelfCheck:
-    """Compares, for each live group, how far its sequence number moved with what was recorded of it.
+    """Compares, for each live group, the change of its sequence number with the number of its records.
 
-    Where it is not known how a group's backends count, torch's hooks do, if this torch has them.
+    If the counting of a group's backends is not known, torch's hooks count, if this torch has them.
 
-    A surplus is ``unseen``: collectives that somebody issued beside every layer that was recorded. Where the records
-    account for more than the group counted, nothing is said: a backend may count in ways that are not known here.
+    A surplus is ``unseen``: collectives that bypassed every recorded layer. If the records account for more than the group
+    counted, nothing is reported: a backend may count in unknown ways.
 
     Args:
         journal: where the findings are written.

@@ -1,8 +1,8 @@
-"""How far a backend's own sequence number moves for what is recorded as one call.
+"""By how much one recorded call increments a backend's sequence number.
 
-Found by experiment on gloo (torch 2.13) and read from torch's sources for NCCL. gloo counts whatever it starts: sends and
-receives too, a list reduce_scatter as one all_reduce for each rank, a coalesced reduce_scatter as one for each tensor, and a
-monitored_barrier as the messages that it is made of. NCCL counts collectives only, and a coalescing block as one.
+Measured for gloo (torch 2.13), read from torch's sources for NCCL. gloo counts every operation that it starts: sends and
+receives too, a list reduce_scatter as one all_reduce per rank, a coalesced reduce_scatter as one per tensor, and a
+monitored_barrier as its messages. NCCL counts collectives only, and a coalescing block as one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A trial of each layer on a group of our own that sends nothing: does this torch let it record, and exactly once?
+"""Tests on a private group that sends nothing whether each layer records exactly once in this torch.
 
-Done once a process, before anything is recorded. It takes some milliseconds.
+Runs once per process, before anything is recorded. It takes some milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What sends beside c10d, where no recorder in Python sees it: noticed, so that a report can name what is missing."""
+"""Detects libraries that communicate below c10d, where nothing is recorded, so that the report can name them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SET: Final[dict[tuple[str, str], str]] = {
 
 
 class Beneath:
-    """Watches for what sends beside c10d.
+    """Watches for communication below c10d.
 
     Args:
-        note: leaves a sentence for the person who reads the trace.
+        note: writes a note for the reader of the trace.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -53,7 +53,7 @@ class Beneath:
         self._patched = vars(kind)["rendezvous"], original
 
     def remove(self) -> None:
-        """Stop watching, except where somebody else has wrapped our wrapper since."""
+        """Stop watching, unless other code has wrapped our wrapper since."""
         kind = getattr(_distributed_c10d, _SYMMETRIC_MEMORY, None)
         if (
             self._patched is not None
@@ -64,7 +64,7 @@ class Beneath:
         self._patched = None
 
     def look(self) -> None:
-        """Name what this process has loaded by now."""
+        """Note the libraries that this process has loaded by now."""
         for module, what in LOADED.items():
             if module in sys.modules:
                 self._tell(f"{what} was loaded")

@@ -1,1 +1,1 @@
-"""When collectives end: on GPUs by events, on CPUs by a sample that the backend reports."""
+"""Completion times of collectives: events on GPUs, a sample of backend callbacks on CPUs."""

@@ -1,11 +1,11 @@
-"""When collectives of host backends really ended, for a sample of them: the backend itself says so.
+"""Completion times of a sample of collectives on host backends, reported by the backend itself.
 
-The end of a wait says when an operation ended only if the program waited for it that long. For what ends while the program
-works on, the future of its handle is asked to call back. That costs 12 us and takes the interpreter's lock on the backend's
-thread, so it is done for few: for one in ``every`` of the calls that are looked at closely anyway (one in 251).
+The end of a wait is the end of the operation only if the program waited that long. For operations that complete while the
+program computes, the future of the handle calls back. That costs 12 us and takes the interpreter's lock on the backend's
+thread, so it is done for one in ``every`` of the calls that are sampled anyway (one in 251).
 
-Note [the end of the program]: a call back into an interpreter that is being taken down aborts the process. A group waits
-for its operations when it is destroyed, which without us is during that; so what was asked is waited for just before.
+Note [the end of the program]: a callback into an interpreter that is shutting down aborts the process. A group waits for its
+operations when it is destroyed, which otherwise happens during the shutdown. So pending callbacks are awaited just before.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _numbers: Final = itertools.count()
 
 
 class Completions:
-    """Asks handles to tell when their operation has ended.
+    """Records the completion time of sampled handles.
 
     Args:
-        every: one in so many of the handles offered to :meth:`sample` is asked; 0: none.
+        every: sample one in ``every`` handles that :meth:`sample` gets; 0: none.
         clock: nanoseconds, the clock of the records.
     """
 
@@ -51,10 +51,10 @@ class Completions:
         return self.asked * _COST_NS
 
     def sample(self, token: Token, work: Any) -> None:
-        """Let ``work`` write the time of its end into the record at ``token``, if its turn has come. Never raises.
+        """Let ``work`` write its completion time into the record at ``token``, if it is sampled. Never raises.
 
-        What is left with the handle is a function that knows where the record lies, and nothing else. Handles of devices are
-        left alone: their futures would keep memory on streams of their own.
+        The handle gets a function that refers to the record only. Handles of devices are skipped: their futures would hold
+        memory on streams of their own.
         """
         segment, base, is_async = token
         if not self.every or work is None or not is_async or segment is NO_WORDS:

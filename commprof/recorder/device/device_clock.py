@@ -1,8 +1,8 @@
-"""Where the clock of a device stands against that of the host. Pure arithmetic.
+"""Bounds of the offset between the clocks of a device and of the host. Pure arithmetic.
 
-Nothing tells at which moment of the host a device reached a mark. But a mark is reached after the host has put it into the
-device's queue and after it was last seen to be ahead, and before it is first seen to be behind. Each of these bounds the
-difference of the two clocks from one side; the tightest of each side hold, and are loosened with time, since clocks drift.
+The host time at which a device reaches a mark is not known. But the device reaches it after the host enqueued it, after the
+last query that found it not reached, and before the first query that found it reached. Each of these bounds the offset from
+one side. The tightest bounds count, and are loosened with time, because clocks drift.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Bound:
 
 
 class DeviceClock:
-    """Turns times of a device into times of the host.
+    """Converts times of a device to times of the host.
 
     Device times are nanoseconds on an axis of the caller's choice.
     """

@@ -1,4 +1,4 @@
-"""Timing events of accelerators, behind an interface that tests can stand in for."""
+"""Timing events of accelerators, behind an interface that tests can replace."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CudaEvents:
 
 
 class EventPool:
-    """Events of one device, used again, since making one costs. An event belongs to the device that it was first used on."""
+    """Reused events of one device, because creating one is slow. An event belongs to the device of its first use."""
 
     def __init__(self, source: EventSource, index: int) -> None:
         self.source = source
@@ -71,6 +71,6 @@ class EventPool:
         return self.source.record(event, self.index)
 
     def give(self, *events: Event | None) -> None:
-        """Take events back that nobody reads any more."""
+        """Return events that are not read any more."""
         if len(self._free) < _MOST_POOLED:
             self._free.extend(event for event in events if event is not None)

@@ -1,10 +1,10 @@
-"""The collectives of one device that are under way, and the events around them.
+"""Times the collectives of one device with events, without waiting for any of them.
 
 Note [which events]: a synchronous operation of NCCL runs on the current stream, so an event before and one after the call
-enclose it. An asynchronous one runs on a stream of the group's, on which nothing of ours is put: one event before the call
-says when it could begin at the earliest, and one before and one after ``Work.wait()`` say how long the stream of the
-program stood still for it. On a stream beside the default one (FSDP2, a runtime that overlaps) that is no standstill of the
-program, and exposed time stays unknown. Nothing is ever waited for: events are asked whether they were reached.
+enclose it. An asynchronous one runs on a stream of the group, which gets no event of ours. One event before the call gives
+its earliest begin. One before and one after ``Work.wait()`` give the time that the program's stream was blocked on it. On a
+stream other than the default one (FSDP2, a runtime that overlaps) that does not block the program, so exposed time is not
+known. Nothing ever waits: events are only queried.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ANCHOR_NS: Final = 1_000_000_000
 
 @dataclass(slots=True)
 class Tally:
-    """What all timelines of a recording share: the clock of the records, who hears of faults, and counts of operations."""
+    """Shared by all timelines of a recording: the clock of the records, the fault handler, counts of operations."""
 
     clock: Callable[[], int]
     on_fault: Callable[[BaseException], None]

@@ -1,4 +1,4 @@
-"""How long the streams of devices stood still for each collective: what is timed, what is not, and on which device.
+"""Exposed time of collectives on the streams of devices: creates the events, and converts their times to host times.
 
 Events are resolved in batches at the ends of steps, and no tensor or handle is kept for them; see
 :mod:`commprof.recorder.device.device_timeline`.

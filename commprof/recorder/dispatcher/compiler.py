@@ -1,4 +1,4 @@
-"""torch.compile kept away from the functions of commprof that run between those of a program."""
+"""Keeps torch.compile from compiling commprof's functions that run between those of a program."""
 
 from __future__ import annotations
 

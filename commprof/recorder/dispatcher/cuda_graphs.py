@@ -39,7 +39,7 @@ class CapturedGraphs:
     """Follows captures and replays.
 
     Args:
-        on_fault: called with what our own code raised.
+        on_fault: called with exceptions of the recorder's own code.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -63,7 +63,7 @@ class CapturedGraphs:
                 self._patched.append((kind, name, original, wrapper))
 
     def remove(self) -> None:
-        """Take the wrappers out, except where somebody else has wrapped ours since."""
+        """Remove the wrappers, unless other code has wrapped ours since."""
         for kind, name, original, wrapper in self._patched:
             if vars(kind).get(name) is wrapper:
                 setattr(kind, name, original)

@@ -1,6 +1,7 @@
-"""Operators that issue collectives without ProcessGroup's methods, and what each of their calls issues.
+"""Operators that issue collectives without ProcessGroup's methods, and the collectives of each of their calls.
 
-``_c10d_functional`` (DTensor, compiled code) is carried out in C++. Operators of frameworks send by themselves, beside c10d.
+``_c10d_functional`` (DTensor, compiled code) is implemented in C++. Operators of frameworks send by themselves, outside of
+c10d.
 """
 
 from __future__ import annotations

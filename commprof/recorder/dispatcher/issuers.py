@@ -1,6 +1,6 @@
-"""What issues collectives from C++, below the methods of ProcessGroup: DDP's reducer and two functions beside it.
+"""Detects code that issues collectives from C++, below the methods of ProcessGroup: DDP's reducer and two more functions.
 
-Their first use is noticed, so that kernels are put in front of c10d's operators then, and never in a program without them.
+At their first use, kernels are installed in front of c10d's operators. A program without them gets no kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CppIssuers:
     Args:
         on_first: called before it, once.
         on_fault: called with what ``on_first`` raised.
-        stalls: told when one of them begins and ends in which C++ may wait.
+        stalls: notified when a function begins and ends in which C++ may wait.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CppIssuers:
         return all(hasattr(_distributed_c10d, name) for name in (_CLASS, *_FUNCTIONS))
 
     def remove(self) -> None:
-        """Stop watching, except where somebody else has wrapped our wrapper since."""
+        """Stop watching, unless other code has wrapped our wrapper since."""
         for owner, name, original, wrapper in self._patched:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
@@ -95,6 +95,6 @@ class CppIssuers:
 
 
 def reducer_is_alive() -> bool:
-    """Whether this process has a DistributedDataParallel module: its reducer was made before anybody watched."""
+    """Whether this process has a DistributedDataParallel module: its reducer was created before watching began."""
     kind = torch.nn.parallel.DistributedDataParallel
     return any(issubclass(candidate, kind) for candidate in set(map(type, gc.get_objects())))

@@ -1,8 +1,8 @@
-"""Records of collectives that no method of ProcessGroup showed, made by kernels in front of torch's operators.
+"""Records collectives that bypass the methods of ProcessGroup, with kernels in front of torch's operators.
 
-Exactly once: a method that records, and a functional operator, reach c10d's operators on their own thread, so a kernel of
-c10d (``operator_calls``) finds them among the frames below it and leaves the call to them. What it
-finds nobody for, C++ has issued.
+Each collective is recorded once: a recording method and a functional operator reach c10d's operators on their own thread. So
+a kernel of c10d (``operator_calls``) finds them among its calling frames and does not record. If it finds none, C++ has
+issued the collective.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Call = tuple[Token, Group]
 
 
 class KernelRecorder:
-    """Makes the kernels of one recording and what they record.
+    """Creates the kernels of one recording.
 
     Args:
         journal: what the records go to.
@@ -82,7 +82,7 @@ class KernelRecorder:
         self.kernels.put(name, lambda redispatch: self._operators.make(C10D[name], places, redispatch))
 
     def observe(self, operators: Mapping[str, Reader], layer: Layer) -> None:
-        """Record these operators, above which nobody records."""
+        """Record these operators, above which no layer records."""
         for name, reader in operators.items():
             self._observe(name, reader, layer)
 
@@ -91,7 +91,7 @@ class KernelRecorder:
         self.kernels.put(operator, self._make_wait)
 
     def remove(self) -> None:
-        """Take every kernel out."""
+        """Remove every kernel."""
         self.kernels.remove()
         self._operators.functions.remove()
         self._results.clear()
@@ -175,7 +175,7 @@ class KernelRecorder:
         return interned[1]
 
     def _named_group(self, argument: Any) -> Group:
-        """The group that an operator was given: a name, a ProcessGroup or a box of one, or None for that of all ranks."""
+        """Return the group in an operator's argument: a name, a ProcessGroup or a box of one, or None for all ranks."""
         if argument is None:
             return self.groups.world()
         if isinstance(argument, str):

@@ -1,10 +1,10 @@
-"""The collectives that operators of c10d carry out: the shortest way from a call of such an operator to its record.
+"""The kernels of c10d's operators: the fast path from a call of an operator to its record.
 
-The dispatcher takes 7 us to call a function of ours and to go on from it. What is done here is kept below half of that: a
-call that was seen before is known by its tensors' shapes, its group and its scalars, and described no second time.
+The dispatcher takes 7 us to call a Python function and to continue. The code here takes less than half of that: the key of
+a known call consists of its tensors' shapes, its group and its scalars, and the call is not described again.
 
-Note [reading a reduction]: here it is a box of torch's, and to open one costs 2 us. In complete mode the function of
-torch.distributed that the program called has noted it; see Note [the reduction, from torch's own function].
+Note [reading a reduction]: here the reduction is in a box of torch's, and opening it costs 2 us. In complete mode the
+function of torch.distributed has noted it; see Note [the reduction, from torch's own function].
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Known = tuple[int, Any, int, bool]
 
 
 class ThreadCalls(threading.local):
-    """What those who stand above the operators of c10d, on the same thread, tell the kernels there and are told."""
+    """State of one thread that wrappers above the operators of c10d share with the kernels."""
 
     def __init__(self) -> None:
         self.token: Token | None = None  # of the record that a kernel has made last
@@ -60,7 +60,7 @@ class ThreadCalls(threading.local):
 
 
 class OperatorCalls:
-    """Makes the kernels of c10d's operators.
+    """Creates the kernels of c10d's operators.
 
     Args:
         recorder: what the other kernels share with these.

@@ -1,4 +1,4 @@
-"""The operators of c10d, beneath every method of ProcessGroup: their arguments read as those of the methods.
+"""The operators of c10d, which every method of ProcessGroup calls: reads their arguments like those of the methods.
 
 C++ issues them without a method: DDP's reducer, and the functional operators (``functional``).
 """
@@ -56,7 +56,7 @@ class Issued(NamedTuple):
         method: the method of ProcessGroup that carries it out.
         group: its process group: the box of one, its name, or None for that of all ranks.
         values: tensors and options, as :func:`commprof.recorder.process_group.signatures.describe` takes them.
-        is_async: whether whoever issues it goes on before it is complete.
+        is_async: whether the issuer continues before it is complete.
     """
 
     method: Method
@@ -69,7 +69,7 @@ Reader = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Issued]]
 
 
 class Layout(NamedTuple):
-    """Where the arguments of an operator of c10d stand; None for what it does not have."""
+    """The positions of an operator's arguments; None for an argument that it lacks."""
 
     group: int
     reduction: int | None
@@ -120,12 +120,12 @@ def unknown_operators() -> list[str]:
 
 
 def tensor_arguments(method: Method) -> int:
-    """How many arguments of tensors the operator beneath ``method`` begins with."""
+    """Return how many leading arguments of the operator below ``method`` are tensors."""
     return {Shape.OUTPUTS_INPUTS: 2, Shape.NONE: 0}.get(method.shape, 1)
 
 
 def read_c10d(method: Method, places: Layout) -> Reader:
-    """What reads the arguments of the operator beneath ``method``. torch leaves out trailing ones with their defaults."""
+    """Return the reader of the arguments of the operator below ``method``. torch omits trailing ones with their defaults."""
     tensors = tensor_arguments(method)
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
@@ -145,7 +145,7 @@ def read_c10d(method: Method, places: Layout) -> Reader:
 
 
 def reduction_name(reduction: Any) -> str | None:
-    """``SUM`` for a boxed ReduceOp, and for the words that functional operators take."""
+    """Return ``SUM`` for a boxed ReduceOp, and for the text that functional operators take."""
     if reduction is None:
         return None
     if isinstance(reduction, str):

@@ -1,8 +1,8 @@
-"""Kernels of our own in front of torch's operators: put in place, passed through, taken out.
+"""Registers Python kernels in front of torch's operators, calls torch's own kernels, and unregisters them.
 
-They stand at the dispatch key BackendSelect: it is on in every thread, in inference mode, under autograd and in compiled
-code, and no operator of c10d has a kernel there. torch's own kernels run next, whatever the device. An operator need not
-be there yet: the kernel waits for whoever defines it.
+They use the dispatch key BackendSelect: it is active in every thread, in inference mode, under autograd and in compiled
+code, and no operator of c10d has a kernel there. torch's own kernels run next, on any device. The operator need not be
+defined yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY: Final = "BackendSelect"
 
 _GO_ON: Final = "redispatch_boxed"
 
-# Goes on to torch's own kernel: the key set that the dispatcher gave, then the operator's arguments.
+# Calls torch's own kernel: with the dispatcher's key set, then the operator's arguments.
 Redispatch = Callable[..., Any]
 
 
@@ -48,7 +48,7 @@ class Kernels:
         self.operators.add(operator)
 
     def remove(self) -> None:
-        """Take every kernel out. Must come before the interpreter ends: torch would call into it."""
+        """Unregister every kernel. Must run before the interpreter ends: torch would call into it."""
         libraries = list(self._libraries.values())
         self._libraries.clear()
         self.operators.clear()

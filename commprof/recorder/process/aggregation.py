@@ -1,9 +1,8 @@
-"""Sums over collectives, in place of the collectives: for jobs of weeks, and for what goes beyond a size limit.
+"""Records sums per step instead of each collective: for jobs of weeks, and beyond a size limit.
 
-The interception packs its records as ever, only into memory. A step later, when their calls have returned and their waits
-have ended, they are added up by step, phase, operation, group and purpose, and the sums of a step become one line of the
-events file. So nothing grows with the number of collectives, and a process that is killed loses the sums of its last two
-steps.
+The interception packs records as usual, but into memory. A step later, when their calls have returned and their waits have
+ended, they are summed by step, phase, operation, group and purpose. The sums of a step become one line of the events file.
+So the files do not grow with the number of collectives, and a killed process loses the sums of its last two steps.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _Sums = list[int]
 
 
 class Aggregation:
-    """Hands out segments in memory in the place of a file's, and adds up what was packed there.
+    """Provides segments in memory instead of a file's, and sums the records packed there.
 
     Args:
         journal: where the lines go, and which knows the interned values by their numbers.
@@ -73,7 +72,7 @@ class Aggregation:
         return not self._from_the_start and self._limit.allows_records(size)
 
     def next_segment(self) -> Segment:
-        """Room for the records to come. Those before wait to be added up: they may still be completed."""
+        """Return room for the next records. Earlier ones are summed later: they may still be completed."""
         with self._lock:
             if not self._from_the_start:
                 self._limit.begin_sums()
@@ -81,7 +80,7 @@ class Aggregation:
                 if not self._open.used:
                     return self._open
                 self._fresh.append(self._open)
-            # New memory each time: whoever still holds a place in the old completes a record there, and not another one.
+            # New memory each time: code that still holds a place in the old memory completes its own record there.
             self._open = Segment(mmap.mmap(-1, _SEGMENT_BYTES), _SEGMENT_BYTES)
             if len(self._fresh) + len(self._aged) > _MOST_WAITING:
                 self._fold(self._aged.popleft() if self._aged else self._fresh.popleft())
@@ -137,7 +136,7 @@ class Aggregation:
                 of_key[2] += record[_EXPOSED]
                 of_key[3] += 1
             elif wait_end:
-                # The program stands still all through a call that is not asynchronous.
+                # A synchronous call blocks the program all the time.
                 of_key[4] += wait_end - (record[_WAIT_BEGIN] if of_key[6] else record[_ISSUE])
                 of_key[5] += 1
 

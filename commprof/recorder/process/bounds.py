@@ -1,4 +1,4 @@
-"""How much is recorded: which steps, and how many bytes."""
+"""Limits of a recording: the range of steps, and the size of the files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALWAYS_WRITTEN: Final = frozenset({"begin", "end", "note", "unseen", "outside",
 
 
 class StepWindow:
-    """Opens and closes the recording as the training enters and leaves the steps that were asked for.
+    """Switches the recording on and off as the training enters and leaves the requested steps.
 
-    Outside them nothing of ours stands in the way of a collective. How many there were is read from the groups' own
-    numbers at the edges, which cost the program nothing.
+    Outside of them no wrapper is installed. The number of collectives there follows from the groups' sequence numbers at
+    the edges, at no cost for the program.
 
     Args:
         bounds: the steps, half open; None: all of them, and initialisation.
@@ -51,7 +51,7 @@ class StepWindow:
         return first <= step and (end is None or step < end)
 
     def start(self, step: int) -> None:
-        """Recording is asked for while the training is at ``step``."""
+        """Recording is requested while the training is at ``step``."""
         self.is_open = self._covers(step)
         if not self.is_open:
             self.outside.begin()

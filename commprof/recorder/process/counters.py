@@ -60,7 +60,7 @@ class InterfaceCounters:
 
         Args:
             step: the training step that has just ended; None for a reading at intervals.
-            queued: read as well what TCP holds back, which takes some 3 ms.
+            queued: also read the bytes that TCP queues, which takes some 3 ms.
         """
         # Before the counters: what leaves meanwhile is then in both, so too much is allowed for rather than too little.
         unsent = queued_bytes(self._source.parent) if queued else None
@@ -104,7 +104,7 @@ class HostReadings:
     the file. What step ``n`` moved is the reading of step ``n`` less the one before it. The first and the last at a step,
     and the last of each process, have what TCP holds back as well.
 
-    Nothing here raises or waits: the first thing that goes wrong ends the readings.
+    Nothing here raises or waits: the first error ends the readings.
 
     Args:
         directory: where the files are; made at the first reading.
@@ -165,7 +165,7 @@ class HostReadings:
                 self._descriptor, self._between = _open(self._directory, alone=self._between)
             rows = self._counters.read(step, queued)
             os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        except Exception:  # the counters are an extra; nothing may end a training because of them
+        except Exception:  # the counters are optional: an error must not stop the training
             self._usable = False
 
 

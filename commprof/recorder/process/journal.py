@@ -1,6 +1,6 @@
-"""What the interception writes to: the rank's two files, the interned values, and where the training is.
+"""The journal of a rank: its two files, the interned values, and the position of the training.
 
-A journal exists from the moment recording is asked for; its files are opened when the process turns out to be a rank.
+A journal exists as soon as recording is requested; its files are opened when the process is known to be a rank.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Journal:
         return False
 
     def note(self, text: str) -> None:
-        """Leave a sentence for the person who reads the trace."""
+        """Write a note for the reader of the trace."""
         if self.events is None:
             self._notes.append(text)
         else:
@@ -260,13 +260,13 @@ class Journal:
         return number
 
     def fault(self, error: BaseException) -> None:
-        """Our own code failed: count it. The training never hears of it."""
+        """The recorder's own code failed: count it. The exception never reaches the training."""
         self.faults += 1
         if self.first_fault is None:
             self.first_fault = f"{type(error).__name__}: {error}"
 
     def close(self, totals: Mapping[str, Any]) -> None:
-        """Write the totals and let go of the files."""
+        """Write the totals and close the files."""
         timed = self.device_times.finish()
         if timed is not None:
             self.note(timed)
@@ -284,7 +284,7 @@ class Journal:
         self._threads.clear()
 
     def drop(self) -> None:
-        """Let go of the files in a forked child, without touching their content."""
+        """Close the files in a forked child, without changing their content."""
         self._forget_threads()
         if self.records is not None:
             self.records.drop()

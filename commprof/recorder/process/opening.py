@@ -1,4 +1,4 @@
-"""Opening a rank's files: which run directory, which names, and what is said about the process at the beginning."""
+"""Opens a rank's files: chooses the run directory and file names, and writes the first line about the process."""
 
 from __future__ import annotations
 

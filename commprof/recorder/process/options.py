@@ -1,7 +1,7 @@
-"""How a process is to be recorded: the options of a session, their text forms, and what is refused. Standard library only.
+"""The options of a recording: their text forms, defaults and checks. Standard library only.
 
-They travel to the ranks as JSON in the environment, so a value that cannot be used must never end a training: there it is
-left out and named in a note. The command line refuses it at once.
+Ranks get them as JSON in the environment. There an invalid value must never stop a training, so it is ignored and named in a
+note. The command line refuses it at once.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Options:
         warmup: leave out initialisation and the first so many steps.
         aggregate: keep sums over the collectives of each step, not the collectives.
         max_bytes: of what a rank writes while it runs; sums are kept of what goes beyond it.
-        complete: see every collective at the one place below all issuers, which is slower.
-        watchdog: seconds without progress after which the ranks' state is written down; None: never.
+        complete: record all operators of c10d, below all issuers, which is slower.
+        watchdog: seconds without progress after which all ranks are dumped; None: never.
         samplers: which samplers run beside the training, of ``SAMPLERS``.
         sample_every: seconds between their readings.
-        completion_every: time the completion of one in so many of the calls that are sampled anyway; 0: of none.
+        completion_every: record the completion time of every Nth sampled CPU call; 0: of none.
         selfcheck: compare the groups' own counts with the records, once a step.
         clocks: compare the clocks of the hosts, for which rank 0 listens on a port; nothing is sent in a job on one host.
-        quiet: do not say where the trace is. What is lost is always said.
+        quiet: do not print where the trace is. Dropped records are always reported.
     """
 
     steps: tuple[int, int | None] | None = None

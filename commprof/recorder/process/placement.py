@@ -1,7 +1,6 @@
-"""Which rank a launcher says that this process is, and by which name its job goes. Standard library only.
+"""Reads rank, world size and job id of this process from the launcher's environment variables. Standard library only.
 
-torch's own word counts where there is one; this is for the time before init_process_group, and for processes that never
-call it.
+Used before init_process_group, and for processes that never call it; afterwards torch's own values count.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _LAUNCHERS: Final = (
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process; None where none did.
+    """Return the rank that a launcher gave this process; None without a launcher.
 
     One process alone is a place only where RANK says so: a shell within a Slurm job, or what an MPI started once, is
     free to start ranks of its own. Outside a step of ``srun`` Slurm's variables describe the allocation, not a process.

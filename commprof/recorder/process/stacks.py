@@ -1,8 +1,8 @@
-"""Python stacks on request: faulthandler, on a real-time signal that nobody else uses.
+"""Writes Python stacks on request: faulthandler on an otherwise unused real-time signal.
 
-For a job that hangs where no other process may look into it (ptrace is refused). faulthandler's handler takes no lock and
-allocates nothing, so it answers while the program blocks in C++. ``commprof dump`` sends the signal, and only after it
-has seen that the process still catches it.
+For a hung job in which no other process may read the stacks (ptrace is refused). faulthandler's handler takes no lock and
+allocates nothing, so it works while the program blocks in C++. ``commprof dump`` sends the signal, and only after it
+has checked that the process still catches it.
 """
 
 from __future__ import annotations

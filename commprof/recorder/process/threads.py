@@ -1,4 +1,4 @@
-"""The threads that issue collectives, as the trace calls them."""
+"""Names the threads that issue collectives, as the trace shows them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Interception of torch's ProcessGroup and Work: the wrappers, what they note, and which groups there are."""
+"""Interception of torch's ProcessGroup and Work: wrappers, signatures of calls, process groups."""

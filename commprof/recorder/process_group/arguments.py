@@ -1,4 +1,4 @@
-"""What torch.distributed's own functions were called with, noted for the wrapper of the method that they call.
+"""Notes the arguments of torch.distributed's functions for the wrapper of the ProcessGroup method that they call.
 
 Note [the reduction, from torch's own function]: a signature depends on the reduction, which a wrapper would have to read
 from the options: 0.5 us with ``asyncOp`` and the hash, of the 2.5 that a collective may cost. torch's function has the same
@@ -79,7 +79,7 @@ class ApiFunctions:
         return ApiFunction(name, function.__code__, stand_in, _takes_none(method, function))
 
     def remove(self) -> None:
-        """Put torch's functions back."""
+        """Restore torch's functions."""
         for cell, function, stand_in in self._replaced:
             if cell.cell_contents is stand_in:
                 cell.cell_contents = function

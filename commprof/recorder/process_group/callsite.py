@@ -1,6 +1,6 @@
-"""Where in the program a collective was issued: the first frame outside torch, and torch's function that it called.
+"""Finds the call site of a collective: the first frame outside of torch, and the function of torch that it called.
 
-DeepSpeed, zero_runtime, accelerate and Lightning issue theirs in modules of their own: there it is the first frame outside.
+DeepSpeed, zero_runtime, accelerate and Lightning issue collectives in their own modules, whose frames are skipped, too.
 """
 
 from __future__ import annotations

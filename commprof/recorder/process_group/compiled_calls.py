@@ -1,4 +1,4 @@
-"""The compiled wrappers (``_calls.c``), where they were built: each does the usual, and leaves all else to one in Python."""
+"""The compiled wrappers (``_calls.c``), if built: each handles the common case and calls the Python wrapper otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ is_running: Final[Callable[[], bool]] = bool if MODULE is None else MODULE.is_ru
 
 
 def compiled_call(kind: str, python: Callable[..., Any], **state: Any) -> Callable[..., Any]:
-    """A compiled wrapper before ``python``, the function that does all of it; ``python`` itself where none was built.
+    """Return a compiled wrapper in front of ``python``, which handles every call; ``python`` itself if none is built.
 
     Args:
         kind: ``DirectCall``, ``GeneralCall`` or ``WaitCall``.

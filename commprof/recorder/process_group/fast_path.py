@@ -1,4 +1,4 @@
-"""The collectives that torch.distributed's own functions issue: the shortest way from such a call to its record.
+"""The fast path for collectives that torch.distributed's own functions issue, from the call to its record.
 
 Signature, call site, group and counter are looked up together; see also Note [the reduction, from torch's own function].
 
@@ -45,10 +45,10 @@ Known = tuple[int, int, Group, Any]
 
 
 class DirectCalls:
-    """Makes the wrappers for calls from torch.distributed's own functions; any other call goes the general way.
+    """Creates the wrappers for calls from torch.distributed's own functions; other calls use the general wrappers.
 
     Args:
-        wrappers: the general way, and all that both ways share.
+        wrappers: the general wrappers, and the state that both share.
     """
 
     def __init__(self, wrappers: Wrappers) -> None:
@@ -58,7 +58,7 @@ class DirectCalls:
         self._functions = ApiFunctions()
 
     def remove(self) -> None:
-        """Put torch's functions back."""
+        """Restore torch's functions."""
         self._functions.remove()
 
     def forget(self, address: int) -> None:

@@ -1,6 +1,6 @@
-"""Process groups, known by name and rank list.
+"""The process groups of this process, identified by name and rank list.
 
-A ProcessGroup itself is never held: that would outlive torch's own teardown.
+A ProcessGroup itself is never held: it would outlive torch's own teardown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commprof.schema import format_ranks
 
 
 class Group:
-    """What is known about one process group of this process, and the counters of what it issued."""
+    """One process group of this process: its attributes, and counters of its calls."""
 
     __slots__ = (
         "accelerated",

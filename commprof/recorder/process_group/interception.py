@@ -1,4 +1,4 @@
-"""Which mechanism records which collective: put in place, extended when a program needs more, and taken out again.
+"""Installs, extends and removes the layers that record collectives.
 
 =================  ==============================================================================================
 process_group      methods of ProcessGroup: torch.distributed, FSDP, DeepSpeed and zero_runtime issue through them
@@ -79,7 +79,7 @@ class Interception:
         self.wrappers.forget(address)
 
     def install(self) -> None:
-        """Put every layer in place. Wrappers that others made stay beneath ours."""
+        """Install every layer. Wrappers of other code stay below ours."""
         if not self._is_trial:
             self._heed_trial()
         if self._wants_complete:
@@ -172,7 +172,7 @@ class Interception:
             self._backends.retire(group)
 
     def remove(self) -> None:
-        """Put torch's methods back, except where somebody else has wrapped ours since, and take the kernels out."""
+        """Restore torch's methods, unless other code has wrapped ours since, and remove the kernels."""
         self._issuers.remove()
         self._graphs.remove()
         self._beneath.remove()

@@ -1,4 +1,4 @@
-"""Notices that process groups are made, destroyed, aborted and given other members, by wrapping the functions that do it."""
+"""Detects that process groups are created, destroyed, aborted or reconfigured, by wrapping the functions that do it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class GroupLifecycle:
                 self._patched.append((owner, "reconfigure", original, wrapper))
 
     def remove(self) -> None:
-        """Take the wrappers out, except where somebody else has wrapped ours since."""
+        """Remove the wrappers, unless other code has wrapped ours since."""
         for owner, name, original, wrapper in self._patched:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)

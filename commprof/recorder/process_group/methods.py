@@ -1,4 +1,4 @@
-"""Which methods of torch's ProcessGroup are collectives, and how their arguments are laid out.
+"""The methods of torch's ProcessGroup that are collectives, and the layout of their arguments.
 
 torch 2.14 has all of these names, 2.13 all but ``gather_single`` and ``gather_into_tensor``, 2.11 none of the ``*_single*``
 ones; the interception takes what it finds.
@@ -36,7 +36,7 @@ class Method(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Whether it returns only when all ranks have come, and gives no handle."""
+        """Whether it returns only when all ranks have arrived, and returns no handle."""
         return self.name == "monitored_barrier"
 
 

@@ -1,8 +1,7 @@
-"""Results of functional collectives that nobody has waited for yet, and the records that their waits belong to.
+"""Results of functional collectives that are not waited for yet, and the records of their waits.
 
-A result is known by the storage that it lies in, as torch itself finds the handle of one. When a storage is gone its memory
-becomes another's, address and all; so each is remembered by a weak reference, which holds no memory, and whose number no
-other storage can get meanwhile.
+A result is identified by its storage, as torch itself finds its handle. When a storage is freed, another may get its
+address. So each is kept by a weak reference, which holds no memory, and whose number no other storage can get meanwhile.
 """
 
 from __future__ import annotations

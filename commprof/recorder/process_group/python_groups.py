@@ -1,4 +1,4 @@
-"""Classes of groups that a program has made in Python: how torch's own method is reached beneath a wrapper of it.
+"""Calls torch's own method from a wrapper for groups whose class a program defines in Python.
 
 Note [classes made in Python]: torch's methods are virtual. On an object of a Python class, C++ first asks Python whether
 that class has a method of this name, finds our wrapper in the base class, takes it for the program's own and calls it, again

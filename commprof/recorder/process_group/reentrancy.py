@@ -1,4 +1,4 @@
-"""Who records a collective already: the functions of the recorder among the frames of a thread, and those without frames."""
+"""Detects that an outer function of the recorder records a collective already, by the frames of the thread."""
 
 from __future__ import annotations
 

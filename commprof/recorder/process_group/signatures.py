@@ -1,4 +1,4 @@
-"""What is equal in all calls with the same tensors, group and arguments: described once, then named by a number.
+"""Signatures: the values that are equal in all calls with the same tensors, group and arguments, described once.
 
 ``freeze`` makes a key of a call's arguments that holds no tensor, and ``describe`` the columns of such calls.
 """
@@ -71,7 +71,7 @@ def freeze(value: Any) -> Any:
 
 
 def _freezer(kind: type) -> Callable[[Any], Any]:
-    """What freezes values of this class: found once, since to look for it takes longer than all the rest of a record."""
+    """Return the freezer of a class. It is cached: the search takes longer than the rest of a record."""
     freezer: Callable[[Any], Any]
     if issubclass(kind, (torch.Tensor, Planned)):
         freezer = freeze_tensor

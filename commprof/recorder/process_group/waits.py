@@ -1,4 +1,4 @@
-"""Waiting for a handle: when it began and when it ended, in the record of the collective that the handle is of."""
+"""Times the first wait for a handle, and writes its begin and end into the record of the collective."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Direct = tuple[Mapping[str, Any], Any, Callable[[Any], Any]]
 
 
 class Waits:
-    """The handles that somebody may wait for, by address, each with the place of its record. No handle is held.
+    """The handles that may be waited for, by address, each with the place of its record. No handle is held.
 
     Args:
-        journal: counts what goes wrong here.
+        journal: counts faults.
         pending: the table itself, where others share it.
     """
 

@@ -1,8 +1,8 @@
-"""The functions that stand in for the methods of ProcessGroup and Work. All of this is hot: it runs once per
+"""The general wrappers of ProcessGroup's and Work's methods. All of this is hot: it runs once per
 collective.
 
 Rules: the caller's call is made exactly once with the caller's own arguments; its result and its exceptions pass
-through; whatever goes wrong in our own code is counted and forgotten. No tensor, Work or ProcessGroup is kept.
+through; faults of our own code are counted and never raised. No tensor, Work or ProcessGroup is held.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Wrappers:
         return self._direct.wrap(method, owner, original, entries, general)
 
     def remove(self) -> None:
-        """Put torch's functions back that the wrappers had replaced, and forget the handles."""
+        """Restore torch's functions that the wrappers replaced, and forget the handles."""
         self._direct.remove()
         self.pending.clear()
 
@@ -180,7 +180,7 @@ def _cost_of_reading(clock: Callable[[], int]) -> int:
 
 
 def _record_block(journal: Journal, token: Token, start: int) -> None:
-    """A call that only returns when all ranks have come: the program waited all through it."""
+    """A call that returns only when all ranks have arrived: the program waited all the time."""
     try:
         words, base, _ = token
         words[base + WAIT_BEGIN_WORD] = start

@@ -1,1 +1,1 @@
-"""Where the training is: steps, phases, models, buckets, wrappers, waits in C++."""
+"""Training state in the recorder: steps, phases, models, buckets, wrappers, waits in C++."""

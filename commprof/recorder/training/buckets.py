@@ -1,4 +1,4 @@
-"""The gradient buckets that a program publishes: the same ones come back in every step, so each is written once.
+"""Writes the gradient buckets that a program publishes: they recur in every step, so each is described once.
 
 A bucket that comes again is a short line with its number, the step and the time; a program whose buckets never come again
 pays one full line for each. These lines are kept until the next step begins and then written together: in the middle of a

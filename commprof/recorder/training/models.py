@@ -1,4 +1,4 @@
-"""The parameters of the models that a program trains, by their names in the model and their groups in the optimizers."""
+"""Publishes the parameters of the trained models, with their names in the model and their groups in the optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints: when they began and ended, as the phases say."""
+"""Writes when evaluations and checkpoints began and ended, according to the phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a training loop is that says nothing: steps and micro-batches, from the order in which its parts run. Pure."""
+"""Infers steps and micro-batches of a training loop from its forward, backward and optimizer calls. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When C++ waits for collectives: DistributedDataParallel's reducer at the end of a backward pass, and functions of torch.
+"""Bounds the time that C++ waits for collectives: DDP's reducer at the end of a backward pass, and functions of torch.
 
 No method of ours is called when they wait. But autograd calls back what was queued in a backward pass, in the order in which
 it was queued, and the reducer queues its wait after its last bucket. So one callback that is queued at the first bucket runs

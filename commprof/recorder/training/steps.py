@@ -1,4 +1,4 @@
-"""Where the training is: steps, the resources at their boundaries, and the rows that a program publishes about itself."""
+"""Writes step boundaries with resources, and the rows that a program publishes about itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Steps:
         return self._explicit
 
     def start(self, is_recorded: bool = True) -> None:
-        """The files are open: write down where the training is already, if that is to be recorded."""
+        """The files are open: write the current position of the training, if it is to be recorded."""
         self._write_clock(time.perf_counter_ns())
         if is_recorded and hooks.position.step >= 0:
             begin = self.begin_automatic if self._is_automatic else self.begin

@@ -1,7 +1,7 @@
-"""Training loops that say nothing about themselves: their phases and steps, seen where torch lets anybody watch.
+"""Infers phases and steps of training loops that do not report them, from torch's global hooks.
 
-Nothing is left on the program's modules, tensors or optimizers, and no module within a model is slowed: the one hook that
-torch offers for all modules is taken out while the outermost of them runs.
+Nothing is attached to the program's modules, tensors or optimizers. No module within a model is slowed: torch's hook for
+all modules is removed while the outermost of them runs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class _Stepping(NamedTuple):
 
 
 class TrainingLoop:
-    """Says the phases and steps of a program that does not: those that it names itself are left to it.
+    """Reports phases and steps of a program, unless the program reports them itself.
 
     Args:
-        journal: hears of what could not be watched.
-        steps: writes the steps down.
-        models: hears of the modules that are trained, and of the optimizers.
+        journal: gets notes on what could not be watched.
+        steps: writes the steps.
+        models: gets the trained modules and the optimizers.
     """
 
     def __init__(self, journal: Journal, steps: Steps, models: Models) -> None:
@@ -164,7 +164,7 @@ class TrainingLoop:
         return self._phases_named and self._steps.explicit()
 
     def _guarded(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Do what is ours alone: the training never hears of what it raises."""
+        """Run the recorder's own code; its exceptions never reach the training."""
         try:
             return act(*args)
         except Exception as error:

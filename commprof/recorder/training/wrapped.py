@@ -1,7 +1,7 @@
-"""What wrappers of models (DistributedDataParallel, FSDP, tensor parallelism) were given, and which passes they ran.
+"""Publishes the arguments of model wrappers (DistributedDataParallel, FSDP, tensor parallelism) and their passes.
 
-``commprof.requested`` derives from it what they should send. A wrapper is published once, when it is made. Its passes are
-written when a step runs others than the step before, so that a steady training adds nothing to the trace.
+``commprof.requested`` derives their traffic from that. A wrapper is published once, when it is created. Its passes are
+written when a step runs other passes than the step before, so a steady training adds nothing to the trace.
 """
 
 from __future__ import annotations
