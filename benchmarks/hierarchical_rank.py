@@ -21,7 +21,7 @@ import zero_runtime
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.communication import CommunicationConfig
-from zero_runtime.topology_aware.installation import install
+from zero_runtime.experimental.topology_aware.installation import install
 
 INTERFACE = "eth0"
 WHY = hooks.tag("gradient_reduce")

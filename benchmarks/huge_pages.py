@@ -18,7 +18,7 @@ from offload import SHAPES, begin, config, resident_peak
 from results import arguments, median_interval, publish
 from step_time import Pair
 
-from zero_runtime.huge_pages import VARIABLE, huge_pages_state
+from zero_runtime.startup.huge_pages import VARIABLE, huge_pages_state
 
 MODEL = "100 M"
 CASES = (("none", 2), ("none", 3), ("cpu", 2), ("cpu", 3), ("nvme", 3))

@@ -47,12 +47,12 @@ def open(path: "Path | str" = "latest") -> "OpenedRun":
 
 
 class _Moved:
-    """The last meta path finder: resolves the old names of moved modules."""
+    """The last finder of Python's import system: resolves the old names of modules that have moved."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """Return the spec of the module that was called ``name`` before it moved."""
-        if not name.startswith("commprof.") or name == "commprof.moved":
+        """How to import the module that had ``name`` before it moved; None for all others."""
+        if not name.startswith(("commprof.", "zero_runtime.")) or name == "commprof.moved":
             return None
         from commprof.moved import spec_of
 

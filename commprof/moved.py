@@ -1,6 +1,6 @@
-"""Old names of moved modules, which work for one release with a DeprecationWarning.
+"""Old names of modules that have moved: they work for one release, with a DeprecationWarning.
 
-Standard library only; used when an import names a module of commprof that does not exist.
+Standard library only. Imported only when a module of commprof or zero_runtime is not found under the given name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-# By names below ``commprof``.
+# Full names, and names below ``commprof``.
 MOVED: Final = {
     "align.agreement": "align.ranks.agreement",
     "align.arrivals": "align.ranks.arrivals",
@@ -287,6 +287,66 @@ MOVED: Final = {
     "trace.splits": "trace.rank_files.splits",
     "trace.steps": "trace.rank_files.steps",
     "trace.writer": "trace.rank_files.writer",
+    "zero_runtime.accumulation": "zero_runtime.training.accumulation",
+    "zero_runtime.agreement": "zero_runtime.groups.agreement",
+    "zero_runtime.answers": "zero_runtime.training.engine_queries",
+    "zero_runtime.arguments": "zero_runtime.startup.arguments",
+    "zero_runtime.arrivals": "zero_runtime.optimizer_step.arrivals",
+    "zero_runtime.assembly": "zero_runtime.startup.assembly",
+    "zero_runtime.bands": "zero_runtime.gradient_reduction.owner_ordered_buckets",
+    "zero_runtime.batches": "zero_runtime.training.batches",
+    "zero_runtime.buckets": "zero_runtime.gradient_reduction.buckets",
+    "zero_runtime.clip": "zero_runtime.gradient_reduction.clip",
+    "zero_runtime.clock": "zero_runtime.training.clock",
+    "zero_runtime.comm_log": "zero_runtime.groups.comm_log",
+    "zero_runtime.compression": "zero_runtime.experimental.compression",
+    "zero_runtime.data": "zero_runtime.training.data",
+    "zero_runtime.data_parallel": "zero_runtime.groups.data_parallel",
+    "zero_runtime.delayed_steps": "zero_runtime.experimental.delayed_steps",
+    "zero_runtime.direct_passes": "zero_runtime.training.direct_passes",
+    "zero_runtime.engine": "zero_runtime.training.engine",
+    "zero_runtime.flat_parameters": "zero_runtime.optimizer_step.flat_parameters",
+    "zero_runtime.fp32_modules": "zero_runtime.optimizer_step.fp32_modules",
+    "zero_runtime.fragments": "zero_runtime.optimizer_step.fragments",
+    "zero_runtime.gathered_matrices": "zero_runtime.optimizer_step.gathered_matrices",
+    "zero_runtime.gradients": "zero_runtime.gradient_reduction.reducer",
+    "zero_runtime.grouping": "zero_runtime.optimizer_step.grouping",
+    "zero_runtime.huge_pages": "zero_runtime.startup.huge_pages",
+    "zero_runtime.initialization": "zero_runtime.startup.initialization",
+    "zero_runtime.input_dtypes": "zero_runtime.training.input_dtypes",
+    "zero_runtime.layout": "zero_runtime.gradient_reduction.layout",
+    "zero_runtime.logged_group": "zero_runtime.groups.logged",
+    "zero_runtime.loss_scale": "zero_runtime.gradient_reduction.loss_scale",
+    "zero_runtime.masters": "zero_runtime.optimizer_step.masters",
+    "zero_runtime.matrix_updates": "zero_runtime.optimizer_step.matrix_updates",
+    "zero_runtime.memory": "zero_runtime.startup.memory",
+    "zero_runtime.monitors": "zero_runtime.training.monitors",
+    "zero_runtime.moved_states": "zero_runtime.training.moved_states",
+    "zero_runtime.optimizer": "zero_runtime.optimizer_step.interface",
+    "zero_runtime.optimizers.one_bit": "zero_runtime.experimental.one_bit",
+    "zero_runtime.optimizers.one_bit_lamb": "zero_runtime.experimental.one_bit_lamb",
+    "zero_runtime.overlap": "zero_runtime.gradient_reduction.overlap",
+    "zero_runtime.parallelism": "zero_runtime.groups.parallelism",
+    "zero_runtime.partitioned_types": "zero_runtime.optimizer_step.partitioned_types",
+    "zero_runtime.pieces": "zero_runtime.optimizer_step.owned_shards",
+    "zero_runtime.precision": "zero_runtime.optimizer_step.precision",
+    "zero_runtime.process_end": "zero_runtime.startup.process_end",
+    "zero_runtime.reduction": "zero_runtime.gradient_reduction.reduction",
+    "zero_runtime.replicated_optimizer": "zero_runtime.optimizer_step.replicated",
+    "zero_runtime.reporting": "zero_runtime.training.reporting",
+    "zero_runtime.saving": "zero_runtime.training.saving",
+    "zero_runtime.settings": "zero_runtime.training.settings",
+    "zero_runtime.sharded_optimizer": "zero_runtime.optimizer_step.sharded",
+    "zero_runtime.stages": "zero_runtime.gradient_reduction.stages",
+    "zero_runtime.step_numbers": "zero_runtime.training.step_numbers",
+    "zero_runtime.throughput": "zero_runtime.training.throughput",
+    "zero_runtime.timed_group": "zero_runtime.groups.timed",
+    "zero_runtime.topology": "zero_runtime.groups.topology",
+    "zero_runtime.topology_aware": "zero_runtime.experimental.topology_aware",
+    "zero_runtime.torch_optimizer": "zero_runtime.optimizer_step.torch_optimizer",
+    "zero_runtime.uncaught": "zero_runtime.startup.uncaught",
+    "zero_runtime.used_parameters": "zero_runtime.gradient_reduction.used_parameters",
+    "zero_runtime.whole_gradients": "zero_runtime.gradient_reduction.whole_gradients",
 }
 
 
@@ -311,8 +371,9 @@ def spec_of(name: str) -> ModuleSpec | None:
     target = MOVED.get(name.removeprefix("commprof."))
     if target is None:
         return None
-    _warn(name, f"commprof.{target}")
-    return ModuleSpec(name, Loader(f"commprof.{target}"))  # type: ignore[arg-type]  # it has what importlib calls
+    full = target if name.startswith("zero_runtime.") else f"commprof.{target}"
+    _warn(name, full)
+    return ModuleSpec(name, Loader(full))  # type: ignore[arg-type]  # it has what importlib calls
 
 
 def attribute(room: str, name: str) -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_runtime.buckets import Scaling
 from zero_runtime.configuration import document, keys
 from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
@@ -26,6 +25,7 @@ from zero_runtime.configuration.precision import PrecisionConfig, read_precision
 from zero_runtime.configuration.sharding import note_two_names
 from zero_runtime.configuration.zero import ZeroConfig, read_zero
 from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.buckets import Scaling
 from zero_runtime.offload.files import AsynchronousIO
 
 
@@ -56,7 +56,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsLoggerConfig:
-    """Which messages are timed, and what is said of each: see :mod:`zero_runtime.comm_log`."""
+    """Which messages are timed, and what is said of each: see :mod:`zero_runtime.groups.comm_log`."""
 
     enabled: bool
     prof_all: bool
@@ -67,7 +67,7 @@ class CommsLoggerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputConfig:
-    """How samples per second are measured: see :class:`zero_runtime.throughput.ThroughputTimer`."""
+    """How samples per second are measured: see :class:`zero_runtime.training.throughput.ThroughputTimer`."""
 
     enabled: bool
     synchronized: bool

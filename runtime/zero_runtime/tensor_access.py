@@ -20,7 +20,7 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
-from zero_runtime.optimizer import WrappedOptimizer
+from zero_runtime.optimizer_step.interface import WrappedOptimizer
 from zero_runtime.sharding.shards import shard_of
 
 _ATTRIBUTE: Final = "zero_training"

@@ -84,7 +84,7 @@ def losses(text: str) -> list[float]:
 def check(done, folder: Path, stage: int) -> list[float]:
     """Hold the run of two ranks to what a user reads of it. Returns its losses."""
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"stage {stage} zero_runtime.engine" in done.stdout
+    assert f"stage {stage} zero_runtime.training.engine" in done.stdout
     run = open_run(folder / "run")
     assert ranks(folder) == {0, 1} and run.health.notes == ()
     assert api.untagged(run)["collectives"].sum() == 0
@@ -165,5 +165,5 @@ def test_a_shell_script_that_starts_deepspeed(tmp_path):
         env=environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("engine zero_runtime.engine") == 2
+    assert done.stdout.count("engine zero_runtime.training.engine") == 2
     assert ranks(tmp_path) == {0, 1}

@@ -16,7 +16,7 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import ConfigError, UnsupportedError, UsageError
-from zero_runtime.optimizer import WrappedOptimizer
+from zero_runtime.optimizer_step.interface import WrappedOptimizer
 from zero_runtime.tensor_access import safe_get_local_grad
 
 pytestmark = pytest.mark.ranks

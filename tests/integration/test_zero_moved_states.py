@@ -17,8 +17,8 @@ import zero_runtime
 from support import recorded_models
 from support.ranks import run_ranks
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
-from zero_runtime.moved_states import STATES, get_state_devices
 from zero_runtime.offload import moves
+from zero_runtime.training.moved_states import STATES, get_state_devices
 
 pytestmark = pytest.mark.ranks
 

@@ -31,7 +31,7 @@ from zero_runtime.checkpoint.tensor_file import Entry, as_bytes, held
 from zero_runtime.checkpoint.training import Training, buffers, parameters, whole_shape
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.fragments import NumberTensor, Stored
+from zero_runtime.optimizer_step.fragments import NumberTensor, Stored
 from zero_runtime.sharding.shards import Shard, shard_of
 
 METADATA: Final = "zero_runtime"

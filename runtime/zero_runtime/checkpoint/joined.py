@@ -20,9 +20,9 @@ from zero_runtime.checkpoint.parted import PartedCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.slices import SlicedCheckpoint
 from zero_runtime.errors import CheckpointError
-from zero_runtime.fragments import NumberTensor, Scalar
+from zero_runtime.groups.topology import MODEL, PIPE
+from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 from zero_runtime.tensor_parallel.cuts import Cut
-from zero_runtime.topology import MODEL, PIPE
 
 
 class JoinedCheckpoint(PartedCheckpoint):

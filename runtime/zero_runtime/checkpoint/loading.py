@@ -21,7 +21,7 @@ from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, parameters, whole_shape
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
-from zero_runtime.fragments import IMPLEMENTATION
+from zero_runtime.optimizer_step.fragments import IMPLEMENTATION
 from zero_runtime.sharding.residency import residency_of
 from zero_runtime.sharding.shards import shard_of
 

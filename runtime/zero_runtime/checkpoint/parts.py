@@ -28,7 +28,7 @@ from zero_runtime.checkpoint.training import Training, parameters
 from zero_runtime.checkpoint.writer import save
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
-from zero_runtime.parallelism import ModelRanks, is_cut
+from zero_runtime.groups.parallelism import ModelRanks, is_cut
 from zero_runtime.tensor_parallel.cuts import cut_of
 
 _FORMAT: Final = "zero_runtime checkpoint in parts"

@@ -17,9 +17,9 @@ from zero_runtime.checkpoint.contents import METADATA
 from zero_runtime.checkpoint.manifest import RankFile, read_manifest
 from zero_runtime.checkpoint.opened import OpenCheckpoint, Piece
 from zero_runtime.checkpoint.tensor_file import DTYPES
-from zero_runtime.compression.residuals import layout_of
 from zero_runtime.errors import CheckpointError
-from zero_runtime.fragments import NumberTensor, Scalar
+from zero_runtime.experimental.compression.residuals import layout_of
+from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 
 _CHUNK: Final = 1 << 20  # bytes that are summed up at once
 

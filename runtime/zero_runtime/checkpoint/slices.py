@@ -17,7 +17,7 @@ from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.parted import PartedCheckpoint
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.errors import CheckpointError
-from zero_runtime.fragments import NumberTensor, Scalar
+from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 from zero_runtime.tensor_parallel.cuts import Cut
 
 # Tensors that are put together at a time: one parameter's, in its value and its states.

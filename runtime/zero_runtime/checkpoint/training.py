@@ -9,8 +9,8 @@ import torch
 
 from zero_runtime.checkpoint.manifest import ParameterFacts
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.compression.residuals import Residuals
-from zero_runtime.parallelism import is_cut
+from zero_runtime.experimental.compression.residuals import Residuals
+from zero_runtime.groups.parallelism import is_cut
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.tensor_parallel.cuts import cut_of
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.stages import Stage
+from zero_runtime.gradient_reduction.stages import Stage
 
 if TYPE_CHECKING:
     from zero_runtime.config import RuntimeConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zero_runtime.configuration.checks import Check, integer, number, optional, strings, text
 from zero_runtime.configuration.key_table import Table, inside, used
 from zero_runtime.errors import ConfigError
-from zero_runtime.loss_scale import UNSCALED
+from zero_runtime.gradient_reduction.loss_scale import UNSCALED
 
 if TYPE_CHECKING:
     from zero_runtime.config import RuntimeConfig

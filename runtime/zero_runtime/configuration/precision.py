@@ -8,7 +8,7 @@ from math import log2
 from typing import Any
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.loss_scale import UNSCALED, ScaleRules
+from zero_runtime.gradient_reduction.loss_scale import UNSCALED, ScaleRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL, automati
 from zero_runtime.configuration.offload import OptimizerOffload, read_optimizer_offload
 from zero_runtime.configuration.sharding import ShardingConfig, read_sharding
 from zero_runtime.errors import ConfigError
-from zero_runtime.partitioned_types import PartitionedTypes
-from zero_runtime.stages import Stage, stage
+from zero_runtime.gradient_reduction.stages import Stage, stage
+from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

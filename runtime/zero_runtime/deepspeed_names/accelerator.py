@@ -16,7 +16,7 @@ import torch
 
 from zero_runtime.deepspeed_names.host_streams import HostEvent, HostStream
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.memory import memory_in_use
+from zero_runtime.startup.memory import memory_in_use
 
 
 class Accelerator:

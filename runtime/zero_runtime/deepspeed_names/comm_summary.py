@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from zero_runtime.comm_log import LOG, Sample, figures, shown_size, trimmed_mean
 from zero_runtime.deepspeed_names import comm
 from zero_runtime.errors import ConfigError
+from zero_runtime.groups.comm_log import LOG, Sample, figures, shown_size, trimmed_mean
 
 _HEADINGS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)",
              "busbw_avg (Gbps)")  # fmt: skip

@@ -22,7 +22,7 @@ from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, NamesDistrib
 from zero_runtime.deepspeed_names.names import INSTEAD, Live, Refused, refuse_module, resolve
 from zero_runtime.deepspeed_names.table import MODULES
 from zero_runtime.errors import MissingAttributeError, MissingNameError, UsageError
-from zero_runtime.uncaught import report_uncaught
+from zero_runtime.startup.uncaught import report_uncaught
 
 PACKAGE: Final = "deepspeed"
 MARK: Final = "__runtime__"  # what tells these modules from DeepSpeed's own

@@ -10,8 +10,8 @@ from typing import Any
 
 from zero_runtime.deepspeed_names import comm
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.parallelism import Parallelism, current, data_parallel
-from zero_runtime.topology import DATA, SEQUENCE
+from zero_runtime.groups.parallelism import Parallelism, current, data_parallel
+from zero_runtime.groups.topology import DATA, SEQUENCE
 
 mpu = None
 mesh_device = None

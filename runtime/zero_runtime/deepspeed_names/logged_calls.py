@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from zero_runtime.comm import ProcessGroup, get_world_size, is_initialized
-from zero_runtime.comm_log import KINDS, LOG, message_size
 from zero_runtime.errors import UsageError
+from zero_runtime.groups.comm_log import KINDS, LOG, message_size
 
 Function = Callable[..., Any]
 # The name under which DeepSpeed keeps some operations.

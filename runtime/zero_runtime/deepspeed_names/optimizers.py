@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.optimizer_step.replicated import ReplicatedOptimizer
+from zero_runtime.optimizer_step.torch_optimizer import with_fusion
 from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam
-from zero_runtime.replicated_optimizer import ReplicatedOptimizer
-from zero_runtime.torch_optimizer import with_fusion
 
 Betas = tuple[float, float]
 

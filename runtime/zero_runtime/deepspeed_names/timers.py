@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime.comm_log import trimmed_mean
 from zero_runtime.deepspeed_names.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.messages import log_dist
 from zero_runtime.errors import UsageError
-from zero_runtime.memory import memory_in_use
+from zero_runtime.groups.comm_log import trimmed_mean
+from zero_runtime.startup.memory import memory_in_use
 
 FORWARD_MICRO_TIMER: Final = "fwd_microstep"
 FORWARD_GLOBAL_TIMER: Final = "fwd"

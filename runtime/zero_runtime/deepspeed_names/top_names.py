@@ -68,7 +68,7 @@ COMM: Final[dict[str, Name]] = {
     **_MESSAGES,
     **LOG,
     **_WORDS,
-    **given("zero_runtime.comm_log", comms_logger="LOG"),
+    **given("zero_runtime.groups.comm_log", comms_logger="LOG"),
     **refused("messages go to torch.distributed; call the functions of deepspeed.comm", "TorchBackend"),
 }
 
@@ -80,13 +80,13 @@ PIPE: Final[dict[str, Name]] = {
     **refused(DUAL_PIPELINE, "DualPipeVModule"),
 }
 
-_ENGINE_NAMES: Final = given("zero_runtime.engine", DeepSpeedEngine="Engine")
+_ENGINE_NAMES: Final = given("zero_runtime.training.engine", DeepSpeedEngine="Engine")
 
 DEEPSPEED: Final[dict[str, Name]] = {
-    **given("zero_runtime.initialization", "initialize"),
+    **given("zero_runtime.startup.initialization", "initialize"),
     **given("zero_runtime.comm", "init_distributed"),
     **given(
-        "zero_runtime.arguments",
+        "zero_runtime.startup.arguments",
         "add_core_arguments",
         add_config_arguments="add_core_arguments",
         _add_core_arguments="add_core_arguments",
@@ -94,8 +94,10 @@ DEEPSPEED: Final[dict[str, Name]] = {
     **_ENGINE_NAMES,
     **given(f"{_HERE}.configuration", "DeepSpeedConfig"),
     **given("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
-    **given("zero_runtime.data", DeepSpeedDataLoader="RankLoader", note="made by engine.deepspeed_io"),
-    **given("zero_runtime.optimizer", DeepSpeedOptimizer="WrappedOptimizer"),
+    **given(
+        "zero_runtime.training.data", DeepSpeedDataLoader="RankLoader", note="made by engine.deepspeed_io"
+    ),
+    **given("zero_runtime.optimizer_step.interface", DeepSpeedOptimizer="WrappedOptimizer"),
     **given(f"{_HERE}.messages", "log_dist", "logger"),
     **given(f"{_HERE}.device_context", "OnDevice"),
     **given(f"{_HERE}.accelerator", "get_accelerator"),

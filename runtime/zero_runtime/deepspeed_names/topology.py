@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any
 
-from zero_runtime import topology as grids
 from zero_runtime.deepspeed_names import comm
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.topology import DATA, MODEL, PIPE
+from zero_runtime.groups import topology as grids
+from zero_runtime.groups.topology import DATA, MODEL, PIPE
 
 
 class ProcessTopology:

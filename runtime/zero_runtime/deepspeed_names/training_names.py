@@ -21,7 +21,7 @@ _ONEBIT: Final = (
 )
 
 _ENGINE: Final[dict[str, Name]] = {
-    **given("zero_runtime.engine", DeepSpeedEngine="Engine"),
+    **given("zero_runtime.training.engine", DeepSpeedEngine="Engine"),
     **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
     **refused(
         "it is a part of how DeepSpeed's engine writes what it knows",
@@ -68,7 +68,7 @@ _MEMORY_3: Final = given(
 )
 _MICS_NAMES: Final = refused(MICS, "MiCS_Init", "MiCS_Offload", "MiCS_Optimizer")
 _OPTIMIZERS: Final = given(
-    "zero_runtime.optimizer",
+    "zero_runtime.optimizer_step.interface",
     DeepSpeedOptimizer="WrappedOptimizer",
     ZeROOptimizer="WrappedOptimizer",
     note=_STAGES,
@@ -124,7 +124,7 @@ _SCHEDULES: Final[dict[str, Name]] = {
 }
 
 _NUMERICS: Final[dict[str, Name]] = {
-    **given("zero_runtime.memory", "see_memory_usage", "memory_status"),
+    **given("zero_runtime.startup.memory", "see_memory_usage", "memory_status"),
     **given(
         f"{_HERE}.numerics",
         "DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device",
@@ -213,13 +213,15 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.base_optimizer": Module(
         _OPTIMIZERS
     ),
-    "runtime.bf16_optimizer": Module(given("zero_runtime.optimizer", BF16_Optimizer="WrappedOptimizer", note=_STAGES)),
+    "runtime.bf16_optimizer": Module(
+        given("zero_runtime.optimizer_step.interface", BF16_Optimizer="WrappedOptimizer", note=_STAGES)
+    ),
     "runtime.fp16": Module(),
     "runtime.fp16.fused_optimizer": Module(
-        given("zero_runtime.replicated_optimizer", FP16_Optimizer="ReplicatedOptimizer", note=_STAGES)
+        given("zero_runtime.optimizer_step.replicated", FP16_Optimizer="ReplicatedOptimizer", note=_STAGES)
     ),
     "runtime.fp16.unfused_optimizer": Module(
-        given("zero_runtime.replicated_optimizer", FP16_UnfusedOptimizer="ReplicatedOptimizer", note=_STAGES)
+        given("zero_runtime.optimizer_step.replicated", FP16_UnfusedOptimizer="ReplicatedOptimizer", note=_STAGES)
     ),
     "runtime.fp16.loss_scaler": Module(
         given(
@@ -235,15 +237,15 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.zero.stage3": Module(
         _MEMORY_3
         | _UNWRAP
-        | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
+        | given("zero_runtime.optimizer_step.sharded", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.stage_1_and_2": Module(
-        _MEMORY_2 | given("zero_runtime.sharded_optimizer", DeepSpeedZeroOptimizer="ShardedOptimizer", note=_STAGES)
+        _MEMORY_2 | given("zero_runtime.optimizer_step.sharded", DeepSpeedZeroOptimizer="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.tiling": Module(_TILES),
     "runtime.zero.config": Module(_ZERO_CONFIG),
     "runtime.zero.offload_config": Module(_OFFLOAD_ENUMS | _OFFLOAD_CONFIGS),
-    "runtime.zero.offload_states": Module(given("zero_runtime.moved_states", "get_state_devices")),
+    "runtime.zero.offload_states": Module(given("zero_runtime.training.moved_states", "get_state_devices")),
     "runtime.zero.leaf_module_config": Module(
         given(
             f"{_HERE}.block_configurations",
@@ -272,7 +274,7 @@ MODULES: Final[dict[str, Module]] = {
         | refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigObject")
     ),
     "runtime.dataloader": Module(
-        given("zero_runtime.data", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")
+        given("zero_runtime.training.data", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")
     ),
     "runtime.activation_checkpointing": Module(),
     "runtime.activation_checkpointing.checkpointing": Module(_CHECKPOINTING),

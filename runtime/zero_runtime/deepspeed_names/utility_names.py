@@ -83,7 +83,7 @@ TIMERS: Final[dict[str, Name]] = given(
     "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "FORWARD_MICRO_TIMER",
     "NoopTimer",
     "PSUTILS_INSTALLED", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "SynchronizedWallClockTimer", "trim_mean",
-) | given("zero_runtime.throughput", "TIME_EPSILON", "ThroughputTimer")  # fmt: skip
+) | given("zero_runtime.training.throughput", "TIME_EPSILON", "ThroughputTimer")  # fmt: skip
 
 CONSOLIDATION: Final[dict[str, Name]] = (
     given(
@@ -116,7 +116,7 @@ UTILS: Final[dict[str, Name]] = {
     **LEAVES,
     **_CONTEXT,
     **_PATHS,
-    **given("zero_runtime.data", "RepeatingLoader"),
+    **given("zero_runtime.training.data", "RepeatingLoader"),
     **{name: row for name, row in GROUPS.items() if not name.startswith("_")},
 }
 
@@ -156,7 +156,7 @@ MODULES: Final[dict[str, Module]] = {
     "utils.init_on_device": Module(given(f"{_HERE}.device_context", "OnDevice")),
     "utils.module_utils": Module(_PATHS),
     "utils.torch": Module(given(f"{_HERE}.numerics", "required_torch_version")),
-    "utils.comms_logging": Module(given("zero_runtime.comm_log", CommsLogger="CommLog", convert_size="shown_size")),
+    "utils.comms_logging": Module(given("zero_runtime.groups.comm_log", CommsLogger="CommLog", convert_size="shown_size")),
     "utils.exceptions": Module(given("zero_runtime.errors", DeprecatedException="UnsupportedError")),
     "utils.types": Module(refused=KERNELS),
     "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),

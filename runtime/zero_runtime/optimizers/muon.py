@@ -21,7 +21,7 @@ class Muon(torch.optim.Optimizer):
     """Muon of Jordan et al. (2024) for the parameters marked ``use_muon``, AdamW or Adam for the others.
 
     The gradient of a flat piece of matrices is taken for the update itself: whoever makes the pieces has to orthogonalize
-    (:mod:`zero_runtime.matrix_updates`).
+    (:mod:`zero_runtime.optimizer_step.matrix_updates`).
 
     Args:
         params: tensors or param groups; each group becomes one of matrices and one of the others.

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import torch
 
 from commprof import hooks
-from zero_runtime.clock import Clock, Part
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.training.clock import Clock, Part
 
 _METRIC: Final = hooks.tag("metric")
 _WORK: Final = "work"

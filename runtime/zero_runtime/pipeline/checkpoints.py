@@ -17,17 +17,17 @@ from zero_runtime.checkpoint.parts import axes_of_saved
 from zero_runtime.checkpoint.reader import Checkpoint
 from zero_runtime.checkpoint.training import Training, aliases, buffers, parameters
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.parallelism import Parallelism
+from zero_runtime.groups.parallelism import Parallelism
+from zero_runtime.groups.topology import MODEL, PIPE
 from zero_runtime.pipeline import ties
 from zero_runtime.pipeline.grid import PipelineGrid
 from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.weights import collected_weights, save_weights
-from zero_runtime.saving import Saving, folder
-from zero_runtime.topology import MODEL, PIPE
+from zero_runtime.training.saving import Saving, folder
 
 
 class StagedSaving(Saving):
-    """The methods of :class:`~zero_runtime.saving.Saving` where they differ for stages."""
+    """The methods of :class:`~zero_runtime.training.saving.Saving` where they differ for stages."""
 
     module: PipelineModule
     parallelism: Parallelism

@@ -10,11 +10,9 @@ import torch
 
 from commprof import hooks
 from zero_runtime import comm
-from zero_runtime.assembly import Assembly
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.engine import Engine
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.moved_states import LP_PARAMS, STATES
+from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients
 from zero_runtime.pipeline import ties
 from zero_runtime.pipeline.batches import Share, Source, micro_batches_of, next_of
 from zero_runtime.pipeline.bubble import Bubble
@@ -24,8 +22,10 @@ from zero_runtime.pipeline.module import PipelineModule
 from zero_runtime.pipeline.preparation import plan_of
 from zero_runtime.pipeline.results import combined, mean_of, share_loss, share_result
 from zero_runtime.pipeline.stage import Stage
-from zero_runtime.reporting import BatchTimes
-from zero_runtime.whole_gradients import AccumulatedGradients
+from zero_runtime.startup.assembly import Assembly
+from zero_runtime.training.engine import Engine
+from zero_runtime.training.moved_states import LP_PARAMS, STATES
+from zero_runtime.training.reporting import BatchTimes
 
 _OTHER: Final = hooks.tag("other")
 

@@ -8,7 +8,7 @@ import torch
 
 from zero_runtime.comm import DataParallelGroup, ProcessGroup
 from zero_runtime.errors import ConfigError
-from zero_runtime.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessGrid, ProcessTopology
+from zero_runtime.groups.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessGrid, ProcessTopology
 
 _MODEL_PARTS: Final = (PIPE, MODEL)
 _REPLICAS: Final = (DATA, SEQUENCE)
@@ -142,7 +142,7 @@ class PipelineGrid:
 
 
 def topology_of(given: Any) -> ProcessTopology:
-    """The topology that a script gives: one of zero_runtime.topology, or of deepspeed.runtime.pipe.topology.
+    """The topology that a script gives: one of zero_runtime.groups.topology, or of deepspeed.runtime.pipe.topology.
 
     Raises:
         ConfigError: it is neither, or has no axis ``pipe``.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_runtime.errors import CheckpointError
-from zero_runtime.topology import DATA, PIPE, SEQUENCE
+from zero_runtime.groups.topology import DATA, PIPE, SEQUENCE
 
 if TYPE_CHECKING:
     from zero_runtime.pipeline.module import PipelineModule

@@ -13,6 +13,7 @@ import torch
 from zero_runtime import comm
 from zero_runtime.activation_checkpointing import checkpoint
 from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.groups.topology import PIPE, ProcessTopology
 from zero_runtime.pipeline import layer_files, partition, ties
 from zero_runtime.pipeline.grid import PipelineGrid, topology_for, topology_of
 from zero_runtime.pipeline.layers import (
@@ -25,7 +26,6 @@ from zero_runtime.pipeline.layers import (
 )
 from zero_runtime.pipeline.profile import layer_seconds
 from zero_runtime.pipeline.seeds import LayerSeeds
-from zero_runtime.topology import PIPE, ProcessTopology
 
 DEFAULT_METHOD = "parameters"
 

@@ -12,12 +12,12 @@ from zero_runtime.activation_checkpointing import checkpoint, non_reentrant_chec
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.pipeline import PipelineConfig
 from zero_runtime.errors import ConfigError
-from zero_runtime.parallelism import Parallelism, of_grid
+from zero_runtime.groups.parallelism import Parallelism, of_grid
+from zero_runtime.groups.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
 from zero_runtime.pipeline.grid import PipelineGrid
 from zero_runtime.pipeline.layers import LayerSpec
 from zero_runtime.pipeline.module import PipelineModule, stages_of
 from zero_runtime.pipeline.plan import DEFAULT_CHUNKS, INTERLEAVED, Plan
-from zero_runtime.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
 
 
 def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:

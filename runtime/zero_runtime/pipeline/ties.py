@@ -11,8 +11,8 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
+from zero_runtime.groups.topology import PIPE, ProcessGrid
 from zero_runtime.pipeline.layers import Layer, TiedLayerSpec, draft
-from zero_runtime.topology import PIPE, ProcessGrid
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
 _LOADED: Final = hooks.tag("checkpoint")

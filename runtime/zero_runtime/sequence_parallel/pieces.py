@@ -9,8 +9,8 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
-from zero_runtime.parallelism import current
-from zero_runtime.topology import SEQUENCE
+from zero_runtime.groups.parallelism import current
+from zero_runtime.groups.topology import SEQUENCE
 
 _LOSS: Final = hooks.tag("metric")
 

@@ -9,10 +9,10 @@ import torch
 
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.gradients import Leaf, ParameterGroup, Policy, ShardedGradients
-from zero_runtime.grouping import shard_groups
-from zero_runtime.partitioned_types import whole_parameters
-from zero_runtime.precision import Precision, communication_dtypes
+from zero_runtime.gradient_reduction.reducer import Leaf, ParameterGroup, Policy, ShardedGradients
+from zero_runtime.optimizer_step.grouping import shard_groups
+from zero_runtime.optimizer_step.partitioned_types import whole_parameters
+from zero_runtime.optimizer_step.precision import Precision, communication_dtypes
 from zero_runtime.sharding.leaves import get_z3_leaf_modules
 from zero_runtime.sharding.parameters import ShardedParameters
 from zero_runtime.sharding.reduction import ShardReduction

@@ -13,7 +13,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.compression.quantization import dequantized, quantized
+from zero_runtime.experimental.compression.quantization import dequantized, quantized
 from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status
 

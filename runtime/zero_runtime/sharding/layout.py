@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zero_runtime.layout import Slice
+from zero_runtime.gradient_reduction.layout import Slice
 from zero_runtime.sharding.shards import slice_numel
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from zero_runtime.gradients import ParameterGroup
-from zero_runtime.pieces import WHOLE, Pieces
+from zero_runtime.gradient_reduction.reducer import ParameterGroup
+from zero_runtime.optimizer_step.owned_shards import WHOLE, Pieces
 from zero_runtime.sharding.residency import Residency
 from zero_runtime.sharding.shards import Shard, shard_of
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from zero_runtime import reduction
-from zero_runtime.agreement import same_as_first
-from zero_runtime.buckets import Bucket
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.compression.quantized_messages import scatter_quantized
 from zero_runtime.errors import UsageError
-from zero_runtime.reduction import Finish, Scattered
+from zero_runtime.experimental.compression.quantized_messages import scatter_quantized
+from zero_runtime.gradient_reduction import reduction
+from zero_runtime.gradient_reduction.buckets import Bucket
+from zero_runtime.gradient_reduction.reduction import Finish, Scattered
+from zero_runtime.groups.agreement import same_as_first
 from zero_runtime.sharding.shards import slice_numel
 
 Send = Callable[[torch.Tensor, Bucket, DataParallelGroup], Scattered]
@@ -35,7 +35,7 @@ Send = Callable[[torch.Tensor, Bucket, DataParallelGroup], Scattered]
 
 @dataclass(frozen=True, slots=True)
 class ShardReduction:
-    """A :data:`zero_runtime.reduction.Reduction` for buckets of whole gradients.
+    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` for buckets of whole gradients.
 
     Attributes:
         numbers: of the parameters by name, in the order in which they were made.

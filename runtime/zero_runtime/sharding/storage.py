@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 
 from zero_runtime import log
-from zero_runtime.huge_pages import huge_pages_in_use
 from zero_runtime.offload.allocation import give_back_freed_memory
 from zero_runtime.sharding.pages import Pager
 from zero_runtime.sharding.place import Place
 from zero_runtime.sharding.policy import SliceOffload
 from zero_runtime.sharding.shards import Shard
+from zero_runtime.startup.huge_pages import huge_pages_in_use
 
 
 class SliceStorage:

@@ -14,8 +14,6 @@ import torch
 
 import zero_runtime
 from zero_runtime import config as configuration
-from zero_runtime.arguments import add_core_arguments
-from zero_runtime.comm_log import CommLog, Sample, bandwidths, shown_size, summarise, trimmed_mean
 from zero_runtime.deepspeed_names import accelerator, groups, messages, numerics, optimizers, timers
 from zero_runtime.deepspeed_names.block_configurations import DeepSpeedZeroConfig
 from zero_runtime.deepspeed_names.configuration import DeepSpeedConfig, ZeroStageEnum
@@ -35,7 +33,9 @@ from zero_runtime.deepspeed_names.zero_checks import (
     set_z3_leaf_modules_by_suffix,
 )
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError
-from zero_runtime.throughput import ThroughputTimer
+from zero_runtime.groups.comm_log import CommLog, Sample, bandwidths, shown_size, summarise, trimmed_mean
+from zero_runtime.startup.arguments import add_core_arguments
+from zero_runtime.training.throughput import ThroughputTimer
 
 
 def parameters():

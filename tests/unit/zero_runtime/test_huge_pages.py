@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_runtime.huge_pages import huge_pages_state, use_huge_pages
+from zero_runtime.startup.huge_pages import huge_pages_state, use_huge_pages
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -20,7 +20,7 @@ import resource
 import torch
 {{before}}
 import zero_runtime
-from zero_runtime.huge_pages import huge_pages_state
+from zero_runtime.startup.huge_pages import huge_pages_state
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 first = faults()
 torch.ones({TOUCHED_MIB} * 2**18)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_runtime.layout import (
+from zero_runtime.gradient_reduction.layout import (
     Run,
     band_limit,
     flushed_runs,

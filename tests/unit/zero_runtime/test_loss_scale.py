@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_runtime.errors import ConfigError, LossScaleError
-from zero_runtime.loss_scale import LossScale, ScaleRules
+from zero_runtime.gradient_reduction.loss_scale import LossScale, ScaleRules
 
 OVERFLOW, FINE = "x", "."
 

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from zero_runtime import memory, memory_estimates
+from zero_runtime import memory_estimates
+from zero_runtime.startup import memory
 
 GIB = 2**30
 

@@ -10,10 +10,10 @@ import torch
 
 from zero_runtime.config import OptimizerConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.optimizer_step.torch_optimizer import torch_optimizer
 from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam
 from zero_runtime.optimizers.lamb import Division, Segment
 from zero_runtime.optimizers.newton_schulz import orthogonalized
-from zero_runtime.torch_optimizer import torch_optimizer
 
 SHAPES = ((3, 4), (5,), (2, 2))
 

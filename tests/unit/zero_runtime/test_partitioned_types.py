@@ -7,7 +7,7 @@ import torch
 
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
-from zero_runtime.partitioned_types import PartitionedTypes, whole_parameters
+from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes, whole_parameters
 
 
 class Mine(torch.nn.Linear):

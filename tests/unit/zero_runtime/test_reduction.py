@@ -9,11 +9,11 @@ import torch
 
 from support.process_group_log import logged
 from support.ranks import run_ranks
-from zero_runtime.buckets import Bucket, Scaling
 from zero_runtime.comm import DataParallelGroup, sum_of_rows
 from zero_runtime.errors import ConfigError
-from zero_runtime.layout import owner_runs
-from zero_runtime.reduction import REDUCTIONS, reduction
+from zero_runtime.gradient_reduction.buckets import Bucket, Scaling
+from zero_runtime.gradient_reduction.layout import owner_runs
+from zero_runtime.gradient_reduction.reduction import REDUCTIONS, reduction
 
 VARIANTS = [(name, None) for name in REDUCTIONS] + [
     ("reduce_scatter", "native"),

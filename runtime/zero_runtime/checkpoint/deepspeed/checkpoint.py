@@ -27,7 +27,7 @@ from zero_runtime.checkpoint.deepspeed.whole import read_whole
 from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts, RankFile
 from zero_runtime.checkpoint.opened import OpenCheckpoint, Piece
 from zero_runtime.errors import CheckpointError
-from zero_runtime.fragments import NumberTensor, Scalar
+from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 
 _EXTRA: Final = "_extra_state"
 

@@ -34,7 +34,7 @@ from zero_runtime.checkpoint.manifest import LATEST_UNIVERSAL, check_tag
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.tensor_file import replace_file, sync_directory
 from zero_runtime.errors import CheckpointError
-from zero_runtime.fragments import IMPLEMENTATION, NumberTensor
+from zero_runtime.optimizer_step.fragments import IMPLEMENTATION, NumberTensor
 
 _VERSION: Final = "0.19.8"  # of the DeepSpeed whose format this is
 _MODEL: Final = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -1,0 +1,75 @@
+"""The messages that carry compressed numbers: every rank gets the payloads of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.experimental.compression.codecs import Codec
+from zero_runtime.experimental.compression.entropy import coded, decoded
+
+Payloads = Callable[[], Sequence[torch.Tensor]]
+
+
+class Exchange(NamedTuple):
+    """How payloads travel.
+
+    Attributes:
+        codec: what makes them.
+        entropy: whether each is Huffman coded first, where that makes it smaller. Their sizes then travel ahead, in a
+            message of 8 bytes for each rank, and all are filled up to the largest.
+        two_phase: whether more than two ranks add up in two phases, in place of each getting the payloads of all.
+    """
+
+    codec: Codec
+    entropy: bool = False
+    two_phase: bool = False
+
+    def send(
+        self,
+        payload: torch.Tensor,
+        numel: int,
+        group: DataParallelGroup,
+        why: hooks.tag,
+        asynchronous: bool = False,
+    ) -> tuple[Work | None, Payloads]:
+        """Give this rank's ``payload`` of ``numel`` numbers to all of ``group``.
+
+        Returns:
+            What is to be waited for, if anything, and what gives the payloads of all ranks, in their order, after that.
+        """
+        if not self.entropy:
+            received = payload.new_empty(group.world_size * payload.numel())
+            work = group.all_gather_single(received, payload, why=why, asynchronous=asynchronous)
+            return work, lambda: received.view(group.world_size, -1).unbind()
+        return self._send_coded(payload, numel, group, why, asynchronous)
+
+    def _send_coded(
+        self, payload: torch.Tensor, numel: int, group: DataParallelGroup, why: hooks.tag, asynchronous: bool
+    ) -> tuple[Work | None, Payloads]:
+        sections = self.codec.sections(numel)
+        message = coded(payload, sections)
+        if message.numel() >= payload.numel():
+            message = payload
+        mine = torch.tensor([message.numel()], dtype=torch.int64, device=payload.device)
+        sizes = mine.new_empty(group.world_size)
+        group.all_gather_single(sizes, mine, why=why)
+        lengths = sizes.tolist()
+        longest = max(lengths)
+        row = payload.new_zeros(longest)
+        row.narrow(0, 0, message.numel()).copy_(message)
+        received = payload.new_empty(group.world_size * longest)
+        work = group.all_gather_single(received, row, why=why, asynchronous=asynchronous)
+
+        def payloads() -> Sequence[torch.Tensor]:
+            rows = received.view(group.world_size, -1).unbind()
+            return [
+                each.narrow(0, 0, length) if length == payload.numel() else decoded(each, sections)
+                for each, length in zip(rows, lengths, strict=True)
+            ]
+
+        return work, payloads

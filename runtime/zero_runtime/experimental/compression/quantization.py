@@ -1,0 +1,52 @@
+"""Numbers as small whole ones with a scale for each block (ZeRO++, Wang et al., arXiv:2306.10209).
+
+A block of 256 numbers shares one fp32 scale, the largest magnitude over the largest code: 127 for 8 bits, 7 for 4. So n
+numbers of b bits take n b / 8 + 4 ceil(n / 256) bytes, and no number is off by more than half a scale. In a block with a
+number that is infinite or NaN, all are NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from zero_runtime.experimental.compression.bits import pack, packed_bytes, unpack
+
+BLOCK: Final = 256
+_SCALE_BYTES: Final = 4
+
+
+def quantized_bytes(numel: int, bits: int) -> int:
+    """Bytes of ``numel`` numbers of ``bits`` bits, with their scales."""
+    return packed_bytes(numel, bits) + _SCALE_BYTES * -(-numel // BLOCK)
+
+
+def quantized(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each of ``rows`` (floats, 2-D) as a payload of its own (uint8, 2-D: the codes, then the scales).
+
+    Args:
+        rows: the numbers.
+        bits: of a code: 4 or 8.
+    """
+    count, numel = rows.shape
+    blocks = functional.pad(rows.float(), (0, -numel % BLOCK)).view(count, -1, BLOCK)
+    largest = (1 << (bits - 1)) - 1
+    scales = blocks.abs().amax(2, keepdim=True) / largest
+    whole = (blocks / torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0)
+    codes = whole.add_(largest + 1).to(torch.uint8).view(count, -1).narrow(1, 0, numel)
+    packed = codes if bits == 8 else torch.stack([pack(row, bits) for row in codes])
+    return torch.cat([packed, scales.view(count, -1).view(torch.uint8)], 1)
+
+
+def dequantized(payloads: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
+    """The rows of ``numel`` numbers (fp32, 2-D) of which :func:`quantized` made ``payloads``."""
+    count, size = len(payloads), packed_bytes(numel, bits)
+    packed = payloads.narrow(1, 0, size)
+    codes = packed if bits == 8 else torch.stack([unpack(row, numel, bits) for row in packed])
+    tail = payloads.narrow(1, size, payloads.shape[1] - size)
+    scales = tail.reshape(-1).clone().view(torch.float32).view(count, -1)  # a copy is aligned
+    whole = codes.float().sub_(1 << (bits - 1))
+    blocks = functional.pad(whole, (0, -numel % BLOCK)).view(count, -1, BLOCK)
+    return blocks.mul_(scales.unsqueeze(2)).view(count, -1).narrow(1, 0, numel)

@@ -1,0 +1,88 @@
+"""Means over the ranks that travel as signs, for optimizers that send what they make of the gradients (1-bit Adam)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.experimental.compression import two_phases
+from zero_runtime.experimental.compression.codecs import OneBit
+from zero_runtime.experimental.compression.exchange import Exchange
+from zero_runtime.experimental.compression.residuals import Residuals
+from zero_runtime.experimental.one_bit import OneBitOptimizer
+from zero_runtime.gradient_reduction.buckets import Bucket, Entry
+from zero_runtime.gradient_reduction.reduction import Finish, Reduction
+
+
+class MeanOfSigns:
+    """A :data:`zero_runtime.experimental.one_bit.Mean`: one sum for all tensors together.
+
+    On two ranks each gets the signs of the other. On more they are added up in two phases.
+
+    Args:
+        group: the data-parallel ranks.
+        residuals: what is left over on this rank.
+    """
+
+    def __init__(self, group: DataParallelGroup, residuals: Residuals) -> None:
+        self._group = group
+        self._residuals = residuals
+        self._exchange = Exchange(OneBit())
+
+    def __call__(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+        """Make of each of ``values`` its mean over the ranks, as far as signs and what was left over can tell it."""
+        entries = [Entry(name, value.reshape(-1), ()) for name, value in zip(names, values, strict=True)]
+        if self._group.world_size == 1:
+            for value, entry in zip(values, entries, strict=True):
+                self._residuals.hand_over(entry.gradient, [entry], 1.0)
+                value.copy_(entry.gradient.view(value.shape))
+            return
+        flat = torch.cat([entry.gradient for entry in entries]).float()
+        add_up = self._gathered if self._group.world_size == 2 else self._in_two_phases
+        total = add_up(flat, entries).div_(self._group.world_size)
+        for value, part in zip(values, total.split([value.numel() for value in values]), strict=True):
+            value.copy_(part.view(value.shape))
+
+    def _gathered(self, flat: torch.Tensor, entries: Sequence[Entry]) -> torch.Tensor:
+        self._residuals.add_to(flat, entries, 0, 1.0)
+        codec = self._exchange.codec
+        payload = codec.encode(flat)
+        total = torch.zeros_like(flat)
+        codec.add(payload, total)
+        self._residuals.keep(flat.sub_(total), entries, 0, 1.0)
+        _, payloads = self._exchange.send(payload, flat.numel(), self._group, _why("all_reduce"))
+        total.zero_()
+        for each in payloads():
+            codec.add(each, total)
+        return total
+
+    def _in_two_phases(self, flat: torch.Tensor, entries: Sequence[Entry]) -> torch.Tensor:
+        shared = two_phases.Shared(flat, entries)
+        _, total = two_phases.begin(shared, self._exchange.codec, self._residuals, self._group, _why)
+        return total()
+
+
+def _why(intended_op: str) -> hooks.tag:
+    return hooks.tag("gradient_reduce", intended_op=intended_op)
+
+
+class WantedReduction:
+    """A reduction that does nothing unless the optimizer wants mean gradients.
+
+    See :data:`zero_runtime.gradient_reduction.reduction.Reduction`.
+
+    Args:
+        optimizer: takes the gradients.
+        plain: the reduction that is done then.
+    """
+
+    def __init__(self, optimizer: OneBitOptimizer, plain: Reduction) -> None:
+        self._optimizer = optimizer
+        self._plain = plain
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+        """Sum the bucket over the ranks, or leave this rank's gradients in it."""
+        return self._plain(bucket, group) if self._optimizer.wants_mean() else None

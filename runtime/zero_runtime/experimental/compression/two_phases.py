@@ -1,0 +1,120 @@
+"""A sum of compressed numbers in two phases, so that what a rank sends does not grow with the number of ranks.
+
+First each rank is sent, compressed, what all others have of its share of the numbers, and adds it up; then it sends the sum,
+compressed again, to all. With payloads of C bytes for all numbers a rank sends 2(n-1)/n C, where gathering all payloads
+takes (n-1) C. What the second compression loses stays with the rank whose share it is, and is added the next time
+(Tang et al., arXiv:2102.02888: the errors of workers and of the server).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.experimental.compression.codecs import BLOCK, Codec
+from zero_runtime.experimental.compression.residuals import OF_SHARE, Residuals
+from zero_runtime.gradient_reduction.buckets import Entry
+
+
+class Shared:
+    """The numbers of one sum, and where they come from.
+
+    Args:
+        values: fp32, 1-D; changed.
+        entries: the tensors whose elements they are, end to end.
+        start: the first of them.
+        scale: what they are multiplied by (the loss scale).
+    """
+
+    def __init__(
+        self, values: torch.Tensor, entries: Sequence[Entry], start: int = 0, scale: float = 1.0
+    ) -> None:
+        self.values = values
+        self.start = start
+        self.scale = scale
+        self.entries = entries
+        self.shares = [replace(each, name=f"{OF_SHARE}{each.name}") for each in entries]
+
+
+def share_numel(numel: int, ranks: int) -> int:
+    """Numbers that each of ``ranks`` adds up, in whole blocks of a codec."""
+    return -(-numel // (ranks * BLOCK)) * BLOCK
+
+
+def begin(
+    shared: Shared,
+    codec: Codec,
+    residuals: Residuals | None,
+    group: DataParallelGroup,
+    why: Callable[[str], hooks.tag],
+    asynchronous: bool = False,
+) -> tuple[Work | None, Callable[[], torch.Tensor]]:
+    """Begin to sum the values over ``group``.
+
+    Args:
+        shared: the values of this rank.
+        codec: compresses numbers into as many bytes wherever they are as many.
+        residuals: what is left over on this rank; None forgets it.
+        group: the ranks.
+        why: the tag of a message that means the operation so named.
+        asynchronous: the first message is only begun.
+
+    Returns:
+        What is to be waited for, if anything, and what gives the sum after that, the same on all ranks, to the bit.
+    """
+    numel, ranks = shared.values.numel(), group.world_size
+    width = share_numel(numel, ranks)
+    if residuals is not None:
+        residuals.add_to(shared.values, shared.entries, shared.start, shared.scale)
+    filled = functional.pad(shared.values, (0, ranks * width - numel)).view(ranks, width)
+    payloads = torch.stack([codec.encode(row) for row in filled])
+    if residuals is not None:
+        lost = shared.values.sub_(_decoded(payloads, codec, width).narrow(0, 0, numel))
+        residuals.keep(lost, shared.entries, shared.start, shared.scale)
+    received = torch.empty_like(payloads)
+    work = group.all_to_all_single(
+        received.view(-1),
+        payloads.view(-1),
+        [payloads.shape[1]] * ranks,
+        why=why("reduce_scatter"),
+        asynchronous=asynchronous,
+    )
+    own = min(width, max(0, numel - group.rank * width))  # the last shares may be short, or empty
+
+    def total() -> torch.Tensor:
+        share = filled.new_zeros(width)
+        for each in received:
+            codec.add(each, share)
+        payload = _of_share(share, own, shared, codec, residuals, group.rank * width)
+        gathered = payload.new_empty(ranks * payload.numel())
+        group.all_gather_single(gathered, payload, why=why("all_reduce"))
+        return _decoded(gathered.view(ranks, -1), codec, width).narrow(0, 0, numel)
+
+    return work, total
+
+
+def _of_share(
+    share: torch.Tensor, own: int, shared: Shared, codec: Codec, residuals: Residuals | None, place: int
+) -> torch.Tensor:
+    """The payload of this rank's share of the sum, whose first ``own`` numbers begin at ``place`` of all values."""
+    if residuals is None:
+        return codec.encode(share)
+    values, start = share.narrow(0, 0, own), shared.start + place
+    residuals.add_to(values, shared.shares, start, shared.scale)
+    payload = codec.encode(share)
+    lost = values - _decoded(payload.unsqueeze(0), codec, share.numel()).narrow(0, 0, own)
+    residuals.keep(lost, shared.shares, start, shared.scale)
+    return payload
+
+
+def _decoded(payloads: torch.Tensor, codec: Codec, width: int) -> torch.Tensor:
+    """What each of ``payloads`` stands for, ``width`` numbers each, end to end."""
+    found = torch.zeros(len(payloads) * width, device=payloads.device)
+    for row, payload in zip(found.split(width), payloads, strict=True):
+        codec.add(payload, row)
+    return found

@@ -1,0 +1,159 @@
+"""Lamb whose ranks send each other signs, at stage 0: 1-bit Lamb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.experimental.one_bit import OneBitOptimizer, count
+
+
+class OneBitLamb(OneBitOptimizer):
+    """1-bit Lamb of Li et al. (arXiv:2104.06069): Lamb at first, then first means whose signs are sent.
+
+    With the means m of the gradient and v of its square, without bias correction, u = m / (sqrt(v) + eps) +
+    weight_decay p, and p <- p - lr c u. For the first ``freeze_step`` steps c is |p| / |u|, from ``min_coeff`` to
+    ``max_coeff``, or 1 where a norm is 0; a mean of it is kept, with the weight ``coeff_beta`` for what was. Then v and that
+    mean of c stay. Gradients stay on their ranks, and m becomes the mean over the ranks of what each has made of it. What
+    travels of a parameter is multiplied by a number that makes its m of one magnitude with that of the others.
+
+    From how m changes follows the gradient that all ranks together had, and from that a w which is what v would be. Now
+    c is the mean that was kept, times a factor: the largest element of (sqrt(v) + eps) / (sqrt(w) + eps), weighted with the
+    share r <= 1 of u that is not weight decay, f r + 1 - r, from ``factor_min`` to ``factor_max``, and no further from
+    that of the last step than a share of ``factor_threshold``.
+
+    Args:
+        params: tensors or param groups.
+        lr: learning rate.
+        freeze_step: steps with uncompressed gradients.
+        betas: of the means.
+        eps: added to the roots.
+        weight_decay: added to the step.
+        max_coeff: the largest c of the first steps.
+        min_coeff: the smallest.
+        coeff_beta: of the mean of c; 1 / (1 - coeff_beta) should not be above ``freeze_step``.
+        factor_max: the largest factor.
+        factor_min: the smallest.
+        factor_threshold: by how much of itself it may change in a step.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+        for lowest, low, highest, high in (
+            ("min_coeff", min_coeff, "max_coeff", max_coeff),
+            ("factor_min", factor_min, "factor_max", factor_max),
+        ):
+            if not 0.0 <= low <= high:
+                raise ConfigError(
+                    f"optimizer.params.{lowest} is {low!r} and {highest} {high!r}; expected 0 <= {lowest} <= {highest}"
+                )
+        for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(
+                    f"optimizer.params.{name} is {value!r}; expected a number from 0 and below 1"
+                )
+        self._freeze_step = count("freeze_step", freeze_step)
+        self._coefficients = (min_coeff, max_coeff)
+        self._coeff_beta = coeff_beta
+        self._factors = (factor_min, factor_max)
+        self._threshold = factor_threshold
+
+    def wants_mean(self) -> bool:
+        """Whether v is still measured."""
+        return self.taken < self._freeze_step
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        for group, tensors in super()._groups():
+            filled = [each for each in tensors if each.numel()]  # nothing has no largest element
+            if filled:
+                yield group, filled
+
+    def _update(self) -> None:
+        """Take a step of Lamb, and remember by what it was multiplied."""
+        for group, tensors in self._groups():
+            means, squares = self.moments_of(tensors)
+            for tensor, mean, square in zip(tensors, means, squares, strict=True):
+                step = mean.div(square.sqrt().add_(group["eps"])).add_(tensor, alpha=group["weight_decay"])
+                ratio = _ratio(tensor, step, 1.0)
+                if ratio != 1.0:
+                    ratio = _clamped(ratio, *self._coefficients)
+                    state, kept = self.state[tensor], self._coeff_beta
+                    state["coefficient"] = kept * state.get("coefficient", 0.0) + (1.0 - kept) * ratio
+                tensor.add_(step, alpha=-float(group["lr"]) * ratio)
+
+    def _step_apart(self, number: int) -> None:
+        self._freeze()
+        before, averages = [], []
+        for group, tensors in self._groups():
+            means, _ = self.moments_of(tensors)
+            for tensor, mean in zip(tensors, means, strict=True):
+                assert tensor.grad is not None
+                before.append(mean.clone())
+                averages.append(mean.lerp_(tensor.grad, 1.0 - group["betas"][0]))
+        self._exchange("momentum", averages)
+        earlier = iter(before)
+        for group, tensors in self._groups():
+            for tensor in tensors:
+                self._move(group, tensor, next(earlier))
+
+    def _freeze(self) -> None:
+        """Once: how much each parameter's m is to be multiplied by for all of them to be of one magnitude."""
+        new = [each for _, tensors in self._groups() for each in tensors if "scale" not in self.state[each]]
+        if not new:
+            return
+        magnitudes = [float(self.state[each]["exp_avg"].square().mean().sqrt()) for each in new]
+        united = sum(magnitudes) / len(magnitudes)
+        for tensor, magnitude in zip(new, magnitudes, strict=True):
+            state = self.state[tensor]
+            state["scale"] = united / magnitude if magnitude > 0.0 else 1.0
+            state["factor"] = 1.0
+            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+
+    def _divisor(self, group: dict[str, Any], tensor: torch.Tensor) -> float:
+        return 1.0 / float(self.state[tensor]["scale"])
+
+    def _move(self, group: dict[str, Any], tensor: torch.Tensor, before: torch.Tensor) -> None:
+        """Move one parameter by its m, which was ``before`` and is the same on all ranks."""
+        state, (beta1, beta2), decay = self.state[tensor], group["betas"], group["weight_decay"]
+        mean, square, fresh = state["exp_avg"], state["exp_avg_sq"], state["exp_avg_sq_fresh"]
+        gradient = before.mul_(-beta1).add_(mean).div_(1.0 - beta1)
+        fresh.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        divisor = square.sqrt().add_(group["eps"])
+        step = mean / divisor
+        factor = float(divisor.div_(fresh.sqrt().add_(group["eps"])).max())
+        if decay > 0.0:
+            whole = step.add(tensor, alpha=decay)
+            share = min(1.0, _ratio(step, whole, 0.0))
+            factor, step = factor * share + 1.0 - share, whole
+        last = state["factor"]
+        factor = _clamped(factor, *self._factors)
+        factor = _clamped(factor, last * (1.0 - self._threshold), last * (1.0 + self._threshold))
+        state["factor"] = factor
+        tensor.add_(step, alpha=-float(group["lr"]) * state.get("coefficient", 1.0) * factor)
+
+
+def _ratio(one: torch.Tensor, other: torch.Tensor, without: float) -> float:
+    """The norm of ``one`` divided by that of ``other``; ``without`` where either is 0."""
+    above, below = float(torch.linalg.vector_norm(one)), float(torch.linalg.vector_norm(other))
+    return above / below if above and below else without
+
+
+def _clamped(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

@@ -1,0 +1,72 @@
+"""Whether a message goes along the axes or plainly: the same answer on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import ConfigError
+from zero_runtime.experimental.topology_aware.costs import OPERATIONS, Cost, Costs, read_costs
+
+_TELL: Final = hooks.tag("other")
+
+
+class Choice:
+    """Chooses for each message. Without costs every message goes along the axes.
+
+    Args:
+        sizes: ranks along each axis.
+        implementation: of a reduce_scatter.
+        costs: what was calibrated; None for nothing.
+    """
+
+    def __init__(self, sizes: Sequence[int], implementation: str, costs: Costs | None) -> None:
+        self._sizes = tuple(sizes)
+        self._implementation = implementation
+        self._costs = costs
+        self.composes = cache(self._composes)
+
+    def _composes(self, operation: str, payload: int) -> bool:
+        """Whether ``operation`` (all_reduce, reduce_scatter, all_gather) of ``payload`` bytes goes along the axes."""
+        if self._costs is None:
+            return payload > 0
+        arguments = (operation, payload, self._sizes, self._implementation)
+        return self._costs.composed_ns(*arguments) < self._costs.plain_ns(*arguments)
+
+
+def agreed_costs(group: DataParallelGroup, world: str, axes: Sequence[str], sharing: Sequence[int]) -> Costs:
+    """The costs in the files that rank 0 reads, on every rank: one broadcast.
+
+    Args:
+        group: all ranks.
+        world: the calibration among all ranks.
+        axes: those among the ranks of each axis, outermost first.
+        sharing: see :class:`Costs`.
+
+    Raises:
+        ConfigError: on every rank, where rank 0 cannot read one of them.
+    """
+    files = [world, *axes]
+    told = torch.zeros(1 + 2 * len(OPERATIONS) * len(files), dtype=torch.float64, device=group.device)
+    failed: ConfigError | None = None
+    if group.rank == 0:
+        try:
+            read = [read_costs(path) for path in files]
+            numbers = [number for costs in read for each in OPERATIONS for number in costs[each]]
+            told.copy_(torch.tensor([1.0, *numbers], dtype=torch.float64))
+        except ConfigError as error:
+            failed = error
+    group.broadcast(told, 0, why=_TELL)
+    if failed is not None:
+        raise failed
+    good, *numbers = told.tolist()
+    if not good:
+        raise ConfigError("communication.calibration: rank 0 cannot read the files; see what it says")
+    pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))
+    tables = [{each: Cost(*next(pairs)) for each in OPERATIONS} for _ in files]
+    return Costs(tables[0], tables[1:], tuple(sharing))

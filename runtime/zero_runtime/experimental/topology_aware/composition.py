@@ -1,0 +1,189 @@
+"""Collectives over a grid of ranks, as sequences of collectives along its axes.
+
+| collective     | along                                                             | bytes on axis 0 (outermost) |
+|----------------|-------------------------------------------------------------------|-----------------------------|
+| reduce_scatter | the innermost axis first: every further one has what is left      | 1/inner                     |
+| all_gather     | the outermost axis first, the way back                            | 1/inner                     |
+| all_reduce     | reduce_scatter along all but axis 0, all_reduce along that, and   | 1/inner                     |
+|                | all_gather the way back                                           |                             |
+
+inner is the product of the other sizes; "bytes" compares with the same collective along axis 0 of the whole message. Rank
+numbers count along the innermost axis first. This is the hierarchical scheme of two levels, and with three axes that of a 3D
+torus (Jain et al., "Efficient MPI collectives on torus networks"; Mikami et al., arXiv:1811.05233, 2D).
+
+Each function is a generator that yields the messages it has begun and goes on, when asked, once they have arrived.
+A blocking one yields nothing but None. Sums of 16-bit values are rounded to 16 bits after each axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from math import prod
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.gradient_reduction.reduction import ALL_TO_ALL
+
+Steps = Generator[Work | None, None, None]
+Groups = Sequence[DataParallelGroup]
+
+
+class Composed:
+    """A composed collective. Its first message is begun when it is made, each further one once the last was waited for."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._work: Work | None = None
+        self._go_on()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._work is None
+
+    def _go_on(self) -> None:
+        self._work = next((work for work in self._steps if work is not None), None)
+
+    def is_completed(self) -> bool:
+        """As :attr:`done`: what is under way is only looked at by waiting."""
+        return self.done
+
+    def wait(self, *arguments: object) -> bool:
+        """Carry it through to its end."""
+        while self._work is not None:
+            self._work.wait()
+            self._go_on()
+        return True
+
+
+def all_reduce(
+    tensor: torch.Tensor, groups: Groups, implementation: str, why: hooks.tag | None, asynchronous: bool
+) -> Steps:
+    """Sum the contiguous ``tensor`` in place on every rank.
+
+    Args:
+        tensor: the message; where its elements do not divide among the inner axes, a padded copy travels.
+        groups: this rank's group along each axis, outermost first.
+        implementation: of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
+        why: the tag of every message.
+        asynchronous: messages are begun, and waited for by whoever runs the steps.
+    """
+    why = _of_a_part(why)
+    flat = tensor.view(-1)
+    inner = prod(group.world_size for group in groups[1:])
+    numel = -(-flat.numel() // inner) * inner
+    whole = flat
+    if numel != flat.numel():
+        whole = flat.new_zeros(numel)
+        whole.narrow(0, 0, flat.numel()).copy_(flat)
+    parts = [whole]
+    for group in reversed(groups[1:]):
+        rows = parts[-1]
+        width = rows.numel() // group.world_size
+        work, total = _scatter(rows, [width] * group.world_size, group, implementation, why, asynchronous)
+        yield work
+        mine = rows.narrow(0, group.rank * width, width)
+        mine.copy_(total())
+        parts.append(mine)
+    yield groups[0].all_reduce(parts[-1], why=why, asynchronous=asynchronous)
+    for group in groups[1:]:
+        mine = parts.pop()
+        yield group.all_gather_single(parts[-1], mine, why=why, asynchronous=asynchronous)
+    if whole is not flat:
+        flat.copy_(whole.narrow(0, 0, flat.numel()))
+
+
+def reduce_scatter(
+    result: list[torch.Tensor],
+    rows: torch.Tensor,
+    numels: Sequence[int],
+    groups: Groups,
+    implementation: str,
+    why: hooks.tag | None,
+    asynchronous: bool,
+) -> Steps:
+    """Sum row r of ``rows`` on rank r.
+
+    Args:
+        result: gets this rank's sum, 1-D; of 16-bit rows that an all_to_all carried, in fp32.
+        rows: the rows end to end, 1-D; not changed.
+        numels: elements of each; equal ones unless ``implementation`` is ``all_to_all``.
+        groups, implementation, why, asynchronous: as in :func:`all_reduce`.
+    """
+    why = _of_a_part(why)
+    held = list(numels)
+    for group in reversed(groups):
+        size = group.world_size
+        # Rank numbers count along this axis first: its neighbours' rows take turns.
+        parts = rows.split(held)
+        order = [index for step in range(size) for index in range(step, len(held), size)]
+        rows = torch.cat([parts[index] for index in order]) if len(held) > size else rows
+        widths = [sum(held[step::size]) for step in range(size)]
+        work, total = _scatter(rows, widths, group, implementation, why, asynchronous)
+        yield work
+        held = held[group.rank :: size]
+        result[:] = [total()]
+        rows = result[0].to(rows.dtype)
+
+
+def all_gather(
+    output: torch.Tensor,
+    piece: torch.Tensor,
+    groups: Groups,
+    why: hooks.tag | None,
+    asynchronous: bool,
+) -> Steps:
+    """Gather every rank's ``piece`` (n elements) into ``output`` (ranks x n, contiguous), in rank order."""
+    why = _of_a_part(why)
+    gathered = piece.reshape(-1)
+    for group in groups:
+        wider = output.new_empty(group.world_size * gathered.numel())
+        yield group.all_gather_single(wider, gathered, why=why, asynchronous=asynchronous)
+        gathered = wider
+    sizes = [group.world_size for group in groups]
+    # The axis that was gathered along last is the first one now.
+    turned = gathered.view(*reversed(sizes), -1).permute(*reversed(range(len(sizes))), len(sizes))
+    output.view(*sizes, -1).copy_(turned)
+
+
+def _scatter(
+    rows: torch.Tensor,
+    numels: Sequence[int],
+    group: DataParallelGroup,
+    implementation: str,
+    why: hooks.tag | None,
+    asynchronous: bool,
+) -> tuple[Work | None, Callable[[], torch.Tensor]]:
+    """A reduce_scatter along one axis: the message, and what gives this rank's sum once it has arrived."""
+    mine = numels[group.rank]
+    if implementation != ALL_TO_ALL:
+        output = rows.new_empty(mine)
+        return group.reduce_scatter_single(output, rows, why=why, asynchronous=asynchronous), lambda: output
+    received = rows.new_empty(group.world_size * mine)
+    meant = None if why is None else _meaning_reduce_scatter(why)
+    return group.sum_rows(received, rows, numels, why=meant, asynchronous=asynchronous)
+
+
+def _of_a_part(why: hooks.tag | None) -> hooks.tag | None:
+    """The tag of messages that carry a part each: how much of a part is padding is not known."""
+    if why is None or why.padding_bytes is None:
+        return why
+    return hooks.tag(
+        why.purpose, why.bucket, why.owner, why.parameters, why.intended_op, why.bucket_bytes, why.module
+    )
+
+
+def _meaning_reduce_scatter(why: hooks.tag) -> hooks.tag:
+    if why.intended_op == "reduce_scatter":
+        return why
+    return hooks.tag(
+        why.purpose,
+        bucket=why.bucket,
+        owner=why.owner,
+        parameters=why.parameters,
+        intended_op="reduce_scatter",
+        bucket_bytes=why.bucket_bytes,
+        module=why.module,
+    )

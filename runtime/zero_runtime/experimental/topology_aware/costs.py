@@ -1,0 +1,111 @@
+"""What a collective costs, by the files of ``commprof calibrate``: plain, and composed along the axes. Pure.
+
+Hockney's model, as it was fitted: t(S) = alpha + S / beta, with the same latency and bus bandwidth where a group has another
+number of ranks than was calibrated (docs/calibration.md). Groups of one axis that share a host's links get a
+share of its bandwidth each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.reduction import ALL_TO_ALL
+
+FORMAT: Final = "commprof-calibration"
+OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+
+class Cost(NamedTuple):
+    """Of one operation.
+
+    Attributes:
+        alpha_ns: latency.
+        bus_ns_per_byte: 1 / bus bandwidth, by the definitions of nccl-tests.
+    """
+
+    alpha_ns: float
+    bus_ns_per_byte: float
+
+    def time_ns(self, operation: str, payload: float, ranks: int) -> float:
+        """Of ``payload`` bytes (S of nccl-tests) among ``ranks`` ranks."""
+        return self.alpha_ns + payload * bus_factor(operation, ranks) * self.bus_ns_per_byte
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bus bandwidth / algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+class Costs(NamedTuple):
+    """What was calibrated.
+
+    Attributes:
+        world: cost of each operation among all ranks.
+        axes: the same among the ranks of a group of each axis.
+        sharing: groups of each axis that share one host's links.
+    """
+
+    world: Mapping[str, Cost]
+    axes: Sequence[Mapping[str, Cost]]
+    sharing: Sequence[int]
+
+    def described(self) -> dict[str, Any]:
+        """Everything as plain numbers, for the record of a run: of each operation the two of its :class:`Cost`."""
+        world, *axes = ({op: list(cost) for op, cost in table.items()} for table in (self.world, *self.axes))
+        return {"world": world, "axes": axes, "sharing": list(self.sharing)}
+
+    def plain_ns(self, operation: str, payload: float, sizes: Sequence[int], implementation: str) -> float:
+        """Time of the plain collective of ``payload`` bytes."""
+        issued = _issued(operation, implementation)
+        return self.world[issued].time_ns(issued, payload, prod(sizes))
+
+    def composed_ns(self, operation: str, payload: float, sizes: Sequence[int], implementation: str) -> float:
+        """Time of the composed collective of ``payload`` bytes, axis after axis."""
+        total, left = 0.0, payload
+        for axis in range(len(sizes) - 1, -1, -1):
+            halves = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
+            for each in ("all_reduce",) if operation == "all_reduce" and axis == 0 else halves:
+                issued = _issued(each, implementation)
+                total += self.axes[axis][issued].time_ns(issued, left * self.sharing[axis], sizes[axis])
+            left /= sizes[axis]
+        return total
+
+
+def _issued(operation: str, implementation: str) -> str:
+    return "all_to_all" if operation == "reduce_scatter" and implementation == ALL_TO_ALL else operation
+
+
+def read_costs(path: str) -> dict[str, Cost]:
+    """The costs in a file of ``commprof calibrate --out``: operation -> cost.
+
+    Raises:
+        ConfigError: it cannot be read, is no calibration, or lacks one of :data:`OPERATIONS`.
+    """
+    key = "communication.calibration"
+    try:
+        content: Any = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {path} cannot be read: {error.strerror}; make it: commprof calibrate --out"
+        ) from None
+    except ValueError:
+        content = None
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+        raise ConfigError(f"{key}: {path} is no calibration; make one: commprof calibrate --out FILE")
+    found = {}
+    for operation in OPERATIONS:
+        try:
+            entry = content["ops"][operation]
+            fit, factor = entry["fit"], entry["bus_factor"]
+            cost = Cost(float(fit["alpha_ns"]), 1e9 / (float(fit["beta_bytes_per_s"]) * float(factor)))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            raise ConfigError(
+                f"{key}: {path} has no fitted times of {operation}; calibrate again, with this operation and 3 sizes or more"
+            ) from None
+        found[operation] = cost
+    return found

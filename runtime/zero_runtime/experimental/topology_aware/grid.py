@@ -1,0 +1,68 @@
+"""The groups of ranks along the axes, made once for each grid."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from commprof import hooks
+from zero_runtime import comm
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.experimental.topology_aware.sizes import axis_groups
+
+_HOSTS: Final = hooks.tag("other")
+# New groups cost memory and, on an accelerator, connections: a second engine takes those of the first.
+_made: Final[WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, ...]]]] = WeakKeyDictionary()
+
+
+class Grid(NamedTuple):
+    """The axes as this rank sees them.
+
+    Attributes:
+        sizes: ranks along each axis, outermost first.
+        groups: this rank's group along each.
+    """
+
+    sizes: tuple[int, ...]
+    groups: tuple[DataParallelGroup, ...]
+
+
+def hosts_of(group: DataParallelGroup) -> list[int]:
+    """A number for each rank's host, equal for ranks of one host: one all_gather of names, as checksums."""
+    mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=group.device)
+    everybody = mine.new_zeros(group.world_size)
+    group.all_gather_single(everybody, mine, why=_HOSTS)
+    return [int(each) for each in everybody.tolist()]
+
+
+def make_grid(
+    group: DataParallelGroup, sizes: Sequence[int], wrap: Callable[[Any], DataParallelGroup]
+) -> Grid:
+    """The groups along each axis of ``sizes``, whose product is the number of ranks. Every rank must call it.
+
+    Each group's description is ``axis <number> of <sizes>``, axis 0 being the outermost; it is in the traces.
+
+    Args:
+        group: all ranks.
+        sizes: ranks along each axis.
+        wrap: makes a group of what :func:`zero_runtime.comm.new_group` gives.
+    """
+    sizes = tuple(sizes)
+    made = _made.setdefault(comm.default_group(), {})
+    if sizes not in made:
+        shown = "x".join(map(str, sizes))
+        mine = []
+        for axis in range(len(sizes)):
+            for ranks in axis_groups(sizes, axis):
+                found = comm.new_group(
+                    [group.global_ranks[rank] for rank in ranks], f"axis {axis} of {shown}"
+                )
+                if group.rank in ranks:
+                    mine.append(found)
+        made[sizes] = tuple(mine)
+    return Grid(sizes, tuple(wrap(each) for each in made[sizes]))

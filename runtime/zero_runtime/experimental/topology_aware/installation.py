@@ -1,0 +1,75 @@
+"""Gives a group of all ranks what the block ``communication`` asks for, before anything is sent through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from zero_runtime import comm, log
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.configuration.communication import CommunicationConfig, wrong_number_of_files
+from zero_runtime.errors import ConfigError
+from zero_runtime.experimental.topology_aware.choice import Choice, agreed_costs
+from zero_runtime.experimental.topology_aware.costs import Costs
+from zero_runtime.experimental.topology_aware.grid import Grid, hosts_of, make_grid
+from zero_runtime.experimental.topology_aware.group import ComposedMessages
+from zero_runtime.experimental.topology_aware.sizes import grid, sharing
+from zero_runtime.experimental.topology_aware.watch import Watch, count_time
+from zero_runtime.gradient_reduction.reduction import default_implementation
+
+
+class Installed(NamedTuple):
+    """What looks for slow ranks, and the costs by which messages go along the axes; None where nobody asked."""
+
+    watch: Watch | None = None
+    costs: Costs | None = None
+
+
+def install(
+    group: DataParallelGroup,
+    communication: CommunicationConfig,
+    implementation: str | None,
+    wrap: Callable[[Any], DataParallelGroup],
+) -> Installed:
+    """Have messages of ``group`` go along the axes of a grid, and its ranks watched, as far as that is asked for.
+
+    Args:
+        group: all ranks.
+        communication: the block.
+        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        wrap: makes a group like ``group`` of the ranks along an axis.
+
+    Raises:
+        ConfigError: on every rank, where a calibration cannot be read or there is not one for each axis.
+    """
+    if not communication.plain and group.world_size < comm.get_world_size():
+        raise ConfigError(
+            f"communication.topology is {communication.topology}, and the {comm.get_world_size()} ranks are shared out "
+            f"among groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
+            "sequence or pipeline parallelism"
+        )
+    made: Grid | None = None
+    choice = costs = None
+    chosen = implementation or default_implementation(group.backend)
+    if not communication.plain:
+        hosts = hosts_of(group)
+        sizes, notice = grid(communication.topology, hosts)
+        if notice and group.rank == 0:
+            log.warning(notice)
+        if len(sizes) > 1:
+            if communication.world_calibration is not None:
+                files = communication.axis_calibrations
+                if len(files) != len(sizes):
+                    raise ConfigError(wrong_number_of_files(len(files), len(sizes)))
+                costs = agreed_costs(group, communication.world_calibration, files, sharing(sizes, hosts))
+            choice = Choice(sizes, chosen, costs)
+            made = make_grid(group, sizes, wrap)
+    tolerance = communication.slow_node_tolerance
+    watch = None
+    if tolerance is not None:
+        world = count_time(group)
+        axes = [count_time(each) for each in made.groups] if made is not None else []
+        watch = Watch(group, tolerance, world, axes, made.sizes if made is not None else ())
+    if made is not None and choice is not None:
+        ComposedMessages(group, made, choice, chosen).install(group)
+    return Installed(watch, costs if made is not None else None)

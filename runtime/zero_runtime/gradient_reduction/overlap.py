@@ -1,0 +1,90 @@
+"""Gradient buckets on their way while the backward pass goes on.
+
+On a CPU the messages of a bucket are asynchronous: the process group's own threads carry them, and what is to be done with
+the sum is done when the bucket *lands*. On CUDA the whole reduction, what is done with the sum included, is
+queued on a side stream, and landing makes the current stream wait for it. The order of the messages is that of the
+buckets either way, the same as without overlap, and so is every sum.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from zero_runtime.gradient_reduction.buckets import Bucket
+from zero_runtime.gradient_reduction.reduction import Finish
+
+# Buckets on their way at once: one on the wire, one queued behind it. A third is being filled meanwhile.
+DEPTH: Final = 2
+
+
+class Flight:
+    """A bucket on its way, or one that has arrived already."""
+
+    def __init__(self, finish: Finish | None = None) -> None:
+        self._finish = finish
+
+    @property
+    def landed(self) -> bool:
+        """Whether ``land`` has nothing left to do."""
+        return self._finish is None
+
+    def land(self) -> None:
+        """Wait for the bucket, and do what is to be done with it; its memory is free after that."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Overlap:
+    """Sends buckets, and keeps account of those that are under way.
+
+    Args:
+        device: where gradients are.
+        enabled: otherwise every bucket has arrived when ``send`` returns.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self._stream = torch.cuda.Stream(device) if enabled and device.type == "cuda" else None
+        self._asynchronous = enabled and self._stream is None
+        self._flights: deque[Flight] = deque()
+
+    def send(self, bucket: Bucket, start: Callable[[Bucket], Finish | None]) -> Flight:
+        """Send ``bucket``, once fewer than :data:`DEPTH` are under way.
+
+        Args:
+            bucket: the bucket.
+            start: sends it, and returns what is to be done once it has arrived; None where that has been done.
+        """
+        if self._stream is not None:
+            return self._send_beside(bucket, start, self._stream)
+        while len(self._flights) >= DEPTH:
+            self._flights.popleft().land()
+        bucket.asynchronous = self._asynchronous
+        flight = Flight(start(bucket))
+        if not flight.landed:
+            self._flights.append(flight)
+        return flight
+
+    def _send_beside(
+        self, bucket: Bucket, start: Callable[[Bucket], Finish | None], stream: torch.cuda.Stream
+    ) -> Flight:
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            start(bucket)
+            arrived = stream.record_event()
+        # The allocator must not give their memory away before the side stream is done with it.
+        for tensor in (bucket.tensor, *(entry.gradient for entry in bucket.entries)):
+            tensor.record_stream(stream)
+        flight = Flight(lambda: torch.cuda.current_stream(stream.device).wait_event(arrived))
+        self._flights.append(flight)
+        return flight
+
+    def land_all(self) -> None:
+        """Wait for every bucket under way."""
+        while self._flights:
+            self._flights.popleft().land()

@@ -1,0 +1,353 @@
+"""Gradients reduced band by band (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
+
+A band (:mod:`zero_runtime.gradient_reduction.layout`) is a bucket with a fixed place in the flat buffer, so every rank
+owns as much of it, its rows are equal, and nothing is rearranged: a gradient is divided, cast and put in its place in
+one go, the band is sent as it is, and this rank's row of the sum is added to its piece. Bands go in the order in which
+a backward pass completes them if it visits the model in reverse, the same on all ranks whatever order gradients come
+in; one that is complete waits for those before it. A parameter without a gradient sends zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.experimental.compression.quantized_messages import scatter_quantized
+from zero_runtime.gradient_reduction.buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
+from zero_runtime.gradient_reduction.clip import sharded_norm
+from zero_runtime.gradient_reduction.layout import Run, Slice
+from zero_runtime.gradient_reduction.overlap import Flight, Overlap
+from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, add_rounded
+from zero_runtime.gradient_reduction.reduction import (
+    NATIVE,
+    Finish,
+    after,
+    default_implementation,
+    row_of_sum,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A part of one parameter that lies in a band. Counts are elements."""
+
+    parameter: torch.nn.Parameter
+    name: str
+    start: int  # within the flattened parameter
+    numel: int
+    position: int  # within the band
+
+
+@dataclass(slots=True)
+class Band:
+    """A band of a group's flat buffer.
+
+    Attributes:
+        group: the group's number.
+        number: of the band within the group.
+        numel: elements, padding included.
+        end: where the padding begins, if it has some.
+        dtype: in which it travels.
+        members: what lies in it.
+        waiting: parameters whose gradients have not come yet in this pass.
+        buffer: the gradients that have, where they belong.
+    """
+
+    group: int
+    number: int
+    numel: int
+    end: int
+    dtype: torch.dtype
+    members: tuple[Member, ...]
+    waiting: set[torch.nn.Parameter]
+    buffer: torch.Tensor | None = None
+
+
+class BandedGradients:
+    """Reduces gradients to the ranks that own them, and accumulates what this rank owns.
+
+    The arguments and attributes are those of :class:`zero_runtime.gradient_reduction.reducer.ShardedGradients`, and:
+
+    Args:
+        order: the model's parameters, in its order.
+        implementation: of the reduce_scatter: ``native`` or ``all_to_all``, None for the backend's.
+        quantized: whether bands travel in 4 bits, by an all_to_all of bytes and a local sum.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+        policy: Policy,
+        group: DataParallelGroup,
+        accumulation: torch.dtype | None,
+        at_boundary: Callable[[], bool],
+        order: Sequence[torch.nn.Parameter],
+        implementation: str | None = None,
+        quantized: bool = False,
+    ) -> None:
+        self._quantized = quantized and group.world_size > 1
+        self._groups = groups
+        self._policy = policy
+        self._group = group
+        self._at_boundary = at_boundary
+        self._implementation = implementation or default_implementation(group.backend)
+        self._paused = False
+        self._number = 0
+        self._overlap = Overlap(group.device, policy.overlap)
+        self._bands = bands(groups, dtypes, order)
+        self._of: dict[torch.nn.Parameter, list[tuple[Band, Member]]] = {}
+        for band in self._bands:
+            for member in band.members:
+                self._of.setdefault(member.parameter, []).append((band, member))
+        self._sent = 0  # bands of this pass
+        self._spare: list[tuple[torch.Tensor, Flight]] = []
+        self._empty = True
+        self.pieces = [
+            torch.zeros(
+                each.layout.piece_numel,
+                dtype=accumulation or each.parameters[0].dtype,
+                device=each.parameters[0].device,
+            )
+            for each in groups
+        ]
+        self._handles: list[RemovableHandle] = []
+        if policy.stage.reduces_in_hooks:
+            for parameter in self._of:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._handles.append(hook)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_step(self) -> None:
+        """Count bands from 0 again."""
+        self._number = 0
+
+    def finish_backward(self) -> None:
+        """Send the bands that are left; where the stage waits for the whole gradient, fill them first."""
+        stage = self._policy.stage
+        if self._paused or not (stage.shards_gradients or self._at_boundary()):
+            return
+        if not stage.shards_gradients:
+            self._put_all()  # also what only earlier micro-batches gave, where hooks have sent the rest
+        self._finish_pass()
+
+    @torch.no_grad()
+    def reduce_accumulated(self) -> None:
+        """Reduce what several backward passes have left while paused."""
+        self._put_all()
+        self._finish_pass()
+        if self._policy.stage.shards_gradients:
+            for parameter in self._of:
+                parameter.grad = None
+
+    def _put_all(self) -> None:
+        for band in self._bands[self._sent :]:
+            for member in band.members:
+                if member.parameter.grad is not None:
+                    self._put(band, member, member.parameter.grad)
+            self._send(band)
+
+    def pause(self, paused: bool) -> None:
+        """Whether gradients only accumulate for now (``no_sync``)."""
+        self._paused = paused
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """In which squared norms are summed over ranks."""
+        return self._policy.norm_dtype
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of reduced gradients."""
+        yield from self.pieces
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Nothing: buffers of bands do not outlive a backward pass."""
+        return iter(())
+
+    def free_buffers(self) -> None:
+        """Nothing, likewise."""
+
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients: one all_reduce for each param group."""
+        return sharded_norm(self.pieces, self._group, self.norm_dtype)
+
+    def clear(self) -> None:
+        """Forget the gradients of the step that has been taken, or of a pass that was broken off."""
+        self._overlap.land_all()
+        self._begin_pass()
+        for piece in self.pieces:
+            piece.zero_()
+        self._empty = True
+        for parameter in self._of:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._paused or not (self._policy.stage.shards_gradients or self._at_boundary()):
+            return
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
+        places = self._of[parameter]
+        if any(parameter not in band.waiting for band, _ in places):
+            # Its second gradient in one pass, as under reentrant checkpointing.
+            self._finish_pass()
+        gradient, parameter.grad = parameter.grad, None
+        for band, member in places:
+            self._put(band, member, gradient)
+        while self._sent < len(self._bands) and not self._bands[self._sent].waiting:
+            self._send(self._bands[self._sent])
+
+    def _finish_pass(self) -> None:
+        """Send what is left of the bands, wait for all, and begin to fill them anew."""
+        while self._sent < len(self._bands):
+            self._send(self._bands[self._sent])
+        self._overlap.land_all()
+        self._empty = False
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._sent = 0
+        self._spare.clear()
+        for band in self._bands:
+            band.buffer = None
+            band.waiting = {member.parameter for member in band.members}
+
+    def _put(self, band: Band, member: Member, gradient: torch.Tensor) -> None:
+        part = gradient.detach().reshape(-1).narrow(0, member.start, member.numel)
+        target = self._buffer(band).narrow(0, member.position, member.numel)
+        divisor = self._policy.scaling.bucket_divisor
+        if divisor == 1.0:
+            target.copy_(part)
+        else:
+            torch.div(part, divisor, out=target)
+        band.waiting.discard(member.parameter)
+
+    def _buffer(self, band: Band) -> torch.Tensor:
+        if band.buffer is None:
+            band.buffer = self._free(band)
+            used = sum(member.numel for member in band.members)
+            if used < band.numel:
+                band.buffer.zero_()
+        return band.buffer
+
+    def _free(self, band: Band) -> torch.Tensor:
+        """Memory for ``band``: that of one which has landed, where there is one."""
+        for index, (tensor, flight) in enumerate(self._spare):
+            if tensor.dtype is band.dtype and tensor.numel() == band.numel and flight.landed:
+                return self._spare.pop(index)[0]
+        return torch.empty(band.numel, dtype=band.dtype, device=self._group.device)
+
+    def _send(self, band: Band) -> None:
+        self._sent += 1
+        buffer = self._buffer(band)
+        for member in band.members:
+            if member.parameter in band.waiting:
+                buffer.narrow(0, member.position, member.numel).zero_()
+        bucket = self._bucket(band, buffer)
+        band.buffer = None
+        if hooks.recording():
+            bucket.publish()
+        self._spare.append((buffer, self._overlap.send(bucket, partial(self._start, band))))
+
+    def _bucket(self, band: Band, buffer: torch.Tensor) -> Bucket:
+        row = band.numel // self._group.world_size
+        entries = tuple(
+            Entry(member.name, buffer.narrow(0, member.position, member.numel), (), band.group)
+            for member in band.members
+        )
+        # An all_to_all of rows of any length leaves the padding out.
+        whole = self._implementation == NATIVE or self._quantized
+        bucket = Bucket(
+            number=self._number,
+            tensor=buffer if whole else buffer.narrow(0, 0, band.end),
+            runs=tuple(
+                Run(owner, owner * row, max(0, min(row, band.end - owner * row)))
+                for owner in range(self._group.world_size)
+            ),
+            dtype=band.dtype,
+            limit=self._policy.limit,
+            scaling=Scaling(),
+            entries=entries,
+            flush_reason=END_OF_BACKWARD if band.waiting or self._sent == len(self._bands) else FULL,
+            members=self._group.global_ranks,
+        )
+        self._number += 1
+        return bucket
+
+    def _start(self, band: Band, bucket: Bucket) -> Finish | None:
+        """Send a band; its row of the sum goes to where it belongs in the piece."""
+        row = band.numel // self._group.world_size
+        mine = self.pieces[band.group].narrow(0, band.number * row, row)
+        if self._quantized:
+            work, total = scatter_quantized(bucket.tensor, bucket, self._group)
+            return after([work], lambda: self._take(mine, total()))
+        return row_of_sum(bucket, self._group, self._implementation, partial(self._take, mine))
+
+    @torch.no_grad()
+    def _take(self, mine: torch.Tensor, total: torch.Tensor) -> None:
+        if self._empty:
+            mine.narrow(0, 0, total.numel()).copy_(total)
+        else:
+            add_rounded(mine.narrow(0, 0, total.numel()), total)
+
+
+def bands(
+    groups: Sequence[ParameterGroup],
+    dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+    order: Sequence[torch.nn.Parameter],
+) -> list[Band]:
+    """The bands of all groups, those that begin late in the model first.
+
+    Args:
+        groups: the param groups.
+        dtypes: in which each parameter's gradient travels; the same for all of a group.
+        order: the model's parameters, in its order.
+    """
+    place = {parameter: number for number, parameter in enumerate(order)}
+    found = []
+    for number, each in enumerate(groups):
+        layout = each.flat_layout
+        members: list[list[Member]] = [[] for _ in range(layout.bands)]
+        for name, parameter, offset in zip(each.names, each.parameters, layout.offsets, strict=True):
+            for piece in _cut(offset, parameter.numel(), layout.band_numel):
+                member = Member(parameter, name, piece.start, piece.numel, piece.offset)
+                members[piece.owner].append(member)
+        found += [
+            Band(
+                number,
+                index,
+                layout.band_numel,
+                min(layout.band_numel, layout.end - index * layout.band_numel),
+                dtypes[each.parameters[0]],
+                tuple(inside),
+                {member.parameter for member in inside},
+            )
+            for index, inside in enumerate(members)
+        ]
+
+    def when_complete(band: Band) -> tuple[int, int]:
+        first = min((place.get(member.parameter, len(place)) for member in band.members), default=-1)
+        return first, band.number
+
+    return sorted(found, key=when_complete, reverse=True)
+
+
+def _cut(offset: int, numel: int, width: int) -> list[Slice]:
+    """Elements ``offset`` to ``offset + numel``, cut at multiples of ``width``: the ``owner`` is the number of the part."""
+    parts = []
+    position = offset
+    while position < offset + numel:
+        band, within = divmod(position, width)
+        end = min(offset + numel, (band + 1) * width)
+        parts.append(Slice(band, position - offset, end - position, within))
+        position = end
+    return parts

@@ -1,0 +1,285 @@
+"""The gradient reductions of ZeRO stages 0 to 2, side by side.
+
+| name                  | in DeepSpeed, stages 1 and 2          | issued for a bucket of S bytes  | result on  | sent       |
+|-----------------------|---------------------------------------|---------------------------------|------------|------------|
+| all_reduce            | reduce_scatter false                  | 1 all_reduce of the bucket      | every rank | 2(n-1)/n S |
+| multi_rank_all_reduce | reduce_scatter true,                  | 1 all_reduce of owners' slices  | every rank | 2(n-1)/n S |
+|                       | use_multi_rank_bucket_allreduce true  | (more if it exceeds the limit)  |            |            |
+| reduce_to_owner       | reduce_scatter true,                  | 1 reduce for each owner in it   | the owner  | (n-1)/n S  |
+|                       | use_multi_rank_bucket_allreduce false |                                 |            |            |
+| reduce_scatter        | none                                  | 1 reduce_scatter, or all_to_all | the owner  | (n-1)/n S  |
+|                       |                                       | and a local sum                 |            |            |
+
+n is the number of ranks; "sent" is the mean over them in the bandwidth-optimal model. Each function takes the bucket
+and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this rank owns; the rest is undefined.
+An ``asynchronous`` bucket is only sent: the function returned is to be called before its tensor is touched.
+
+Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each owner. An all_to_all_single takes rows of
+unequal length: a rank sends exactly what it does not own, and the payload of a step's buckets is the gradients'
+bytes, without padding. A native reduce_scatter_single needs equal rows. They are padded with zeros where that adds
+at most 1/16 to the bucket; otherwise a reduce_scatter of a list of unequal rows is issued (which NCCL runs as one reduce
+for each row). Measured in tests/integration/test_zero_reductions.py: payload = gradient bytes, exactly, with all_to_all.
+
+Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's piece, and all ranks send to
+that one. So this reduction is not used on such buckets where it can be helped: see
+:mod:`zero_runtime.gradient_reduction.owner_ordered_buckets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Final
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.buckets import Bucket, joined
+from zero_runtime.gradient_reduction.layout import Run, flushed_runs
+
+Finish = Callable[[], None]
+Reduction = Callable[[Bucket, DataParallelGroup], Finish | None]
+
+NATIVE: Final = "native"
+ALL_TO_ALL: Final = "all_to_all"
+_LARGEST_PADDING: Final = 1 / 16
+
+
+def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+    """Sum the whole bucket on every rank."""
+    outgoing = scaled(bucket)
+    work = group.all_reduce(outgoing, why=bucket.why(), asynchronous=bucket.asynchronous)
+
+    def finish() -> None:
+        if bucket.scaling.factor_after != 1.0:
+            outgoing.mul_(bucket.scaling.factor_after)
+        if outgoing is not bucket.tensor:
+            bucket.tensor.copy_(outgoing)
+
+    return after([work], finish)
+
+
+def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+    """Sum the slices of all owners on every rank, in messages that end once they exceed the limit."""
+    outgoing = scaled(bucket)
+    works = []
+    for batch in flushed_runs(bucket.runs, bucket.limit):
+        message = outgoing.narrow(0, batch[0].start, sum(run.numel for run in batch))
+        works.append(group.all_reduce(message, why=bucket.why(), asynchronous=bucket.asynchronous))
+    return after(works, lambda: _keep(bucket, outgoing, group.rank))
+
+
+def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+    """Sum each owner's slices to that owner."""
+    outgoing = scaled(bucket)
+    works = []
+    mine = []
+    for owner in dict.fromkeys(run.owner for run in bucket.runs):
+        runs = [run for run in bucket.runs if run.owner == owner]
+        for batch in flushed_runs(runs, bucket.limit):
+            slices = [outgoing.narrow(0, run.start, run.numel) for run in batch]
+            message = joined(slices)
+            why = bucket.why(owner=group.global_ranks[owner])
+            works.append(group.reduce(message, owner, why=why, asynchronous=bucket.asynchronous))
+            if owner == group.rank and len(slices) > 1:
+                mine.append((message, slices))
+
+    def finish() -> None:
+        for message, slices in mine:
+            _split(message, slices)
+        _keep(bucket, outgoing, group.rank)
+
+    return after(works, finish)
+
+
+def reduce_scatter(
+    bucket: Bucket, group: DataParallelGroup, implementation: str | None = None
+) -> Finish | None:
+    """Sum row r of the bucket, the slices that rank r owns, on rank r; see Note [rows of a reduce_scatter].
+
+    Args:
+        bucket: the bucket.
+        group: the data-parallel ranks.
+        implementation: ``native`` or ``all_to_all``; default: all_to_all on gloo, which would run a native
+            one as an all_reduce, and native elsewhere.
+    """
+    outgoing = scaled(bucket)
+    rows, numels = _rows(outgoing, bucket.runs, group.world_size)
+    if (implementation or default_implementation(group.backend)) == ALL_TO_ALL:
+        work, mine = exchange(rows, numels, bucket, group)
+    else:
+        work, mine = _native(rows, numels, bucket, group)
+
+    def finish() -> None:
+        own = [outgoing.narrow(0, run.start, run.numel) for run in bucket.runs if run.owner == group.rank]
+        _split(mine(), own)
+        _keep(bucket, outgoing, group.rank)
+
+    return after([work], finish)
+
+
+def default_implementation(backend: str) -> str:
+    """How a reduce_scatter is made on ``backend`` when the config says auto."""
+    return ALL_TO_ALL if backend == "gloo" else NATIVE
+
+
+# A message under way, and what gives its sum once it has arrived.
+Scattered = tuple[Work | None, Callable[[], torch.Tensor]]
+
+
+def exchange(
+    rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
+) -> Scattered:
+    """Send row r of ``rows`` to rank r, for this rank to add up what it gets.
+
+    Args:
+        rows: the rows end to end, 1-D.
+        numels: elements of each.
+        bucket: what they come from.
+        group: the data-parallel ranks.
+    """
+    received = _room(group.world_size * numels[group.rank], rows, bucket)
+    why = bucket.why(intended_op="reduce_scatter")
+    return group.sum_rows(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
+
+
+def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """Memory for what comes: the bucket's own where ``rows`` is a copy, since nobody reads it until the sum is there."""
+    free = bucket.tensor
+    copied = rows.untyped_storage().data_ptr() != free.untyped_storage().data_ptr()
+    if copied and rows.dtype is free.dtype and numel <= free.numel():
+        return free.narrow(0, 0, numel)
+    return rows.new_empty(numel)
+
+
+def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
+    """Sum equal ``rows``, end to end, by the backend's own reduce_scatter."""
+    output = rows.new_empty(rows.numel() // group.world_size)
+    why = bucket.why(padded=rows)
+    work = group.reduce_scatter_single(output, rows, why=why, asynchronous=bucket.asynchronous)
+    return work, lambda: output
+
+
+def row_of_sum(
+    bucket: Bucket,
+    group: DataParallelGroup,
+    implementation: str,
+    take: Callable[[torch.Tensor], None],
+) -> Finish | None:
+    """Sum a bucket of one run for each rank, in rank order, and give this rank's run to ``take``.
+
+    The bucket is sent as it is: scaled, and in its dtype. Runs that begin at equal distances may end before the next begins;
+    what is between them is padding, which an all_to_all leaves out. ``implementation`` is ``native`` or ``all_to_all``.
+    """
+    if implementation == ALL_TO_ALL:
+        numels = [run.numel for run in bucket.runs]
+        work, total = exchange(bucket.tensor, numels, bucket, group)
+    else:
+        work, total = scatter(bucket.tensor, bucket, group)
+    return after([work], lambda: take(total()))
+
+
+def _native(rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup) -> Scattered:
+    longest, mine = max(numels), numels[group.rank]
+    if longest * len(numels) > rows.numel() * (1 + _LARGEST_PADDING):
+        output = rows.new_empty(mine)
+        parts = rows.split(list(numels))
+        work = group.reduce_scatter(output, parts, why=bucket.why(), asynchronous=bucket.asynchronous)
+        return work, lambda: output
+    if min(numels) < longest:
+        padded = rows.new_zeros(longest * len(numels))
+        for owner, row in enumerate(rows.split(list(numels))):
+            padded.narrow(0, owner * longest, row.numel()).copy_(row)
+        rows = padded
+    work, output_of = scatter(rows, bucket, group)
+    return work, lambda: output_of().narrow(0, 0, mine)
+
+
+def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
+    """Do ``finish`` now where the messages have arrived; otherwise return what waits for them and does it."""
+    under_way = [work for work in works if work is not None]
+    if not under_way:
+        finish()
+        return None
+
+    def wait_and_finish() -> None:
+        for work in under_way:
+            work.wait()
+        finish()
+
+    return wait_and_finish
+
+
+def then(first: Finish | None, second: Finish) -> Finish | None:
+    """``second`` after ``first``, which None says is done already."""
+    if first is None:
+        second()
+        return None
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _rows(
+    outgoing: torch.Tensor, runs: Sequence[Run], world_size: int
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The bucket rearranged owner by owner, and the elements of each owner's row."""
+    numels = [0] * world_size
+    for run in runs:
+        numels[run.owner] += run.numel
+    if any(later.owner < earlier.owner for earlier, later in pairwise(runs)):
+        ordered = sorted(runs, key=lambda run: run.owner)
+        outgoing = torch.cat([outgoing.narrow(0, run.start, run.numel) for run in ordered])
+    return outgoing, tuple(numels)
+
+
+def scaled(bucket: Bucket) -> torch.Tensor:
+    """The bucket as it is sent: scaled and in the communication dtype; its own tensor where no cast is needed."""
+    scaling = bucket.scaling
+    if scaling.bucket_divisor != 1.0:
+        bucket.tensor.div_(scaling.bucket_divisor)
+    outgoing = bucket.tensor.to(bucket.dtype)
+    if scaling.divisor != 1.0:
+        outgoing.div_(scaling.divisor)
+    if scaling.factor_before != 1.0:
+        outgoing.mul_(scaling.factor_before)
+    return outgoing
+
+
+def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
+    """Copy this rank's runs back into the bucket, where a cast has made ``outgoing`` another tensor."""
+    if outgoing is bucket.tensor:
+        return
+    for run in bucket.runs:
+        if run.owner == rank:
+            bucket.tensor.narrow(0, run.start, run.numel).copy_(outgoing.narrow(0, run.start, run.numel))
+
+
+def _split(message: torch.Tensor, slices: Sequence[torch.Tensor]) -> None:
+    """Copy ``message`` back into the slices it was joined from."""
+    position = 0
+    for part in slices:
+        part.copy_(message.narrow(0, position, part.numel()))
+        position += part.numel()
+
+
+def reduction(name: str, implementation: str | None = None) -> Reduction:
+    """The reduction called ``name``; ConfigError for an unknown one."""
+    if name not in REDUCTIONS:
+        raise ConfigError(f"unknown gradient_reduction {name!r}; choose one of: {', '.join(REDUCTIONS)}")
+    if name == "reduce_scatter":
+        return partial(reduce_scatter, implementation=implementation)
+    return REDUCTIONS[name]
+
+
+REDUCTIONS: Final[dict[str, Reduction]] = {
+    "all_reduce": all_reduce,
+    "multi_rank_all_reduce": multi_rank_all_reduce,
+    "reduce_to_owner": reduce_to_owner,
+    "reduce_scatter": reduce_scatter,
+}

@@ -1,0 +1,57 @@
+"""Which parameters have got a gradient within a step: what ``ignore_unused_parameters: false`` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Final
+
+import torch
+
+from zero_runtime.errors import UsageError
+from zero_runtime.gradient_reduction.reducer import ParameterGroup
+
+SHOWN: Final = 4  # names in the error
+
+
+class UsedParameters:
+    """Takes note of each parameter that a backward pass gives a gradient on this rank.
+
+    Args:
+        groups: the trainable parameters.
+    """
+
+    def __init__(self, groups: Iterable[ParameterGroup]) -> None:
+        self._waiting: set[str] = set()
+        self._names: list[str] = []
+        self._handles = []
+        for group in groups:
+            for name, parameter in zip(group.names, group.parameters, strict=True):
+                self._names.append(name)
+                hook = partial(self._see, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self.begin_step()
+
+    def _see(self, name: str, parameter: torch.Tensor) -> None:
+        self._waiting.discard(name)
+
+    def begin_step(self) -> None:
+        """From now on all parameters are waited for again."""
+        self._waiting = set(self._names)
+
+    def check(self) -> None:
+        """Begin the next step; raise UsageError, naming them, where parameters have got no gradient in this one."""
+        missing = [name for name in self._names if name in self._waiting]
+        self.begin_step()
+        if missing:
+            shown = ", ".join(missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
+            raise UsageError(
+                f"{len(missing)} of {len(self._names)} parameters got no gradient in this step: {shown}; have all of them "
+                "and all outputs of forward take part in the loss, or leave zero_optimization.ignore_unused_parameters "
+                "true, by which they count as gradients of zeros"
+            )
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()

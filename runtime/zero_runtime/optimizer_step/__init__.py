@@ -1,0 +1,1 @@
+"""The optimizer step over whole parameters and over shards of them."""

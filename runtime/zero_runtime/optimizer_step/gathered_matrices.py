@@ -1,0 +1,150 @@
+"""Muon on slices of matrices (stage 3): gradients and momentum are gathered, and the ranks share out the work.
+
+For as many matrices at a time as fit a bucket, all ranks gather gradients and momentum; then, in rounds of one matrix for
+each rank, each orthogonalizes its own and sends update and momentum to the others (the messages are DeepSpeed 0.19.8's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup, Work
+from zero_runtime.gradient_reduction.reducer import ParameterGroup
+from zero_runtime.optimizers.muon import MOMENTUM, Muon, matrix_update
+from zero_runtime.sharding.shards import shard_of, slice_numel
+
+
+class GatheredMatrices:
+    """Turns the slices of reduced gradients of matrices into slices of Muon's updates.
+
+    Args:
+        optimizer: whose state has the momentum, an element for each of a master's.
+        groups: the sub-groups.
+        masters: this rank's slices of each, flat.
+        group: the ranks that hold the others.
+        limit: elements of the matrices that are gathered at a time; a larger one goes alone.
+    """
+
+    def __init__(
+        self,
+        optimizer: Muon,
+        groups: Sequence[ParameterGroup],
+        masters: Sequence[torch.Tensor],
+        group: DataParallelGroup,
+        limit: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._groups = groups
+        self._masters = masters
+        self._group = group
+        self._limit = limit
+
+    def apply(self, pieces: Sequence[torch.Tensor], scale: float) -> Callable[[], None]:
+        """Replace the gradients of matrices in ``pieces`` by Muon's updates, multiplied by ``scale``.
+
+        Returns:
+            What makes the new momentum the optimizer's; not to be called where the step is skipped.
+        """
+        renewed = {}
+        for each, master, piece in zip(self._groups, self._masters, pieces, strict=True):
+            options = self._optimizer.param_groups[each.number]
+            if not options["use_muon"]:
+                continue
+            before = self._optimizer.state[master].get(MOMENTUM)
+            momentum = torch.zeros_like(master, requires_grad=False) if before is None else before.clone()
+            for indices in _chunks(each.layout.numels, self._limit):
+                self._update(each, indices, piece, momentum, options, scale)
+            renewed[master] = momentum
+
+        def commit() -> None:
+            for master, momentum in renewed.items():
+                self._optimizer.state[master][MOMENTUM] = momentum
+
+        return commit
+
+    def _update(
+        self,
+        each: ParameterGroup,
+        indices: Sequence[int],
+        piece: torch.Tensor,
+        momentum: torch.Tensor,
+        options: Mapping[str, Any],
+        scale: float,
+    ) -> None:
+        gradients = self._whole(each, indices, piece)
+        momenta = self._whole(each, indices, momentum)
+        for first in range(0, len(indices), self._group.world_size):
+            mine, last = first + self._group.rank, first + self._group.world_size
+            if mine < len(indices):
+                given = gradients[mine].to(momentum.dtype) / scale
+                update, latest = matrix_update(given, momenta[mine], options)
+                gradients[mine].copy_(update)
+                momenta[mine].copy_(latest)
+            for finish in [self._share(gradients[first:last]), self._share(momenta[first:last])]:
+                finish()
+        for index, update, latest in zip(indices, gradients, momenta, strict=True):
+            for owner, start, numel, offset in each.layout.slices(index):
+                if owner == self._group.rank:
+                    part = piece.narrow(0, offset, numel)
+                    part.copy_(update.reshape(-1).narrow(0, start, numel)).mul_(scale)
+                    momentum.narrow(0, offset, numel).copy_(latest.reshape(-1).narrow(0, start, numel))
+
+    def _whole(self, each: ParameterGroup, indices: Sequence[int], flat: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices numbered ``indices`` of a sub-group, of whose slices every rank has its own in ``flat``."""
+        world = self._group.world_size
+        widths = [slice_numel(each.layout.numels[index], world) for index in indices]
+        begin = each.layout.offsets[indices[0]]
+        own = flat.narrow(0, begin, sum(widths))
+        gathered = own.view(1, -1)
+        if world > 1:
+            gathered = flat.new_empty(world, own.numel())
+            self._group.all_gather_single(gathered.view(-1), own)
+        return [
+            rows.reshape(-1)[: each.layout.numels[index]].clone().view(_shape(each.parameters[index]))
+            for index, rows in zip(indices, gathered.split(widths, dim=1), strict=True)
+        ]
+
+    def _share(self, tensors: list[torch.Tensor]) -> Callable[[], None]:
+        """Begin to send tensor r of ``tensors``, which is right on rank r, to all ranks; there may be too few for all."""
+        world, rank = self._group.world_size, self._group.rank
+        if len(tensors) == world and len({each.shape for each in tensors}) == 1:
+            return _finish(self._group.all_gather(tensors, tensors[rank], asynchronous=True), [])
+        largest = max(each.numel() for each in tensors)
+        own = tensors[0].new_zeros(largest)
+        if rank < len(tensors):
+            own[: tensors[rank].numel()] = tensors[rank].reshape(-1)
+        outputs = [torch.empty_like(own) for _ in range(world)]
+        work = self._group.all_gather(outputs, own, asynchronous=True)
+        return _finish(work, list(zip(tensors, outputs, strict=False)))
+
+
+def _finish(work: Work | None, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        for tensor, padded in copies:
+            tensor.copy_(padded[: tensor.numel()].view(tensor.shape))
+
+    return finish
+
+
+def _chunks(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Consecutive positions whose ``numels`` add up to at most ``limit``, or one of more."""
+    chunk: list[int] = []
+    held = 0
+    for index, numel in enumerate(numels):
+        if chunk and held + numel > limit:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(index)
+        held += numel
+    if chunk:
+        yield chunk
+
+
+def _shape(parameter: torch.nn.Parameter) -> torch.Size:
+    shard = shard_of(parameter)
+    return parameter.shape if shard is None else torch.Size(shard.shape)

@@ -1,0 +1,105 @@
+"""Which parameters the optimizer updates as one flat tensor: param groups, cut by dtype and, at stage 3, by size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime.configuration.zero import ZeroConfig
+from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.layout import PARAMETER_ALIGNMENT_BYTES, band_limit, group_layout
+from zero_runtime.gradient_reduction.reducer import ParameterGroup
+from zero_runtime.sharding.layout import shard_layout, sub_groups
+from zero_runtime.sharding.shards import shard_of
+
+Named = tuple[str, torch.nn.Parameter]
+
+
+def flat_groups(
+    module: torch.nn.Module,
+    param_groups: Sequence[dict[str, Any]],
+    zero: ZeroConfig,
+    world_size: int,
+    banded: bool = False,
+) -> list[ParameterGroup]:
+    """The trainable parameters of each param group, laid out in one flat buffer for each dtype (stages 1 and 2).
+
+    Raises:
+        ConfigError: a group without a trainable parameter, or a parameter in two groups.
+    """
+    groups = []
+    for number, named in trainable(module, param_groups):
+        if not named:
+            raise ConfigError(f"param group {number} has no trainable parameter; leave it out")
+        for alike in _by_dtype(named):
+            names, parameters = zip(*alike, strict=True)
+            aligned = PARAMETER_ALIGNMENT_BYTES // parameters[0].element_size()
+            numels = [parameter.numel() for parameter in parameters]
+            layout = group_layout(
+                numels,
+                world_size,
+                round_robin=zero.round_robin_gradients,
+                alignment=aligned if zero.parameter_alignment else 1,
+                band_limit=band_limit(sum(numels), zero.reduce_bucket_size) if banded else None,
+            )
+            groups.append(ParameterGroup(number, names, parameters, layout))
+    return groups
+
+
+def shard_groups(
+    module: torch.nn.Module, param_groups: Sequence[dict[str, Any]], limit: int, world_size: int
+) -> list[ParameterGroup]:
+    """The trainable parameters of each param group in sub-groups of about ``limit`` elements of each rank (stage 3).
+
+    Raises:
+        ConfigError: a parameter in two groups, or one that is not the model's; no trainable parameter at all.
+    """
+    groups = []
+    for number, named in trainable(module, param_groups):
+        for alike in _by_dtype(named):
+            numels = [_numel(name, parameter) for name, parameter in alike]
+            for span in sub_groups(numels, world_size, limit):
+                names, parameters = zip(*alike[span.start : span.stop], strict=True)
+                layout = shard_layout(numels[span.start : span.stop], world_size)
+                groups.append(ParameterGroup(number, names, parameters, layout))
+    if not groups:
+        raise ConfigError("no parameter is trainable; set requires_grad on those that training should change")
+    return groups
+
+
+def trainable(
+    module: torch.nn.Module, param_groups: Iterable[dict[str, Any]]
+) -> Iterator[tuple[int, list[Named]]]:
+    """The trainable parameters of each param group with their names; those the module has not are named by position."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    seen: set[torch.nn.Parameter] = set()
+    for number, each in enumerate(param_groups):
+        named: list[Named] = []
+        for parameter in each["params"]:
+            if not parameter.requires_grad:
+                continue
+            name = names.get(parameter, f"param_groups[{number}][{len(named)}]")
+            if parameter in seen:
+                raise ConfigError(f"{name} stands in more than one param group; give it to one")
+            seen.add(parameter)
+            named.append((name, parameter))
+        yield number, named
+
+
+def _by_dtype(named: Iterable[Named]) -> list[list[Named]]:
+    found: dict[torch.dtype, list[Named]] = {}
+    for each in named:
+        found.setdefault(each[1].dtype, []).append(each)
+    return list(found.values())
+
+
+def _numel(name: str, parameter: torch.nn.Parameter) -> int:
+    shard = shard_of(parameter)
+    if shard is None:
+        raise ConfigError(
+            f"{name} of the optimizer is no parameter of the model, which stage 3 cannot shard; pass the parameters of "
+            "the model that is given to initialize"
+        )
+    return shard.numel

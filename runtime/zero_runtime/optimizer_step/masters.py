@@ -1,0 +1,336 @@
+"""What an optimizer updates in place of this rank's pieces: flat tensors, on the device, in host memory or in files.
+
+A piece is one master, or where it is offloaded a row of them, one for each stretch, which are updated one after the other
+(:mod:`zero_runtime.offload.stretches`). The optimizer's state is where its master is. Masters of fp32 parameters that are in
+files themselves are read from there for their update, stretch by stretch, and written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero_runtime.gradient_reduction.reducer import ParameterGroup
+from zero_runtime.offload.placement import Placement
+from zero_runtime.offload.states import MASTER, StateFiles, absent
+from zero_runtime.offload.stretches import Stretch, cut, stretch_numel, whole
+from zero_runtime.optimizer_step.fragments import (
+    Elements,
+    Fragment,
+    Master,
+    Part,
+    Source,
+    Stored,
+    fragments_of,
+    load,
+    scalars_of,
+    stored,
+)
+from zero_runtime.optimizer_step.owned_shards import Pieces
+from zero_runtime.optimizers import Lamb, Muon
+
+
+class Masters:
+    """The masters of an optimizer.
+
+    Args:
+        optimizer: the torch optimizer; its param groups and its state are changed by this.
+        parameters: the pieces.
+        dtype: of masters of 16-bit parameters.
+        rank: of this process among the data-parallel ranks.
+        placement: None where masters and states are kept with the parameters.
+
+    Attributes:
+        tensors: the masters, for each group one or more; not to be looked at while they are in files.
+        stretches: for each of them, what it stands for.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Pieces,
+        dtype: torch.dtype,
+        rank: int,
+        placement: Placement | None = None,
+    ) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.stretches: list[Stretch] = []
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._dtype = dtype
+        self._rank = rank
+        self._placement = placement
+        self._groups: list[ParameterGroup] = []
+        self._borrowed: list[int] = []  # numbers of masters that are in memory only for their update
+        self._staging: torch.Tensor | None = None
+        self._files: StateFiles | None = None
+        if placement is not None and placement.files is not None:
+            self._files = StateFiles(optimizer, placement.files, placement.policy, placement.pinned)
+
+    def close(self) -> None:
+        """Remove what is in files."""
+        if self._files is not None:
+            self._files.close()
+
+    def add(self, groups: Sequence[ParameterGroup]) -> list[list[torch.Tensor]]:
+        """Masters for further groups. Returns those of each."""
+        first, made = len(self._groups), []
+        self._groups += groups
+        total = sum(each.layout.piece_numel for each in groups)
+        for index, each in enumerate(groups, first):
+            begin = len(self.tensors)
+            for stretch in self._cut(index, each.layout.piece_numel, total):
+                self.stretches.append(stretch)
+                self.tensors.append(self._master(len(self.tensors), stretch))
+            made.append(self.tensors[begin:])
+        return made
+
+    @torch.no_grad()
+    def watch(self) -> None:
+        """Take the state that the optimizer has when it is made to the files, where it belongs there."""
+        if self._files is None:
+            return
+        for number, (master, stretch) in enumerate(zip(self.tensors, self.stretches, strict=True)):
+            if not stretch.offloaded:
+                continue
+            if number not in self._files:
+                self._files.add_state(number, master)
+            elif self._optimizer.state.get(master):
+                for _ in self._in_memory(number, fill=True):
+                    pass  # it is written at the end
+
+    def held(self) -> list[Master]:
+        """Each master with what it is made of."""
+        found = []
+        for master, stretch in zip(self.tensors, self.stretches, strict=True):
+            each = self._groups[stretch.piece]
+            parts = [
+                part
+                for index in each.layout.order
+                for piece in each.layout.slices(index)
+                if piece.owner == self._rank
+                for part in _within(each, index, piece.start, piece.numel, piece.offset, stretch)
+            ]
+            found.append(Master(master, tuple(parts)))
+        return found
+
+    def reduced(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The part of ``pieces``, one for each group, that belongs to each master."""
+        return [pieces[stretch.piece][stretch.part] for stretch in self.stretches]
+
+    # The step.
+
+    def begin_step(self) -> None:
+        """Begin to read what is updated first."""
+        if self._files is not None:
+            self._files.begin()
+
+    def rounds(self) -> Iterator[list[int]]:
+        """The numbers of the masters that are updated together, round after round; in a round they are in memory."""
+        alone = [number for number, stretch in enumerate(self.stretches) if self._is_alone(stretch)]
+        together = sorted(set(range(len(self.tensors))).difference(alone, self._borrowed))
+        if together:
+            yield together
+        for number in self._borrow(self._borrowed):
+            yield [number]
+        for number in alone if self._files is None else self._files.walk():
+            yield [number]
+
+    def take_gradient(self, number: int, reduced: torch.Tensor, factor: torch.Tensor | float | None) -> None:
+        """Give a master its gradient: the ``reduced`` part, which may be changed, times ``factor``."""
+        master = self.tensors[number]
+        if reduced.dtype is master.dtype and reduced.device == master.device:
+            gradient = reduced
+        else:
+            gradient = self._gradient_buffer(number, master).copy_(reduced)
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(gradient.device)
+        master.grad = gradient if factor is None else gradient.mul_(factor)
+
+    def give_values(self, number: int) -> None:
+        """Make the values of a master, which has been updated, the model's."""
+        stretch = self.stretches[number]
+        self.tensors[number].grad = None
+        self._parameters.write(stretch.piece, self.tensors[number], stretch.part)
+
+    def take_over(self, index: int, part: slice) -> None:
+        """Bring what has changed in a part of piece ``index`` into the masters."""
+        for number, stretch in enumerate(self.stretches):
+            begin, end = max(part.start, stretch.part.start), min(part.stop, stretch.part.stop)
+            if stretch.piece != index or begin >= end or number in self._borrowed:
+                continue
+            for master in self._in_memory(number):
+                own = master[begin - stretch.part.start : end - stretch.part.start]
+                self._parameters.read(index, own, slice(begin, end))
+
+    def take_all_over(self) -> None:
+        """Make all masters copies of the model's parameters."""
+        for index, each in enumerate(self._groups):
+            self.take_over(index, slice(0, each.layout.piece_numel))
+
+    # Looking, saving and loading.
+
+    def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
+        """The parts of every parameter, or of one, with their state: in memory until the next is asked for, and kept."""
+        for number, held in enumerate(self.held()):
+            if parameter is None or any(part.parameter is parameter for part in held.parts):
+                for _ in self._in_memory(number, fill=True):
+                    yield from fragments_of(self._optimizer.state, [held])
+
+    def stored(self) -> Iterator[Stored]:
+        """The same, to be read one by one, in any order."""
+        for number, held in enumerate(self.held()):
+            if number in self._borrowed:
+                for each in fragments_of(self._optimizer.state, [held]):
+                    part = next(part for part in held.parts if part.name == each.name)
+                    read = partial(self._look, number, slice(part.offset, part.offset + part.numel))
+                    yield stored(each)._replace(master=Elements(held.tensor.dtype, read))
+                continue
+            if self._files is None or number not in self._files:
+                yield from map(stored, fragments_of(self._optimizer.state, [held]))
+                continue
+            files, kept = self._files, self._files.kept(number)
+            scalars = scalars_of(self._optimizer.state.get(held.tensor, {}), held)
+            for part in held.parts:
+                span = slice(part.offset, part.offset + part.numel)
+                yield Stored(
+                    *part[:5],
+                    master=Elements(held.tensor.dtype, partial(files.show, number, MASTER, span)),
+                    state={
+                        name: Elements(dtype, partial(files.show, number, name, span))
+                        for name, dtype in kept.items()
+                    },
+                    scalars=scalars,
+                    whole={},
+                )
+
+    def load(self, source: Source, states: bool) -> None:
+        """Fill the masters and, with ``states``, their state from a checkpoint."""
+        for number, held in enumerate(self.held()):
+            for _ in self._in_memory(number, fill=True):
+                load(self._optimizer, [held], source, states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, with copies of what is in files."""
+        packed: dict[str, Any] = self._optimizer.state_dict()
+        if self._files is not None:
+            numbers = {id(each): number for number, each in enumerate(self._listed())}
+            for number in self._files.walk():
+                master = self.tensors[number]
+                packed["state"][numbers[id(master)]] = {
+                    name: value.clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in self._optimizer.state[master].items()
+                }
+        return packed
+
+    def _listed(self) -> Iterator[torch.Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _in_memory(self, number: int, fill: bool = False) -> Iterator[torch.Tensor]:
+        """The master once, in memory; not one in files that is still to be filled, unless ``fill`` is set."""
+        if number in self._borrowed:
+            for _ in self._borrow([number]):
+                yield self.tensors[number]
+                self.give_values(number)
+        elif self._files is None or number not in self._files:
+            yield self.tensors[number]
+        elif fill or not self._files.pending(number):
+            for _ in self._files.walk([number]):
+                yield self.tensors[number]
+
+    @torch.no_grad()
+    def _borrow(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Each of these masters in turn, with the values of the pieces, until the next is asked for."""
+        for place, number in enumerate(numbers):
+            master, stretch = self.tensors[number], self.stretches[number]
+            values = torch.empty(stretch.numel, dtype=master.dtype, device=master.device)
+            self._parameters.read(stretch.piece, values, stretch.part)
+            for following in numbers[place + 1 : place + 2]:
+                after = self.stretches[following]
+                self._parameters.begin_to_read(after.piece, after.part)
+            master.data = values
+            yield number
+            master.data = absent(stretch.numel, master.dtype, master.device)
+
+    def _look(self, number: int, part: slice) -> torch.Tensor:
+        """A part of a master that is not in memory."""
+        stretch, master = self.stretches[number], self.tensors[number]
+        begin = stretch.part.start
+        values = torch.empty(part.stop - part.start, dtype=master.dtype)
+        self._parameters.read(stretch.piece, values, slice(begin + part.start, begin + part.stop))
+        return values
+
+    def _borrows(self, index: int) -> bool:
+        """Whether the master of piece ``index`` has the piece's values, which are in files, and is not kept elsewhere."""
+        parameters = self._parameters
+        dtype = parameters.own[index].dtype
+        as_wide = torch.promote_types(dtype, self._dtype) is dtype
+        divisible = not isinstance(self._optimizer, Lamb | Muon)
+        return self._placement is None and as_wide and divisible and parameters.are_filed(index)
+
+    def _cut(self, index: int, numel: int, total: int) -> list[Stretch]:
+        placement = self._placement
+        if self._borrows(index):
+            stretches = cut(index, numel, stretch_numel(total, numel))
+            return [each._replace(offloaded=False) for each in stretches]
+        if placement is None:
+            return [whole(index, numel)]
+        if not placement.divisible:
+            return [whole(index, numel, offloaded=True)]
+        limit = stretch_numel(total, placement.limit)
+        found = cut(index, numel, limit, placement.policy.ratio, self._parameters.starts(index))
+        return list(found) or [whole(index, 0)]
+
+    def _master(self, number: int, stretch: Stretch) -> torch.Tensor:
+        placement, parameters = self._placement, self._parameters
+        part = stretch.part
+        if self._borrows(stretch.piece):
+            self._borrowed.append(number)
+            device = self._groups[stretch.piece].parameters[0].device
+            return absent(stretch.numel, parameters.own[stretch.piece].dtype, device).requires_grad_()
+        on_host = parameters.own[stretch.piece].device.type == "cpu"
+        if placement is None or not stretch.offloaded:
+            return parameters.master(stretch.piece, self._dtype, part)
+        if on_host and parameters.is_master(stretch.piece, self._dtype):
+            return parameters.master(stretch.piece, self._dtype, part)
+        dtype = torch.promote_types(parameters.own[stretch.piece].dtype, self._dtype)
+        if self._files is not None:
+            fill = partial(parameters.read, stretch.piece, part=part)
+            return self._files.add(number, stretch.numel, dtype, fill)
+        master = torch.empty(stretch.numel, dtype=dtype, pin_memory=placement.pinned)
+        parameters.read(stretch.piece, master, part)
+        return master.requires_grad_()
+
+    def _is_alone(self, stretch: Stretch) -> bool:
+        return self._placement is not None and self._placement.divisible and stretch.offloaded
+
+    def _gradient_buffer(self, number: int, master: torch.Tensor) -> torch.Tensor:
+        if self._files is not None and number in self._files:
+            return self._files.gradient(number, master.dtype)
+        if self._placement is None or not self._is_alone(self.stretches[number]):
+            return torch.empty_like(master, requires_grad=False)
+        if self._staging is None or self._staging.numel() < master.numel():
+            size = max(stretch.numel for stretch in self.stretches if stretch.offloaded)
+            self._staging = torch.empty(size, dtype=master.dtype, pin_memory=self._placement.pinned)
+        return self._staging[: master.numel()]
+
+
+def _within(
+    each: ParameterGroup, index: int, start: int, numel: int, offset: int, stretch: Stretch
+) -> Iterator[Part]:
+    """What of a slice of parameter ``index`` lies in a stretch of the piece in which it begins at ``offset``."""
+    begin = max(offset, stretch.part.start)
+    end = min(offset + numel, stretch.part.stop)
+    if end > begin or (numel == 0 and stretch.part.start <= offset <= stretch.part.stop):
+        yield Part(
+            each.names[index],
+            each.parameters[index],
+            each.number,
+            start + begin - offset,
+            max(end - begin, 0),
+            begin - stretch.part.start,
+        )

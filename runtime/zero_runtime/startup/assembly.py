@@ -1,0 +1,501 @@
+"""Puts the parts of a training together, in DeepSpeed's order: device and dtype, broadcast, optimizer, hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from commprof import hooks
+from zero_runtime import log
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
+from zero_runtime.configuration.communication import check_optimizer_given, check_whole
+from zero_runtime.configuration.compression import check_one_bit
+from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.experimental.compression.assembly import by_signs, compressed
+from zero_runtime.experimental.compression.residuals import Residuals
+from zero_runtime.experimental.one_bit import OneBitOptimizer
+from zero_runtime.experimental.topology_aware.delay import DelayedGradients
+from zero_runtime.experimental.topology_aware.installation import Installed
+from zero_runtime.gradient_reduction.loss_scale import LossScale
+from zero_runtime.gradient_reduction.owner_ordered_buckets import BandedGradients
+from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, ShardedGradients
+from zero_runtime.gradient_reduction.reduction import Reduction, reduction
+from zero_runtime.gradient_reduction.stages import stage
+from zero_runtime.gradient_reduction.used_parameters import UsedParameters
+from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients, ReplicatedGradients
+from zero_runtime.groups.data_parallel import data_parallel_ranks
+from zero_runtime.groups.parallelism import Parallelism, data_parallel, stage_text, use
+from zero_runtime.offload.placement import placement
+from zero_runtime.optimizer_step.flat_parameters import FlatParameters
+from zero_runtime.optimizer_step.grouping import flat_groups
+from zero_runtime.optimizer_step.interface import StepPolicy
+from zero_runtime.optimizer_step.matrix_updates import check_whole_gradients
+from zero_runtime.optimizer_step.partitioned_types import owner_types, whole_parameters
+from zero_runtime.optimizer_step.precision import (
+    Precision,
+    accumulate_in,
+    cast_module,
+    communication_dtype,
+    communication_dtypes,
+    precision,
+)
+from zero_runtime.optimizer_step.replicated import ReplicatedOptimizer
+from zero_runtime.optimizer_step.sharded import ShardedOptimizer
+from zero_runtime.optimizer_step.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
+from zero_runtime.optimizers.muon import mark_matrices
+from zero_runtime.sharding.assembly import ShardedModel
+from zero_runtime.sharding.construction import Construction, construction_of
+from zero_runtime.sharding.residency import Residency, residency_of
+from zero_runtime.sharding.shards import shard_of
+from zero_runtime.tensor_parallel.division import divide, sharing
+from zero_runtime.tensor_parallel.inputs import check_first_inputs
+from zero_runtime.training.direct_passes import unwatch
+
+_BROADCAST: Final = hooks.tag("parameter_broadcast")
+Gradients = ShardedGradients | BandedGradients | ReplicatedGradients | AccumulatedGradients
+
+
+@dataclass(slots=True)
+class Boundary:
+    """Asks the engine, which is made last, whether the micro-batch at hand is the last of its step."""
+
+    ask: Callable[[], bool] = lambda: True
+    steps: Callable[[], int] = lambda: 0  # taken so far, by the engine's count
+
+    def __call__(self) -> bool:
+        """The engine's answer."""
+        return self.ask()
+
+
+class Assembly(NamedTuple):
+    """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
+
+    The residency is that of sharded parameters; installed is what the block ``communication`` has brought; the residuals
+    are what gradient compression has left over; the parallelism says how the ranks share the training; the construction says
+    how parameters that are sharded were made.
+    """
+
+    module: torch.nn.Module
+    device: torch.device
+    group: DataParallelGroup
+    precision: Precision
+    boundary: Boundary
+    loss_scale: LossScale
+    torch_optimizer: torch.optim.Optimizer | None
+    optimizer: Any
+    gradients: Gradients
+    residency: Residency | None = None
+    installed: Installed = Installed()
+    residuals: Residuals | None = None
+    parallelism: Parallelism = Parallelism(None, 1, 0)
+    construction: Construction | None = None
+
+
+def assemble(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    client: ClientOptimizer | None,
+    parameters: Any,
+    parallelism: Parallelism | None = None,
+) -> Assembly:
+    """Prepare ``module`` for training: move, cast, broadcast from rank 0, and give it an optimizer.
+
+    Args:
+        config: the configuration.
+        module: the model.
+        client: the client's optimizer, or a function that makes one.
+        parameters: tensors or param groups; None for all of the module.
+        parallelism: how the ranks share the training; None where each has the whole model and samples of its own.
+    """
+    parallelism = parallelism or data_parallel()
+    check_whole(config.communication, parallelism.model is not None or parallelism.grid is not None)
+    _check_module(module)
+    close(module)
+    given = list(parameters) if parameters is not None else None
+    divide(config.parallel, module, parallelism.tensor_group, parallelism.stages > 1)
+    use(parallelism)
+    if parallelism.tensor_group is not None and parallelism.stages == 1:
+        check_first_inputs(module, parallelism.tensor_group)
+    ranks = data_parallel_ranks(config, parallelism.data)
+    made = _assembled(config, module, client, given, ranks.group, parallelism.replicas)
+    if made.optimizer is not None:
+        made.optimizer.model_ranks = parallelism.model
+    return made._replace(installed=ranks.installed, parallelism=parallelism)
+
+
+def _assembled(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    client: ClientOptimizer | None,
+    given: list[Any] | None,
+    group: DataParallelGroup,
+    replicas: int,
+) -> Assembly:
+    device = group.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kinds = precision(config.precision)
+    cast_module(module, config.precision)
+    module.to(device)
+    broadcast_parameters(module, group)
+    boundary = Boundary()
+    if config.optimizer is not None and config.optimizer.type.lower() == "muon":
+        mark_matrices(module)
+    inner = torch_optimizer(
+        config.optimizer, client, given if given is not None else list(module.parameters())
+    )
+    if inner is not None:
+        _check_optimizer(module, inner)
+    if config.zero.stage.shards_parameters:
+        return _with_sharded_parameters(config, module, inner, kinds, group, boundary, replicas)
+    if inner is None:
+        check_optimizer_given(config.communication)
+        kept = _unused_gradients(config, module, kinds, group, boundary)
+        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
+    _describe(module, inner)
+    scale = LossScale(config.precision.loss_scale)
+    reduce, residuals = _reduction(config, module, inner, group, boundary, scale)
+    policy = Policy(
+        stage=config.zero.stage,
+        reduce=reduce,
+        scaling=config.scaling(replicas),
+        limit=config.zero.reduce_bucket_size,
+        contiguous=config.zero.contiguous_gradients,
+        overlap=config.zero.overlap_comm and config.zero.stage.shards_optimizer,
+    )
+    build = _sharded if config.zero.stage.shards_optimizer else _replicated
+    optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary, scale)
+    made = Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
+    return made._replace(residuals=residuals)
+
+
+def _reduction(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    group: DataParallelGroup,
+    boundary: Boundary,
+    scale: LossScale,
+) -> tuple[Reduction, Residuals | None]:
+    """How gradients are reduced, and what is left over where they, or what the optimizer makes of them, are compressed."""
+    plain = reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl)
+    if isinstance(inner, OneBitOptimizer):
+        check_one_bit(config, type(inner).__name__)
+        return by_signs(inner, plain, module, group)
+    if config.gradient_compression is None:
+        return plain, None
+    return compressed(
+        config.gradient_compression, plain, group, lambda: boundary.steps(), lambda: scale.value
+    )
+
+
+_gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | BandedGradients]] = (
+    WeakKeyDictionary()
+)
+_parameters_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[FlatParameters]] = WeakKeyDictionary()
+_optimizer_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedOptimizer]] = WeakKeyDictionary()
+
+
+def close(module: torch.nn.Module) -> None:
+    """Undo what an earlier ``assemble`` did to ``module``: its hooks, parameters that are not whole, and files."""
+    unwatch(module)
+    earlier = _gradients_of.pop(module, None)
+    gradients = None if earlier is None else earlier()
+    if gradients is not None:
+        gradients.close()
+        gradients.clear()
+    flat = _parameters_of.pop(module, None)
+    parameters = None if flat is None else flat()
+    if parameters is not None:
+        parameters.close()
+    residency = residency_of(module)
+    if residency is not None:
+        residency.shut_down()
+    sharded = _optimizer_of.pop(module, None)
+    optimizer = None if sharded is None else sharded()
+    if optimizer is not None:
+        optimizer.close()
+
+
+def broadcast_parameters(module: torch.nn.Module, group: DataParallelGroup) -> None:
+    """Give every rank the parameters of rank 0: one broadcast of its bytes for each, frozen ones included.
+
+    Those that are sharded already are of one making.
+    """
+    for parameter in module.parameters():
+        if shard_of(parameter) is not None:
+            continue
+        data = parameter.detach()
+        message = data.contiguous().view(-1).view(torch.uint8)
+        group.broadcast(message, 0, why=_BROADCAST)
+        if not data.is_contiguous():
+            data.copy_(message.view(data.dtype).view(data.shape))
+
+
+def _sharded(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    kinds: Precision,
+    policy: Policy,
+    group: DataParallelGroup,
+    boundary: Boundary,
+    scale: LossScale,
+) -> tuple[ShardedOptimizer, Gradients]:
+    check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
+    check_whole_gradients(inner, config, kinds)
+    # With torch.autocast the gradients of a group travel in several dtypes, which a band cannot.
+    unpartitioned = whole_parameters(module, config.zero.partitioned_types)
+    # Nor can a band be whole on every rank.
+    reduced = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
+    banded = reduced and not unpartitioned
+    groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, banded)
+    gradients: ShardedGradients | BandedGradients | AccumulatedGradients
+    steps = _step_policy(config, kinds)
+    if config.accumulates_whole:
+        gradients = AccumulatedGradients(
+            groups, kinds.communication, policy, group, kinds.accumulation or torch.float32, boundary
+        )
+        steps = steps._replace(check_overflow=False, check_norm=True)
+    else:
+        dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
+        _add_foreign(dtypes, groups, kinds)
+        if not config.zero.stage.shards_gradients:
+            accumulate_in((p for each in groups for p in each.parameters), kinds.accumulation)
+        gradients = (
+            BandedGradients(
+                groups,
+                dtypes,
+                policy,
+                group,
+                kinds.accumulation,
+                boundary,
+                list(module.parameters()),
+                config.zero.reduce_scatter_impl,
+                config.zero.quantized_gradients,
+            )
+            if banded
+            else ShardedGradients(
+                groups,
+                dtypes,
+                policy,
+                group,
+                kinds.accumulation,
+                boundary,
+                unpartitioned=unpartitioned,
+            )
+        )
+    parameters = FlatParameters(
+        groups,
+        group,
+        not config.zero.allgather_partitions,
+        config.zero.allgather_bucket_size,
+        module if config.zero.overlap_parameter_gather else None,
+        config.zero.quantized_weights,
+    )
+    _parameters_of[module] = weakref.ref(parameters)
+    # DeepSpeed asks this of an optimizer that is offloaded alone, since its norm is summed parameter by parameter.
+    may_be_unused = config.zero.ignore_unused_parameters or config.zero.offload_optimizer is None
+    if isinstance(gradients, ShardedGradients | BandedGradients):
+        _gradients_of[module] = weakref.ref(gradients)
+    optimizer = ShardedOptimizer(
+        inner,
+        groups,
+        parameters,
+        gradients,
+        group,
+        steps,
+        scale,
+        placement=placement(config, inner, group),
+        used=None if may_be_unused else UsedParameters(groups),
+    )
+    _optimizer_of[module] = weakref.ref(optimizer)
+    return optimizer, gradients
+
+
+def _replicated(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    kinds: Precision,
+    policy: Policy,
+    group: DataParallelGroup,
+    boundary: Boundary,
+    scale: LossScale,
+) -> tuple[Any, ReplicatedGradients]:
+    if config.precision.grad_accum_dtype not in (None, config.precision.model):
+        raise UnsupportedError(
+            f"data_types.grad_accum_dtype is {config.precision.grad_accum_dtype} for a {config.precision.model} model at "
+            "stage 0, which accumulates in the model's dtype; use stage 1, 2 or 3, or remove the key"
+        )
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    names, trainable = [name for name, _ in named], [parameter for _, parameter in named]
+    dtypes = {parameter: communication_dtype(parameter, kinds) for parameter in trainable}
+    delay = config.communication.bounded_delay
+    gradients: ReplicatedGradients
+    if delay:
+        gradients = DelayedGradients(names, trainable, dtypes, policy, group, boundary, delay)
+        if group.rank == 0:
+            log.info(
+                f"communication.bounded_delay is {delay}: the first {delay} steps change no weights, and each later one "
+                f"applies the mean gradients of {delay} before; engine.drain_gradients() applies those that are left"
+            )
+    else:
+        gradients = ReplicatedGradients(names, trainable, dtypes, policy, group, boundary)
+    # Every rank holds the same gradients, so there is nothing to agree on.
+    reduced = kinds.model is not None
+    steps = _step_policy(config, kinds)._replace(
+        compute_norm=reduced, check_norm=reduced, check_overflow=False
+    )
+    labels = {parameter: name for name, parameter in module.named_parameters()}
+    return ReplicatedOptimizer(inner, gradients, group, steps, scale, not reduced, labels), gradients
+
+
+def _unused_gradients(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    kinds: Precision,
+    group: DataParallelGroup,
+    boundary: Boundary,
+) -> ReplicatedGradients:
+    """Gradients where no optimizer takes them: with nothing to shard, stages 1 and 2 reduce them as stage 0 does."""
+    zero = dataclasses.replace(
+        config.zero, stage=stage(0, False), gradient_reduction="all_reduce", explicit_reduction=True
+    )
+    policy = Policy(
+        stage=zero.stage,
+        reduce=reduction("all_reduce", None),
+        scaling=dataclasses.replace(config, zero=zero).scaling(group.world_size),
+        limit=WHOLE_BUCKET_NUMEL,
+        contiguous=True,
+    )
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    dtypes = {parameter: communication_dtype(parameter, kinds) for parameter in named.values()}
+    return ReplicatedGradients(list(named), list(named.values()), dtypes, policy, group, boundary)
+
+
+def _with_sharded_parameters(
+    config: RuntimeConfig,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer | None,
+    kinds: Precision,
+    group: DataParallelGroup,
+    boundary: Boundary,
+    replicas: int,
+) -> Assembly:
+    """Without an optimizer gradients are reduced all the same, and kept."""
+    if inner is not None:
+        check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
+    construction = construction_of(module.parameters())
+    groups = None if inner is None else inner.param_groups
+    sharded = ShardedModel(config, module, groups, kinds, group, boundary, replicas)
+    _gradients_of[module] = weakref.ref(sharded.gradients)
+    optimizer, scale = None, LossScale()
+    if inner is not None:
+        _describe(module, inner)
+        scale = LossScale(config.precision.loss_scale)
+        # Only a step in fp16 asks for overflows in a message of its own.
+        steps = _step_policy(config, kinds)._replace(check_overflow=config.precision.fp16)
+        optimizer = ShardedOptimizer(
+            inner,
+            sharded.groups,
+            sharded.parameters,
+            sharded.gradients,
+            group,
+            steps,
+            scale,
+            config.zero.reduce_bucket_size,
+            placement(config, inner, group),
+        )
+        _optimizer_of[module] = weakref.ref(optimizer)
+        optimizer.grow = sharded.add
+    sharded.residency.install(sharded.trained)
+    return Assembly(
+        module,
+        group.device,
+        group,
+        kinds,
+        boundary,
+        scale,
+        inner,
+        optimizer,
+        sharded.gradients,
+        sharded.residency,
+        construction=construction,
+    )
+
+
+def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
+    norm = config.zero.compute_grad_norm
+    # Without a norm, torch.autocast in fp16 would not see an overflow.
+    scaled = config.precision.loss_scale.dynamic and not norm
+    return StepPolicy(
+        clipping=config.gradient_clipping,
+        compute_norm=norm,
+        check_overflow=kinds.check_overflow or scaled,
+        check_norm=kinds.model is not torch.bfloat16 or kinds.check_overflow,
+        masters=kinds.masters,
+    )
+
+
+def _add_foreign(
+    dtypes: dict[torch.nn.Parameter, torch.dtype], groups: Sequence[ParameterGroup], kinds: Precision
+) -> None:
+    """Parameters that the optimizer has and the module has not."""
+    for each in groups:
+        for parameter in each.parameters:
+            dtypes.setdefault(parameter, communication_dtype(parameter, kinds))
+
+
+def _check_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = set(module.parameters())
+    updated = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+    if updated and known and known.isdisjoint(updated):
+        raise ConfigError(
+            f"the optimizer updates {len(updated)} parameters, none of which is one of the {len(known)} of the model; "
+            "expected an optimizer, or model_parameters, of the same model"
+        )
+
+
+def _check_module(module: torch.nn.Module) -> None:
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise UnsupportedError(
+                f"{name or 'the model'} is an embedding with sparse gradients, which are not in this version yet; "
+                "make it with sparse=False"
+            )
+
+
+def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Publish the parameters, in the order of the optimizer's groups, those it has not last."""
+    if not hooks.recording():
+        return
+    index = {parameter: (number, name) for number, (name, parameter) in enumerate(module.named_parameters())}
+    group_of = {p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]}
+    ordered = [p for p in group_of if p in index] + [p for p in index if p not in group_of]
+    shapes = {p: p.shape if shard is None else shard.shape for p in ordered for shard in [shard_of(p)]}
+    shared, types = sharing(module), owner_types(module)
+    hooks.describe_parameters(
+        {
+            **shared.get(parameter, {}),
+            "stages": stage_text(parameter),
+            "owner_types": types.get(parameter),
+            "name": index[parameter][1],
+            "shape": "x".join(map(str, shapes[parameter])),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "numel": shapes[parameter].numel(),
+            "param_group": group_of.get(parameter, -1),
+            "requires_grad": parameter.requires_grad,
+            "module": index[parameter][1].rpartition(".")[0],
+            "forward_index": index[parameter][0],
+        }
+        for parameter in ordered
+    )

@@ -1,0 +1,189 @@
+"""``initialize``: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from commprof import hooks
+from zero_runtime import comm, log
+from zero_runtime import config as configuration
+from zero_runtime.activation_checkpointing.configuration import configure_by
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.errors import ConfigError
+from zero_runtime.groups.comm_log import LOG
+from zero_runtime.groups.parallelism import share, with_mesh
+from zero_runtime.optimizer_step.interface import WrappedOptimizer
+from zero_runtime.pipeline.batches import inputs_of
+from zero_runtime.pipeline.engine import PipelineEngine, check_pipeline
+from zero_runtime.pipeline.module import PipelineModule
+from zero_runtime.pipeline.preparation import own_parameters, prepare, stages_for
+from zero_runtime.schedules import schedule
+from zero_runtime.sharding.shards import shard_of
+from zero_runtime.startup.assembly import assemble
+from zero_runtime.startup.process_end import pause_before_ending
+from zero_runtime.startup.uncaught import report_uncaught
+from zero_runtime.tensor_access import remember
+from zero_runtime.training.data import rank_loader
+from zero_runtime.training.engine import Engine
+from zero_runtime.version import VERSION
+
+
+def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine of a model. The signature is DeepSpeed's.
+
+    Args:
+        args: may carry ``deepspeed_config``; its ``local_rank`` is set.
+        model: the model; its parameters are moved to the device; at stages 1 and 2 they become views of flat buffers, at
+            stage 3 slices. Given a second time, it leaves its earlier engine, which can train it no longer.
+        optimizer: a torch optimizer, or a function that makes one of the parameters; else the config's.
+        model_parameters: tensors or param groups; default: all parameters of the model.
+        training_data: a dataset, to be shared out over the ranks.
+        lr_scheduler: a scheduler, or a function that makes one of the torch optimizer; else the config's.
+        distributed_port: the port of rank 0, where no launcher has chosen one.
+        mpu: the groups of a script that makes them itself: a :class:`zero_runtime.ProcessGrid`, or an object with the
+            methods of Megatron's.
+        dist_init_required: False where torch.distributed must have been initialised already.
+        collate_fn: of the data loader.
+        config: the configuration: a dict, or the path of a JSON file.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), as data_parallel_size and sequence_parallel_size say.
+        config_params: another name of ``config``.
+
+    Returns:
+        (engine, engine.optimizer, data loader or None, schedule or None)
+
+    Raises:
+        ConfigError: the configuration or an argument cannot be used.
+        UnsupportedError: it asks for what is not in this version.
+    """
+    report_uncaught()
+    pause_before_ending()
+    if model is None:
+        raise ConfigError("initialize needs a model; pass model=")
+    if config is not None and config_params is not None:
+        raise ConfigError("both config and config_params are given; keep config")
+    if hooks.position.step >= 0 and not hooks.has_stepped():
+        hooks.step(-1)  # the steps were of another recording, or of none
+    hooks.phase("init")
+    given = configuration.load(config if config is not None else config_params, args)
+    if mesh_param is not None:
+        given = with_mesh(given, mesh_param)
+    comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
+    if args is not None and hasattr(args, "local_rank"):
+        args.local_rank = comm.get_local_rank()
+    stages = stages_for(model, configuration.pipeline_of(given))
+    # A pipeline has its own groups, which are those that scripts pass on.
+    shared = share(
+        configuration.parallel_of(given), None if isinstance(model, PipelineModule) else mpu, stages
+    )
+    checked = RuntimeConfig.from_mapping(given, comm.get_world_size(), shared.stages)
+    _notify(checked)
+    if checked.comms_logger.enabled:
+        LOG.configure(**dataclasses.asdict(checked.comms_logger))
+    engine_type: type[Engine] = Engine
+    if isinstance(model, PipelineModule):
+        engine_type = PipelineEngine
+        check_pipeline(checked)
+        was_dealt = model.is_dealt
+        sample = None if training_data is None else partial(_sample, training_data, checked, collate_fn)
+        parallelism = prepare(model, checked, stages, sample)
+        model_parameters = own_parameters(model, model_parameters, not was_dealt)
+    else:
+        parallelism = shared.parallelism()
+    _notify_host_update(checked, optimizer)
+    assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
+    # Ranks that share the sequence of their activations have none in common.
+    alike = None if checked.parallel.sequence_parallel else assembly.parallelism.tensor_group
+    configure_by(
+        checked.activation_checkpointing,
+        assembly.device.type,
+        "activation_checkpointing" in checked.given,
+        alike,
+    )
+    scheduler = None
+    if assembly.torch_optimizer is not None:
+        scheduler = schedule(checked.scheduler, lr_scheduler, assembly.torch_optimizer)
+    loader = None
+    if training_data is not None:
+        loader = rank_loader(
+            training_data,
+            checked.train_micro_batch_size_per_gpu,
+            drop_last=checked.dataloader_drop_last,
+            shuffle=not isinstance(model, PipelineModule),  # as DeepSpeed: a pipeline takes samples in order
+            collate_fn=collate_fn,
+            replicas=assembly.parallelism.replicas,
+            replica=assembly.parallelism.replica,
+        )
+    engine = engine_type(checked, assembly, scheduler, loader)
+    if isinstance(assembly.optimizer, WrappedOptimizer):
+        remember(assembly.optimizer, assembly.group)
+    engine.collate_fn = collate_fn
+    effective = {**checked.effective(), **assembly.parallelism.described()}
+    if assembly.installed.costs is not None:
+        effective["communication"]["measured_costs"] = assembly.installed.costs.described()
+    hooks.describe_config(
+        effective,
+        f"zero_runtime {VERSION}",
+        numel=sum(
+            each.numel() if shard is None else shard.numel
+            for each in assembly.module.parameters()
+            for shard in [shard_of(each)]
+        ),
+        has_optimizer=engine.optimizer is not None,
+        construction=None if assembly.construction is None else assembly.construction.described(),
+    )
+    hooks.phase("other")
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
+    """An input of the first layer: that of the first batch."""
+    loader = rank_loader(
+        training_data,
+        config.train_micro_batch_size_per_gpu,
+        drop_last=False,
+        shuffle=False,
+        collate_fn=collate_fn,
+    )
+    return inputs_of(next(iter(loader)))
+
+
+def _notify_host_update(config: RuntimeConfig, optimizer: Any) -> None:
+    """Warn of an offloaded optimizer of the script's that DeepSpeed would refuse."""
+    offloads = config.zero.offload_optimizer is not None
+    if not offloads or not isinstance(optimizer, torch.optim.Optimizer) or comm.get_rank() != 0:
+        return
+    kind = getattr(optimizer, "made_as", type(optimizer).__name__)
+    if config.given.get("zero_force_ds_cpu_optimizer", True) and not kind.startswith("DeepSpeedCPU"):
+        log.warning(
+            f"zero_force_ds_cpu_optimizer is true (its default), and the optimizer is the script's {kind}: it updates the "
+            "offloaded state here, and DeepSpeed refuses it; set the key to false, or use DeepSpeedCPUAdam"
+        )
+
+
+def _notify(config: RuntimeConfig) -> None:
+    if comm.get_rank() != 0:
+        return
+    for notice in config.notices:
+        log.warning(notice)
+    if config.dump_state:
+        for name, value in config.effective().items():
+            log.info(f"{name} = {value}")

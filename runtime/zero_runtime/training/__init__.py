@@ -1,0 +1,1 @@
+"""The engine around one model: passes, steps, data, and what it reports."""

@@ -1,0 +1,507 @@
+"""The engine: DeepSpeed's methods around one model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from commprof import hooks
+from zero_runtime import comm
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.errors import UsageError
+from zero_runtime.experimental.delayed_steps import DelayedSteps
+from zero_runtime.groups.timed import clock_of
+from zero_runtime.offload.moves import Moves
+from zero_runtime.optimizer_step.fp32_modules import cast_floating
+from zero_runtime.optimizer_step.precision import autocast
+from zero_runtime.sequence_parallel import name_attention, sequence_group
+from zero_runtime.sharding.linear import memory_efficient_linear
+from zero_runtime.sharding.shards import shard_of
+from zero_runtime.startup.assembly import Assembly, close
+from zero_runtime.training.accumulation import Window
+from zero_runtime.training.batches import WholeSteps
+from zero_runtime.training.direct_passes import watch
+from zero_runtime.training.input_dtypes import mismatch
+from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, MovedStates
+from zero_runtime.training.reporting import Progress, Report
+from zero_runtime.training.saving import Saving
+from zero_runtime.training.settings import Settings
+from zero_runtime.training.step_numbers import StepNumbers
+from zero_runtime.training.throughput import ThroughputTimer
+
+_NEVER: Final = (-1, -1)
+
+
+class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.Module):
+    """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
+
+    Attributes:
+        module: the model.
+        optimizer: the sharded optimizer, or at stage 0 the torch optimizer itself; None without one.
+        lr_scheduler: the learning-rate schedule, or None.
+        training_dataloader: batches of this rank's share of ``training_data``, or None.
+        global_steps: optimizer steps taken, skipped ones included.
+        skipped_steps: steps skipped because a gradient overflowed.
+        tput_timer: samples per second.
+        pipeline_parallelism: whether the model is a pipeline.
+        device: of the parameters.
+        local_rank: this process's number on its host.
+        config: the configuration as ``initialize`` was given it, keys of old names under their new ones.
+        parallelism: how the ranks share the training: its ``replica`` is this rank's number among those that have other
+            samples.
+    """
+
+    pipeline_parallelism = False
+
+    def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
+        super().__init__()
+        self._config = config
+        self.config = config.given
+        self.module = assembly.module
+        self.optimizer = assembly.optimizer
+        self.basic_optimizer = assembly.torch_optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = dataloader
+        self.collate_fn = None
+        self.device = assembly.device
+        self.local_rank = comm.get_local_rank()
+        self.global_rank = comm.get_rank()
+        self.parallelism = assembly.parallelism
+        self.mpu = assembly.parallelism.mpu
+        self.world_size = self.dp_world_size = assembly.parallelism.replicas
+        self.mp_world_size = (
+            1 if assembly.parallelism.model is None else assembly.parallelism.model.group.world_size
+        )
+        self.sequence_parallel_size = assembly.parallelism.sequence_size
+        if self.sequence_parallel_size > 1:
+            self.seq_parallel_group = sequence_group().group
+            name_attention(self.module)
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self._group = assembly.group
+        self._gradients = assembly.gradients
+        self._residuals = assembly.residuals
+        self._residency = assembly.residency
+        self._moves = Moves()
+        self._watch = assembly.installed.watch
+        efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
+        self._linear: Callable[[], AbstractContextManager[None]] = (
+            memory_efficient_linear if efficient else nullcontext
+        )
+        self._precision = assembly.precision
+        self._scale = assembly.loss_scale
+        self._window = Window(config.managed_gradient_accumulation, assembly.optimizer is not None)
+        self._announced = _NEVER
+        self._in_batch = False  # in train_batch, which ends the step
+        self._numbers = StepNumbers()
+        self._step_applied = False
+        self._differentiating = False
+        self._direct = ExitStack()  # what ends with a loss.backward()
+        self._is_direct = False  # that is running, not engine.backward(loss)
+        self._scaled = False  # the loss of that was given to scale()
+        self._batches: Iterator[Any] | None = None
+        self._clock = clock_of(assembly.group)
+        self._clock.read()  # what was sent before the first step is no step's
+        self._report = Report(config, self._clock, self.global_rank)
+        watch(self.module)
+        self.tput_timer = ThroughputTimer(
+            config.throughput, config.train_batch_size, steps_per_output=config.steps_per_print
+        )
+        if config.disable_python_gc:
+            gc.collect()
+            gc.disable()
+        assembly.boundary.ask = self.is_gradient_accumulation_boundary
+        assembly.boundary.steps = lambda: self.global_steps
+
+    def __getattr__(self, name: str) -> Any:
+        """Names that the engine has not are the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # Training.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model. In training mode this begins a micro-batch."""
+        self._refuse_moved("forward", LP_PARAMS)
+        training = self._trains() and torch.is_grad_enabled()
+        if training:
+            self._announce()
+            self.tput_timer.start()
+        hooks.phase("forward" if training or not self._is_between_steps() else "evaluation")
+        if self._precision.inputs is not None:
+            inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
+        with (
+            self._clock("forward" if training else "evaluation"),
+            autocast(self._precision.autocast, self.device),
+            self._linear(),
+        ):
+            try:
+                outputs = self.module(*inputs, **kwargs)
+            except RuntimeError as error:
+                stated = mismatch(error, (inputs, kwargs), self._precision.model)
+                if stated is None:
+                    raise
+                raise stated from error
+        if training:
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self._on_output_gradient)
+        hooks.phase("other")
+        self._report.see_memory("after forward")
+        return outputs
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Accumulate the gradients of ``loss``, and reduce them when the stage says so.
+
+        Without an optimizer they stay until the next accumulation window begins: in each parameter's ``grad``, on all ranks
+        alike, also at stages 1 and 2, where there is nothing to shard; at stage 3 in slices.
+
+        The loss is multiplied by the loss scale before it is differentiated.
+
+        Args:
+            loss: 0-D or one-element tensor of this rank's micro-batch.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: divide the loss by the number of accumulation steps.
+
+        Returns:
+            The loss divided by the accumulation steps; not scaled.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise UsageError(f"backward expects a loss of one element, found {shown}; take its mean or sum")
+        shared = loss / self._config.gradient_accumulation_steps if scale_wrt_gas else loss
+        scale = self._scale.value
+        self._scaled = False
+        with self._clock("backward"):
+            self._begin_backward()
+            try:
+                with self._linear():  # for what activation checkpointing runs again
+                    (shared if scale == 1.0 else shared * scale).backward(retain_graph=retain_graph)
+            finally:
+                self._differentiating = False
+            self._finish_backward()
+        self._report.see_loss(loss)
+        self._report.see_memory("after backward")
+        return shared
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in place of ``engine.backward(loss)``.
+
+        Raises:
+            UsageError: ``loss`` is not a scalar tensor that a backward pass can begin at.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            given: object = type(loss)
+            if isinstance(loss, torch.Tensor):
+                given = f"a tensor of shape {list(loss.shape)}{'' if loss.grad_fn is not None else ' without grad_fn'}"
+            raise UsageError(
+                f"scale got {given}; expected the loss, a scalar tensor with grad_fn; of any other tensor make one: "
+                "(tensor * gradient).sum()"
+            )
+        self._scaled = True
+        return loss * self._scale.value
+
+    def _begin_backward(self) -> None:
+        self._refuse_moved("backward", *BACKWARD)
+        hooks.phase("backward")
+        self._differentiating = True
+        if self._window.passes == 0:
+            if self.optimizer is None:
+                self._gradients.clear()
+            self._gradients.begin_step()
+
+    @torch.no_grad()
+    def _finish_backward(self) -> None:
+        self._differentiating = False
+        self._window.passes += 1
+        self._gradients.finish_backward()
+        if self._residency is not None:
+            self._residency.finish_backward()
+        if self.optimizer is None:
+            self._count_backward()
+        hooks.phase("other")
+
+    def _count_backward(self) -> None:
+        """Without an optimizer nobody calls ``step``: the last backward pass of a window ends it, and its gradients stay."""
+        self.tput_timer.stop(
+            global_step=self.is_gradient_accumulation_boundary(), report_speed=self.global_rank == 0
+        )
+        if self.is_gradient_accumulation_boundary():
+            self.global_steps += 1
+            self._window.passes = 0
+            if not self._in_batch:
+                hooks.end_step()
+        self._window.micro_steps += 1
+
+    def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of an output of ``forward``, in ``loss.backward()`` as well as in ``engine.backward(loss)``.
+
+        In the former nothing else says that a backward pass begins, and its end is known to autograd alone.
+        """
+        if self._differentiating and not self._is_direct:
+            return None
+        if not self.zero_optimization():
+            raise UsageError(
+                "loss.backward() was called at stage 0, where its end cannot be seen; call engine.backward(loss)"
+            )
+        if self._scale.value != 1.0 and not self._scaled:
+            raise UsageError(
+                f"Loss scaling is required: loss.backward() was called with a loss scale of {self._scale.value:g}, which "
+                "the loss has not been multiplied by; call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        if not self._is_direct:
+            self._is_direct = True
+            self._direct.enter_context(self._clock("backward"))
+            self._begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_direct_backward)
+        return gradient / self._config.gradient_accumulation_steps
+
+    def _finish_direct_backward(self) -> None:
+        self._is_direct = self._scaled = False
+        self._finish_backward()
+        self._direct.close()
+        self._report.see_memory("after backward")
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Take an optimizer step if the micro-batch is the last of its accumulation window; otherwise only count it.
+
+        With managed_gradient_accumulation false every call takes a step.
+        """
+        if self.optimizer is None:
+            where = "in slices" if self._residency is not None else "in the grad of each parameter"
+            raise UsageError(
+                f"step needs an optimizer, and there is none: the gradients of the last backward pass are kept {where}, "
+                "reduced over the ranks; name an optimizer in the config, or pass one to initialize"
+            )
+        if self._window.held:
+            raise UsageError(
+                "step was called inside no_sync or coalesce_grad_reduction, where gradients are not reduced; call it after"
+            )
+        self._step_applied = False
+        self._window.stepping = True
+        try:
+            last = self.is_gradient_accumulation_boundary()
+            if last:
+                self._refuse_moved("step", *STATES)
+                hooks.phase("optimizer")
+                with self._clock("optimizer"):
+                    self._take_step(lr_kwargs or {})
+                hooks.phase("other")
+        finally:
+            self._window.stepping = False
+        self._window.count_step(self._config.gradient_accumulation_steps)
+        if last:
+            if self._watch is not None:
+                self._watch.see_step(self.global_steps)
+            self._report.see_memory("after step")
+            self._report.see_step(self._progress())
+        self.tput_timer.stop(global_step=last, report_speed=self.global_rank == 0)
+        if last and not self._in_batch:
+            hooks.end_step()
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        assert self.optimizer is not None
+        if not self._config.managed_gradient_accumulation and not self._config.zero.stage.shards_gradients:
+            with torch.no_grad():
+                self._gradients.finish_backward()
+        self._step_applied = self._apply_due(lr_kwargs)
+        self.global_steps += 1
+        per_micro_batch = self._config.train_micro_batch_size_per_gpu * self.world_size
+        self.global_samples += per_micro_batch * self._window.passes
+        self._window.passes = 0
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.global_steps,
+            self.skipped_steps,
+            self.global_samples,
+            self.get_lr(),
+            self.get_mom(),
+            self._scale.value if self.fp16_enabled() else None,
+        )
+
+    def _announce(self) -> None:
+        """Say which step and micro-batch this is, once for each."""
+        now = (self.global_steps, self._window.passes)
+        if now != self._announced:
+            self._announced = now
+            hooks.step(self._numbers.of(self.global_steps), self._window.passes)
+            hooks.metric("samples", float(self._config.train_micro_batch_size_per_gpu))
+            if self.skipped_steps:
+                hooks.metric("skipped_steps", float(self.skipped_steps))
+
+    def _trains(self) -> bool:
+        """Whether the engine or its model is in training mode: Lightning sets the mode of the model alone."""
+        return self.training or any(child.training for child in self.children())
+
+    def _is_between_steps(self) -> bool:
+        """Whether a step has ended, and no forward pass of the next has begun."""
+        return self._announced != _NEVER and self._announced[0] < self.global_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""
+        return self._window.is_last(self._config.gradient_accumulation_steps)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming micro-batch is the last of its step, instead of counting."""
+        self._window.say(is_boundary)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches that ``step`` has counted."""
+        return self._window.micro_steps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only accumulate on each rank. Not at stage 2, which frees them as they come."""
+        if self._config.zero.stage.shards_gradients:
+            raise UsageError(
+                f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
+                "gradients in every micro-batch; use stage 0 or 1"
+            )
+        with self._held("no_sync"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside, gradients only accumulate on each rank; at the end they are reduced once, and ``step`` may follow.
+
+        One block makes one step, however many backward passes it holds. Stages 1 to 3.
+        """
+        if not self.zero_optimization():
+            raise UsageError(
+                "coalesce_grad_reduction works at stages 1 to 3, and the stage is 0, which reduces gradients once a step "
+                "anyway; remove it, or use no_sync"
+            )
+        if not self._config.managed_gradient_accumulation:
+            raise UsageError(
+                "coalesce_grad_reduction was called with managed_gradient_accumulation false, where step() reduces once "
+                "anyway; remove one of the two"
+            )
+        with self._held("coalesce_grad_reduction"):
+            yield
+        self._refuse_moved("coalesce_grad_reduction", *BACKWARD)
+        hooks.phase("backward")
+        with self._clock("backward"), torch.no_grad():
+            self._gradients.reduce_accumulated()
+        hooks.phase("other")
+        self._window.complete()
+
+    @contextmanager
+    def _held(self, name: str) -> Iterator[None]:
+        if self._window.held:
+            raise UsageError(
+                f"{name} was entered inside another block that holds gradients back; leave one out"
+            )
+        self._window.held = True
+        self._gradients.pause(True)
+        try:
+            yield
+        finally:
+            self._window.held = False
+            self._gradients.pause(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
+        self._gradients.clear()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of ``step`` changed the parameters."""
+        return self._step_applied
+
+    # What it is doing.
+
+    def get_global_grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients in the last step, before clipping; None where it is not computed (stage 0 in fp32)."""
+        return getattr(self.optimizer, "grad_norm", None)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The betas of each param group, or its momentum with SGD and RMSprop; 0.0 for a group without them."""
+        if self.optimizer is None:
+            return []
+        name = "momentum" if type(self.basic_optimizer).__name__ in ("SGD", "RMSprop") else "betas"
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows change the loss scale."""
+        return self._scale.dynamic
+
+    def loss_scale(self) -> float:
+        """The loss scale of the configuration, 0 where it is dynamic; ``optimizer.cur_scale`` is the one in use."""
+        return 0.0 if self._scale.dynamic else self._scale.rules.value
+
+    def _get_optimizer_loss_scale(self) -> float | None:
+        """The loss scale in use, by the name under which DeepSpeed's users read it."""
+        return None if self.optimizer is None else self._scale.value
+
+    def destroy(self) -> None:
+        """Let go of the model: hooks are taken away, sharded parameters are whole again."""
+        self._give_up_put_off_steps()
+        close(self.module)
+        if self._config.disable_python_gc:
+            gc.enable()
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each part of the last step; empty without wall_clock_breakdown."""
+        return dict(self._report.milliseconds)
+
+    def compile(
+        self, *arguments: Any, compile_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Compile the model with torch.compile, whose arguments these are; ``compile_kwargs`` are more of them."""
+        self.module.compile(*arguments, **options, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``compile`` was called."""
+        return getattr(self.module, "_compiled_call_impl", None) is not None
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The model's state, by the model's own names.
+
+        Raises:
+            UsageError: parameters are in slices (stage 3), and would be empty in it.
+        """
+        self._refuse_slices()
+        return self.module.state_dict()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The engine's state as a module: the model's, under ``module.``.
+
+        Raises:
+            UsageError: parameters are in slices (stage 3), and would be empty in it.
+        """
+        self._refuse_slices()
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
+
+    def _refuse_slices(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            shard = shard_of(parameter)
+            if shard is not None and not shard.available:
+                raise UsageError(
+                    f"{name} is in slices between its uses (stage 3), so that the state of the module would be empty; "
+                    "call save_16bit_model, or save_checkpoint and python -m zero_runtime.checkpoint, or do this within "
+                    "zero_runtime.zero.GatheredParameters(list(engine.module.parameters())) on all ranks"
+                )
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype of gradient messages."""
+        return self._precision.communication

@@ -1,0 +1,133 @@
+"""What rank 0 says of the training, and what it writes for monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime import log
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.startup.memory import memory_in_use
+from zero_runtime.training.clock import Clock, Part, shown
+from zero_runtime.training.monitors import Event, monitors
+
+
+class Progress(NamedTuple):
+    """Where the training is, after a step.
+
+    Attributes:
+        step: number of steps.
+        skipped: of these, steps that an overflow skipped.
+        samples: over all ranks.
+        rates: the learning rate of each param group.
+        momenta: the momentum, or the betas, of each.
+        loss_scale: None where the loss is not scaled.
+        batches: what whole batches say of the steps since the last line; None where a step is several calls.
+    """
+
+    step: int
+    skipped: int
+    samples: int
+    rates: list[float]
+    momenta: list[object]
+    loss_scale: float | None
+    batches: Callable[[], BatchTimes] | None = None
+
+
+class BatchTimes(NamedTuple):
+    """Whole batches since the last line.
+
+    Attributes:
+        loss: of the last one.
+        seconds: of one, on average.
+        samples_per_second: over all ranks.
+    """
+
+    loss: float
+    seconds: float
+    samples_per_second: float
+
+
+class Report:
+    """Prints and writes as the configuration asks.
+
+    Args:
+        config: the configuration.
+        clock: of the parts of a step.
+        rank: nothing is said but on rank 0.
+
+    Attributes:
+        milliseconds: of each part of the step before, where the clock is running.
+    """
+
+    def __init__(self, config: RuntimeConfig, clock: Clock, rank: int) -> None:
+        self._every = config.steps_per_print
+        self._memory = config.memory_breakdown
+        self._clock = clock
+        self._first = rank == 0
+        self._monitors = monitors(config.csv_monitor, config.tensorboard, rank)
+        self._losses: list[torch.Tensor] = []
+        self._seconds: dict[Part, float] = {}
+        self._steps = 0
+        self.milliseconds: dict[str, float] = {}
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Take note of the loss of a micro-batch, whole and not scaled."""
+        if self._monitors:
+            self._losses.append(loss.detach())
+
+    def see_memory(self, when: str) -> None:
+        """Print the memory in use, where memory_breakdown asks for it."""
+        if self._memory and self._first:
+            self._say(f"{when}: {memory_in_use().shown()}")
+
+    def see_step(self, progress: Progress) -> None:
+        """Print and write what is due after a step."""
+        seconds = self._clock.read() if self._clock.running else {}
+        if not self._first:
+            return
+        due = self._every is not None and progress.step % self._every == 0
+        if due:
+            self._say(
+                f"step={progress.step}, skipped={progress.skipped}, lr={progress.rates}, mom={progress.momenta}"
+            )
+        if due and progress.batches is not None:
+            batch = progress.batches()
+            self._say(
+                f"steps: {progress.step} loss: {batch.loss:0.4f} iter time (s): {batch.seconds:0.3f} "
+                f"samples/sec: {batch.samples_per_second:0.3f}"
+            )
+        if self._clock.running:
+            self._see_times(seconds, progress.step, due or self._every is None)
+        if self._monitors:
+            self._write(progress)
+
+    def _see_times(self, seconds: dict[Part, float], step: int, due: bool) -> None:
+        self.milliseconds = {part.name: value * 1e3 for part, value in seconds.items() if not part.purpose}
+        self._steps += 1
+        for part, value in seconds.items():
+            self._seconds[part] = self._seconds.get(part, 0.0) + value
+        if due:
+            mean = f", mean of {self._steps} steps" if self._steps > 1 else ""
+            self._say(f"step {step}, ms{mean}: {shown(self._seconds, self._steps)}")
+            self._seconds, self._steps = {}, 0
+
+    def _write(self, progress: Progress) -> None:
+        events = [Event("Train/Samples/lr", rate, progress.samples) for rate in progress.rates[:1]]
+        if self._losses:
+            loss = torch.stack([each.float().reshape(()) for each in self._losses]).mean()
+            events.insert(0, Event("Train/Samples/train_loss", loss.item(), progress.samples))
+            self._losses.clear()
+        if progress.loss_scale is not None:
+            events.append(Event("Train/Samples/loss_scale", progress.loss_scale, progress.samples))
+        for part, value in self.milliseconds.items():
+            name = {"optimizer": "step"}.get(part, part)
+            events.append(Event(f"Train/Samples/elapsed_time_ms_{name}", value, progress.samples))
+        for monitor in self._monitors:
+            monitor.write_events(events)
+
+    @staticmethod
+    def _say(sentence: str) -> None:
+        log.info(sentence)

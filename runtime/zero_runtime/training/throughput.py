@@ -1,0 +1,111 @@
+"""Samples per second, measured around the micro-batches of each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from zero_runtime import log
+from zero_runtime.startup.memory import memory_in_use
+
+TIME_EPSILON: Final = 1e-6
+
+
+class ThroughputTimer:
+    """Samples per second.
+
+    Args:
+        config: with ``enabled`` and ``synchronized``; None enables both. The latter waits for the device before each
+            reading, where lines are printed.
+        batch_size: samples of a step, over all ranks.
+        start_step: steps that are not counted.
+        steps_per_output: steps between two lines; None or infinity for none.
+        monitor_memory: print the memory in use too.
+        logging_fn: what is called with a line.
+
+    Attributes:
+        initialized: whether ``start`` was called.
+        started: whether a micro-batch is under way.
+        start_time, end_time: of the last micro-batch that was counted, in seconds since 1970; 0 before.
+        step_elapsed_time: seconds of the step under way.
+        total_elapsed_time: seconds of all steps that were counted.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = 1,
+        start_step: int = 2,
+        steps_per_output: float | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.batch_size = 1 if batch_size is None else batch_size
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or log.info
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+        self.initialized = self.started = False
+        self.start_time = self.end_time = 0.0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it measures."""
+        return bool(getattr(self.config, "enabled", True))
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch, and its micro-batches from 0."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Begin a micro-batch."""
+        if not self.enabled:
+            return
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self._synchronize()
+            self.start_time = time.time()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """End the micro-batch, and with ``global_step`` the step; ``report_speed`` allows the line that is due."""
+        if not self.enabled or not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        self.global_step_count += int(global_step)
+        if not self.start_time:
+            return
+        self._synchronize()
+        self.end_time = time.time()
+        passed = self.end_time - self.start_time
+        self.total_elapsed_time += passed
+        self.step_elapsed_time += passed
+        every = self.steps_per_output
+        if global_step and report_speed and every and self.global_step_count % every == 0:
+            last = self.batch_size / (self.step_elapsed_time + TIME_EPSILON)
+            memory = f", {memory_in_use().shown()}" if self.monitor_memory else ""
+            self.logging(
+                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.2f}, CurrSamplesPerSec={last:.2f}{memory}"
+            )
+        if global_step:
+            self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second over the steps that were counted; minus infinity before the first."""
+        counted = self.global_step_count - self.start_step
+        if counted <= 0 or not self.total_elapsed_time:
+            return float("-inf")
+        return self.batch_size * counted / self.total_elapsed_time
+
+    def _synchronize(self) -> None:
+        wanted = self.steps_per_output and getattr(self.config, "synchronized", True)
+        if wanted and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
