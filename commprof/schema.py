@@ -4,8 +4,7 @@ From these declarations come the binary record of the recorder, the Arrow schema
 each CSV file, the data dictionary of an export and ``docs/schema.md``. Units are in the names: integers in bytes and
 nanoseconds from end to end. ``*_ns`` are CLOCK_MONOTONIC (``time.perf_counter_ns``), one clock for all ranks of a host.
 
-Layers and languages above may add nothing here by themselves: a column is declared, filled by the recorder or left
-null, and never renamed. Standard library only.
+A column is declared here, filled by the recorder or an importer or left null, and never renamed. Standard library only.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ WRAPPERS: Final[tuple[str, ...]] = (
 PASSES: Final[tuple[str, ...]] = ("F", "f", "e", "B", "b")
 PASSES_UNKNOWN: Final = "?"
 
-# In the binary record these stand as their position here, so new members go to the end.
+# The binary record holds positions in these, so new members go to the end.
 OPS: Final[tuple[str, ...]] = tuple(Op)
 PHASES: Final[tuple[str, ...]] = tuple(Phase)
 PURPOSES: Final[tuple[str, ...]] = tuple(Purpose)
@@ -122,16 +121,17 @@ STATUSES: Final[tuple[str, ...]] = tuple(Status)
 LAYERS: Final[tuple[str, ...]] = tuple(Layer)
 
 
-# Of modules whose tensors several ranks share. Those of the last two have whole parameters, and work on pieces of sequences.
+# How modules are partitioned whose tensors several ranks share. Those of the last two have complete parameters, and work on
+# shards of sequences.
 CUTS: Final[tuple[str, ...]] = ("column", "column_gathered", "row", "vocabulary", "sequence", "split")
 
 
 class Source(StrEnum):
-    """Where the value of a ``collectives`` column is kept in the binary trace."""
+    """The place of a ``collectives`` column in the binary trace."""
 
     RECORD = "record"  # in the record itself
-    SIGNATURE = "signature"  # interned: what is equal in all calls with the same tensors, group and arguments
-    TAG = "tag"  # interned: what the runtime said
+    SIGNATURE = "signature"  # interned: equal in all calls with the same tensors, group and arguments
+    TAG = "tag"  # interned: stated by the runtime
     GROUP = "group"  # in the groups table, by pg
     PROCESS = "process"  # in the name and header of the rank's file
     DERIVED = "derived"  # computed from others when the trace is finalised
@@ -245,7 +245,7 @@ COLLECTIVES: Final = Table(
         Column("wait_end_ns", "int64", "that wait ended", True, unit="ns", source=_R),
         Column("device_begin_ns", "int64", "the device began the operation; asynchronous on a GPU: it could begin", True, unit="ns", source=_R),
         Column("device_end_ns", "int64", "the operation ended, as a device says or, for a sample, a host backend; asynchronous on a GPU: the stream that waited went on", True, unit="ns", source=_R),
-        Column("exposed_ns", "int64", "time that the program (on a GPU, its stream) stood still for this operation: until wait_end_ns, from issue_ns or, asynchronous, from wait_begin_ns", True, unit="ns", source=_R),
+        Column("exposed_ns", "int64", "time that the program (on a GPU, its stream) was blocked on this operation: until wait_end_ns, from issue_ns or, asynchronous, from wait_begin_ns", True, unit="ns", source=_R),
     ),
     key=("rank", "attempt", "pid", "seq"),
 )
@@ -441,7 +441,7 @@ NCCL_OPS: Final = Table(
         Column("opcount", "int64", "opCount as printed (hexadecimal in the log)", True),
         Column("nranks", "int32", "ranks in the communicator", True),
         Column("stream", "string", "stream pointer", True),
-        Column("host", "string", "host as printed; null on a torn line that lost its head", True),
+        Column("host", "string", "host as printed; null on a truncated line that lost its head", True),
         Column("pid", "int32", "process id as printed", True),
         Column("tid", "int32", "thread id as printed", True),
         Column("device", "int32", "CUDA device as printed", True),
@@ -642,7 +642,7 @@ COMM_MATCHES: Final = Table(
         Column("missing", "int64", "expected lines that are not there"),
         Column("extra", "int64", "lines without a record"),
         Column("ambiguous", "int64", "lines with several equal records"),
-        Column("torn", "int64", "torn lines of the process that name this communicator or can only belong to it"),
+        Column("torn", "int64", "truncated or interleaved lines of the process that name this communicator or can only belong to it"),
         Column("ambiguous_records", "int64", "records with several equal lines", True),
         Column("ambiguous_missing", "int64", "at least so many of these records have no line", True),
         Column("ambiguous_extra", "int64", "at least so many of the ambiguous lines have no record", True),

@@ -1,1 +1,1 @@
-"""What other tools recorded, made a run: Flight Recorder dumps, Kineto traces, NCCL Inspector, DeepSpeed's comms logger."""
+"""Importers of other tools' recordings: Flight Recorder, Kineto, NCCL Inspector, DeepSpeed's comms logger."""

@@ -66,7 +66,7 @@ _MOST_CALLS: Final = 10_000_000
 
 
 class LoggedCall(NamedTuple):
-    """One call as the logger tells it; ``sum_ms`` is what it takes for the latency."""
+    """One call in a log; ``sum_ms`` is the running sum that the logger prints as the latency."""
 
     name: str
     size: int  # bytes
@@ -75,7 +75,7 @@ class LoggedCall(NamedTuple):
 
 
 class _Log(NamedTuple):
-    """What one file holds."""
+    """The content of one file."""
 
     calls: Sequence[LoggedCall]  # in order, where that is known
     ordered: bool
@@ -84,7 +84,7 @@ class _Log(NamedTuple):
 
     @property
     def has_sums(self) -> bool:
-        """Whether it tells of single calls."""
+        """Whether it lists single calls."""
         return any(call.sum_ms is not None for call in self.calls)
 
 

@@ -41,7 +41,7 @@ _VERSION: Final = "2"
 
 
 def parse_dump(data: bytes) -> dict[str, Any] | None:
-    """The dump in ``data``; None where it is none.
+    """The dump in ``data``; None if ``data`` is something else.
 
     Raises:
         LogError: it is a pickle that cannot be read as plain data.
@@ -92,7 +92,7 @@ def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
 
 
 def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
-    """The rank that a dump is of: as it says itself, else the last number of the file's name, as torch names them.
+    """The rank of a dump: the one it states, else the last number of the file's name, as torch names files.
 
     Raises:
         LogError: neither says it.
@@ -129,7 +129,7 @@ def _members(dumps: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> dict[str, t
 
 
 def _add(rank: ImportedRank, entry: Any, members: Mapping[str, tuple[int, ...]]) -> bool:
-    """Take one entry over; False where it is not of the form that torch writes."""
+    """Add one entry to ``rank``; False if it does not have the form that torch writes."""
     try:
         row = flight_row(entry)
         collective = _collective(rank.rank, entry, row, members)
@@ -186,7 +186,7 @@ def _is_retired_at_issue(entry: Any) -> bool:
 
 
 def _whole(op: Op, sent: int, received: int, ranks: int) -> int:
-    """The size of the whole operation, of which only the root's entry of a gather or scatter has all parts."""
+    """The size of the whole operation. For a gather or scatter, only the root's entry has all parts."""
     if op is Op.ALL_GATHER:
         return received
     if op is Op.GATHER:
@@ -201,7 +201,7 @@ def _elements(entry: Mapping[str, Any], name: str) -> int:
 
 
 def _peer(name: str, op: Op, ranks: Sequence[int]) -> int:
-    """The other side of a message, from ``nccl:send 0->1`` or ``nccl:recv 1<-0``; -1 where it is not said."""
+    """The other side of a message, from ``nccl:send 0->1`` or ``nccl:recv 1<-0``; -1 if the name does not state it."""
     match = _PEER.search(name) if op in (Op.SEND, Op.RECV) else None
     if match is None:
         return -1

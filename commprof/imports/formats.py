@@ -1,4 +1,4 @@
-"""Which tool a file is of, by what is in it, and the run that comes of it."""
+"""Recognizes the tool that wrote a file by its content, and imports the file as a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GZIP: Final = b"\x1f\x8b"
 
 
 class Format(StrEnum):
-    """What can be imported."""
+    """A tool whose files can be imported."""
 
     FLIGHT_RECORDER = "flight-recorder"
     KINETO = "kineto"
@@ -30,7 +30,7 @@ class Format(StrEnum):
 
 
 class _Recognised(NamedTuple):
-    """A file, and what was found in it."""
+    """A file whose format was recognized, with its content."""
 
     format: Format
     path: Path
@@ -100,7 +100,7 @@ def inspector_logs(names: Sequence[str]) -> list[tuple[Path, InspectorLog]] | No
 
 
 def _may_be_inspector(path: Path) -> bool:
-    """Whether a file begins as the Inspector's do, which are JSON; NCCL's own logs may be very large."""
+    """Whether a file begins like a log of the Inspector. Reads the start only, since NCCL logs may be very large."""
     try:
         with path.open("rb") as stream:
             begin = stream.read(1 << 16)
@@ -113,7 +113,7 @@ def _may_be_inspector(path: Path) -> bool:
 
 
 def _check_content(imported: Imported, files: Sequence[Path]) -> None:
-    """Raise where there is nothing to make a run of, and note of which ranks there is nothing.
+    """Raise if no rank has an operation, and note the ranks that have none.
 
     Raises:
         LogError: no file holds an operation.
@@ -153,7 +153,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def recognise(path: Path, wanted: Format | None = None) -> _Recognised:
-    """What ``path`` holds.
+    """The format and the content of ``path``.
 
     Raises:
         LogError: it cannot be read, or holds nothing that is known.
@@ -205,7 +205,7 @@ def _content(path: Path) -> bytes:
 
 
 def _break_in(text: str) -> str | None:
-    """Where a text that begins as JSON stops being JSON; None where it does not begin so."""
+    """The place of the first syntax error in a text that begins as JSON; None for other texts."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:

@@ -48,7 +48,7 @@ class _Process(NamedTuple):
 
 
 class _Ranks(NamedTuple):
-    """The rank in the job of each process, and those of the members of each communicator; empty where a file is missing."""
+    """The global rank of each process, and of the members of each communicator; empty if a file is missing."""
 
     of_process: Mapping[_Process, int]
     of_comm: Mapping[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ class _Ranks(NamedTuple):
 
 
 def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
-    """The logs of a job's processes as one recording; times are CLOCK_REALTIME, where nothing better is said of the dump.
+    """The logs of a job's processes as one recording; times are CLOCK_REALTIME (of the dump if the log has no other).
 
     Raises:
         LogError: a log is of a version that commprof does not know.
@@ -97,7 +97,7 @@ def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
 
 
 def collectives_of(logs: Sequence[tuple[Path, InspectorLog]]) -> list[InspectedCollective]:
-    """The collectives of the logs as NCCL numbers them, those left out that say too little.
+    """The collectives of the logs, numbered as by NCCL. Entries without the necessary keys are left out.
 
     Raises:
         LogError: a log is of a version that commprof does not know.
@@ -127,7 +127,7 @@ def collectives_of(logs: Sequence[tuple[Path, InspectorLog]]) -> list[InspectedC
 
 
 def dropped_collectives(logs: Sequence[tuple[Path, InspectorLog]]) -> dict[Member, int]:
-    """How many collectives the plugin says that it dropped, by rank of a communicator."""
+    """The collectives that the plugin reports as dropped, counted by rank of a communicator."""
     return {
         Member(
             origin.host or path.stem, whole_number(origin.pid), origin.comm, whole_number(origin.comm_rank)
@@ -152,7 +152,7 @@ def _check_version(path: Path, log: InspectorLog) -> None:
 
 
 def _missing_key(entry: Mapping[str, Any]) -> str | None:
-    """The first thing that an operation cannot be understood without and that ``entry`` does not say."""
+    """The first necessary key that ``entry`` lacks; None if it has all."""
     header, kind = entry["header"], _kind(entry)
     performance = entry[f"{kind}_perf"]
     if not isinstance(performance, dict):

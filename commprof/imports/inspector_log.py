@@ -1,4 +1,4 @@
-"""The text of one log of NCCL's Inspector plugin: its operations with their context, and what it says that it dropped.
+"""Parser for one log of NCCL's Inspector plugin: operations with their context, and the counts of dropped ones.
 
 Versions 4.0 to 4.4 of its format, each read from its writer. 4.0: every operation has a header and metadata of its own. 4.1
 puts a record ``dump_stats`` before the operations of each dump, which says how many follow and how many were dropped. 4.2
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """How many operations were overwritten before they were written down."""
+    """Operations that were overwritten before the plugin wrote them."""
 
     collectives: int
     messages: int
@@ -40,7 +40,7 @@ class Dropped(NamedTuple):
 
 @dataclass(slots=True)
 class InspectorLog:
-    """One file.
+    """The content of one log file.
 
     Attributes:
         entries: the operations, each with ``header`` and ``metadata``.
@@ -60,7 +60,7 @@ class InspectorLog:
 
 
 def parse_log(text: str) -> InspectorLog | None:
-    """What ``text`` says; None where it has no record of the Inspector."""
+    """The content of ``text``; None if it has no record of the Inspector."""
     if not any(f'"{body}"' in text for body in _BODIES):
         return None
     log, context = InspectorLog(), _Context()
@@ -80,18 +80,18 @@ def parse_log(text: str) -> InspectorLog | None:
 
 @dataclass(slots=True)
 class _Context:
-    """The dump that records without a header belong to, and how many of it are still to come."""
+    """The dump to which records without a header belong, and how many of its records are still expected."""
 
     header: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] | None = None
     due: Counter[str] = field(default_factory=Counter)
 
     def forget(self) -> None:
-        """What could not be read may have been the begin of the next dump: whose the records after it are is not known."""
+        """Forget the owner of the records that follow: an unreadable record may have begun the next dump."""
         self.header = self.metadata = None
 
     def end(self) -> int:
-        """End the dump. How many of its records did not come."""
+        """End the dump; the number of its records that are missing."""
         absent = sum(self.due.values())
         self.forget()
         self.due = Counter()
@@ -99,7 +99,7 @@ class _Context:
 
 
 def _begin(log: InspectorLog, context: _Context, record: Mapping[str, Any]) -> None:
-    """Take in the record that a dump begins with."""
+    """Add the first record of a dump."""
     header, metadata, stats = record.get("header"), record.get("metadata"), record[_STATS]
     if not (isinstance(header, dict) and isinstance(metadata, dict) and isinstance(stats, dict)):
         log.damaged += 1
@@ -115,7 +115,7 @@ def _begin(log: InspectorLog, context: _Context, record: Mapping[str, Any]) -> N
 
 
 def _add(log: InspectorLog, context: _Context, record: Mapping[str, Any], body: str) -> None:
-    """Take in an operation; proxy traces are not read."""
+    """Add an operation; proxy traces are not read."""
     header, metadata = record.get("header"), record.get("metadata")
     if body == _PROXY:
         if isinstance(metadata, dict):
@@ -133,14 +133,14 @@ def _add(log: InspectorLog, context: _Context, record: Mapping[str, Any], body: 
 
 
 def origin_of(header: Mapping[str, Any], metadata: Mapping[str, Any]) -> Origin:
-    """Whose record it is."""
+    """The process and communicator of a record."""
     return Origin(
         str(metadata.get("hostname") or ""), metadata.get("pid"), str(header.get("id")), header.get("rank")
     )
 
 
 def whole_number(value: Any) -> int:
-    """``value`` as a number of things; 0 where it is none."""
+    """``value`` as a count; 0 if it is not a positive integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
@@ -149,7 +149,7 @@ def _version(metadata: Mapping[str, Any]) -> str:
 
 
 def _records(text: str) -> Iterator[Any]:
-    """The JSON objects that follow one another in ``text``; None for a place that begins like one and is none."""
+    """The JSON objects in ``text``, in order; None for a damaged one."""
     decoder = json.JSONDecoder()
     place = 0
     while (place := text.find("{", place)) >= 0:

@@ -194,7 +194,7 @@ def _groups(info: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 class _Kernels:
-    """When the device worked for each call: from the first of its NCCL kernels to the last.
+    """The device time of each call: from its first NCCL kernel to its last.
 
     A kernel and its call share the Comms Id and the external id. The calls of a coalesced block have one Comms Id, so there
     the external id decides, as it does in traces without a Comms Id.
@@ -218,7 +218,7 @@ class _Kernels:
         return next((self._spans[key] for key in self._keys(event) if key in self._spans), (None, None))
 
     def _keys(self, event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What ties a kernel to its call, the surest first; a kernel belongs to its surest only."""
+        """The keys that join a kernel to its call, the most reliable first; only the first is used for a kernel."""
         number = _comms_id(event)
         if number is not None and self._issued[number] == 1:
             yield _COMMS_ID, number
@@ -238,9 +238,9 @@ def _operation(event: Mapping[str, Any]) -> Op | None:
 
 
 def _identify(collectives: Iterable[Collective | None], issued: Iterable[Mapping[str, Any]]) -> None:
-    """Give each collective that has a Comms Id an identity: with how often its rank has used that number before.
+    """Give each collective with a Comms Id an identity: the id, and how often its rank used that id before.
 
-    A message has none: each rank counts those of a group by itself, so the two ends of one seldom share a number.
+    A message has none: each rank numbers its own messages of a group, so the two ends of one seldom share a number.
     """
     used: Counter[str] = Counter()
     for collective, event in zip(collectives, issued, strict=True):
@@ -251,7 +251,7 @@ def _identify(collectives: Iterable[Collective | None], issued: Iterable[Mapping
 
 
 def _check_identities(ranks: Iterable[ImportedRank]) -> Iterator[str]:
-    """Take the identities of a group away where its ranks do not number alike, and say so.
+    """Remove the identities of a group whose ranks number differently, and yield a note about it.
 
     A backend that counts messages and collectives together (nccl2) numbers a collective differently on ranks that sent
     different numbers of messages before it. Such a group shows in numbers that no message shares with a collective.
@@ -345,6 +345,7 @@ def _from_operator(
         [str(kind).lower() for kind in arguments.get("Input type") or []],
     )
     elements = [_elements(shape) for shape in shapes[:2]] + [0, 0]
+    # Lists of tensors have no type in the operator's event; the backend's annotation that follows has it.
     kind = next((each for each in types[:2] if each in _ITEM_BYTES), None)
     if kind is None and any(elements):
         kind = kinds.of(float(event["ts"]), elements)
@@ -356,6 +357,7 @@ def _from_operator(
     )
     if not (outputs[1] or inputs[1]) and op is not Op.BARRIER:
         counts["size"] += 1
+    # The event does not name the group: it is certain if the job has one only, and its members if all groups are alike.
     pg, group = next(iter(groups.items()), ("0", {}))
     if len(groups) > 1:
         pg = "?"
@@ -363,6 +365,7 @@ def _from_operator(
         counts["group"] += not group
     ranks = _ranks(group.get("ranks"))
     size = _whole(group.get("pg_size")) or len(ranks)
+    # The whole operation (S of nccl-tests), of which the event has this rank's part.
     count, total = inputs
     if op is Op.ALL_GATHER:
         count, total = outputs if outputs[1] else (inputs[0] * size, inputs[1] * size)
@@ -372,6 +375,7 @@ def _from_operator(
         count, total = outputs[0] * size, outputs[1] * size
     if op is Op.BARRIER:
         count = total = 0
+    # A root or peer is a rank of the group.
     root = (arguments.get("Concrete Inputs") or [])[_ROOT_ARGUMENT.get(op, 99) :][:1]
     number = int(root[0]) if root and str(root[0]).isdigit() else -1
     return Collective(
@@ -396,26 +400,26 @@ def _from_operator(
 
 
 class _Kinds:
-    """Element types, as the backend's own annotations (``gloo:all_reduce``) tell them: each tells of one operator."""
+    """Element types from the backend's annotations (``gloo:all_reduce``); each annotation belongs to one operator."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
-        self._told: list[tuple[float, int, str]] = []
+        self._annotations: list[tuple[float, int, str]] = []
         for each in events:
             arguments = each.get("args") or {}
             types = arguments.get("Input type") or []
             if each.get("cat") == "user_annotation" and ":" in str(each.get("name")) and types:
                 kind = str(types[0]).lower()
                 if kind in _ITEM_BYTES:
-                    self._told.append(
+                    self._annotations.append(
                         (float(each["ts"]), _elements((arguments.get("Input Dims") or [[]])[0]), kind)
                     )
-        self._told.sort()
+        self._annotations.sort()
 
     def of(self, issued: float, elements: Sequence[int]) -> str | None:
-        """The type of the first annotation after ``issued`` with one of these numbers of elements; it is used up."""
-        for place, (begin, count, kind) in enumerate(self._told):
+        """The type of the first unused annotation after ``issued`` with one of these numbers of elements."""
+        for place, (begin, count, kind) in enumerate(self._annotations):
             if begin >= issued and count in elements:
-                del self._told[place]
+                del self._annotations[place]
                 return kind
         return None
 

@@ -91,7 +91,7 @@ class _Machine:
             )
 
     def result(self) -> Any:
-        """What is left at the end."""
+        """The value that the pickle describes."""
         (value,) = self._stack
         if value is _MARK:
             raise ValueError("a mark is left")

@@ -22,7 +22,7 @@ _Shared: TypeAlias = tuple[str, tuple[int, ...], Hashable]
 
 
 def write_run(out: Path, imported: Imported, files: Sequence[Path], force: bool = False) -> Path:
-    """Make run directory ``out`` of ``found``, which was read from ``files``.
+    """Write ``imported``, which was read from ``files``, as run directory ``out``.
 
     Raises:
         UsageError: ``out`` holds something already (``force`` replaces a run).
@@ -83,7 +83,7 @@ def write_run(out: Path, imported: Imported, files: Sequence[Path], force: bool 
 
 
 def _numbered(ranks: Sequence[ImportedRank]) -> list[int]:
-    """The process ids, or numbers in their place where a tool does not say them or two hosts have the same."""
+    """The process ids, or numbers from 1 if a tool does not state them or two hosts have the same."""
     pids = [rank.pid for rank in ranks]
     return pids if all(pids) and len(set(pids)) == len(pids) else list(range(1, len(ranks) + 1))
 

@@ -37,7 +37,7 @@ Parts = Callable[[], Iterable[pa.Table]]
 
 
 def write_collectives(file: Path, parts: Parts, metadata: Mapping[bytes, bytes]) -> None:
-    """Write ``file``; nobody ever sees a part of it, or one that does not hold what was to be written.
+    """Write ``file`` atomically, after its content was read back and compared.
 
     Args:
         parts: gives the rows, some at a time, as tables of ``encoded_schema``; asked twice: to write, and to compare.

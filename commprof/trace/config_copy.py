@@ -14,7 +14,7 @@ _MOST_KEYS: Final = 3
 
 
 def config_note(run: Path, config: Mapping[str, Any] | None) -> str | None:
-    """A sentence where config.json says something else than ``config``, that of run.json; None where they agree.
+    """A note if config.json differs from ``config``, the copy in run.json; None if they agree.
 
     One of them was edited after the run was recorded. A config.json that is absent or cannot be read says nothing.
     """

@@ -1,4 +1,4 @@
-"""The content of files in a run directory. Only regular files are read: a pipe or a device would never end.
+"""Reads the files of a run directory. Only regular files: reading a pipe or a device would never end.
 
 Standard library only.
 """

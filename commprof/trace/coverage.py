@@ -1,4 +1,4 @@
-"""Whether the readings of a host's counters cover its whole part of a run, from before its processes began to their end."""
+"""Checks that the counter readings of each host cover its processes from before their start to their end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Run(Protocol):
 
 
 class _Span(NamedTuple):
-    """The first and the last moment that is known of a process, on the monotonic clock of its host."""
+    """The first and last known time of a process, on the monotonic clock of its host."""
 
     rank: int
     begin_ns: int
@@ -80,7 +80,7 @@ def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str |
 
 
 def _readings(wire: pa.Table) -> dict[str, list[int]]:
-    """Host -> when its interfaces were read, in order."""
+    """Host -> the times of its interface readings, in order."""
     rows = wire.filter(pc.equal(wire["kind"], "interface")).group_by(["host", "time_ns"]).aggregate([])
     readings: dict[str, list[int]] = defaultdict(list)
     for row in rows.sort_by("time_ns").to_pylist():

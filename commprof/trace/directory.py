@@ -1,4 +1,4 @@
-"""Run directories: where a new one goes, and which ones are there. Standard library only."""
+"""Finds run directories, and names new ones. Standard library only."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def is_run(path: Path) -> bool:
 
 
 class Elsewhere(NamedTuple):
-    """Where the records of an analysed run lie, which this machine does not have.
+    """The place of an analysed run's records that are not on this machine.
 
     Attributes:
         place: URL of the directory of the run (``s3a://...``), as it was given to ``commprof analyse``.

@@ -1,4 +1,4 @@
-"""From the binary files of the ranks to Parquet, once nobody writes to them any more.
+"""Converts the binary files of the ranks to Parquet once no process writes to them any more.
 
 May be run at any time, again, and by two processes at once; a crash at any point loses nothing. In order: each
 rank's collectives are written and read back; the side tables are extended by the ranks that are not in them
@@ -117,7 +117,7 @@ def convert_host(path: str | os.PathLike[str], host: str) -> list[RankTrace]:
 
 
 def finalise_ended(path: str | os.PathLike[str]) -> Health | None:
-    """Finalise ``path`` where that is due: it has ended and was not finalised. What the commands do before they read a run.
+    """Finalise ``path`` if it has ended and was not finalised. Commands do this before they read a run.
 
     Returns:
         None where nothing was done: it is finalised already, still works, is damaged, or cannot be written to.

@@ -1,4 +1,4 @@
-"""The fingerprint of a run: what its files look like at one moment, and the part that derived files are made from."""
+"""The fingerprint of a run: names, sizes and times of its files, and of those from which derived files are made."""
 
 from __future__ import annotations
 

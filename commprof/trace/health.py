@@ -1,4 +1,4 @@
-"""What is missing from a run, in numbers and in sentences. Pure."""
+"""The health of a run: what its trace lacks, in numbers and in sentences. Pure."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _notes(
 
 
 def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was left out because it was asked for."""
+    """Notes on what was left out on request."""
     notes = []
     by_window: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:

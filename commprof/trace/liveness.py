@@ -1,4 +1,4 @@
-"""Whether somebody records into a run directory at this moment. Standard library only, so that it costs nothing to ask."""
+"""Checks whether a process records into a run directory now. Standard library only, so that the check is cheap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RUNNING: Final = "running"
 
 
 def recording_process(run: Path) -> str | None:
-    """Who records into ``run``, such as ``rank 0 (process 4711)``; None where nobody does."""
+    """The process that records into ``run``, such as ``rank 0 (process 4711)``; None where nobody does."""
     launcher = _launcher(run)
     if launcher is not None and launcher.get("pid") != os.getpid() and is_alive(launcher):
         return f"its launcher (process {launcher['pid']})"

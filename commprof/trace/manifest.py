@@ -1,4 +1,4 @@
-"""``run.json``: what ran, where, with what, and what became of it. Standard library only."""
+"""The manifest ``run.json``: what ran, where, with which settings, and how it ended. Standard library only."""
 
 from __future__ import annotations
 

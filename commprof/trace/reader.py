@@ -1,4 +1,4 @@
-"""Opening a run: what it is, how whole it is, and its tables. Nothing is written."""
+"""Opens a run: its manifest, health and tables. Writes nothing."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Run:
         yield rest.select(wanted)
 
     def without_records(self) -> Run:
-        """The same run with no row of ``collectives``, for what is said of one whose records lie elsewhere."""
+        """The same run without rows of ``collectives``, as of a run whose records are elsewhere."""
         none = arrow_schema("collectives").empty_table()
         return replace(self, state=Opening(), _tables={**self._tables, "collectives": none})
 
@@ -148,7 +148,7 @@ class Run:
         return merge(name, [schema.empty_table(), *tables, *self._beside(name), *self._pending(name)])
 
     def _beside(self, name: str) -> list[pa.Table]:
-        """Readings of a run that is still going, which are no Parquet yet."""
+        """Readings of a run that still goes on, which are not Parquet yet."""
         if name == "wire":
             return [read_readings(reading_files(self.path))]
         return [read_readings(sample_files(self.path), name)] if name == "samples" else []
@@ -243,7 +243,7 @@ def _irregular(run: Path) -> list[str]:
 
 
 def _fill_in(manifest: Manifest, traces: list[RankTrace]) -> None:
-    """What only the ranks of a run that was not finalised know."""
+    """Fill in what only the ranks' files of an unfinalised run state."""
     if manifest.world_size is None:
         manifest.world_size = max((trace.entry["world_size"] or 0 for trace in traces), default=0) or None
     if not manifest.hosts:

@@ -1,4 +1,4 @@
-"""Readings of the machine as tables, from the files of those who read them: the launcher, and one rank per host."""
+"""Converts readings of counters and samplers to tables, from the files of the launcher and of one rank per host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sample_files(run: Path) -> list[Path]:
 
 
 def write_samples(run: Path) -> None:
-    """What samplers read as the ``samples`` table."""
+    """The readings of samplers as the ``samples`` table."""
     absorb(run, "samples", sample_files(run), ("host", "source", "device", "name", "time_ns"))
 
 

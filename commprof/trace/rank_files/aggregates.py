@@ -1,4 +1,4 @@
-"""What a rank kept in the place of records: the rows of ``aggregates``, and which steps were recorded at all."""
+"""Reads the sums that a rank wrote instead of records: the rows of ``aggregates``, and which steps were recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a rank's ``.events`` file: JSON lines, of which the last may be cut off. Standard library only."""
+"""Reading a rank's ``.events`` file: JSON lines; the last one may be truncated. Standard library only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Events:
         return rows[-1] if rows else None
 
     def add(self, line: bytes) -> None:
-        """Take one line in. One that is not ours counts as torn; a kind that this version does not know is left out."""
+        """Add one line. A malformed one counts in ``torn``; a kind that this version does not know is ignored."""
         try:
             row = json.loads(line)
             kind = row.pop("kind")
@@ -90,7 +90,7 @@ def read_events(path: Path) -> Events:
 
 
 def parse_events(data: bytes) -> Events:
-    """The rows in ``data``. A line that is not one of our rows is counted in ``torn`` and left out."""
+    """The rows in ``data``. A malformed line is counted in ``torn`` and left out."""
     return _parse(io.BytesIO(data))
 
 
@@ -100,5 +100,5 @@ def _parse(lines: Iterable[bytes]) -> Events:
         if line.endswith(b"\n"):
             events.add(line)
         else:
-            events.torn += 1  # the write was cut off
+            events.torn += 1  # the write was truncated
     return events

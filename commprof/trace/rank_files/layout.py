@@ -1,4 +1,4 @@
-"""How a rank's files are named and laid out: shared by the writer and the decoder. Standard library only.
+"""Names and layout of a rank's files, shared by the writer and the decoder. Standard library only.
 
 A rank writes two files side by side. ``.records`` is a header of one page followed by ``schema.RECORD`` structs
 without gaps; it grows by whole segments, so its tail is zeros. ``.events`` is JSON lines, one object a line,
@@ -131,7 +131,7 @@ class Header(NamedTuple):
     first_seq: int
 
     def pack(self) -> bytes:
-        """The header as it stands in the file, without the padding to a whole page."""
+        """The bytes of the header, without the padding to a whole page."""
         return HEADER.pack(MAGIC, *self)
 
 
@@ -181,7 +181,7 @@ def parse_header(data: bytes, path: Path) -> Header:
 
 
 def pack_totals(totals: Mapping[str, Any], room: int) -> bytes:
-    """The totals as they stand in the first page; empty when they need more than ``room`` bytes."""
+    """The bytes of the totals in the first page; empty if they need more than ``room`` bytes."""
     text = json.dumps(totals, separators=(",", ":"), default=str).encode()
     return _TOTALS_LENGTH.pack(len(text)) + text if len(text) + _TOTALS_LENGTH.size <= room else b""
 

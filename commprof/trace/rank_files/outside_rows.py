@@ -1,4 +1,4 @@
-"""Rows that came from outside, as tables of the schema: a program may publish anything, and a file may be damaged."""
+"""Checks rows from programs and files, which may be damaged, and converts them to tables of the schema."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _is_text(value: str) -> bool:
 
 
 def is_signature(row: Mapping[str, Any]) -> bool:
-    """Whether ``row`` says all that records take from their signature, in values that a collective can have."""
+    """Whether ``row`` has all columns of a signature, with values that a collective can have."""
     if row.get("op") not in OPS:
         return False
     for column in COLLECTIVES.columns:

@@ -1,4 +1,4 @@
-"""The records of one rank, read from its binary file part by part, so that memory does not grow with their number."""
+"""Reads the records of one rank from its binary file part by part, so that memory does not grow with their number."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Fields = dict[str, "np.ndarray[Any, Any]"]
 
 
 class Part(NamedTuple):
-    """Some records of a rank that follow one another: their numbers in issue order, and an array for each field."""
+    """Consecutive records of a rank: their numbers in issue order, and an array for each field."""
 
     seq: np.ndarray[Any, Any]
     records: Fields
 
 
 class Tally(NamedTuple):
-    """How the records of one rank fared. ``torn``: slots that hold something, and no whole record."""
+    """Counts of the records of one rank by status. ``torn``: slots with data but no complete record."""
 
     records: int = 0
     torn: int = 0
@@ -51,7 +51,7 @@ class Tally(NamedTuple):
 
 
 class Numbers:
-    """Numbers of interned values, and where each stands among them in order."""
+    """The sorted numbers of interned values, and the index of each."""
 
     def __init__(self, numbers: np.ndarray[Any, Any]) -> None:
         self.ordered = np.sort(numbers.astype(np.int64))
@@ -65,7 +65,7 @@ class Numbers:
         return len(self.ordered)
 
     def places(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Where each of ``numbers`` stands; ``len(self)`` for one that is not among them."""
+        """The index of each of ``numbers``; ``len(self)`` for an unknown one."""
         if self._table is not None:
             tabulated: np.ndarray[Any, Any] = self._table[np.minimum(numbers, len(self._table) - 1)]
             return tabulated
@@ -76,11 +76,11 @@ class Numbers:
 
 
 class Records:
-    """The records of one rank file: those that are whole when :meth:`count` looks, however often they are read then.
+    """The records of one rank file that were complete when :meth:`count` read it.
 
     Args:
         path: the ``.records`` file; one that is not there holds no records.
-        signatures: the numbers of the signatures that are known: a record that names another one is not whole.
+        signatures: the numbers of the signatures that are known: a record that names another one is not complete.
 
     Raises:
         TraceError: the file cannot be read, or is damaged beyond its tail.
@@ -117,7 +117,7 @@ class Records:
         self.totals = parse_totals(head, header.header_bytes)
 
     def count(self) -> Tally:
-        """Read the file once: which records are whole, and how they fared."""
+        """Read the file once: find the complete records, and count them by status."""
         self._whole.clear()
         self.raised.clear()
         records = incomplete = used = 0
@@ -134,7 +134,7 @@ class Records:
         return Tally(records, used - records, len(self.raised), incomplete)
 
     def last_ends(self, windows: Iterable[Window]) -> dict[Window, int]:
-        """When the last of the collectives ended that were issued within each window; none for one without any."""
+        """The end of the last collective that was issued within each window; windows without any are left out."""
         ordered = sorted(set(windows))
         starts = np.array([start for start, _ in ordered], np.int64)
         stops = np.array([_NEVER if stop is None else stop for _, stop in ordered], np.int64)
@@ -148,7 +148,7 @@ class Records:
         return {window: end for window, end in zip(ordered, ends.tolist(), strict=True) if end}
 
     def parts(self) -> Iterator[Part]:
-        """The records that :meth:`count` found whole, in issue order, at most :data:`PART` at a time."""
+        """The records that :meth:`count` found complete, in issue order, at most :data:`PART` at a time."""
         marked = dict(self._whole)
         for first, raw in self._raw():
             if first not in marked:
@@ -161,7 +161,7 @@ class Records:
                 yield Part(self._first_seq + first + slots, fields)
 
     def _raw(self) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """The slots of the file, part by part, each with the number of its first. Holes in the file are passed over."""
+        """The slots of the file, part by part, each with the number of its first slot. Skips holes in the file."""
         if not self._slots:
             return
         try:
@@ -225,7 +225,7 @@ def _split(raw: np.ndarray[Any, Any], names: Iterable[str]) -> Fields:
 
 
 def completed_status(records: Fields) -> np.ndarray[Any, Any]:
-    """A record is packed as incomplete; its return time is what completes it."""
+    """The status of each record: records are packed as incomplete, and a return time makes them ok."""
     status = records["status"].copy()
     status[(status == _INCOMPLETE) & (records["return_ns"] != 0)] = STATUSES.index(Status.OK)
     return status

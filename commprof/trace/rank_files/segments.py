@@ -1,4 +1,4 @@
-"""A rank's records where they are written: slots of a mapped part of its file, and the words that complete them.
+"""Slots for records in a mapped part of a rank's file, and the words that complete them.
 
 Standard library only.
 
@@ -35,9 +35,9 @@ _COMPILED_VERSION: Final = 2  # the VERSION of _slots.c that does what this modu
 def pack_tail(
     step: int, micro_step: int, coalesce_id: int, phase: int, layer: int, captured: bool = False
 ) -> bytes:
-    """The record's last bytes, from ``step`` to the commit word: what is equal in many records. Status: incomplete.
+    """The record's last bytes, from ``step`` to the commit word, which are equal in many records. Status: incomplete.
 
-    Numbers that do not fit their fields are cut to what fits.
+    Numbers that do not fit their fields are clamped.
     """
     status = STATUSES.index(Status.INCOMPLETE)
     return TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, phase, layer, status, captured, COMMIT)
@@ -56,7 +56,7 @@ class Words(Protocol):
 
 
 class _NoWords:
-    """Stands for a record that could not be kept."""
+    """The words of a dropped record."""
 
     def __getitem__(self, index: int) -> int:
         return 0
@@ -182,7 +182,7 @@ class Segment(Slots):
         return True
 
 
-# Stands for where a record lies that could not be kept.
+# The place of a dropped record.
 NO_WORDS: Final = Segment(None, 0)
 
 # Where a record lies, so that it can be completed: its segment, the index of its first word there, and whether its wait's
@@ -191,7 +191,7 @@ Token = tuple[Segment, int, bool]
 
 
 def mark_raised(token: Token) -> tuple[int, int]:
-    """Change the status of a record to ``raised``; its signature and its number in its group."""
+    """Change the status of a record to ``raised``; returns its signature and its number in its group."""
     words, base, _ = token
     mask = 0xFF << _STATUS_SHIFT
     words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(

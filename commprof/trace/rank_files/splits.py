@@ -1,4 +1,4 @@
-"""Signatures of calls whose splits never repeat: written as numbers of rows, and what follows from these. Pure."""
+"""Signatures of calls whose splits never repeat: stored as numbers of rows, from which sizes are computed. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLACES: Final = {name: place for place, name in enumerate(_OWN)}
 
 
 class SplitSignature(Mapping[str, Any]):
-    """The whole signature of such a call, in little memory: a long job has millions.
+    """The complete signature of such a call, in little memory: a long job has millions.
 
     Args:
         like: the signature that it shares all else with.

@@ -1,4 +1,4 @@
-"""Training steps and what lies between them, from the boundaries, ends and phases that one rank's events tell.
+"""Derives training steps, and evaluations and checkpoints between them, from the events of one rank.
 
 A step runs from the end of the one before it to the end of its last optimizer step. What lies between that and the next
 step's first pass is the next step's input, unless some rank evaluates or saves there: then the time until the last
@@ -79,7 +79,7 @@ class Course:
 
 
 def course_of(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -> Course:
-    """What one rank's events say.
+    """The steps that one rank's events describe.
 
     Args:
         events: of the rank.
@@ -146,7 +146,7 @@ def _spans(rows: Iterable[Row]) -> list[Span]:
 
 
 def _passes(events: Events) -> list[Pass]:
-    """Evaluations and checkpoints in order. Each is told when it begins, and again when it has ended."""
+    """Evaluations and checkpoints in order. Each has an event when it begins, and another when it has ended."""
     by_begin: dict[int, Pass] = {}
     for row in events.rows["outside_step"]:
         begin, phase = row.get("begin_ns"), row.get("phase")

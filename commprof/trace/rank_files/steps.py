@@ -24,7 +24,7 @@ _Array = np.ndarray[Any, Any]
 
 
 class Placed(NamedTuple):
-    """Of each record: its step, -1 outside of all; the step that it came after, where it is outside; and its phase."""
+    """Step and phase of each record; outside of all steps -1, with the step before it."""
 
     step: _Array
     after: _Array
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Records issued from ``start`` to before ``stop`` have this step, whatever they say."""
+    """Records issued from ``start`` to before ``stop`` have this step, whatever step they name."""
 
     start: int
     stop: int
@@ -61,7 +61,7 @@ class StepTable:
     _after_of: dict[tuple[int, str], int | None]
 
     def place(self, steps: _Array, issue_ns: _Array, phases: _Array) -> Placed:
-        """Where each record belongs, by its recorded step, time and phase."""
+        """Step and phase of each record, by its recorded step, time and phase."""
         step, phase = self._relabel(steps), phases.copy()
         after, is_outside = np.full(len(step), _UNKNOWN, np.int32), np.zeros(len(step), bool)
         if self._windows and len(step):
@@ -123,7 +123,7 @@ class StepTable:
 
 
 def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -> StepTable:
-    """The steps that the events of one rank tell; see :func:`commprof.trace.rank_files.step_boundaries.course_of`."""
+    """The steps that the events of one rank describe; see :func:`commprof.trace.rank_files.step_boundaries.course_of`."""
     course = course_of(events, elsewhere, last_end)
     micro = _micro_steps(events.rows["step"])
     metrics = _metrics(events.rows["metrics"], course.void)

@@ -1,4 +1,4 @@
-"""Writing a rank's two files from inside the training process. Standard library only.
+"""Writes a rank's two files from inside the training process. Standard library only.
 
 Records go straight into a shared mapping of the file, so a record is safe from the moment it is packed: the
 kernel keeps the page when the process is killed. Space is reserved with ``posix_fallocate`` before it is
@@ -64,13 +64,13 @@ class _FiledWords:
 
 
 class Spill(Protocol):
-    """Where records go that the file may not keep."""
+    """The destination of records beyond the size limit of the file."""
 
     def allows_records(self, size: int) -> bool:
         """Whether the file may grow to ``size`` bytes."""
 
     def next_segment(self) -> Segment:
-        """A segment in memory, in the place of the file's next one."""
+        """A segment in memory instead of the file's next one."""
 
 
 class RecordFile:
@@ -108,7 +108,7 @@ class RecordFile:
             self._grow()
 
     def append(self, *fields: Any) -> tuple[Segment, int]:
-        """Keep one record (what :meth:`Segment.take` takes, with the time) where the open segment has no room."""
+        """Store one record (the arguments of :meth:`Segment.take`, with the time) if the open segment has no room."""
         with self._lock:
             while self.stopped_reason is None and not self._writes_through:
                 segment = self.segment
@@ -193,7 +193,7 @@ class RecordFile:
         return size
 
     def end_step(self) -> None:
-        """The records of the next step begin a segment of their own where they are not kept in the file."""
+        """Begin a new segment for the records of the next step if records go to memory."""
         with self._lock:
             if self._spill is not None and self._spills and self.stopped_reason is None:
                 self._open_segment(self._spill.next_segment())
@@ -203,7 +203,7 @@ class RecordFile:
         self.on_segment()
 
     def stop(self, reason: str) -> None:
-        """Keep nothing from now on; what comes is counted in ``lost``. The first reason stays."""
+        """Stop recording: further records are counted in ``lost``. The first reason stays."""
         if self.stopped_reason is None:
             self.stopped_reason = reason
         self._writes_through = False
@@ -211,7 +211,7 @@ class RecordFile:
 
     @property
     def spills(self) -> bool:
-        """Whether the file gets no more records, since what comes goes to memory."""
+        """Whether further records go to memory instead of the file."""
         return self._spills
 
     @property
@@ -221,7 +221,7 @@ class RecordFile:
         return self._written + (self._full_bytes + used) // RECORD.size
 
     def close(self, totals: Mapping[str, Any] | None = None) -> None:
-        """Write the totals into the first page, cut the unused tail off, and let go of the file."""
+        """Write the totals into the first page, truncate the unused tail, and close the file."""
         end = self._end
         if self._newest is not None and not self._written:
             end -= self._newest.end - self._newest.used
@@ -236,7 +236,7 @@ class RecordFile:
         self._close_descriptor()
 
     def drop(self) -> None:
-        """Let go of the file without touching its content: what a forked child does."""
+        """Close the file without changing its content, as a forked child does."""
         self._unmap()
         self._close_descriptor()
 
@@ -308,7 +308,7 @@ class EventFile:
             return False
 
     def close(self) -> None:
-        """Let go of the file; a forked child does the same, which does not touch its content."""
+        """Close the file; its content does not change, also in a forked child."""
         if self.stopped_reason is None:
             self.stopped_reason = "recording ended"
         if self._descriptor >= 0:
