@@ -96,6 +96,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         if followed and drawn[0].get("stamp") == stamp:
             raise PreventUpdate  # nothing was written since: the page stays as it is
         heading, drawing = draw_page(page, runs, pathname, search, scheme)
+        # The browser keeps what was drawn, so that the next call knows which controls it has to replace.
         now = {"page": pathname, "held": controls.values_by_key(drawing.controls), "stamp": stamp}
         shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
         # Controls that are there and hold the right values stay, so that a list in use is not closed.

@@ -76,6 +76,7 @@ def analyse(
     targets = [out] if len(paths) == 1 else [out / name for name in names]
     with needed("analysis", "to analyse a run"):
         from commprof.analysis.storage import analysed
+    # Check all targets before the first evaluation, which may take minutes.
     for target in targets:
         analysed.check_target(target, force)
     session = session_of()

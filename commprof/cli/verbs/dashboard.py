@@ -72,6 +72,7 @@ def dashboard(
         for run in runs:
             with contextlib.suppress(TraceError):  # the page lists it with the reason
                 finalise_first(run)
+        # Listen before the application is created: its access rules need the actual address.
         listening = _listen(host, port)
         address, actual_port = listening.getsockname()[:2]
         if token is None and not ipaddress.ip_address(address).is_loopback:

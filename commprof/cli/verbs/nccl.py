@@ -88,6 +88,7 @@ def parse(
         raise UsageError("--idle applies to --follow only; add --follow")
     if idle is not None and not idle >= 0:
         raise UsageError(f"--idle is {idle:g}; expected seconds, 0 or more")
+    # Refuse before reading: parsing a large log may take minutes.
     if out is not None:
         refuse_live(out, "no table is stored in it")
     if out is not None and not force:

@@ -69,12 +69,14 @@ def requested(
     depth = layers or likely_layers(numel)
     model = transformer(numel, depth)
     axes = axes_of_config(config_values, world)
+    # With axes other than data, rank 0 holds only its pipeline stage and its model-parallel shard of it.
     replicas, of_rank, plain = world, model, config_values
     if not axes.only_data:
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config_values, axes)
     rank_memory = holdings(plain, of_rank, replicas)
+    # Memory is predictable even if the messages are not: then the note says why they are missing.
     note = ""
     try:
         if axes.only_data:
@@ -88,6 +90,7 @@ def requested(
     except RequestedError as problem:
         sent, note = [], f"bytes of messages cannot be predicted: {problem}"
     precision, capacity = _precision(plain), _capacity(device_memory)
+    # Offload moves states in each step, and also the parameters that stage 3 gathers.
     on_device = sum(each.device for each in rank_memory)
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
     moved = movements(plain, of_rank, replicas, gathered)

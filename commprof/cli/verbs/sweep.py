@@ -97,6 +97,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 
     from commprof.launch.sweeps import campaign as campaigns
 
+    # Check all settings against the config before the first run: a sweep may take hours.
     position, config = campaigns.find_config_argument(parsed, config_argument)
     for turn in planned:
         derive(config.content or {}, turn.point)

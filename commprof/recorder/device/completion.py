@@ -23,9 +23,8 @@ from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segmen
 _MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
 _COST_NS: Final = 12_000  # CPU time that asking and being called back take, both threads together (measured)
 _LONGEST_WAIT: Final = 1800.0  # seconds: what gloo itself gives an operation
-_LETTING_GO: Final = (
-    0.01  # seconds for the backend's thread to drop what has called back, which takes that lock once more
-)
+# Seconds for the backend's thread to drop the function that has called back, which takes that lock once more.
+_LETTING_GO: Final = 0.01
 _under_way: Final[dict[int, None]] = {}  # callbacks that have not come; see Note [the end of the program]
 _numbers: Final = itertools.count()
 

@@ -131,6 +131,7 @@ class OperatorCalls:
                 mine = thread
                 frame = get_frame(1)
                 recorder.cost_ns += crossing
+                # Stage 1: does a layer above record this call? If not, look it up by its key.
                 if not (recorded_above(frame) if self.methods_record else mine.recorded):
                     if recorder.records % sample == 1:
                         start = cpu_clock()
@@ -166,6 +167,7 @@ class OperatorCalls:
                     if known is unknown:
                         known = learn(method, reader, calls, key, args, named)
                         start = start and cpu_clock()
+                # Stage 2: write the record, before the backend is called.
                 if known is not None:
                     number, counter, extra, is_async = known
                     recorder.records += 1
@@ -198,12 +200,14 @@ class OperatorCalls:
             except Exception as error:
                 journal.fault(error)
                 segment = None
+            # Stage 3: torch's own kernel, whatever happened before.
             try:
                 result = redispatch(keyset, *args)
             except BaseException:
                 if segment is not None:
                     record_raised([((segment, base, is_async), group)], layer)
                 raise
+            # Stage 4: complete the record, and leave its place to the wrapper above.
             if segment is not None:
                 try:
                     segment.stamp(base + return_word)

@@ -78,9 +78,8 @@ class Journal:
         self.on_captured: Callable[[Words, int], None] | None = None  # told of each record of a CUDA graph
         self._lock = threading.RLock()
         self.allows_line: Callable[[str], bool] | None = None  # whether a line of this kind may be written
-        self.rows: dict[int, Mapping[str, Any]] | None = (
-            None  # interned rows by number, for who makes sums of them
-        )
+        # Interned rows by number, for the aggregation.
+        self.rows: dict[int, Mapping[str, Any]] | None = None
         self.once: dict[int, Once] | None = None  # signatures of one record each, for the same
         self._notes: list[str] = []  # said before there was a file
         self._thread_names = ThreadNames()

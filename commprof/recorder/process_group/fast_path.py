@@ -100,6 +100,7 @@ class DirectCalls:
         ) -> Any:
             tensor: Any
             caller = segment = start = None
+            # Stage 1: is this the call of torch's function that noted its arguments? If not, use the general wrapper.
             asked, reduction, is_async, root = latest[0]
             if asked is not None and not rest and not kwargs and type(pg) is owner:
                 try:
@@ -118,6 +119,7 @@ class DirectCalls:
             if caller is None:
                 return general(pg, *_given(first, second, third), *rest, **kwargs)
             try:
+                # Stage 2: look up signature, call site, group and counter by one key.
                 if paired:
                     root = first.shape, first.dtype
                 key = (
@@ -136,6 +138,7 @@ class DirectCalls:
                     arguments = _given(first, second, third)
                     known = learn(method, entries, calls, pg, key, arguments, get_frame(1), api, reduction)
                 number, site, group, counter = known
+                # Stage 3: write the record, before the backend is called: a killed process has it.
                 mine = thread_local.state
                 thread = mine.recorder_number or journal.intern_thread()
                 tag = mine.current
@@ -158,6 +161,7 @@ class DirectCalls:
             except Exception as error:
                 journal.fault(error)
                 segment = None
+            # Stage 4: the program's own call, whatever happened before.
             try:
                 work = issue(pg, first, second, third) if paired else issue(pg, first, second)
             except BaseException:
@@ -168,6 +172,7 @@ class DirectCalls:
             if start:
                 settle((segment, base, is_async), work, start)
                 return work
+            # Stage 5: complete the record; see Note [waiting at once].
             try:
                 segment.stamp(base + return_word)
                 if is_async or not takes_none:

@@ -56,9 +56,8 @@ class Group:
         self.collectives = itertools.count()  # issue order, collectives
         self.messages = itertools.count()  # issue order, sends and receives
         self.coalesce_id = 0  # of the open coalescing block; 0 outside
-        self.extra = (
-            0  # what the backend counts beyond one for each call; see commprof.recorder.coverage.sequence
-        )
+        # What the backend counts beyond one per call; see commprof.recorder.coverage.sequence.
+        self.extra = 0
         self.raised = 0  # calls that raised, of which the backend may have counted some
         self.unseen = 0
         self.dispatched: DispatchCount | None = None  # by torch's hooks; see SelfCheck.add

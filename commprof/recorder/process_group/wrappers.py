@@ -108,6 +108,7 @@ class Wrappers:
         def call(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
             token = None
             begin = clock()
+            # The record is written before the backend is called: a killed process has it.
             try:
                 lookup, group, counter, signatures = self.enter(method, entries, pg)
                 seq = next(counter)
@@ -124,6 +125,7 @@ class Wrappers:
                 cost = 0 if seq % COST_SAMPLE else clock() - begin
             except Exception as error:
                 journal.fault(error)
+            # The program's own call, whatever happened before.
             try:
                 work = (function if type(pg) is owner else beneath)(pg, *args, **kwargs)
             except BaseException:

@@ -46,9 +46,8 @@ class Steps:
         self._has_trained = False  # a phase of training was named in this step
         self._may_have_ended = False
         self._end_is_told = False  # by the program's runtime: nothing needs to be concluded
-        self._pending_row: dict[str, Any] | None = (
-            None  # the row of the step in which recording began, until it has ended
-        )
+        # The row of the step in which recording began, until the step has ended.
+        self._pending_row: dict[str, Any] | None = None
 
     def explicit(self) -> bool:
         """Whether the program names its steps itself."""

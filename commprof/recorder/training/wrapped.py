@@ -19,9 +19,8 @@ from commprof.recorder.process.journal import Journal
 from commprof.schema import PASSES_UNKNOWN, format_ranks
 
 _MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
-_MOST_ROWS: Final = (
-    100_000  # of passes in one process: inputs of other lengths in each step are passes of their own
-)
+# Rows of passes in one process: inputs of other lengths in each step are separate passes.
+_MOST_ROWS: Final = 100_000
 
 
 class _Rows:

@@ -88,6 +88,7 @@ def figure(
     """
     places = _Places(lanes, characters)
     drawn = go.Figure(layout={"template": template(scheme)})
+    # A trace for each series, so that bars in one lane stack and the legend has one entry per series.
     for one in lanes.bars:
         drawn.add_bar(
             orientation="h",
@@ -99,6 +100,7 @@ def figure(
             customdata=[point.hover for point in one.points],
             hovertemplate="%{customdata}<extra></extra>",
         )
+    # Shapes and not error bars: an interval may belong to a lane without a bar.
     for point, end in lanes.spans:
         y = places.of(point.setting, point.lane)
         drawn.add_shape(

@@ -30,9 +30,8 @@ from commprof_dash.theme import Scheme, scheme_of
 
 VERDICT: Final = "verdict"
 REST: Final = "overview-rest"
-_TABLE_ROWS: Final = (
-    300  # a reader wants no more at a time, and each costs the server and the browser; the CSV file has all
-)
+# More rows slow down server and browser; the CSV file has all.
+_TABLE_ROWS: Final = 300
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:

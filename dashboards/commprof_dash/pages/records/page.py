@@ -304,9 +304,8 @@ def register(app: dash.Dash, runs: Runs) -> None:
         try:
             path = path_of(runs, next(iter(query.get(address.RUN, ())), ""))
             filters = filters_of(asked.filters, api.index(path)["begin_ns"])
-            api.records_page(
-                path, filters, asked.sort, limit=0
-            )  # so that what is wrong is said before the file begins
+            # Raises errors of the filters before the file begins.
+            api.records_page(path, filters, asked.sort, limit=0)
             return download("commprof-records.csv", api.records_csv(path, filters, asked.sort, asked.columns))
         except KeyError:
             return flask.Response("There is no such run.\n", 404, mimetype="text/plain")

@@ -129,6 +129,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         prevent_initial_call=True,
     )
     def go_to_step(step: Any, data: dict[str, Any], name: str) -> dict[str, Any]:
+        # The server looks up the step's window; only the browser writes the view for all other moves.
         path = path_of(runs, name)
         window = api.step_window(path, step) if isinstance(step, int) else None
         if window is None:

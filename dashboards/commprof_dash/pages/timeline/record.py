@@ -32,7 +32,7 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
         )
     row = details.row
     values: dict[str, Any] = {
-        "Operation": row["op"] + (f", meant as {row['intended_op']}" if row["intended_op"] else ""),
+        "Operation": row["op"] + (f", intended: {row['intended_op']}" if row["intended_op"] else ""),
         "Payload": f"{api.format_bytes(row['payload_bytes'])} {row['dtype'] or ''}",
         "When": (
             f"{api.format_ns(row['begin_ns'] - run_begin_ns)} after the first record, for "
@@ -40,10 +40,11 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
         ),
         "Step": f"{row['step']}, micro-batch {row['micro_step']}, {row['phase']}",
         "Group": f"{shortened(row['pg'])}: ranks {shortened(row['group_ranks'])}, number {row['pg_seq']} in it",
-        "Purpose": row["purpose"] or "not said",
+        "Purpose": row["purpose"] or "not known",
         "Parameters": _long_text(row["parameters"]),
         "Call site": _long_text(row["call_site"]),
     }
+    # Links to the pages that show the bucket, the log lines and the neighbors of this record.
     if row["bucket"] is not None:
         values["Bucket"] = html.A(
             f"bucket {row['bucket']} of step {row['step']}",
@@ -61,15 +62,15 @@ def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> C
             href=address.link("/alignment", run=name, record=record_text(record)),
         )
     values["In the grid"] = html.A(
-        "this record among all",
+        "this record in the grid",
         href=address.link("/records", run=name, filter=[f"rank:=:{rank}", f"seq:=:{seq}"]),
     )
     fields = [
         Field("rank", "Rank", str, numeric=True),
         Field("op", "Operation"),
         Field("lateness_ns", "Arrived after the first", api.format_ns, numeric=True),
-        Field("own_delay_ns", "own delay", api.format_ns, numeric=True),
-        Field("inherited_ns", "held before", api.format_ns, numeric=True),
+        Field("own_delay_ns", "Own delay", api.format_ns, numeric=True),
+        Field("inherited_ns", "Inherited delay", api.format_ns, numeric=True),
         Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
     ]
     return html.Section(
