@@ -150,12 +150,12 @@ def _all_to_all(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
         and call.payload_bytes not in dialect.divided
     ):
         return (Expected(call.op, call.payload_bytes, None),)
-    parts = _parts(call, has_splits)
-    if parts is None:
+    sides = _parts(call, has_splits)
+    if sides is None:
         return None
     return tuple(
         Expected(op, size, rank)
-        for rank, sizes in enumerate(zip(*parts, strict=True))
+        for rank, sizes in enumerate(zip(*sides, strict=True))
         for op, size in zip((Op.SEND, Op.RECV), sizes, strict=True)
         if size or dialect.prints_empty
     )

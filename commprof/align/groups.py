@@ -61,8 +61,8 @@ class GroupAlignment:
             key = stream.process, stream.group
             members.setdefault(key, []).append(number)
             if key not in self._streams:  # messages with a communicator of their own leave their group
-                whole = stream.process, stream.group._replace(pair=None)
-                self._streams[whole] = self._streams[whole].without(stream.records)
+                group_key = stream.process, stream.group._replace(pair=None)
+                self._streams[group_key] = self._streams[group_key].without(stream.records)
                 self._streams[key] = stream
         undecided = self._leave_undecided()
         heard = {key[0] for key in members} | {key[0] for key in undecided}
@@ -154,18 +154,23 @@ class GroupAlignment:
 
     def _add_missing(self, stream: RecordStream, expectation: Expectation, places: Codes) -> None:
         columns = np.stack(
-            [values[places] for values in (expectation.codes, expectation.part, expectation.parts)]
+            [
+                values[places]
+                for values in (expectation.codes, expectation.line_numbers, expectation.line_counts)
+            ]
         )
         kinds, of = np.unique(columns, axis=1, return_inverse=True)
-        for number, (code, part, parts) in enumerate(kinds.T.tolist()):
+        for number, (code, line_number, line_count) in enumerate(kinds.T.tolist()):
             line = self._vocabulary.lines[code]
-            reason = self._missing(stream.process, line, part, parts)
+            reason = self._missing(stream.process, line, line_number, line_count)
             self._rows.add_expected(MISSING, expectation, places[of.reshape(-1) == number], reason)
 
-    def _missing(self, process: RunProcess, line: Expected, part: int, parts: int) -> str:
+    def _missing(self, process: RunProcess, line: Expected, line_number: int, line_count: int) -> str:
         reason = "the log has no line for it at this place"
-        if parts > 1:
-            reason = f"line {part + 1} of the {parts} that it leaves ({line.op}) is not in the log"
+        if line_count > 1:
+            reason = (
+                f"line {line_number + 1} of the {line_count} that it leaves ({line.op}) is not in the log"
+            )
         torn = self._torn.get((process.pid, line.op), [])
         if torn:
             reason += f"; it may be a torn line of this process: {', '.join(torn[:3])}"
@@ -222,8 +227,8 @@ class GroupAlignment:
 
         def record_text(position: int) -> str:
             text = f"{_words(vocabulary.lines[expectation.codes[position]])}"
-            if expectation.parts[position] > 1:
-                text += f" ({expectation.part[position] + 1} of {expectation.parts[position]})"
+            if expectation.line_counts[position] > 1:
+                text += f" ({expectation.line_numbers[position] + 1} of {expectation.line_counts[position]})"
             return f"{self._rows.name_of(int(expectation.records[position]))} {text}"
 
         def line_text(position: int) -> str:
@@ -250,12 +255,12 @@ class GroupAlignment:
 
 def bounds_text(missing: int, extra: int) -> str:
     """A clause: how many of ambiguous records and lines have no partner at least; empty where that is none."""
-    found = []
+    clauses = []
     if missing:
-        found.append(f"at least {missing:,} of these records {'have' if missing > 1 else 'has'} no line")
+        clauses.append(f"at least {missing:,} of these records {'have' if missing > 1 else 'has'} no line")
     if extra:
-        found.append(f"at least {extra:,} of these lines {'have' if extra > 1 else 'has'} no record")
-    return f"; {', '.join(found)}" if found else ""
+        clauses.append(f"at least {extra:,} of these lines {'have' if extra > 1 else 'has'} no record")
+    return f"; {', '.join(clauses)}" if clauses else ""
 
 
 def either(records: int, lines: int) -> str:

@@ -112,15 +112,15 @@ def align_inspected(
         result.members.append(one)
         owner = owners[member]
         one.rank = None if owner is None else owner.rank
-        found = _choose(one, owner, its, streams, vocabulary, members[member.comm])
-        if found is not None and unnumbered & set(found.records.tolist()):
+        stream = _choose(one, owner, its, streams, vocabulary, members[member.comm])
+        if stream is not None and unnumbered & set(stream.records.tolist()):
             one.reason = "the group has collectives that raised or were captured in a CUDA graph, whose number is not known"
-            found = None
-        if found is None:
+            stream = None
+        if stream is None:
             one.extra = len(its)
             continue
-        one.pg, one.group_ranks = found.group.pg, found.group.group_ranks
-        lines = _lines_of(found, vocabulary)
+        one.pg, one.group_ranks = stream.group.pg, stream.group.group_ranks
+        lines = _lines_of(stream, vocabulary)
         _count(one, its, lines, dropped.get(member, 0), least)
         result.algorithms += _choices(collectives, its, lines)
     result.notes = list(_notes(result, owners, processes, streams))

@@ -41,14 +41,16 @@ class MatchRows:
 
     def add_matched(self, expectation: Expectation, places: Codes, lines: Codes) -> None:
         """Lines that belong to the records at ``places`` of the expectation."""
-        part, parts = expectation.part[places], expectation.parts[places]
-        self._add(MATCHED, expectation.records[places], lines, part, parts, None)
+        line_numbers, line_counts = expectation.line_numbers[places], expectation.line_counts[places]
+        self._add(MATCHED, expectation.records[places], lines, line_numbers, line_counts, None)
 
     def add_expected(self, state: int, expectation: Expectation, places: Codes, reason: str) -> None:
         """Lines that records should have left, and that are missing or ambiguous."""
         records = expectation.records[places]
         nowhere = np.full(len(places), NOBODY)
-        self._add(state, records, nowhere, expectation.part[places], expectation.parts[places], reason)
+        self._add(
+            state, records, nowhere, expectation.line_numbers[places], expectation.line_counts[places], reason
+        )
 
     def add_records(self, state: int, records: Codes, reason: str) -> None:
         """Records that have no lines to look for."""
@@ -72,13 +74,13 @@ class MatchRows:
         states = np.concatenate(
             [np.full(len(block[1]), block[0]) for block in self._blocks] or [np.empty(0, np.int64)]
         )
-        records, lines, part, parts, reasons = (
+        records, lines, line_numbers, line_counts, reasons = (
             np.concatenate([block[column] for block in self._blocks] or [np.empty(0, np.int64)]).astype(
                 np.int64
             )
             for column in range(1, 6)
         )
-        order = self._order(records, lines, part)
+        order = self._order(records, lines, line_numbers)
         states, records, lines = states[order], records[order], lines[order]
         columns = {
             name: _taken(self._collectives[source], records) for name, source in _RECORD_COLUMNS.items()
@@ -86,18 +88,28 @@ class MatchRows:
         columns |= {name: _taken(self._ops[source], lines) for name, source in _LINE_COLUMNS.items()}
         columns["op"] = pc.coalesce(_taken(self._collectives["op"], records), _taken(self._ops["op"], lines))
         columns["state"] = pa.array(STATES).take(pa.array(states.astype(np.int64)))
-        columns["part"], columns["parts"] = (_nullable(values[order]) for values in (part, parts))
+        columns["part"], columns["parts"] = (
+            _nullable(values[order]) for values in (line_numbers, line_counts)
+        )
         columns["reason"] = _taken(
             pa.chunked_array([pa.array(list(self._reasons), pa.string())]), reasons[order]
         )
         return conform("matches", pa.table(columns))
 
     def _add(
-        self, state: int, records: Codes, lines: Codes, part: Codes, parts: Codes, reason: str | None
+        self,
+        state: int,
+        records: Codes,
+        lines: Codes,
+        line_numbers: Codes,
+        line_counts: Codes,
+        reason: str | None,
     ) -> None:
         if len(records):
             number = NOBODY if reason is None else self._reasons.setdefault(reason, len(self._reasons))
-            self._blocks.append((state, records, lines, part, parts, np.full(len(records), number)))
+            self._blocks.append(
+                (state, records, lines, line_numbers, line_counts, np.full(len(records), number))
+            )
 
     def _order(self, records: Codes, lines: Codes, part: Codes) -> Codes:
         positions = np.zeros(self._collectives.num_rows + 1, np.int64)

@@ -28,26 +28,26 @@ def notes(
         bounds: how many are missing and extra at least and at most.
     """
     world = world_size or max((stream.group_size for stream in streams.values()), default=0)
-    found = _of_backends({stream.backend for stream in streams.values()}, states)
+    sentences = _of_backends({stream.backend for stream in streams.values()}, states)
     if streams and lines:
-        found += _of_jobs({process for process, _ in streams}, lines, world, states)
+        sentences += _of_jobs({process for process, _ in streams}, lines, world, states)
     elif streams and not states["torn"]:
-        found.append(
+        sentences.append(
             "The log has no line of an operation: NCCL prints them with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL."
         )
     if states["torn"]:
-        found.append(
+        sentences.append(
             f"{states['torn']} lines are torn; each may be the line of a record that is counted as missing."
         )
     if states["ambiguous"]:
-        found.append(
+        sentences.append(
             f"{states['ambiguous']:,} records and lines are ambiguous: they have several equal partners, of which some were "
             f"lost or doubled, and the log cannot tell which. With them, {bounds.missing} lines are missing and "
             f"{bounds.extra} are extra."
         )
     if unclear:
-        found.append(f"{unclear} of the missing records do not determine the lines that they leave.")
-    return tuple(found)
+        sentences.append(f"{unclear} of the missing records do not determine the lines that they leave.")
+    return tuple(sentences)
 
 
 def _of_backends(backends: Collection[str | None], states: Mapping[str, int]) -> list[str]:
@@ -66,27 +66,27 @@ def _of_jobs(
     processes: Collection[RunProcess], lines: Sequence[LineStream], world: int, states: Mapping[str, int]
 ) -> list[str]:
     """Whether the log can be of this run: by the sizes of its communicators, its process ids, and what matches."""
-    found = []
+    sentences = []
     largest = max((line.nranks or 0 for line in lines), default=0)
     if largest > world:
-        found.append(
+        sentences.append(
             f"The log has a communicator of {largest} ranks and the run has {world}: the log is of a larger job."
         )
     if not states["matched"] and states["extra"]:
-        found.append("Nothing matches: the log is of another run, or of other processes of this one.")
+        sentences.append("Nothing matches: the log is of another run, or of other processes of this one.")
         if 0 < largest < world:
-            found.append(
+            sentences.append(
                 f"Its largest communicator has {largest} rank{'s' * (largest > 1)}; the run has {world}."
             )
-        return found
+        return sentences
     if not {line.process.pid for line in lines} & {process.pid for process in processes}:
-        found.append(
+        sentences.append(
             "No process of the log has the process id of a rank: the log may be of another run of the same program. "
             "Processes were matched by rank."
         )
     elif states["missing"] > states["matched"] and states["extra"]:
-        found.append(
+        sentences.append(
             f"More is missing ({states['missing']:,}) than matches ({states['matched']:,}), and {states['extra']:,} lines "
             "are extra: the log may be of another run, or of other processes."
         )
-    return found
+    return sentences

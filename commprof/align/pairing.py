@@ -71,9 +71,9 @@ def pair_communicators(
         if len(candidates) != 1:
             pairing.reasons[number] = _no_process(line, len(candidates))
             continue
-        found = _fitting(line, by_process.get(candidates[0], []), vocabulary)
-        if found:
-            fits[number] = found
+        groups = _fitting(line, by_process.get(candidates[0], []), vocabulary)
+        if groups:
+            fits[number] = groups
         else:
             pairing.reasons[number] = (
                 f"no group of rank {candidates[0].rank} has {line.nranks} ranks and this process as number {line.rank}"
@@ -98,9 +98,9 @@ def _fitting(
         if line.nranks in (None, stream.group_size) and line.rank in (None, stream.group_rank)
     ]
     named = [stream for stream in sized if line.pg is not None and stream.group.pg == line.pg]
-    found = {stream.group: stream for stream in named or sized}
+    fitting = {stream.group: stream for stream in named or sized}
     if line.nranks not in (None, 1, 2) or not line.only_messages(vocabulary):
-        return found
+        return fitting
     for stream in streams:
         for peer in stream.peers(vocabulary):
             pair = stream.messages_with(vocabulary, peer)
@@ -108,10 +108,10 @@ def _fitting(
                 continue
             if stream.group_size == pair.group_size and len(pair.records) == len(stream.records):
                 continue  # a group of two that sent nothing but these messages: the same stream
-            found[pair.group] = pair
+            fitting[pair.group] = pair
             if stream.group_size == pair.group_size:
-                found.pop(stream.group, None)
-    return found
+                fitting.pop(stream.group, None)
+    return fitting
 
 
 class _Assignment:
@@ -221,7 +221,7 @@ class _Assignment:
     def _tied(self) -> dict[int, tuple[GroupKey, ...]]:
         """Families that could as well trade their groups, or serve one that has no communicator in the log."""
         tied: dict[int, tuple[GroupKey, ...]] = {}
-        held = {group: number for number, group in self._group_of.items() if number not in self._again}
+        owner_of = {group: number for number, group in self._group_of.items() if number not in self._again}
         for number, group in list(self._group_of.items()):
             family = self._families[number]
             if number in self._again or family.named:
@@ -229,7 +229,7 @@ class _Assignment:
             for other, agreement in family.agreement.items():
                 if other == group or agreement != family.agreement[group] or not agreement[0]:
                     continue
-                holder = held.get(other)
+                holder = owner_of.get(other)
                 if holder is None:
                     tied[number] = (group, other)
                     continue
@@ -240,7 +240,7 @@ class _Assignment:
                         tied[number] = tied[holder] = (group, other)
                     elif traded > own:
                         self._group_of[number], self._group_of[holder] = other, group
-                        held[group], held[other] = holder, number
+                        owner_of[group], owner_of[other] = holder, number
                         break
         return tied
 

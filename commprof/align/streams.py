@@ -82,15 +82,15 @@ class Expectation(NamedTuple):
     Attributes:
         codes: the line, as a number of the vocabulary.
         records: row of the record that leaves it.
-        part, parts: which of the record's lines it is, and how many there are.
+        line_numbers, line_counts: which of the record's lines it is, and how many there are.
         unclear: rows of records that do not determine their lines.
         silent: rows of records that leave none.
     """
 
     codes: Codes
     records: Codes
-    part: Codes
-    parts: Codes
+    line_numbers: Codes
+    line_counts: Codes
     unclear: Codes
     silent: Codes
 
@@ -120,15 +120,15 @@ class RecordStream:
             unclear[call] = lines is None
             starts[call], counts[call] = len(flat), len(lines or ())
             flat.extend(lines or ())
-        parts = counts[self.calls]
-        number = _count_up(parts)
-        codes = np.asarray(flat, np.int64)[np.repeat(starts[self.calls], parts) + number]
-        silent = (parts == 0) & ~unclear[self.calls]
+        line_counts = counts[self.calls]
+        number = _count_up(line_counts)
+        codes = np.asarray(flat, np.int64)[np.repeat(starts[self.calls], line_counts) + number]
+        silent = (line_counts == 0) & ~unclear[self.calls]
         return Expectation(
             codes,
-            np.repeat(self.records, parts),
+            np.repeat(self.records, line_counts),
             number,
-            np.repeat(parts, parts),
+            np.repeat(line_counts, line_counts),
             self.records[unclear[self.calls]],
             self.records[silent],
         )
@@ -165,15 +165,15 @@ class RecordStream:
 
     def without(self, records: Codes) -> RecordStream:
         """The stream without some of its records."""
-        kept = ~np.isin(self.records, records)
+        remaining = ~np.isin(self.records, records)
         return RecordStream(
             self.process,
             self.group,
             self.group_size,
             self.group_rank,
             self.backend,
-            self.records[kept],
-            self.calls[kept],
+            self.records[remaining],
+            self.calls[remaining],
         )
 
 
@@ -270,8 +270,8 @@ class LineStream:
         single = {line.op for line in printed_anywhere} & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER}
         # Messages of a rank to itself are parts of an all_to_all.
         to_itself = {line.message_bytes for line in lines if line.op == Op.SEND and line.other == self.rank}
-        whole = {line.message_bytes for line in lines if line.op == Op.ALL_TO_ALL}
-        divided = {size * (self.nranks or 0) for size in to_itself} - whole
+        undivided = {line.message_bytes for line in lines if line.op == Op.ALL_TO_ALL}
+        divided = {size * (self.nranks or 0) for size in to_itself} - undivided
         return Dialect(
             frozenset(single),
             1 if bytewise > own else 4,
@@ -299,10 +299,10 @@ def line_streams(
         vocabulary: where equal lines get equal numbers.
         communicators: table ``nccl_communicators``: which group torch says that a communicator is.
     """
-    chosen = calls_told(ops)
+    chosen = call_rows(ops)
     if not len(chosen):
         return []
-    told = _told_by_torch(communicators)
+    groups_by_comm = _groups_by_torch(communicators)
     lines, samples = distinct_rows(ops, _LINE_COLUMNS)
     numbers = np.asarray(
         [vocabulary.line(_line(row)) for row in ops.select(_LINE_COLUMNS).take(samples).to_pylist()], np.int64
@@ -310,8 +310,8 @@ def line_streams(
     keys, _ = distinct_rows(ops, _COMM_COLUMNS)
     # Ranks that talk to each other have one NCCL. A torn line still tells its operation. So with one AlltoAll anywhere, an
     # all_to_all is one line also in a process that lost all of its own.
-    telling = np.union1d(chosen, torn_rows(ops))
-    of_log = np.unique(numbers[lines[telling]])
+    with_operation = np.union1d(chosen, torn_rows(ops))
+    of_log = np.unique(numbers[lines[with_operation]])
     streams = []
     wanted = [*_COMM_COLUMNS, *_IDENTITY_COLUMNS, "file", "line"]
     for rows in split_by(keys, chosen):
@@ -332,21 +332,21 @@ def line_streams(
                 rows,
                 numbers[lines[rows]],
                 of_log,
-                *told.get(place, (None, None, None)),
+                *groups_by_comm.get(place, (None, None, None)),
             )
         )
     return streams
 
 
-def calls_told(ops: pa.Table) -> Codes:
+def call_rows(ops: pa.Table) -> Codes:
     """Rows of whole lines, one for each call: a CALL line counts only where its COLL line is not there."""
-    whole = np.asarray(pc.equal(ops["state"], "whole"))
+    is_complete = np.asarray(pc.equal(ops["state"], "whole"))
     call = np.asarray(pc.equal(ops["kind"], "call"))
     twin = np.asarray(ops["twin_line"].is_valid())
-    return np.flatnonzero(whole & ~(call & twin))
+    return np.flatnonzero(is_complete & ~(call & twin))
 
 
-def _told_by_torch(communicators: pa.Table | None) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+def _groups_by_torch(communicators: pa.Table | None) -> dict[tuple[Any, ...], tuple[Any, ...]]:
     if communicators is None:
         return {}
     columns = (*_COMM_COLUMNS, "pg", "pg_description", "family")

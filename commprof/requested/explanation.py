@@ -98,7 +98,7 @@ def describe_configuration(configuration: Configuration) -> str:
 
 
 def _describe_compression(compression: Compression) -> str:
-    kept = {
+    what_is_sent = {
         "topk": f"the largest {100 * compression.ratio:g} % of each bucket, and where they are,",
         "1bit": "the signs of each bucket, and their mean magnitudes,",
         "2bit": "the signs of each bucket, and which of two magnitudes each has,",
@@ -106,7 +106,7 @@ def _describe_compression(compression: Compression) -> str:
     begin = f", after {compression.warmup_steps} uncompressed steps" if compression.warmup_steps else ""
     return (
         f"gradient_compression: {compression.algorithm} asks for compressed gradients; zero_runtime has all ranks gather "
-        f"{kept} in one all_gather per bucket{begin}"
+        f"{what_is_sent} in one all_gather per bucket{begin}"
     )
 
 

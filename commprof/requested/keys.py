@@ -87,8 +87,8 @@ def count(values: Mapping[str, Any], key: str, default: int | None, *, least: in
     value = _value(values, key)
     if value is None:
         return default
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not whole or value < least:
+    is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not is_integer or value < least:
         raise wrong(key, value, f"a whole number, {least} or more")
     return int(value)
 

@@ -35,9 +35,9 @@ def refuse_unsupported(
         (config, "fp16_override_modules"),
         (plain_block(config.get("fp16")), "fp16.fp16_override_modules"),
     ):
-        kept = block.get("fp16_override_modules")
-        if kept:
-            raise UnsupportedError(key, kept, "the element types of the model are then mixed")
+        modules = block.get("fp16_override_modules")
+        if modules:
+            raise UnsupportedError(key, modules, "the element types of the model are then mixed")
     if config.get("sparse_gradients") is True:
         raise UnsupportedError(
             "sparse_gradients", True, "the size of a sparse gradient depends on the tokens of the batch"
@@ -122,5 +122,5 @@ def _refuse_parallel(config: Mapping[str, Any]) -> None:
 
 def _stages(block: object) -> object:
     """What the block says of stages, unless it says that it is not to be read."""
-    given = plain_block(block)
-    return None if given.get("enabled") is False else given.get("pp_size")
+    settings = plain_block(block)
+    return None if settings.get("enabled") is False else settings.get("pp_size")

@@ -292,7 +292,7 @@ def find_order_differences(
             seen.add((pg, call.pg_seq))
             courses[rank.rank].add(GroupCall(names[pg], call.thread, _issued_call(call)))
     comparable = {name: of_group for name, of_group in members.items() if name[0] not in left_out}
-    return order_differences(courses, comparable, whole=True)
+    return order_differences(courses, comparable, has_all_records=True)
 
 
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:

@@ -175,10 +175,10 @@ def first_difference(
     return None if number is None else difference_from(pg, group_ranks, sequences, number)
 
 
-def unshifted(found: Iterable[Difference], sequences: Iterable[Difference]) -> list[Difference]:
-    """Those of ``found`` before the difference of their group in ``sequences``, behind which equal numbers say nothing."""
+def unshifted(differences: Iterable[Difference], sequences: Iterable[Difference]) -> list[Difference]:
+    """``differences`` before that of their group in ``sequences``. After it, equal numbers no longer mean the same call."""
     ends = {(each.pg, each.group_ranks): each.call.number for each in sequences}
-    return [each for each in found if each.call.number < ends.get((each.pg, each.group_ranks), inf)]
+    return [each for each in differences if each.call.number < ends.get((each.pg, each.group_ranks), inf)]
 
 
 def difference_from(
@@ -200,8 +200,10 @@ def difference_from(
         first = min(places)
         there = {rank: turn for rank, turn in turns.items() if _place_of(mine, turn) == first}
         return Difference(pg, group_ranks, _at_turns(sequences, mine, there))
-    found = {rank: _at(theirs, number) for rank, theirs in sequences.items()}
-    conducts = {rank: (call or _after(sequences[rank], number), call is None) for rank, call in found.items()}
+    calls_at = {rank: _at(theirs, number) for rank, theirs in sequences.items()}
+    conducts = {
+        rank: (call or _after(sequences[rank], number), call is None) for rank, call in calls_at.items()
+    }
     return Difference(pg, group_ranks, _together(conducts))
 
 
@@ -213,11 +215,11 @@ def _first_number(
         for call in calls:
             by_number.setdefault(call.number, {})[rank] = call.agreed
     last = {rank: calls[-1].number if calls else -1 for rank, calls in sequences.items()}
-    for number, found in sorted(by_number.items()):
-        kinds = set(found.values())
+    for number, agreed_by_rank in sorted(by_number.items()):
+        kinds = set(agreed_by_rank.values())
         if len(kinds) > 1 and any(conflict(one, other) for one in kinds for other in kinds):
             return number
-        missing = [rank for rank in sequences if rank not in found]
+        missing = [rank for rank in sequences if rank not in agreed_by_rank]
         if any(rank in ended if last[rank] < number else not gaps for rank in missing):
             return number
     return None
@@ -268,11 +270,11 @@ def _at_turns(
     one = next(iter(turns.values()))
     issued = any(turn.mine_issued for turn in turns.values())
     here = _nth(mine, one.mine), not issued
-    found = {}
+    conducts = {}
     for rank, theirs in sequences.items():
         turn = turns.get(rank)
-        found[rank] = here if turn is None else (_nth(theirs, turn.theirs), not turn.theirs_issued)
-    return _together(found)
+        conducts[rank] = here if turn is None else (_nth(theirs, turn.theirs), not turn.theirs_issued)
+    return _together(conducts)
 
 
 def _nth(calls: Sequence[IssuedCall], place: int) -> IssuedCall | None:
@@ -287,14 +289,14 @@ def _after(calls: Sequence[IssuedCall], number: int) -> IssuedCall | None:
     return next((call for call in calls if call.number > number), None)
 
 
-def _together(found: Mapping[int, tuple[IssuedCall | None, bool]]) -> tuple[Conduct, ...]:
+def _together(conducts: Mapping[int, tuple[IssuedCall | None, bool]]) -> tuple[Conduct, ...]:
     """Ranks that did the same, those that issued something first, the larger set first."""
     same: dict[tuple[Agreed | None, bool], list[int]] = {}
-    for rank in sorted(found):
-        call, skipped = found[rank]
+    for rank in sorted(conducts):
+        call, skipped = conducts[rank]
         same.setdefault((None if call is None else call.agreed, skipped), []).append(rank)
     ordered = sorted(same.items(), key=lambda item: (item[0][1], -len(item[1]), item[1]))
-    return tuple(Conduct(tuple(ranks), found[ranks[0]][0], skipped) for (_, skipped), ranks in ordered)
+    return tuple(Conduct(tuple(ranks), conducts[ranks[0]][0], skipped) for (_, skipped), ranks in ordered)
 
 
 def call_text(call: IssuedCall) -> str:
@@ -337,9 +339,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [
-        part
+    ranges = [
+        text
         for run in runs
-        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else [str(rank) for rank in run])
+        for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else [str(rank) for rank in run])
     ]
-    return f"rank{'' if len(set(ranks)) == 1 else 's'} {', '.join(parts)}"
+    return f"rank{'' if len(set(ranks)) == 1 else 's'} {', '.join(ranges)}"

@@ -105,8 +105,8 @@ class _Times:
         self.on_cpu = on_cpu.combine_chunks().to_numpy(zero_copy_only=False)
         returned = np.where(np.isnan(moved["wait_end_ns"]), moved["return_ns"], moved["wait_end_ns"])
         # A synchronous call keeps the program from its beginning; of others only a wait does.
-        self.still_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
-        self.still_until = np.where(is_async, moved["wait_end_ns"], returned)
+        self.blocked_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
+        self.blocked_until = np.where(is_async, moved["wait_end_ns"], returned)
         waited = moved["wait_end_ns"] - moved["wait_begin_ns"] > REAL_WAIT_NS
         host_end = np.where(is_async, np.where(waited, moved["wait_end_ns"], np.nan), returned)
         self.end = np.where(np.isnan(moved["device_end_ns"]), host_end, moved["device_end_ns"])
@@ -123,7 +123,7 @@ class _Order:
             """What ``values`` are at a position of each group in the order of arrival."""
             return groups.spread(values[by_arrival][position])
 
-        def apart(position: Values) -> Values:
+        def time_error(position: Values) -> Values:
             """The error of the time between each row and the one at that position."""
             return np.where(of(clock, position) == clock, 0, of(error, position) + error)
 
@@ -137,7 +137,7 @@ class _Order:
         )
         self.median = of(at, low) + (of(at, high) - of(at, low)) / 2
         self.is_last = of(np.arange(len(at)), last) == np.arange(len(at))
-        self.first_error, self.last_error = apart(first), apart(last)
+        self.first_error, self.last_error = time_error(first), time_error(last)
         self.waiting = self.last - at
         self.is_certain = groups.all(self.is_last | (self.waiting > self.last_error))
 
@@ -147,26 +147,26 @@ def _waits(
 ) -> dict[str, pa.Array]:
     """Who was last, what took how long from an arrival to the result, and what the others waited for the last one."""
     expected = np.where(rows["is_p2p"].to_numpy(zero_copy_only=False), 2, rows["group_size"].to_numpy())
-    whole = comparable & (groups.size == expected) & (groups.size > 1)
-    last_one = whole & order.is_last
+    is_complete = comparable & (groups.size == expected) & (groups.size > 1)
+    last_one = is_complete & order.is_last
     launched = np.where(groups.all(~np.isnan(times.device_begin)), groups.largest(times.device_begin), np.nan)
     launch = np.maximum(launched - order.last, 0)
     transfer = np.maximum(times.end - np.fmax(launched, order.last), 0)
     lead = order.last - order.second_last
-    stood = np.minimum(times.still_until, order.last) - np.maximum(times.still_from, order.second_last)
-    waited = np.where(times.on_cpu, np.maximum(stood, 0), np.minimum(times.exposed, lead))
-    waited = np.where(whole & ~order.is_last, waited, np.nan)
+    blocked = np.minimum(times.blocked_until, order.last) - np.maximum(times.blocked_from, order.second_last)
+    waited = np.where(times.on_cpu, np.maximum(blocked, 0), np.minimum(times.exposed, lead))
+    waited = np.where(is_complete & ~order.is_last, waited, np.nan)
     return {
-        "is_last": pa.array(order.is_last, mask=~whole),
+        "is_last": pa.array(order.is_last, mask=~is_complete),
         "certain": pa.array(order.is_certain, mask=~last_one),
         "lead_ns": _integers(lead, last_one),
         "waiting_ns": _integers(order.waiting, comparable),
         "launch_ns": _integers(launch, comparable),
         "transfer_ns": _integers(transfer, comparable),
         "ended_ns": _integers(times.end - order.first, comparable),
-        "waited_ns": _integers(waited, whole),
+        "waited_ns": _integers(waited, is_complete),
         "others_waited_ns": _integers(groups.mean(waited), last_one),
-        "cause": _causes((order.waiting, launch, transfer), order.last_error, whole),
+        "cause": _causes((order.waiting, launch, transfer), order.last_error, is_complete),
     }
 
 
@@ -176,7 +176,7 @@ def _delays(
     times: _Times,
     order: _Order,
     comparable: Flags,
-    found: Mapping[str, pa.Array],
+    columns: Mapping[str, pa.Array],
 ) -> dict[str, pa.Array]:
     """Which part of a lateness is the rank's own time, and which it has from what held it before.
 
@@ -194,7 +194,7 @@ def _delays(
     last, second, third = order.of_last, order.of_second, order.of_third
     is_lead = np.zeros(len(own), bool)
     is_lead[last] = True
-    is_lead &= found["lead_ns"].is_valid().to_numpy(zero_copy_only=False)
+    is_lead &= columns["lead_ns"].is_valid().to_numpy(zero_copy_only=False)
     is_lead_known = is_lead & known
 
     def at_last(values: Values) -> Values:
@@ -209,12 +209,14 @@ def _delays(
     elsewhere_lead = np.clip(elsewhere[last] - elsewhere[second], 0, lead - own_lead)
     second_lead = np.clip(own[second] - own[third], 0, at[second] - at[third])
     behind = groups.spread(at[second])
-    stood = np.minimum(times.still_until, behind) - np.maximum(times.still_from, groups.spread(at[third]))
-    stood = np.where(times.on_cpu & (at < behind), np.maximum(stood, 0), np.nan)
-    second_waited = groups.mean(stood)[last]
-    waited = _numbers(found["others_waited_ns"])
+    blocked = np.minimum(times.blocked_until, behind) - np.maximum(
+        times.blocked_from, groups.spread(at[third])
+    )
+    blocked = np.where(times.on_cpu & (at < behind), np.maximum(blocked, 0), np.nan)
+    second_waited = groups.mean(blocked)[last]
+    waited = _numbers(columns["others_waited_ns"])
     share = np.divide(own_lead, lead, out=np.zeros(len(lead)), where=lead > 0)
-    is_timed = is_lead_known & found["others_waited_ns"].is_valid().to_numpy(zero_copy_only=False)
+    is_timed = is_lead_known & columns["others_waited_ns"].is_valid().to_numpy(zero_copy_only=False)
     return {
         "own_delay_ns": _integers(own_delay, known),
         "inherited_ns": _integers(lateness - own_delay, known),
@@ -229,7 +231,7 @@ def _delays(
 
 
 def _rooted(
-    rows: pa.Table, groups: Groups, times: _Times, order: _Order, found: Mapping[str, pa.Array]
+    rows: pa.Table, groups: Groups, times: _Times, order: _Order, columns: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
     """Of rooted collectives: what others waited for the own time of the rank that they wait for, on its row.
 
@@ -239,8 +241,8 @@ def _rooted(
     """
     op = pc.fill_null(pc.index_in(rows["op"].cast(pa.string()), pa.array([*FROM_ROOT, *TO_ROOT])), -1)
     number = op.combine_chunks().to_numpy(zero_copy_only=False)
-    known = found["own_delay_ns"].is_valid().to_numpy(zero_copy_only=False) & (number >= 0)
-    known &= found["is_last"].is_valid().to_numpy(zero_copy_only=False)
+    known = columns["own_delay_ns"].is_valid().to_numpy(zero_copy_only=False) & (number >= 0)
+    known &= columns["is_last"].is_valid().to_numpy(zero_copy_only=False)
     if not known.any():
         return {name: pa.nulls(len(rows), pa.int64()) for name in ("awaited_own_ns", "awaited_later_ns")}
     from_root = known & (number < len(FROM_ROOT))
@@ -253,10 +255,12 @@ def _rooted(
         groups.spread(groups.reduced(np.add, np.where(awaited, of, 0))) for of in (times.issue, own)
     )
     lead = at - times.issue
-    since = np.where(from_root, times.still_from, np.fmax(times.still_from, order.second_last))
-    stood = np.where(times.on_cpu, np.minimum(times.still_until, at) - since, np.minimum(times.exposed, lead))
+    since = np.where(from_root, times.blocked_from, np.fmax(times.blocked_from, order.second_last))
+    blocked = np.where(
+        times.on_cpu, np.minimum(times.blocked_until, at) - since, np.minimum(times.exposed, lead)
+    )
     share = np.clip((its_own - own) / np.maximum(lead, 1), 0, 1)
-    waited = np.where(waits, np.maximum(stood, 0) * share, np.nan)
+    waited = np.where(waits, np.maximum(blocked, 0) * share, np.nan)
     later = np.where(waits, np.sign(its_own - own) * np.minimum(np.abs(its_own - own), np.abs(lead)), np.nan)
     apart = np.abs(lead) > order.last_error + order.first_error
     on_row = known & awaited
@@ -275,12 +279,12 @@ def _numbers(column: pa.ChunkedArray | pa.Array) -> Values:
     return filled.to_numpy() if isinstance(filled, pa.ChunkedArray) else filled.to_numpy(zero_copy_only=False)
 
 
-def _causes(parts: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:
-    """Which of ``parts`` is the longest, where that is beyond ``error``; of equal ones the first."""
-    longest, cause = np.nan_to_num(parts[0], nan=0.0), np.zeros(len(error), np.int32)
-    for number, part in enumerate(parts[1:], 1):
-        is_longer = part > longest  # which what is not known is not
-        longest, cause = np.where(is_longer, part, longest), np.where(is_longer, np.int32(number), cause)
+def _causes(durations: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:
+    """Which of ``durations`` is the longest, where that is beyond ``error``; of equal ones the first."""
+    longest, cause = np.nan_to_num(durations[0], nan=0.0), np.zeros(len(error), np.int32)
+    for number, duration in enumerate(durations[1:], 1):
+        is_longer = duration > longest  # which what is not known is not
+        longest, cause = np.where(is_longer, duration, longest), np.where(is_longer, np.int32(number), cause)
     return pa.DictionaryArray.from_arrays(
         pa.array(cause, mask=~(known & (longest > error))),
         pa.array(CAUSES, pa.string()),

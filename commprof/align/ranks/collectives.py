@@ -116,9 +116,9 @@ def together(rows: pa.Table) -> Together:
 def same_collective(rows: pa.Table) -> Numbers:
     """The number of each row's collective or message: see :func:`together`."""
     order, collective = together(rows)
-    found = np.empty(len(rows), np.int64)
-    found[order] = collective
-    return found
+    numbers = np.empty(len(rows), np.int64)
+    numbers[order] = collective
+    return numbers
 
 
 def _changes(values: Numbers) -> npt.NDArray[np.bool_]:

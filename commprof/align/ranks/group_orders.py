@@ -168,9 +168,9 @@ def _shared_numbers(alike: Mapping[_Numbers, Sequence[int]]) -> set[_Numbers]:
     How many memberships hold each subset of one is counted; those that share just this subset with it follow by inclusion
     and exclusion. Where a rank is in many groups it has too many subsets, and pairs of memberships are compared.
     """
-    found = {numbers for numbers, ranks in alike.items() if len(ranks) > 1}
+    shared = {numbers for numbers, ranks in alike.items() if len(ranks) > 1}
     if max(map(len, alike), default=0) > _MOST_LISTED:
-        return found | {tuple(sorted({*one} & {*other})) for one, other in combinations(alike, 2)}
+        return shared | {tuple(sorted({*one} & {*other})) for one, other in combinations(alike, 2)}
     holding = Counter(subset for numbers in alike for subset in _subsets(numbers))
     for numbers in alike:
         subsets = _subsets(numbers)
@@ -180,20 +180,20 @@ def _shared_numbers(alike: Mapping[_Numbers, Sequence[int]]) -> set[_Numbers]:
                 if not place >> bit & 1:
                     exact[place] -= exact[place | 1 << bit]
         exact[-1] -= 1  # itself
-        found.update(subset for subset, count in zip(subsets, exact, strict=True) if count > 0)
-    return found
+        shared.update(subset for subset, count in zip(subsets, exact, strict=True) if count > 0)
+    return shared
 
 
 def _subsets(numbers: _Numbers) -> list[_Numbers]:
     """All subsets of ``numbers``, at the place whose bits say which of them are in it."""
-    found: list[_Numbers] = [()]
+    subsets: list[_Numbers] = [()]
     for number in numbers:
-        found += [(*subset, number) for subset in found]
-    return found
+        subsets += [(*subset, number) for subset in subsets]
+    return subsets
 
 
 def order_differences(
-    courses: Mapping[int, Course], members: Mapping[Group, Set[int]], *, whole: bool
+    courses: Mapping[int, Course], members: Mapping[Group, Set[int]], *, has_all_records: bool
 ) -> list[OrderDifference]:
     """For each set of groups that ranks share, the first two collectives that they issued in different orders.
 
@@ -202,35 +202,35 @@ def order_differences(
     Args:
         courses: by rank.
         members: the ranks of each group that are compared.
-        whole: no record is missing before the end of a course.
+        has_all_records: no record is missing before the end of a course.
     """
-    found = []
+    differences = []
     for groups, ranks in shared_groups(members).items():
         chosen = {rank: courses[rank].within(groups) for rank in sorted(ranks)}
-        difference = first_order_difference(chosen, whole=whole)
-        found += [] if difference is None else [difference]
-    return distinct_differences(found)
+        difference = first_order_difference(chosen, has_all_records=has_all_records)
+        differences += [] if difference is None else [difference]
+    return distinct_differences(differences)
 
 
 def distinct_differences(differences: Iterable[OrderDifference]) -> list[OrderDifference]:
     """Those of different collectives, in order of step; of equal ones that of the most ranks."""
-    found: dict[frozenset[Any], OrderDifference] = {}
+    by_keys: dict[frozenset[Any], OrderDifference] = {}
     for each in differences:
         keys = frozenset({each.orders[0].first.key, each.orders[0].second.key})
-        found[keys] = max(
-            found.get(keys, each), each, key=lambda one: sum(len(order.ranks) for order in one.orders)
+        by_keys[keys] = max(
+            by_keys.get(keys, each), each, key=lambda one: sum(len(order.ranks) for order in one.orders)
         )
-    return sorted(found.values(), key=lambda each: (each.orders[0].first.call.step, each.sentence))
+    return sorted(by_keys.values(), key=lambda each: (each.orders[0].first.call.step, each.sentence))
 
 
 def first_order_difference(
-    courses: Mapping[int, Course], *, whole: bool, reference: int | None = None
+    courses: Mapping[int, Course], *, has_all_records: bool, reference: int | None = None
 ) -> OrderDifference | None:
     """The first two collectives that ranks issued in different orders; None where there are none.
 
     Args:
         courses: by rank, all in the same groups.
-        whole: see :func:`order_differences`.
+        has_all_records: see :func:`order_differences`.
         reference: the rank that the others are compared with; default: one of the most that issued the same.
     """
     keys = {rank: [call.key for call in course.calls] for rank, course in courses.items()}
@@ -240,7 +240,7 @@ def first_order_difference(
         swap
         for rank, course in courses.items()
         if keys[rank] != keys[reference]
-        and (swap := _first_swap(courses[reference], course, whole=whole)) is not None
+        and (swap := _first_swap(courses[reference], course, has_all_records=has_all_records)) is not None
     ]
     if not swaps:
         return None
@@ -250,7 +250,9 @@ def first_order_difference(
     return OrderDifference((one, other))
 
 
-def _first_swap(mine: Course, theirs: Course, *, whole: bool) -> tuple[int, GroupCall, GroupCall] | None:
+def _first_swap(
+    mine: Course, theirs: Course, *, has_all_records: bool
+) -> tuple[int, GroupCall, GroupCall] | None:
     """The position in ``mine`` at which the orders part, what ``mine`` issued there, and what ``theirs`` did."""
     threads = {call.key: call.thread for call in theirs.calls}
     position = {call.key: place for place, call in enumerate(mine.calls)}
@@ -265,14 +267,14 @@ def _first_swap(mine: Course, theirs: Course, *, whole: bool) -> tuple[int, Grou
     swaps = [
         (position[one.key], one, other)
         for pair, calls in ours.items()
-        for one, other in _first_apart(calls, others[pair])
+        for one, other in _first_difference(calls, others[pair])
     ]
     if swaps:
         return min(swaps, key=lambda swap: swap[0])
-    return _first_unissued(mine, theirs) if whole else None
+    return _first_unissued(mine, theirs) if has_all_records else None
 
 
-def _first_apart(
+def _first_difference(
     mine: Iterable[GroupCall], theirs: Iterable[GroupCall]
 ) -> Iterable[tuple[GroupCall, GroupCall]]:
     for one, other in zip(mine, theirs, strict=True):

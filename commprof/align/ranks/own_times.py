@@ -47,7 +47,7 @@ class OwnTimes(NamedTuple):
         return [pa.array(values, mask=~self.is_known) for values in (self.own, self.since, self.elsewhere)]
 
 
-class _Held(NamedTuple):
+class _Blocked(NamedTuple):
     """When each record held its program; ``is_known`` is false where the wait for it was not recorded."""
 
     begin: Numbers
@@ -73,32 +73,36 @@ def no_own_times(count: int) -> OwnTimes:
 def own_times(records: pa.Table) -> OwnTimes:
     """The own times of ``records`` (:data:`SOURCES`), all those of some processes."""
     count = len(records)
-    found = no_own_times(count)
+    times = no_own_times(count)
     if not count:
-        return found
+        return times
     issue, number = _numbers(records["issue_ns"]), _numbers(records["pg_seq"])
-    held, is_message, is_rooted = _held(records, issue), _flags(records["is_p2p"]), _is_rooted(records["op"])
+    blocked, is_message, is_rooted = (
+        _blocked_intervals(records, issue),
+        _flags(records["is_p2p"]),
+        _is_rooted(records["op"]),
+    )
     process, first = numbered(records.select(["rank", "attempt", "pid"]))
     group, _ = numbered(records.select(["pg", "group_ranks"]))
     for mine in split_by(process, np.arange(count)) if len(first) > 1 else [np.arange(count)]:
         rows = mine if (np.diff(issue[mine]) >= 0).all() else mine[np.argsort(issue[mine], kind="stable")]
-        _fill(found, rows, issue, number, held, np.where(is_message, -1, group), is_rooted[rows])
-    return found
+        _fill(times, rows, issue, number, blocked, np.where(is_message, -1, group), is_rooted[rows])
+    return times
 
 
 def _fill(
-    found: OwnTimes,
+    times: OwnTimes,
     rows: Numbers,
     issue: Numbers,
     number: Numbers,
-    held: _Held,
+    blocked: _Blocked,
     group: Numbers,
     is_rooted: Flags,
 ) -> None:
     """Fill in the records of one process, ``rows`` in order of issue."""
     at = issue[rows]
-    begin, end, is_known = held.begin[rows], held.end[rows], held.is_known[rows]
-    before = _held_before(at, begin[is_known], end[is_known])
+    begin, end, is_known = blocked.begin[rows], blocked.end[rows], blocked.is_known[rows]
+    before = _blocked_before(at, begin[is_known], end[is_known])
     reference = _references(group[rows], at, np.where(is_known & ~is_rooted, end, _NEVER))
     if is_rooted.any():
         other = _references(group[rows], at, np.where(is_known, end, _NEVER))
@@ -108,15 +112,15 @@ def _fill(
     unknown_waits = np.concatenate(([0], np.cumsum(~is_known)))
     mine_known = unknown_waits[mine] == unknown_waits[other]
     mine, other = mine[mine_known], other[mine_known]
-    held_since = before[mine] - before[other]
+    blocked_since = before[mine] - before[other]
     place = rows[mine]
-    found.own[place] = at[mine] - at[other] - held_since
-    found.elsewhere[place] = np.maximum(held_since - (end[other] - begin[other]), 0)
-    found.since[place] = number[rows[other]]
-    found.is_known[place] = True
+    times.own[place] = at[mine] - at[other] - blocked_since
+    times.elsewhere[place] = np.maximum(blocked_since - (end[other] - begin[other]), 0)
+    times.since[place] = number[rows[other]]
+    times.is_known[place] = True
 
 
-def _held_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
+def _blocked_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
     """How much of the time before each of ``times`` the union of the intervals has."""
     if not len(begin):
         return np.zeros(len(times), np.int64)
@@ -135,20 +139,20 @@ def _held_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
 
 def _references(group: Numbers, issue: Numbers, end: Numbers) -> Numbers:
     """Of each record the last earlier one of its group that was waited for when this one was issued; -1 for none."""
-    found = np.full(len(issue), -1, np.int64)
+    references = np.full(len(issue), -1, np.int64)
     for rows in split_by(group, np.arange(len(group))):
         if group[rows[0]] < 0 or len(rows) < 2:
             continue
         if (end[rows[:-1]] <= issue[rows[1:]]).all():
-            found[rows[1:]] = rows[:-1]
+            references[rows[1:]] = rows[:-1]
             continue
         by_end = np.argsort(end[rows], kind="stable")
         latest = np.maximum.accumulate(by_end)
         ended = np.searchsorted(end[rows][by_end], issue[rows], side="right") - 1
         place = np.minimum(latest[np.maximum(ended, 0)], np.arange(len(rows)) - 1)
         is_there = (ended >= 0) & (place >= 0)
-        found[rows[is_there]] = rows[place[is_there]]
-    return found
+        references[rows[is_there]] = rows[place[is_there]]
+    return references
 
 
 def _is_rooted(op: pa.ChunkedArray) -> Flags:
@@ -156,7 +160,7 @@ def _is_rooted(op: pa.ChunkedArray) -> Flags:
     return _flags(pc.fill_null(pc.is_in(text, pa.array(_ROOTED)), False))
 
 
-def _held(records: pa.Table, issue: Numbers) -> _Held:
+def _blocked_intervals(records: pa.Table, issue: Numbers) -> _Blocked:
     """A synchronous call on the CPU holds its program throughout, of others a wait does; on a device what was measured."""
     device = records["device"]
     text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
@@ -170,7 +174,7 @@ def _held(records: pa.Table, issue: Numbers) -> _Held:
     begin = np.where(is_async, np.where(waiting > _UNKNOWN, waiting, waited), issue)
     begin = np.where(on_cpu, begin, done - np.maximum(exposed, 0))
     is_known = (end > _UNKNOWN) & (on_cpu | (exposed > _UNKNOWN))
-    return _Held(begin, np.maximum(end, begin), is_known)
+    return _Blocked(begin, np.maximum(end, begin), is_known)
 
 
 def _numbers(column: pa.ChunkedArray, unknown: int = 0) -> Numbers:

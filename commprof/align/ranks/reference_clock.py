@@ -147,7 +147,7 @@ class ReferenceClock:
     def readings(self, rows: pa.Table) -> Readings:
         """The clock of each of ``rows`` (columns rank, attempt, pid, issue_ns), and its offset at the issue."""
         count = len(rows)
-        found = Readings(
+        readings = Readings(
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
@@ -160,17 +160,17 @@ class ReferenceClock:
         ]
         numbers: dict[str, int] = {}
         clocks = [numbers.setdefault(self.clock_of(process), len(numbers)) for process in processes]
-        found.clock[:] = np.array(clocks, np.int64)[codes]
+        readings.clock[:] = np.array(clocks, np.int64)[codes]
         for code, process in enumerate(processes):
             if self._is_reference(process):
                 continue
             mine = np.flatnonzero(codes == code)
             measured = self.offset(process, times[mine])
             if measured is None:
-                found.known[mine] = False
+                readings.known[mine] = False
             else:
-                found.offset_ns[mine], found.error_ns[mine] = measured
-        return found
+                readings.offset_ns[mine], readings.error_ns[mine] = measured
+        return readings
 
     def _is_reference(self, process: Process) -> bool:
         return self.clock_of(process) == self._reference.get(process[1])

@@ -20,24 +20,24 @@ def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
 
     Numbers and flags come last: what the texts tell of them need only be compared.
     """
-    columns = [_whole(column) for column in rows.unify_dictionaries().columns]
+    columns = [_one_chunk(column) for column in rows.unify_dictionaries().columns]
     texts = [column for column in columns if not _is_plain(column)]
     codes, bound = np.zeros(len(rows), np.int64), 1
     for column in texts:
-        codes, bound = _told_apart(codes, bound, column)
+        codes, bound = _distinguished(codes, bound, column)
         if bound > _MOST_CODES:
             codes, bound = renumbered(codes)
     codes, count = renumbered(codes)
     first = first_of_each(codes, count)
     for column in columns:
-        if _is_plain(column) and not _is_told(column, codes, first):
-            codes, _ = _told_apart(codes, count, column)
+        if _is_plain(column) and not _is_determined(column, codes, first):
+            codes, _ = _distinguished(codes, count, column)
             codes, count = renumbered(codes)
             first = first_of_each(codes, count)
     return codes, first
 
 
-def _told_apart(codes: Codes, bound: int, column: pa.Array) -> tuple[Codes, int]:
+def _distinguished(codes: Codes, bound: int, column: pa.Array) -> tuple[Codes, int]:
     """``codes`` (below ``bound``) that differ where the values of ``column`` do as well."""
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     values = len(encoded.dictionary)
@@ -51,7 +51,7 @@ def _is_plain(column: pa.Array) -> bool:
     return bool(pa.types.is_integer(column.type) or pa.types.is_boolean(column.type))
 
 
-def _is_told(column: pa.Array, codes: Codes, first: Codes) -> bool:
+def _is_determined(column: pa.Array, codes: Codes, first: Codes) -> bool:
     """Whether the values of ``column`` are equal in all rows of one number."""
     if column.null_count == len(column):
         return True
@@ -64,11 +64,11 @@ def _is_told(column: pa.Array, codes: Codes, first: Codes) -> bool:
     return np.array_equal(plain, plain[first][codes])
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    whole = column.combine_chunks()
-    if isinstance(whole, pa.ChunkedArray):
-        whole = whole.chunk(0) if whole.num_chunks else pa.array([], whole.type)
-    return whole
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    chunk = column.combine_chunks()
+    if isinstance(chunk, pa.ChunkedArray):
+        chunk = chunk.chunk(0) if chunk.num_chunks else pa.array([], chunk.type)
+    return chunk
 
 
 def first_of_each(codes: Codes, count: int) -> Codes:

@@ -37,17 +37,17 @@ def find_partners(first: Codes, second: Codes) -> Partners:
     """For each element its certain partner, or ALONE, AMBIGUOUS, UNSEARCHED."""
     a_places = np.flatnonzero(_holds(second, first))
     b_places = np.flatnonzero(_holds(first, second))
-    found = Partners(np.full(len(first), ALONE, np.int64), np.full(len(second), ALONE, np.int64))
+    partners = Partners(np.full(len(first), ALONE, np.int64), np.full(len(second), ALONE, np.int64))
     a, b = first[a_places], second[b_places]
-    pieces = _MOST_PIECES
+    cuts_left = _MOST_PIECES
     if np.array_equal(a, b):
-        found.first[a_places], found.second[b_places] = b_places, a_places
-        return found
+        partners.first[a_places], partners.second[b_places] = b_places, a_places
+        return partners
     for x0, x1, y0, y1 in _between_anchors(a, b):
-        piece, pieces = _search(a[x0:x1], b[y0:y1], pieces)
-        _put(found.first, piece.first, a_places[x0:x1], b_places[y0:y1])
-        _put(found.second, piece.second, b_places[y0:y1], a_places[x0:x1])
-    return found
+        piece, cuts_left = _search(a[x0:x1], b[y0:y1], cuts_left)
+        _put(partners.first, piece.first, a_places[x0:x1], b_places[y0:y1])
+        _put(partners.second, piece.second, b_places[y0:y1], a_places[x0:x1])
+    return partners
 
 
 def _holds(values: Codes, elements: Codes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -96,17 +96,17 @@ def _anchors(a: Codes, b: Codes) -> tuple[Codes, Codes]:
     return xs[straight], ys[straight]
 
 
-def _search(a: Codes, b: Codes, pieces: int) -> tuple[Partners, int]:
+def _search(a: Codes, b: Codes, cuts_left: int) -> tuple[Partners, int]:
     """The verdicts for one piece, cut further where it holds too many differences; how many cuts are left."""
     if len(a) == len(b) and np.array_equal(a, b):
-        return Partners(np.arange(len(a)), np.arange(len(b))), pieces
+        return Partners(np.arange(len(a)), np.arange(len(b))), cuts_left
     result = Partners(np.full(len(a), UNSEARCHED, np.int64), np.full(len(b), UNSEARCHED, np.int64))
     x = y = 0
-    while pieces > 0 and (x < len(a) or y < len(b)):
+    while cuts_left > 0 and (x < len(a) or y < len(b)):
         part = certain_partners(a[x:], b[y:], SEARCHED_DIFFERENCES) or one_gap(a[x:], b[y:])
         width, height = len(a) - x, len(b) - y
         if part is None:
-            pieces -= 1
+            cuts_left -= 1
             width, height = _cut(a[x:], b[y:])
             part = certain_partners(a[x : x + width], b[y : y + height], SEARCHED_DIFFERENCES)
             if part is None:  # the cut lies on a path with fewer differences than that
@@ -121,7 +121,7 @@ def _search(a: Codes, b: Codes, pieces: int) -> tuple[Partners, int]:
         paired = part.second[:height] >= 0
         result.second[y : y + height] = np.where(paired, part.second[:height] + x, part.second[:height])
         x, y = x + width, y + height
-    return result, pieces
+    return result, cuts_left
 
 
 def one_gap(a: Codes, b: Codes) -> Partners | None:

@@ -169,7 +169,7 @@ class GroupOrders:
         first_differences = (
             first_order_difference(
                 self._courses(of_ranks, apart, slots, names, calls),
-                whole=has_all_records,
+                has_all_records=has_all_records,
                 reference=reference,
             )
             for of_ranks, reference, apart in windows

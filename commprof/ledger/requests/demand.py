@@ -154,7 +154,7 @@ def _construction_sentences(requests: Sequence[Request]) -> list[str]:
     constructions = [each.construction for each in requests if each.construction is not None]
     sharded, unsharded = (
         sum(len(each.sharded) for each in constructions),
-        sum(len(each.whole) for each in constructions),
+        sum(len(each.unsharded) for each in constructions),
     )
     if not sharded:
         return []

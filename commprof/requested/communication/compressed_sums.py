@@ -43,8 +43,8 @@ def compressed_sums(
     asked = str(requested_op(configuration))
     size = item_bytes(configuration.communication_dtype)
     if not compression.hierarchical:
-        found = _exchanged(compression, numels, size, world_size)
-        return [each._replace(requested_op=asked) for each in found]
+        rows = _exchanged(compression, numels, size, world_size)
+        return [each._replace(requested_op=asked) for each in rows]
     inside = compression.host_ranks
     hosts = world_size // inside
     widths = [-(-numel // inside) for numel in numels]
@@ -53,14 +53,14 @@ def compressed_sums(
     summed = row("step", Purpose.GRADIENT_REDUCE, scatter, shares, inside)
     gathered = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, shares, inside)
     across = tuple(tuple(range(place, world_size, inside)) for place in range(inside))
-    found = [
+    rows = [
         summed._replace(
             group_size=inside, intended_op=str(Op.REDUCE_SCATTER) if scatter == Op.ALL_TO_ALL else None
         ),
         *(each._replace(groups=across) for each in _exchanged(compression, widths, size, hosts)),
         gathered._replace(group_size=inside, intended_op=str(Op.ALL_REDUCE)),
     ]
-    return [each._replace(requested_op=asked) for each in found]
+    return [each._replace(requested_op=asked) for each in rows]
 
 
 def _exchanged(compression: Compression, numels: Sequence[int], size: int, ranks: int) -> list[Expectation]:

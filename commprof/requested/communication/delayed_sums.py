@@ -22,13 +22,13 @@ def late_sums(rows: Iterable[Expectation], delay: int, world_size: int) -> list[
     """
     if not delay:
         return list(rows)
-    found = []
+    delayed = []
     for each in rows:
         if each.purpose == Purpose.GRADIENT_REDUCE:
             each = _to_every_rank(each, world_size)
         if each.purpose != Purpose.GRADIENT_NORM and each.count:
-            found.append(each)
-    return found
+            delayed.append(each)
+    return delayed
 
 
 def _to_every_rank(summed: Expectation, world_size: int) -> Expectation:

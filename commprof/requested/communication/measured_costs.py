@@ -57,11 +57,13 @@ class Costs(NamedTuple):
         plain = _time_ns(self.world, op, payload_bytes, prod(sizes), exchanges)
         along, left = 0.0, float(payload_bytes)
         for axis in reversed(range(len(sizes))):
-            parts = [op]
+            operations = [op]
             if op == Op.ALL_REDUCE and axis:
-                parts = [Op.REDUCE_SCATTER, Op.ALL_GATHER]
-            for part in parts:
-                along += _time_ns(self.axes[axis], part, left * self.sharing[axis], sizes[axis], exchanges)
+                operations = [Op.REDUCE_SCATTER, Op.ALL_GATHER]
+            for operation in operations:
+                along += _time_ns(
+                    self.axes[axis], operation, left * self.sharing[axis], sizes[axis], exchanges
+                )
             left /= sizes[axis]
         return along < plain
 
@@ -74,7 +76,7 @@ def _time_ns(table: Table, op: Op, payload_bytes: float, ranks: int, exchanges: 
 
 
 def costs_of(
-    config: Mapping[str, Any], sizes: Sequence[int], host_ranks: int | None, told: object = None
+    config: Mapping[str, Any], sizes: Sequence[int], host_ranks: int | None, published: object = None
 ) -> Costs | None:
     """The costs that decide; None where every message goes along the axes, or none does.
 
@@ -82,7 +84,7 @@ def costs_of(
         config: the whole config.
         sizes: ranks along each axis.
         host_ranks: ranks of each host, which follow one another; None where that is not known.
-        told: what a run says that it has read; None where there is no run, or it says nothing. Then the files are read.
+        published: what a run says that it has read; None where there is no run, or it says nothing. Then the files are read.
 
     Raises:
         UnsupportedError: they cannot be known.
@@ -90,8 +92,8 @@ def costs_of(
     files = section(config, "communication").get("calibration")
     if len(sizes) < 2 or not files:
         return None
-    if told is not None:
-        return _as_told(told, len(sizes), files)
+    if published is not None:
+        return _published_costs(published, len(sizes), files)
     paths = [files.get("world"), *(files.get("axes") or ())] if isinstance(files, Mapping) else []
     if len(paths) != len(sizes) + 1:
         reason = f"a file among all ranks and one for each of the {len(sizes)} axes are needed"
@@ -102,10 +104,10 @@ def costs_of(
     return Costs(world, axes, _sharing(sizes, host_ranks))
 
 
-def _as_told(told: object, axes: int, files: object) -> Costs:
+def _published_costs(published: object, axes: int, files: object) -> Costs:
     """The costs that a run has published: ``world``, ``axes`` and ``sharing``, an operation being two numbers."""
     try:
-        content: Any = told
+        content: Any = published
         tables = [
             {op: Cost(*(float(each) for each in table[op])) for op in OPS}
             for table in (content["world"], *content["axes"])
@@ -122,24 +124,24 @@ def _as_told(told: object, axes: int, files: object) -> Costs:
 def _read(path: str) -> Table:
     try:
         ops = json.loads(Path(path).read_bytes())["ops"]
-        found = {}
+        costs = {}
         for op in OPS:
             fit, factor = ops[op]["fit"], float(ops[op]["bus_factor"])
-            found[op] = Cost(float(fit["alpha_ns"]), 1e9 / (float(fit["beta_bytes_per_s"]) * factor))
+            costs[op] = Cost(float(fit["alpha_ns"]), 1e9 / (float(fit["beta_bytes_per_s"]) * factor))
     except OSError as error:
         raise UnsupportedError(KEY, path, f"it cannot be read here: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         raise UnsupportedError(KEY, path, "it has no fitted times of all operations") from None
-    return found
+    return costs
 
 
 def _sharing(sizes: Sequence[int], host_ranks: int) -> tuple[int, ...]:
     """Groups of each axis that have ranks on one host, as many as on the host with the most."""
-    found = []
+    most_on_a_host = []
     for axis, size in enumerate(sizes):
         stride = prod(sizes[axis + 1 :])
         on: dict[int, set[tuple[int, int]]] = {}
         for rank in range(prod(sizes)):
             on.setdefault(rank // host_ranks, set()).add((rank // (stride * size), rank % stride))
-        found.append(max(map(len, on.values())))
-    return tuple(found)
+        most_on_a_host.append(max(map(len, on.values())))
+    return tuple(most_on_a_host)

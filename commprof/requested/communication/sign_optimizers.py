@@ -81,11 +81,11 @@ def sign_messages(parameters: Sequence[Parameter], world_size: int) -> list[Expe
     payload = world_size * sign_bytes(share)
     note = "the optimizer has the ranks send each other signs of what it makes of the gradients"
     gathered = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, [payload], world_size, note)
-    found = [gathered._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.ALL_REDUCE))]
+    messages = [gathered._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.ALL_REDUCE))]
     if world_size > 2:
         sent = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_TO_ALL, [payload], world_size, note)
-        found.insert(0, sent._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.REDUCE_SCATTER)))
-    return found
+        messages.insert(0, sent._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.REDUCE_SCATTER)))
+    return messages
 
 
 def refuse_unknown(config: Mapping[str, Any], stage: int) -> None:

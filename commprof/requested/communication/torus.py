@@ -88,15 +88,17 @@ def _cut_to_hosts(world_size: int, axes: int, host_ranks: int) -> Sizes:
     """As many axes as can be, up to ``axes``: the last one a host where there are several, else as even as can be."""
     for wanted in range(axes, 1, -1):
         if not 1 < host_ranks < world_size:
-            found = _most_even(world_size, wanted)
+            axis_sizes = _most_even(world_size, wanted)
         else:
             outer, inner = (
                 _most_even(world_size // host_ranks, wanted - 1),
                 _most_even(host_ranks, wanted - 1),
             )
-            found = (*outer, host_ranks) if outer else (world_size // host_ranks, *inner) if inner else ()
-        if found:
-            return found
+            axis_sizes = (
+                (*outer, host_ranks) if outer else (world_size // host_ranks, *inner) if inner else ()
+            )
+        if axis_sizes:
+            return axis_sizes
     return (world_size,)
 
 
@@ -104,12 +106,12 @@ def _most_even(number: int, factors: int) -> Sizes:
     """``number`` as so many factors above 1, rising, the largest as small as can be; empty where there are none."""
     if factors == 1:
         return (number,) if number > 1 else ()
-    found: list[Sizes] = []
+    candidates: list[Sizes] = []
     for factor in range(2, isqrt(number) + 1):
         rest = _most_even(number // factor, factors - 1) if number % factor == 0 else ()
         if rest:
-            found.append(tuple(sorted((factor, *rest))))
-    return min(found, key=max, default=())
+            candidates.append(tuple(sorted((factor, *rest))))
+    return min(candidates, key=max, default=())
 
 
 def composed(
@@ -132,15 +134,15 @@ def composed(
     listed = list(rows)
     if len(sizes) < 2:
         return listed
-    found = []
+    messages = []
     for each in listed:
         if not _travels(each):
-            found.append(each)
+            messages.append(each)
             continue
         along, plain = (each, None) if costs is None else _chosen(each, sizes, costs, exchanges)
-        found += [] if along is None else _composed(along, sizes, items, exchanges=exchanges)
-        found += [] if plain is None else [plain]
-    return found
+        messages += [] if along is None else _composed(along, sizes, items, exchanges=exchanges)
+        messages += [] if plain is None else [plain]
+    return messages
 
 
 def _travels(row: Expectation) -> bool:
@@ -248,26 +250,26 @@ def _leg_row(
 
 def _scattered(row: Expectation, messages: Sequence[Sequence[int]], sizes: Sizes) -> list[Expectation]:
     """A reduce_scatter of rows, whose bytes ``messages`` list for each: what is left depends on the place of a rank."""
-    found = []
+    scattered = []
     for axis in range(len(sizes) - 1, -1, -1):
         stride = prod(sizes[axis + 1 :])
         by_bytes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for line in lines(sizes, axis):
-            held = tuple(sum(each[line[0] % stride :: stride]) for each in messages)
-            by_bytes.setdefault(held, []).append(line)
-        for held, groups in by_bytes.items():
-            total = sum(held)
+            bytes_of_rows = tuple(sum(each[line[0] % stride :: stride]) for each in messages)
+            by_bytes.setdefault(bytes_of_rows, []).append(line)
+        for bytes_of_rows, groups in by_bytes.items():
+            total = sum(bytes_of_rows)
             share = total / (row.payload_bytes or 1)
-            found.append(
+            scattered.append(
                 row._replace(
                     payload_bytes=total,
                     wire_bytes=wire_bytes(row.issued_op, total, sizes[axis]),
                     least_bytes=total if row.bytes_exact else int(row.least_bytes * share),
                     groups=tuple(groups),
-                    payloads=tuple((each,) for each in held),
+                    payloads=tuple((each,) for each in bytes_of_rows),
                 )
             )
-    return found
+    return scattered
 
 
 def _row_bytes(payload: tuple[int, ...], ranks: int) -> Sequence[int]:

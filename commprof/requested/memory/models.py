@@ -36,21 +36,21 @@ def transformer(numel: int, layers: int) -> list[Parameter]:
             f"{numel} parameters cannot be those of {layers} layers of {_SQUARES} squares of a width; expected at least "
             f"{max(layers, 1) * _SQUARES}, or fewer layers"
         )
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for layer in range(layers):
         share = numel * (layer + 1) // layers - numel * layer // layers
         sizes = {name: share * squares // _SQUARES for name, squares in MATRICES.items()}
         sizes["fc2"] += share - sum(sizes.values())
-        found += [Parameter(f"layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
-    return found
+        parameters += [Parameter(f"layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
+    return parameters
 
 
-def shared_transformer(model: Sequence[Parameter], slices: int, stages: int) -> list[Parameter]:
+def shared_transformer(model: Sequence[Parameter], tensor_ranks: int, stages: int) -> list[Parameter]:
     """What a rank holds of each matrix of ``model``, which :func:`transformer` made, where ranks share tensors and layers.
 
     Args:
         model: whole.
-        slices: ranks that share each tensor: two matrices of a layer are cut by columns, and two by rows.
+        tensor_ranks: ranks that share each tensor: two matrices of a layer are cut by columns, and two by rows.
         stages: of a pipeline, which get equal runs of layers.
 
     Raises:
@@ -61,20 +61,20 @@ def shared_transformer(model: Sequence[Parameter], slices: int, stages: int) -> 
         raise RequestedError(
             f"{layers} layers cannot be dealt out to {stages} stages; give more (--layers), or fewer stages"
         )
-    found = []
-    for number, whole in enumerate(model):
-        name = whole.name.split(".")[-2]
+    shards = []
+    for number, matrix in enumerate(model):
+        name = matrix.name.split(".")[-2]
         squares = MATRICES[name]
-        width = math.isqrt(whole.numel // squares)
+        width = math.isqrt(matrix.numel // squares)
         rows, columns = (squares * width, width) if _CUTS[name] == "column" else (width, squares * width)
-        own = (rows // slices, columns) if _CUTS[name] == "column" else (rows, columns // slices)
-        found.append(
-            whole._replace(
-                numel=-(-whole.numel // slices),
+        own = (rows // tensor_ranks, columns) if _CUTS[name] == "column" else (rows, columns // tensor_ranks)
+        shards.append(
+            matrix._replace(
+                numel=-(-matrix.numel // tensor_ranks),
                 shape=f"{own[0]}x{own[1]}",
                 whole_shape=f"{rows}x{columns}",
-                cut=_CUTS[name] if slices > 1 else None,
+                cut=_CUTS[name] if tensor_ranks > 1 else None,
                 stages=str(number // len(MATRICES) * stages // layers) if stages > 1 else None,
             )
         )
-    return found
+    return shards

@@ -101,12 +101,12 @@ def holdings(config: Mapping[str, Any], parameters: Sequence[Parameter], world_s
         RequestedError: the config or the parameters cannot be used as they are.
     """
     configuration, offload, sizes = _read(config, parameters, world_size)
-    found = _parameters(config, configuration, offload, sizes, parameters)
-    found += _gradients(configuration, sizes)
+    listed = _parameters(config, configuration, offload, sizes, parameters)
+    listed += _gradients(configuration, sizes)
     away = round(sizes.share * offload.ratio) if offload.optimizer != "none" else 0
     for what, item in (("masters", sizes.master), ("optimizer states", sizes.state)):
         there = away * item
-        found.append(
+        listed.append(
             Holding(
                 what,
                 sizes.share * item - there,
@@ -119,8 +119,8 @@ def holdings(config: Mapping[str, Any], parameters: Sequence[Parameter], world_s
     ahead = min(fetching.prefetch_bucket_size, fetching.max_live_parameters) // world_size
     buffers = _buffers(offload, sizes, ahead)
     if buffers:
-        found.append(Holding("buffers of files", 0, buffers))
-    return [each for each in found if each.device or each.host or each.disk]
+        listed.append(Holding("buffers of files", 0, buffers))
+    return [each for each in listed if each.device or each.host or each.disk]
 
 
 def movements(
@@ -136,31 +136,31 @@ def movements(
         RequestedError: the config or the parameters cannot be used as they are.
     """
     _, offload, sizes = _read(config, parameters, world_size)
-    found = []
+    listed = []
     if offload.parameters != "none":
         sent = gathered_bytes // world_size  # each message is made of one slice of every rank
         in_files = _in_files(offload, sizes.share)
         if in_files:
             updated = 0 if sizes.master else in_files * sizes.item
-            found.append(
+            listed.append(
                 Movement("parameters", "disk", "host", sent * in_files // max(sizes.share, 1) + updated)
             )
-            found.append(Movement("parameters", "host", "disk", in_files * sizes.item))
-        found.append(Movement("parameters", "host", "device", sent))
+            listed.append(Movement("parameters", "host", "disk", in_files * sizes.item))
+        listed.append(Movement("parameters", "host", "device", sent))
         if offload.optimizer == "none":
-            found.append(Movement("parameters", "device", "host", sizes.share * sizes.item))
+            listed.append(Movement("parameters", "device", "host", sizes.share * sizes.item))
     if offload.optimizer != "none":
         away = round(sizes.share * offload.ratio)
         if offload.optimizer == "nvme":
             for what, item in (("masters", sizes.master), ("optimizer states", sizes.state)):
-                found += [
+                listed += [
                     Movement(what, "disk", "host", away * item),
                     Movement(what, "host", "disk", away * item),
                 ]
-        found.append(Movement("gradients", "device", "host", away * sizes.gradient))
+        listed.append(Movement("gradients", "device", "host", away * sizes.gradient))
         if offload.parameters == "none":
-            found.append(Movement("parameters", "host", "device", away * sizes.item))
-    return [each for each in found if each.num_bytes]
+            listed.append(Movement("parameters", "host", "device", away * sizes.item))
+    return [each for each in listed if each.num_bytes]
 
 
 def _read(
@@ -223,34 +223,36 @@ def _parameters(
     if configuration.stage != 3:
         return [Holding("parameters", sizes.numel * sizes.item, note="whole on every rank")]
     in_files = _in_files(offload, sizes.share)
-    kept = (sizes.share - in_files) * sizes.item
+    shard_bytes = (sizes.share - in_files) * sizes.item
     on_device = offload.parameters == "none"
-    slices = Holding("parameters", kept if on_device else 0, 0 if on_device else kept, in_files * sizes.item)
+    shards = Holding(
+        "parameters", shard_bytes if on_device else 0, 0 if on_device else shard_bytes, in_files * sizes.item
+    )
     fetching = read_fetch_configuration(zero_section(config))
     listed = in_model_order(parameters)
     persistent = sum(each.numel for each in persistent_parameters(listed, fetching))
     largest = max((each.numel for each in listed), default=0)
     # What is used again soon is kept, and gathering ahead stops at max_live_parameters.
     limit = max(fetching.max_live_parameters, fetching.max_reuse_distance) + largest + persistent
-    whole = min(sizes.numel, limit)
+    gathered_numel = min(sizes.numel, limit)
     note = "at most, while modules use them"
-    if whole == sizes.numel:
+    if gathered_numel == sizes.numel:
         note += (
             ": all of the model, since stage3_max_reuse_distance and stage3_max_live_parameters allow as much"
         )
-    return [slices, Holding("gathered parameters", whole * sizes.item, note=note)]
+    return [shards, Holding("gathered parameters", gathered_numel * sizes.item, note=note)]
 
 
 def _gradients(configuration: Configuration, sizes: _Sizes) -> list[Holding]:
     if configuration.stage < 2:
-        found = [
+        listed = [
             Holding("gradients", sizes.numel * sizes.item, note="whole on every rank until they are reduced")
         ]
         if configuration.partitions:
-            found.append(Holding("reduced gradients", sizes.share * sizes.gradient))
+            listed.append(Holding("reduced gradients", sizes.share * sizes.gradient))
         bucket = sizes.numel if not configuration.partitions else configuration.reduce_bucket_size
     else:
-        found = [Holding("gradients", sizes.share * sizes.gradient)]
+        listed = [Holding("gradients", sizes.share * sizes.gradient)]
         bucket = configuration.reduce_bucket_size
     under_way = _BUCKETS_UNDER_WAY if configuration.overlap_comm else 1
     numel = min(bucket * under_way, sizes.numel)
@@ -258,8 +260,8 @@ def _gradients(configuration: Configuration, sizes: _Sizes) -> list[Holding]:
     compression = configuration.compression
     if compression is not None and compression.error_feedback:
         left = Holding("left-over gradients", sizes.numel * _WIDE, note="what compression has not sent yet")
-        found.append(left)
-    return [*found, Holding("gradient buckets", numel * item, note="at most, in the backward pass")]
+        listed.append(left)
+    return [*listed, Holding("gradient buckets", numel * item, note="at most, in the backward pass")]
 
 
 def _in_files(offload: Offload, share: int) -> int:

@@ -49,13 +49,13 @@ class Axes(NamedTuple):
         >>> Axes((PIPE, DATA, MODEL), (2, 2, 2)).lines(DATA, pipe=1)
         ((4, 6), (5, 7))
         """
-        found: dict[tuple[int, ...], list[int]] = {}
+        ranks_by_place: dict[tuple[int, ...], list[int]] = {}
         for rank, place in enumerate(product(*map(range, self.sizes))):
             named = dict(zip(self.names, place, strict=True))
             if all(named.get(axis, 0) == number for axis, number in at.items()):
                 key = tuple(number for axis, number in named.items() if axis not in axes)
-                found.setdefault(key, []).append(rank)
-        return tuple(tuple(ranks) for ranks in found.values())
+                ranks_by_place.setdefault(key, []).append(rank)
+        return tuple(tuple(ranks) for ranks in ranks_by_place.values())
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
@@ -73,10 +73,10 @@ def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
                 f"the engine's topology has {size!r} ranks along {name!r}; expected positive numbers along "
                 f"{', '.join(KNOWN)}"
             )
-    found = Axes(tuple(topology), tuple(topology.values()))
-    if found.world_size != world_size:
-        raise RequestedError(f"the engine's topology {found} is not one of the {world_size} ranks of the run")
-    return found
+    axes = Axes(tuple(topology), tuple(topology.values()))
+    if axes.world_size != world_size:
+        raise RequestedError(f"the engine's topology {axes} is not one of the {world_size} ranks of the run")
+    return axes
 
 
 def axes_of_config(config: Mapping[str, Any], world_size: int) -> Axes:
@@ -108,22 +108,22 @@ def tensor_ranks(config: Mapping[str, Any]) -> int:
         RequestedError: two keys differ.
     """
     tensor = section(config, "tensor_parallel")
-    said = {
+    sizes = {
         "tp_size": _size(config, "tp_size"),
         "tensor_parallel.autotp_size": count(tensor, "tensor_parallel.autotp_size", 0, least=0) or 1,
         "tensor_parallel.tp.tp_size": _size(section(tensor, "tp"), "tensor_parallel.tp.tp_size"),
     }
-    return _agreed(said)
+    return _agreed(sizes)
 
 
 def _stages(config: Mapping[str, Any]) -> int:
     theirs, ours = section(config, "pipeline"), section(config, "pipeline_parallel")
-    given = {} if ours.get("enabled") is False else ours
+    enabled = {} if ours.get("enabled") is False else ours
     named = {} if theirs.get("stages") == "auto" else theirs
     return _agreed(
         {
             "pipeline.stages": _size(named, "pipeline.stages"),
-            "pipeline_parallel.pp_size": _size(given, "pipeline_parallel.pp_size"),
+            "pipeline_parallel.pp_size": _size(enabled, "pipeline_parallel.pp_size"),
         }
     )
 
@@ -132,8 +132,8 @@ def _size(values: Mapping[str, Any], key: str) -> int:
     return count(values, key, 1, least=1) or 1
 
 
-def _agreed(said: Mapping[str, int]) -> int:
-    wide = {name: size for name, size in said.items() if size > 1}
+def _agreed(sizes: Mapping[str, int]) -> int:
+    wide = {name: size for name, size in sizes.items() if size > 1}
     if len(set(wide.values())) > 1:
         raise RequestedError(
             f"{' and '.join(f'{name} {size}' for name, size in wide.items())} differ; keep one of them"

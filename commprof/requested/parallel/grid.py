@@ -177,8 +177,8 @@ def micro_batches(config: Mapping[str, Any], axes: Axes) -> int:
 def on_lines(expectation: Expectation, lines: Sequence[Line]) -> Expectation:
     """``expectation`` of one group, said of each of ``lines``; a part of the group becomes parts of these."""
     size = expectation.group_size or len(lines[0])
-    parts = tuple(line[first : first + size] for line in lines for first in range(0, len(line), size))
-    return expectation._replace(groups=parts, group_size=None)
+    groups = tuple(line[first : first + size] for line in lines for first in range(0, len(line), size))
+    return expectation._replace(groups=groups, group_size=None)
 
 
 def _along_model(
@@ -194,15 +194,15 @@ def _along_model(
     messages = [*module_messages(own, kind, shares), *(loss_messages(shapes.losses) if last else ())]
     if not last:
         shapes = replace(shapes, others={})
-    found = expected_activations(messages, shapes, lines, micro_batches(config, axes))
+    rows = expected_activations(messages, shapes, lines, micro_batches(config, axes))
     if tensor_ranks(config) > 1:
         payloads = [each.whole_numel * item_bytes(kind or each.dtype) for each in own]
         sent = row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, len(lines[0]))
         note = "all that the model has, before it is cut"
-        found.append(
+        rows.append(
             sent._replace(groups=lines, exact=False, bytes_exact=False, note=note, estimate=_UNKNOWN_BUFFERS)
         )
-    return found
+    return rows
 
 
 def _of_one_model(
@@ -219,7 +219,7 @@ def _of_one_model(
         norms, flags = sharded_agreements(configuration, zero_section(config), groups, shared)
     else:
         norms, flags = _agreements(configuration, len(groups))
-    found = [
+    rows = [
         row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, flags, len(lines[0])),
         row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(lines[0])),
     ]
@@ -227,16 +227,16 @@ def _of_one_model(
         # Alone, each rank has all of the flat gradients, and sends nothing for their norm.
         over = axes.lines(DATA, SEQUENCE)
         sent = row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(over[0]))
-        found.append(sent._replace(groups=over))
-        return [each if each.groups else each._replace(groups=lines) for each in found if each.count]
-    return [each._replace(groups=lines) for each in found if each.count]
+        rows.append(sent._replace(groups=over))
+        return [each if each.groups else each._replace(groups=lines) for each in rows if each.count]
+    return [each._replace(groups=lines) for each in rows if each.count]
 
 
 def _agreements(configuration: Configuration, groups: int) -> tuple[list[int], list[int]]:
     """The bytes of each norm and each flag that the ranks of one model agree on in a step of stages 0 to 2."""
     if not configuration.partitions:
-        whole = configuration.model_dtype is None and configuration.gradient_clipping == 0
-        return [] if whole else [NORM_BYTES], []
+        checks_nothing = configuration.model_dtype is None and configuration.gradient_clipping == 0
+        return [] if checks_nothing else [NORM_BYTES], []
     checks = configuration.check_overflow and not configuration.reduces_flat_groups
     return [NORM_BYTES] * (groups if configuration.compute_grad_norm else 0), [FLAG_BYTES] * checks
 
@@ -247,5 +247,5 @@ def input_check(axes: Axes) -> Expectation | None:
         return None
     lines = axes.lines(MODEL)
     note = "ranks that share tensors compare the first inputs that they are given"
-    found = row("step", Purpose.TRACE_CHECK, Op.ALL_REDUCE, [INPUT_CHECK_BYTES], len(lines[0]), note)
-    return found._replace(groups=lines)
+    check = row("step", Purpose.TRACE_CHECK, Op.ALL_REDUCE, [INPUT_CHECK_BYTES], len(lines[0]), note)
+    return check._replace(groups=lines)

@@ -81,27 +81,27 @@ def _of_module(
     weight = max(own, key=lambda each: len(each.extents))
     item = item_bytes(dtype or weight.dtype)
     outputs, inputs = _widths(weight)
-    found: list[ModuleMessage] = []
+    messages: list[ModuleMessage] = []
     if how in ("column", "column_gathered"):
         if shares_sequence:
-            found.append(ModuleMessage(name, Op.ALL_GATHER, inputs * item))
+            messages.append(ModuleMessage(name, Op.ALL_GATHER, inputs * item))
         if how == "column_gathered":
-            found.append(ModuleMessage(name, Op.ALL_GATHER, outputs * item))
+            messages.append(ModuleMessage(name, Op.ALL_GATHER, outputs * item))
         back = Op.REDUCE_SCATTER if shares_sequence else Op.ALL_REDUCE
-        found.append(ModuleMessage(name, back, inputs * item, forward=False))
+        messages.append(ModuleMessage(name, back, inputs * item, forward=False))
     elif how in ("row", "vocabulary"):
         width = outputs if how == "row" else inputs
         there = Op.REDUCE_SCATTER if shares_sequence else Op.ALL_REDUCE
-        found.append(ModuleMessage(name, there, width * item))
+        messages.append(ModuleMessage(name, there, width * item))
         if shares_sequence:
-            found.append(ModuleMessage(name, Op.ALL_GATHER, width * item, forward=False))
-            found += _summed([each for each in own if each is not weight], name, dtype)
+            messages.append(ModuleMessage(name, Op.ALL_GATHER, width * item, forward=False))
+            messages += _summed([each for each in own if each is not weight], name, dtype)
     elif how == "split":
         width = inputs if len(weight.extents) > 1 else 1
-        found.append(ModuleMessage(name, Op.ALL_GATHER, width * item, forward=False))
+        messages.append(ModuleMessage(name, Op.ALL_GATHER, width * item, forward=False))
     elif how == "sequence":
-        found += _summed(own, name, dtype)
-    return found
+        messages += _summed(own, name, dtype)
+    return messages
 
 
 def _widths(weight: Parameter) -> tuple[int, int]:
@@ -165,5 +165,7 @@ def expected_exchanges(shapes: Shapes, lines: Sequence[Line], micro_batches: int
 
 def _placed(op: Op, number: int, total: Fraction, lines: Sequence[Line], shapes: Shapes) -> Expectation:
     sure = not shapes.assumed
-    found = row("step", Purpose.ACTIVATION, op, [int(total)], len(lines[0]), RECORDED if sure else ASSUMED)
-    return found._replace(count=number, groups=tuple(lines), exact=sure, bytes_exact=sure)
+    expectation = row(
+        "step", Purpose.ACTIVATION, op, [int(total)], len(lines[0]), RECORDED if sure else ASSUMED
+    )
+    return expectation._replace(count=number, groups=tuple(lines), exact=sure, bytes_exact=sure)

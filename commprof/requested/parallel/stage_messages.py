@@ -33,8 +33,8 @@ def crossing_tensors(axes: Axes, shapes: Shapes, micro_batches: int) -> list[Exp
     if not sizes:
         return []
     note = ASSUMED if shapes.assumed else RECORDED
-    found = row("step", Purpose.PIPELINE, Op.SEND, sizes, len(lines[0]), note)
-    return [found._replace(groups=lines, exact=not shapes.assumed, bytes_exact=not shapes.assumed)]
+    expectation = row("step", Purpose.PIPELINE, Op.SEND, sizes, len(lines[0]), note)
+    return [expectation._replace(groups=lines, exact=not shapes.assumed, bytes_exact=not shapes.assumed)]
 
 
 def tied_groups(axes: Axes, parameter: Parameter) -> tuple[Line, ...]:
@@ -53,7 +53,7 @@ def tied_weights(
         model_dtype: in which the model is trained; it is broadcast before that, as it was built. None leaves it so.
         gradient_dtype: in which gradients are added up; None is that of the parameter.
     """
-    found = []
+    rows = []
     for each in parameters:
         if not each.is_tied:
             continue
@@ -61,15 +61,15 @@ def tied_weights(
         payload = each.numel * item_bytes("float32" if model_dtype else each.dtype)
         sent = row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, [payload], len(groups[0]))
         sure = model_dtype is None
-        found.append(
+        rows.append(
             sent._replace(groups=groups, bytes_exact=sure, least_bytes=each.numel, estimate=BUILT_DTYPE)
         )
         if each.requires_grad:
             size = each.numel * item_bytes(gradient_dtype or model_dtype or each.dtype)
             note = f"{each.name}: stages {', '.join(map(str, each.stage_numbers))} have copies, whose gradients are summed"
             summed = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size], len(groups[0]), note)
-            found.append(summed._replace(groups=groups))
-    return found
+            rows.append(summed._replace(groups=groups))
+    return rows
 
 
 def model_lines(axes: Axes) -> tuple[Line, ...]:

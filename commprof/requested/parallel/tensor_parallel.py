@@ -42,7 +42,7 @@ _PASS: Final = re.compile(
 _READS: Final = {"SGD": 1, "SGD+nesterov": 2, "Adam": 3, "AdamW": 3, "Adam+fused": 1, "AdamW+fused": 1}
 
 
-class _Given(NamedTuple):
+class _Argument(NamedTuple):
     """A tensor that was given to a module.
 
     Attributes:
@@ -71,28 +71,28 @@ class TensorParallel:
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes of which the rules do not know what is sent, and why."""
-        found = {str(Purpose.GRADIENT_NORM): _NORM}
+        reasons = {str(Purpose.GRADIENT_NORM): _NORM}
         if self._style not in RULED:
-            found[str(Purpose.ACTIVATION)] = found[str(Purpose.PARAMETER_BROADCAST)] = _NO_STYLE
-            found[str(Purpose.GRADIENT_REDUCE)] = _NO_STYLE
+            reasons[str(Purpose.ACTIVATION)] = reasons[str(Purpose.PARAMETER_BROADCAST)] = _NO_STYLE
+            reasons[str(Purpose.GRADIENT_REDUCE)] = _NO_STYLE
         elif not self.wrapper.arguments.get("use_local_output"):
-            found[str(Purpose.ACTIVATION)] = _LEAVES
+            reasons[str(Purpose.ACTIVATION)] = _LEAVES
         if self._style == SEQUENCE and self.wrapper.trained:
-            found[str(Purpose.GRADIENT_REDUCE)] = _PARTIAL_GRADIENTS
-        return found
+            reasons[str(Purpose.GRADIENT_REDUCE)] = _PARTIAL_GRADIENTS
+        return reasons
 
     def construction(self) -> list[Expectation]:
         """How the parameters come to the ranks: shards in a scatter, replicated ones in a broadcast."""
         arguments = self.wrapper.arguments
         if self._style not in (COLWISE, ROWWISE) or arguments.get("src_data_rank") is None:
             return []
-        found: list[Expectation] = []
+        rows: list[Expectation] = []
         for each in self.wrapper.parameters:
             dimension = self._sharded_dimension(each)
             op = Op.BROADCAST if dimension is None else Op.SCATTER
             numel = each.numel if dimension is None else self._padded_numel(each.extents, dimension)
-            found += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, op, [numel * item_bytes(each.dtype)])
-        return found
+            rows += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, op, [numel * item_bytes(each.dtype)])
+        return rows
 
     def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
         """What it sends in ``passes``; nothing is left to the next step.
@@ -100,11 +100,11 @@ class TensorParallel:
         Raises:
             RequestedError: a pass is not known.
         """
-        found: list[Expectation] = []
+        rows: list[Expectation] = []
         known = passes if self._style in RULED else ""
         for match in matches(known, _PASS, "which passes a module of parallelize_module ran"):
-            found += self._ran(match) if match["kind"] else self._stepped(match["places"], match["optimizer"])
-        return found, None
+            rows += self._ran(match) if match["kind"] else self._stepped(match["places"], match["optimizer"])
+        return rows, None
 
     def _ran(self, match: re.Match[str]) -> list[Expectation]:
         number = int(match["number"])
@@ -115,20 +115,22 @@ class TensorParallel:
         extents = tuple(int(each) for each in match["extents"].split("x") if each)
         local = match["layout"] == LOCAL
         layout = _of_rank(declared if local else match["layout"], len(extents))
-        given = _Given(self._whole(extents, layout) if local else extents, match["dtype"], layout, local)
+        argument = _Argument(
+            self._full_extents(extents, layout) if local else extents, match["dtype"], layout, local
+        )
         kind, gradient = match["kind"], match["gradient"]
         if kind in "IX":
-            return self._redistributed(given, declared, desired)
+            return self._redistributed(argument, declared, desired)
         if kind == "O":
-            output = self._output(given, match["output_dtype"])
+            output = self._output(argument, match["output_dtype"])
             wanted = _of_rank(self._output_layout, len(output.extents))
             return self._sent(output, output.layout, wanted)
         if gradient is None:
             raise RequestedError("a backward pass of a module of parallelize_module has no gradient")
         if kind == "Y":
             arrived = _of_gradient(gradient, desired, len(extents))
-            return self._returned(given, declared, desired, arrived)
-        return self._backward(given, match["output_dtype"], gradient, needs_gradient=number > 0)
+            return self._returned(argument, declared, desired, arrived)
+        return self._backward(argument, match["output_dtype"], gradient, needs_gradient=number > 0)
 
     def _stepped(self, places: str, optimizer: str) -> list[Expectation]:
         """An optimizer reads gradients that are partial sums."""
@@ -140,42 +142,42 @@ class TensorParallel:
         return self.wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads * _READS.get(optimizer, 0))
 
     def _backward(
-        self, given: _Given, dtype: str | None, gradient: str, *, needs_gradient: bool
+        self, argument: _Argument, dtype: str | None, gradient: str, *, needs_gradient: bool
     ) -> list[Expectation]:
         """What the gradient of the output sends on its way to that of the input."""
-        output = self._output(given, dtype)
+        output = self._output(argument, dtype)
         if self._style == SEQUENCE:
-            return self._returned(given, self._input_layout, self._desired_input_layout, output.layout)
+            return self._returned(argument, self._input_layout, self._desired_input_layout, output.layout)
         wanted = _of_rank(self._output_layout, len(output.extents))
         arrived = _of_gradient(gradient, wanted, len(output.extents))
-        found = []
+        rows = []
         if output.layout != wanted:
-            found = self._sent(output, arrived, _back_to(output.layout, arrived))
+            rows = self._sent(output, arrived, _back_to(output.layout, arrived))
         if needs_gradient and not self._is_embedding:
-            own = PARTIAL if self._style == COLWISE else _of_rank("S-1", len(given.extents))
-            found += self._returned(given, self._input_layout, self._desired_input_layout, own)
-        return found
+            own = PARTIAL if self._style == COLWISE else _of_rank("S-1", len(argument.extents))
+            rows += self._returned(argument, self._input_layout, self._desired_input_layout, own)
+        return rows
 
-    def _redistributed(self, given: _Given, declared: str, desired: str) -> list[Expectation]:
+    def _redistributed(self, argument: _Argument, declared: str, desired: str) -> list[Expectation]:
         """The input, laid out as the module wants it: torch compares what the plan says, not how the input is."""
-        asks = given.layout != _of_rank(desired, len(given.extents))
+        asks = argument.layout != _of_rank(desired, len(argument.extents))
         if declared == desired and self._style != SEQUENCE:
             asks = False
-        return self._sent(given, given.layout, _of_rank(desired, len(given.extents))) if asks else []
+        return self._sent(argument, argument.layout, _of_rank(desired, len(argument.extents))) if asks else []
 
-    def _returned(self, given: _Given, declared: str, desired: str, gradient: str) -> list[Expectation]:
+    def _returned(self, argument: _Argument, declared: str, desired: str, gradient: str) -> list[Expectation]:
         """The gradient of the input, on its way back through the layouts of :meth:`_redistributed`."""
-        found = []
+        rows = []
         if declared != desired or self._style == SEQUENCE:
-            back = _back_to(given.layout, gradient)
-            found, gradient = self._sent(given, gradient, back), back
-        if given.local:
-            found += self._sent(given, gradient, _without_partial(given.layout))
-        return found
+            back = _back_to(argument.layout, gradient)
+            rows, gradient = self._sent(argument, gradient, back), back
+        if argument.local:
+            rows += self._sent(argument, gradient, _without_partial(argument.layout))
+        return rows
 
-    def _output(self, given: _Given, dtype: str | None) -> _Given:
+    def _output(self, argument: _Argument, dtype: str | None) -> _Argument:
         """What the module computes of its input, before its style lays it out."""
-        extents, layout = given.extents, PARTIAL
+        extents, layout = argument.extents, PARTIAL
         if self._style == SEQUENCE:
             layout = _of_rank(self._desired_input_layout, len(extents))
         elif self._is_embedding:
@@ -184,9 +186,9 @@ class TensorParallel:
             extents = (*extents[:-1], self._weight.extents[0])
         if self._style == COLWISE:
             layout = _of_rank("S-1", len(extents))
-        return _Given(extents, dtype or given.dtype, layout, local=False)
+        return _Argument(extents, dtype or argument.dtype, layout, local=False)
 
-    def _sent(self, tensor: _Given, before: str, after: str) -> list[Expectation]:
+    def _sent(self, tensor: _Argument, before: str, after: str) -> list[Expectation]:
         """What makes the layout ``after`` of ``before``; replicated tensors are divided without a message."""
         if before in (after, REPLICATED) or len(self.wrapper.ranks) == 1:
             return []
@@ -216,7 +218,7 @@ class TensorParallel:
             padded(each, world) if place in dimensions else each for place, each in enumerate(extents)
         )
 
-    def _whole(self, extents: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    def _full_extents(self, extents: tuple[int, ...], layout: str) -> tuple[int, ...]:
         """The whole shape of a tensor of which each rank has ``extents``."""
         if layout in (REPLICATED, PARTIAL):
             return extents

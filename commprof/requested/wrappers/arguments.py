@@ -169,11 +169,11 @@ def arguments_of(text: str) -> dict[str, Any]:
         RequestedError: the text is no JSON object.
     """
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError as error:
         raise RequestedError(f"the arguments of a wrapper are said to be {text[:80]!r}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise RequestedError(
             f"the arguments of a wrapper are said to be {text[:80]!r}, expected a JSON object"
         )
-    return found
+    return arguments

@@ -74,14 +74,14 @@ class Ddp:
     wrapper: Wrapper
     order: tuple[str, ...] | None = None
 
-    def given(self, name: str) -> Any:
+    def argument(self, name: str) -> Any:
         """An argument; None where it was not given."""
         return self.wrapper.arguments.get(name)
 
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes of which the rules do not know what is sent, and why."""
-        found = {}
+        reasons = {}
         for name, what in (
             ("sparse", "sparse gradients"),
             ("python_reducer", "the reducer in Python, of compiled autograd,"),
@@ -89,20 +89,20 @@ class Ddp:
             ("delayed", "delay_all_reduce_named_params"),
             ("skip_all_reduce_unused_params", "skip_all_reduce_unused_params"),
         ):
-            if self.given(name):
-                found[str(Purpose.GRADIENT_REDUCE)] = f"{what} decides how gradients are reduced"
-        hook = self.given("comm_hook")
+            if self.argument(name):
+                reasons[str(Purpose.GRADIENT_REDUCE)] = f"{what} decides how gradients are reduced"
+        hook = self.argument("comm_hook")
         if hook is not None and hook not in _HOOK_DTYPES:
-            found[str(Purpose.GRADIENT_REDUCE)] = f"the communication hook {hook} decides what is sent"
-        elif hook is not None and (self.given("comm_hook_step") or -1) >= 0:
-            found[str(Purpose.GRADIENT_REDUCE)] = (
+            reasons[str(Purpose.GRADIENT_REDUCE)] = f"the communication hook {hook} decides what is sent"
+        elif hook is not None and (self.argument("comm_hook_step") or -1) >= 0:
+            reasons[str(Purpose.GRADIENT_REDUCE)] = (
                 f"the communication hook {hook} was registered during training"
             )
-        return found
+        return reasons
 
     def construction(self) -> list[Expectation]:
         """What it sends when it is made."""
-        if self.given("init_sync") is False:
+        if self.argument("init_sync") is False:
             return []
         wrapper, world = self.wrapper, len(self.wrapper.ranks)
         # Sizes and strides of each trained parameter.
@@ -121,23 +121,23 @@ class Ddp:
         Raises:
             RequestedError: a pass is not known.
         """
-        found: list[Expectation] = []
+        rows: list[Expectation] = []
         state = State() if state is None else state
         for each in passes:
             if each in (FORWARD, FORWARD_ALONE, NO_GRADIENTS):
                 rebuilds = each != NO_GRADIENTS and not state.rebuilt and self._rebuilds(state)
-                found += self._forward(state, rebuilds=rebuilds)
+                rows += self._forward(state, rebuilds=rebuilds)
                 state = state._replace(syncs=each == FORWARD, rebuilt=state.rebuilt or rebuilds)
             elif each == BACKWARD:
-                found += self._backward(state)
+                rows += self._backward(state)
                 state = state._replace(reductions=min(state.reductions + 1, 2))
             else:
                 raise RequestedError("which passes a model of DistributedDataParallel ran is not known")
-        return found, state
+        return rows, state
 
     @property
     def _ignored(self) -> frozenset[str]:
-        return frozenset(self.given("ignored") or ())
+        return frozenset(self.argument("ignored") or ())
 
     @property
     def _reduced(self) -> list[Tensor]:
@@ -145,20 +145,20 @@ class Ddp:
 
     @property
     def _syncs_buffers(self) -> bool:
-        new, old = self.given("forward_sync_buffers"), self.given("broadcast_buffers")
+        new, old = self.argument("forward_sync_buffers"), self.argument("broadcast_buffers")
         return bool(new) if new is not None else old is None or bool(old)
 
     @property
     def _syncs_buffers_at_first(self) -> bool:
-        return self.given("forward_sync_buffers") is not None or self._syncs_buffers
+        return self.argument("forward_sync_buffers") is not None or self._syncs_buffers
 
     @property
     def _is_static(self) -> bool:
-        return bool(self.given("static_graph"))
+        return bool(self.argument("static_graph"))
 
     @property
     def _looks_for_unused(self) -> bool:
-        return bool(self.given("find_unused_parameters")) and not self._is_static
+        return bool(self.argument("find_unused_parameters")) and not self._is_static
 
     def _rebuilds(self, state: State) -> bool:
         """The order of gradients is known after a backward pass; with a static graph after the second."""
@@ -166,7 +166,7 @@ class Ddp:
 
     def _forward(self, state: State, *, rebuilds: bool) -> list[Expectation]:
         wrapper = self.wrapper
-        found = []
+        rows = []
         if rebuilds:
             buckets = self._buckets(rebuilt=True)
             indices = (len(self._reduced) + 1) * _INDEX_BYTES
@@ -174,7 +174,7 @@ class Ddp:
             sizes = [indices, len(buckets) * _INDEX_BYTES]
             sent = wrapper.sent(Purpose.BUCKET_REBUILD, Op.BROADCAST, sizes)
             estimate = "the order of gradients, which the run did not publish"
-            found += [
+            rows += [
                 each
                 if exact
                 else each._replace(
@@ -184,27 +184,27 @@ class Ddp:
             ]
         if state.syncs and self._syncs_buffers:
             buffers = [each for each in wrapper.buffers if each.name not in self._ignored]
-            found += wrapper.sent(Purpose.BUFFER_BROADCAST, Op.BROADCAST, _coalesced(buffers))
-        return found
+            rows += wrapper.sent(Purpose.BUFFER_BROADCAST, Op.BROADCAST, _coalesced(buffers))
+        return rows
 
     def _backward(self, state: State) -> list[Expectation]:
         wrapper = self.wrapper
-        found = []
+        rows = []
         if not self.unpredicted:
-            dtype = _HOOK_DTYPES[self.given("comm_hook")] if self.given("comm_hook") else None
+            dtype = _HOOK_DTYPES[self.argument("comm_hook")] if self.argument("comm_hook") else None
             payloads = [
                 sum(each.numel * item_bytes(dtype or each.dtype) for each in bucket)
                 for bucket in self._buckets(rebuilt=state.rebuilt)
             ]
             exact = not state.rebuilt or self.order is not None
-            found += wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads, exact=exact)
+            rows += wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads, exact=exact)
         if self._looks_for_unused or (self._is_static and not state.reductions):
             size = len(self._reduced) * _INDEX_BYTES
-            found += wrapper.sent(Purpose.UNUSED_PARAMETERS, Op.ALL_REDUCE, [size])
-        return found
+            rows += wrapper.sent(Purpose.UNUSED_PARAMETERS, Op.ALL_REDUCE, [size])
+        return rows
 
     def _buckets(self, *, rebuilt: bool) -> list[list[Tensor]]:
-        listed, cap = self.given("bucket_cap_mb_list"), self.given("bucket_cap_mb")
+        listed, cap = self.argument("bucket_cap_mb_list"), self.argument("bucket_cap_mb")
         most = int((DEFAULT_BUCKET_MIB if cap is None else cap) * MIB)
         limits: list[int | None] = [FIRST_BUCKET_BYTES, most] if cap is None else [most]
         if listed:

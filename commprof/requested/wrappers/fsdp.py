@@ -33,12 +33,14 @@ class Fsdp(ShardedModel):
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes of which the rules do not know what is sent, and why."""
-        found = {}
+        reasons = {}
         if any(unit.arguments.get("comm_hook") for unit in self.units):
-            found[str(Purpose.GRADIENT_REDUCE)] = "a communication hook decides what is sent"
+            reasons[str(Purpose.GRADIENT_REDUCE)] = "a communication hook decides what is sent"
         # Sent before the wrapper is seen.
-        found[str(Purpose.PARAMETER_BROADCAST)] = "what sync_module_states broadcasts is no part of the rules"
-        return found
+        reasons[str(Purpose.PARAMETER_BROADCAST)] = (
+            "what sync_module_states broadcasts is no part of the rules"
+        )
+        return reasons
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
         """What it sends in ``passes``, and the state after them.
@@ -47,16 +49,16 @@ class Fsdp(ShardedModel):
             RequestedError: a pass is not known.
         """
         states = list(state or (SHARDED,) * len(self.units))
-        found: list[Expectation] = []
+        rows: list[Expectation] = []
         for match in self.matches(passes, _PASS):
-            found += self._ran(match["kind"], int(match["unit"] or 0), states)
-        return found, tuple(states)
+            rows += self._ran(match["kind"], int(match["unit"] or 0), states)
+        return rows, tuple(states)
 
     def _ran(self, kind: str, number: int, states: list[str]) -> list[Expectation]:
         unit = self.units[number]
-        found: list[Expectation] = []
+        rows: list[Expectation] = []
         if kind in "Fpu":
-            found = self._gathered(unit, states[number], whole=kind == "u")
+            rows = self._gathered(unit, states[number], in_full_precision=kind == "u")
             frees = kind == "F" and number != self._root and _strategy(unit) in _FREED_AFTER_FORWARD
             states[number] = SHARDED if frees else WHOLE
         elif kind in "br" or (kind == "k" and _strategy(unit) in _FREED_AFTER_FORWARD):
@@ -66,19 +68,19 @@ class Fsdp(ShardedModel):
                 if kind == "E" or _strategy(each) in _FREED_AFTER_FORWARD:
                     states[place] = SHARDED
         elif kind == "B":
-            found = self._reduced(unit)
+            rows = self._reduced(unit)
         elif kind == "N" and self.speaks(unit.ranks) and any(map(_shards, self.units)):
-            found = unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [_NORM_BYTES])
-        return found
+            rows = unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [_NORM_BYTES])
+        return rows
 
     @property
     def _root(self) -> int | None:
         return next((number for number, unit in enumerate(self.units) if unit.arguments.get("root")), None)
 
-    def _gathered(self, unit: Wrapper, before: str, *, whole: bool) -> list[Expectation]:
+    def _gathered(self, unit: Wrapper, before: str, *, in_full_precision: bool) -> list[Expectation]:
         if before == WHOLE or not _shards(unit) or not self.speaks(unit.ranks):
             return []
-        dtype = unit.parameters[0].dtype if whole else unit.arguments.get("param_dtype")
+        dtype = unit.parameters[0].dtype if in_full_precision else unit.arguments.get("param_dtype")
         size = flat_numel(unit) * item_bytes(dtype or unit.parameters[0].dtype)
         return unit.sent(Purpose.PARAMETER_GATHER, Op.ALL_GATHER, [size])
 
@@ -88,13 +90,13 @@ class Fsdp(ShardedModel):
             return (
                 unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size]) if self.speaks(unit.ranks) else []
             )
-        found = []
+        rows = []
         if self.speaks(unit.ranks):
-            found += unit.sent(Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, [size])
+            rows += unit.sent(Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, [size])
         if self.speaks(unit.replicas):
             share = [size // len(unit.ranks)]
-            found += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, share, ranks=unit.replicas)
-        return found
+            rows += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, share, ranks=unit.replicas)
+        return rows
 
 
 def _strategy(unit: Wrapper) -> str:

@@ -47,16 +47,16 @@ class FullyShard(ShardedModel):
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes of which the rules do not know what is sent, and why."""
-        found = {}
+        reasons = {}
         for unit in self.units:
             why = unit.arguments.get("unpredicted")
             if why:
-                found[str(Purpose.PARAMETER_GATHER)] = found[str(Purpose.GRADIENT_REDUCE)] = str(why)
+                reasons[str(Purpose.PARAMETER_GATHER)] = reasons[str(Purpose.GRADIENT_REDUCE)] = str(why)
         if len({(unit.ranks, unit.arguments.get("mesh_dims")) for unit in self.units}) > 1 or any(
             unit.arguments.get("mesh_dims") for unit in self.units
         ):
-            found[str(Purpose.GRADIENT_NORM)] = "norms over several meshes are no part of the rules"
-        return found
+            reasons[str(Purpose.GRADIENT_NORM)] = "norms over several meshes are no part of the rules"
+        return reasons
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
         """What it sends in ``passes``, and the state after them.
@@ -141,9 +141,9 @@ class _Units:
         size = _bytes(unit, reduced, world, dtype)
         if world > 1 and self._rules.speaks(unit.ranks):
             self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, [size])
-        whole = unit.replicas if shards(unit) else (unit.replicas or unit.ranks)
-        if len(whole) > 1 and not alone and self._rules.speaks(whole):
-            self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size // world], ranks=whole)
+        reducing = unit.replicas if shards(unit) else (unit.replicas or unit.ranks)
+        if len(reducing) > 1 and not alone and self._rules.speaks(reducing):
+            self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size // world], ranks=reducing)
 
     def _norm(self) -> None:
         unit = self._rules.units[0]

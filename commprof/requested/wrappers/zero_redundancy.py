@@ -55,34 +55,34 @@ class ZeroRedundancy:
         Raises:
             RequestedError: a pass is not known.
         """
-        found: list[Expectation] = []
+        rows: list[Expectation] = []
         known = "" if self.unpredicted else passes
         for match in matches(known, _PASS, "which steps a ZeroRedundancyOptimizer took"):
             frozen = frozenset(int(each) for each in (match["frozen"] or "").split(".") if each)
             payloads = self._payloads(int(match["groups"]), frozen)
-            found += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads)
-        return found, None
+            rows += self.wrapper.sent(Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads)
+        return rows, None
 
     def _payloads(self, groups: int, frozen: frozenset[int]) -> list[int]:
         if not self._in_buckets:
             return [each.nbytes for owned in self._partition(groups) for _, each in owned]
-        found = []
+        payloads = []
         for owned in self._partition(groups):
             trained = [each for place, each in owned if place not in frozen]
             numel = sum(each.numel for each in trained)
-            found.append(numel * item_bytes(trained[0].dtype) if numel else _EMPTY_BUCKET_BYTES)
-        return found
+            payloads.append(numel * item_bytes(trained[0].dtype) if numel else _EMPTY_BUCKET_BYTES)
+        return payloads
 
     def _partition(self, groups: int) -> list[list[tuple[int, Tensor]]]:
         """The parameters that each rank updates, with their places."""
         sizes = [0] * len(self.wrapper.ranks)
-        found: list[list[tuple[int, Tensor]]] = [[] for _ in sizes]
+        owned: list[list[tuple[int, Tensor]]] = [[] for _ in sizes]
         for group in self._groups(groups):
             for place, each in sorted(group, key=lambda one: one[1].numel, reverse=True):
                 rank = sizes.index(min(sizes))
-                found[rank].append((place, each))
+                owned[rank].append((place, each))
                 sizes[rank] += each.numel
-        return found
+        return owned
 
     def _groups(self, groups: int) -> Iterator[list[tuple[int, Tensor]]]:
         counts = self.wrapper.arguments.get("groups")

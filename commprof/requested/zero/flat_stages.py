@@ -39,7 +39,7 @@ def flat_expectations(
     gradient_order: Sequence[str] | None,
     backend: str,
     runtime: Runtime,
-    whole: Set[str] = frozenset(),
+    unpartitioned: Set[str] = frozenset(),
 ) -> list[Expectation]:
     """All that stages 0 to 2 send at the start, in one micro-batch and at the end of a step.
 
@@ -50,8 +50,8 @@ def flat_expectations(
         gradient_order: names in the order in which gradients arrived; None where it was not observed.
         backend: backend of the group.
         runtime: whose rules say what is issued.
-        whole: names of parameters that are not partitioned: their gradients are summed on every rank, in buckets of their
-            own, and the others have no bands.
+        unpartitioned: names of parameters that are not partitioned. Their gradients are summed on every rank, in
+            buckets of their own, and the other gradients have no bands.
     """
     groups = trained_groups(parameters) if configuration.partitions else []
     layout = lay_out(
@@ -60,7 +60,9 @@ def flat_expectations(
         configuration.model_dtype,
         round_robin=configuration.round_robin_gradients,
         align_parameters=configuration.parameter_alignment,
-        bucket_size=configuration.reduce_bucket_size if configuration.reduces_bands and not whole else None,
+        bucket_size=configuration.reduce_bucket_size
+        if configuration.reduces_bands and not unpartitioned
+        else None,
     )
     rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
     if not configuration.partitions:
@@ -76,13 +78,17 @@ def flat_expectations(
             _parameter_gather(configuration, layout, world_size, runtime),
         ]
     else:
-        if configuration.reduces_bands and not whole:
+        if configuration.reduces_bands and not unpartitioned:
             gradients = banded_gradients(configuration, layout, backend)
         else:
-            gradients = bucketed_gradients(configuration, groups, layout, gradient_order, backend, whole)
+            gradients = bucketed_gradients(
+                configuration, groups, layout, gradient_order, backend, unpartitioned
+            )
         rows += [
             *_gradient_reduce(configuration, gradients, world_size, backend),
-            *_whole_gradients(configuration, groups, layout, gradient_order, world_size, backend, whole),
+            *_unpartitioned_gradients(
+                configuration, groups, layout, gradient_order, world_size, backend, unpartitioned
+            ),
             _overflow_check(configuration, layout, world_size),
             _partition_norms(configuration, layout, world_size),
             _parameter_gather(configuration, layout, world_size, runtime),
@@ -99,20 +105,20 @@ def _parameter_broadcast(
     return row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
 
 
-def _whole_gradients(
+def _unpartitioned_gradients(
     configuration: Configuration,
     groups: Sequence[Sequence[Parameter]],
     layout: Layout,
     gradient_order: Sequence[str] | None,
     world_size: int,
     backend: str,
-    whole: Set[str],
+    unpartitioned: Set[str],
 ) -> list[Expectation]:
     """What sums the gradients of parameters that are not partitioned."""
-    others = {each.name for group in groups for each in group} - whole
+    others = {each.name for group in groups for each in group} - unpartitioned
     summed = replace(configuration, gradient_reduction="all_reduce")
     gradients = bucketed_gradients(summed, groups, layout, gradient_order, backend, others)
-    return _gradient_reduce(summed, gradients, world_size, backend) if whole else []
+    return _gradient_reduce(summed, gradients, world_size, backend) if unpartitioned else []
 
 
 def _gradient_reduce(
@@ -122,8 +128,8 @@ def _gradient_reduce(
     lists = [each for each in gradients.messages if each.op == Op.REDUCE_SCATTER and each.rows]
     if lists and len(lists) < len(gradients.messages):
         alike = [each for each in gradients.messages if not each.rows]
-        parts = (gradients._replace(messages=each) for each in (alike, lists))
-        return [row for each in parts for row in _gradient_reduce(configuration, each, world_size, backend)]
+        batches = (gradients._replace(messages=each) for each in (alike, lists))
+        return [row for each in batches for row in _gradient_reduce(configuration, each, world_size, backend)]
     if not gradients.messages:
         return []
     op = gradients.messages[0].op
@@ -153,9 +159,9 @@ def _gradient_reduce(
             )
             for each in sent
         ]
-    found = row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)
+    reduced = row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)
     return [
-        found._replace(
+        reduced._replace(
             requested_op=str(requested_op(configuration)),
             intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
             exact=gradients.exact,
@@ -209,12 +215,12 @@ def _parameter_gather(
         if issued == Op.BROADCAST:
             payloads += [group.row_numel * size] * world_size * group.bands
         else:
-            parts = _gathered_parts(group.row_numel, split, world_size)
-            pieces = [
-                quantised_bytes(part, WEIGHT_BITS) if configuration.quantises_weights else part * size
-                for part in parts
+            numels = _gathered_parts(group.row_numel, split, world_size)
+            sizes = [
+                quantised_bytes(numel, WEIGHT_BITS) if configuration.quantises_weights else numel * size
+                for numel in numels
             ]
-            payloads += [world_size * piece for piece in pieces] * group.bands
+            payloads += [world_size * sent_bytes for sent_bytes in sizes] * group.bands
     gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
     return gathered._replace(requested_op=str(asked))
 

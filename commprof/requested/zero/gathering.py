@@ -52,20 +52,20 @@ class Fetches(NamedTuple):
 
 
 def persistent_parameters(
-    parameters: Sequence[Parameter], configuration: FetchConfiguration, whole: Set[str] = frozenset()
+    parameters: Sequence[Parameter], configuration: FetchConfiguration, unpartitioned: Set[str] = frozenset()
 ) -> list[Parameter]:
-    """The parameters, in model order, that stay gathered between steps; those called ``whole`` whatever their size."""
-    kept: list[Parameter] = []
+    """The parameters, in model order, that stay gathered between steps; ``unpartitioned`` ones whatever their size."""
+    persistent: list[Parameter] = []
     numel = 0
     for parameter in parameters:
-        if parameter.name in whole:
-            kept.append(parameter)
+        if parameter.name in unpartitioned:
+            persistent.append(parameter)
             continue
         fits = numel + parameter.numel <= configuration.model_persistence_threshold
         if fits and parameter.numel <= configuration.persistence_threshold:
-            kept.append(parameter)
+            persistent.append(parameter)
             numel += parameter.numel
-    return kept
+    return persistent
 
 
 def fetches_of(
@@ -74,7 +74,7 @@ def fetches_of(
     persistent: Set[str],
     micro_steps: int,
     iteration: int,
-    whole: Set[str] = frozenset(),
+    unpartitioned: Set[str] = frozenset(),
 ) -> Fetches:
     """What micro-batch number ``iteration`` of a training gathers.
 
@@ -84,7 +84,7 @@ def fetches_of(
         persistent: names of the parameters that stay gathered between steps.
         micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
         iteration: number of the micro-batch since training started, from 0.
-        whole: those of ``persistent`` that are gathered before the first micro-batch.
+        unpartitioned: those of ``persistent`` that are gathered before the first micro-batch.
     """
     model = module_tree(parameters, configuration.is_leaf)
     visits = training_visits(model)
@@ -92,10 +92,10 @@ def fetches_of(
     order = [(use, number) for number, visit in enumerate(entered) for use in visit.module.parameters]
     calls = [visit.module for visit in entered]
     if iteration == 0:
-        return Fetches(tuple(_recording(visits, whole)), False, False, len(calls), len(order))
+        return Fetches(tuple(_recording(visits, unpartitioned)), False, False, len(calls), len(order))
     known = _KnownOrder(configuration, calls, order, persistent)
     # What stays gathered is there from the end of the first step, or else from the second micro-batch on.
-    fetches, exact = known.run(visits, set(persistent) if micro_steps == 1 else set(whole))
+    fetches, exact = known.run(visits, set(persistent) if micro_steps == 1 else set(unpartitioned))
     if iteration > 1 and micro_steps > 1:
         fetches, exact = known.run(visits, set(persistent))
     numel = sum(parameter.numel for parameter in parameters)
@@ -106,9 +106,9 @@ def fetches_of(
     return Fetches(tuple(fetches), exact, each_once, len(calls), len(order))
 
 
-def _recording(visits: Sequence[Visit], whole: Set[str]) -> list[Fetch]:
+def _recording(visits: Sequence[Visit], unpartitioned: Set[str]) -> list[Fetch]:
     fetched = [
-        (tuple(each for each in visit.module.parameters if each.name not in whole), visit.forward)
+        (tuple(each for each in visit.module.parameters if each.name not in unpartitioned), visit.forward)
         for visit in visits
         if visit.enters
     ]
@@ -123,14 +123,14 @@ class _KnownOrder:
         calls: the modules in the order in which they are entered in both passes.
         uses: each parameter with the number of the call that uses it.
         persistent: names of the parameters that stay gathered.
-        given_back: what a module gives back after a number of calls; DeepSpeed decides that once and keeps to it.
+        released: what a module gives back after a number of calls; DeepSpeed decides that once and keeps to it.
     """
 
     configuration: FetchConfiguration
     calls: Sequence[Module]
     uses: Sequence[tuple[Parameter, int]]
     persistent: Set[str]
-    given_back: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
+    released: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
 
     def run(self, visits: Sequence[Visit], present: set[str]) -> tuple[list[Fetch], bool]:
         """One micro-batch that starts with the parameters ``present``, and whether its first module fetched everything."""
@@ -141,7 +141,7 @@ class _KnownOrder:
         everything_at_once = False
         for module, enters, forward in visits:
             if not enters:
-                gone = present & self._given_back(module, call, planned)
+                gone = present & self._released(module, call, planned)
                 live -= sum(p.numel for p in module.parameters if p.name in gone)
                 present -= gone
                 continue
@@ -183,8 +183,8 @@ class _KnownOrder:
                 numel += use.numel
         return tuple(ahead.values())
 
-    def _given_back(self, module: Module, call: int, planned: dict[str, int]) -> frozenset[str]:
-        decided = self.given_back.get((module.name, call))
+    def _released(self, module: Module, call: int, planned: dict[str, int]) -> frozenset[str]:
+        decided = self.released.get((module.name, call))
         if decided is not None:
             return decided
         names = {p.name for p in module.parameters if p.name not in self.persistent}
@@ -196,4 +196,4 @@ class _KnownOrder:
                 names.discard(parameter.name)
                 traversed += parameter.numel
             number += 1
-        return self.given_back.setdefault((module.name, call), frozenset(names))
+        return self.released.setdefault((module.name, call), frozenset(names))

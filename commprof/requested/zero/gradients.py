@@ -38,15 +38,15 @@ def replicated_gradients(configuration: Configuration, parameters: Sequence[Para
     for parameter in in_model_order(parameters):
         if parameter.requires_grad:
             by_dtype.setdefault(configuration.model_dtype or parameter.dtype, []).append(parameter.numel)
-    return GradientMessages([message for sizes in by_dtype.values() for message in _whole(sizes)])
+    return GradientMessages([message for sizes in by_dtype.values() for message in _split_messages(sizes)])
 
 
 def flat_group_gradients(layout: Layout) -> GradientMessages:
     """The flat gradients of all parameter groups, padding included."""
-    return GradientMessages(_whole(group.numel for group in layout.groups))
+    return GradientMessages(_split_messages(group.numel for group in layout.groups))
 
 
-def _whole(sizes: Iterable[int]) -> list[Message]:
+def _split_messages(sizes: Iterable[int]) -> list[Message]:
     return [Message(Op.ALL_REDUCE, numel) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
 
 

@@ -132,12 +132,12 @@ def _messages(
         rows.setdefault((dtype, small and may_quantise), []).append(row)
     several = fetching.fetches_by_all_reduce and len(parameters) > 1 and not fetching.sequential
     op = Op.ALL_REDUCE if several else Op.ALL_GATHER
-    found = []
+    messages = []
     for (dtype, small), each in rows.items():
         for row in each if fetching.sequential else [sum(each)]:
             size = quantised_bytes(row, WEIGHT_BITS) if small else row * item_bytes(dtype)
-            found.append((op, world_size * size))
-    return found
+            messages.append((op, world_size * size))
+    return messages
 
 
 def _each_once(fetches: Fetches, configuration: Configuration, world_size: int) -> int:
@@ -249,7 +249,7 @@ def reduced_gradients(
     ]
 
 
-def whole_gradients(
+def unpartitioned_gradients(
     configuration: Configuration, buckets: Sequence[Bucket], *, exact: bool, notes: Iterable[str] = ()
 ) -> list[Sent]:
     """The messages that sum gradients on every rank: of parameters that are not partitioned."""

@@ -20,8 +20,8 @@ from commprof.requested.zero.sharded import (
     padded_bytes,
     reduced_gradients,
     sub_groups,
+    unpartitioned_gradients,
     used_parameters,
-    whole_gradients,
 )
 from commprof.schema import Op, Purpose
 
@@ -35,11 +35,11 @@ class Construction(NamedTuple):
 
     Attributes:
         sharded: the bytes of each parameter that ``zero.Init`` has sharded, also of those that the model has no longer.
-        whole: of each parameter of the model that was still whole when its engine was made.
+        unsharded: the bytes of each parameter of the model that was not sharded yet when its engine was made.
     """
 
     sharded: tuple[int, ...]
-    whole: tuple[int, ...]
+    unsharded: tuple[int, ...]
 
 
 class Training(NamedTuple):
@@ -53,8 +53,8 @@ class Training(NamedTuple):
         iteration: number of the micro-batch since training started.
         zero_init: whether the model was made within ``deepspeed.zero.Init``, or which of its parameters.
         exchanges: whether a reduce_scatter is made of an all_to_all and a local sum, as zero_runtime does on gloo.
-        whole: names of parameters that are not partitioned: gathered at the start and after each step, their gradients
-            summed on every rank.
+        unpartitioned: names of parameters that are not partitioned: gathered at the start and after each step.
+            Their gradients are summed on every rank.
     """
 
     parameters: Sequence[Parameter]
@@ -64,7 +64,7 @@ class Training(NamedTuple):
     iteration: int
     zero_init: bool | Construction
     exchanges: bool = False
-    whole: Set[str] = frozenset()
+    unpartitioned: Set[str] = frozenset()
 
 
 def stage3_expectations(
@@ -82,13 +82,13 @@ def stage3_expectations(
 
 
 def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size: int) -> list[Expectation]:
-    found = []
+    rows = []
     for each in sent:
         if each is not None and each.payloads:
             ranks = each.group_size or world_size
             line = row(when, purpose, each.op, each.payloads, ranks, "; ".join(each.notes))
             least = line.least_bytes if each.least_bytes is None else each.least_bytes
-            found.append(
+            rows.append(
                 line._replace(
                     exact=each.exact,
                     bytes_exact=each.bytes_exact,
@@ -97,36 +97,38 @@ def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size:
                     payloads=each.rows or line.payloads,
                 )
             )
-    return found
+    return rows
 
 
 def _start(configuration: Configuration, training: Training) -> list[Expectation]:
     world, dtype = training.world_size, configuration.model_dtype
     listed = in_model_order(training.parameters)
     once = [parameter.numel * item_bytes(dtype or parameter.dtype) for parameter in listed]
-    made = training.zero_init
-    if not isinstance(made, Construction):
-        made = Construction(tuple(once), ()) if made else Construction((), tuple(once))
+    construction = training.zero_init
+    if not isinstance(construction, Construction):
+        construction = Construction(tuple(once), ()) if construction else Construction((), tuple(once))
     broadcast = Sent(
         Op.BROADCAST,
-        made.sharded + made.whole * 2,
-        notes=("once as the model, once more as parameters of stage 3",) if made.whole else (),
+        construction.sharded + construction.unsharded * 2,
+        notes=("once as the model, once more as parameters of stage 3",) if construction.unsharded else (),
     )
     hooked = Sent(
         Op.ALL_GATHER,
         tuple(padded_bytes(parameter, world, dtype) for parameter in listed if parameter.requires_grad),
         notes=("each trained parameter once, to attach the hook that sees its gradient",),
     )
-    kept = Sent(
+    unpartitioned = Sent(
         Op.ALL_GATHER,
         tuple(
-            padded_bytes(parameter, world, dtype) for parameter in listed if parameter.name in training.whole
+            padded_bytes(parameter, world, dtype)
+            for parameter in listed
+            if parameter.name in training.unpartitioned
         ),
         notes=("parameters that are not partitioned",),
     )
     return [
         *_rows("init", Purpose.PARAMETER_BROADCAST, [broadcast], world),
-        *_rows("init", Purpose.PARAMETER_GATHER, [hooked, kept if world > 1 else None], world),
+        *_rows("init", Purpose.PARAMETER_GATHER, [hooked, unpartitioned if world > 1 else None], world),
     ]
 
 
@@ -136,31 +138,31 @@ def _micro_step(
     world, order = training.world_size, training.gradient_order
     used = used_parameters(training.parameters, order)
     listed = in_model_order(training.parameters)
-    kept = {p.name for p in persistent_parameters(listed, fetching, training.whole)}
+    persistent = {p.name for p in persistent_parameters(listed, fetching, training.unpartitioned)}
     fetches = fetches_of(
         used,
         fetching,
-        kept & {p.name for p in used},
+        persistent & {p.name for p in used},
         training.micro_steps,
         training.iteration,
-        training.whole,
+        training.unpartitioned,
     )
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
-    buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order, training.whole)
-    said = (describe_configuration(configuration), *notes)
+    buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order, training.unpartitioned)
+    texts = (describe_configuration(configuration), *notes)
     gradients = reduced_gradients(
         configuration,
         buckets,
         world,
         exact=exact,
-        notes=said,
+        notes=texts,
         exchanges=training.exchanges,
         quantises=fetching.quantises_gradients and world > 1,
     )
     summed, is_certain, _ = gradient_buckets(
-        configuration, fetching, trained, order, {each.name for each in trained} - training.whole
+        configuration, fetching, trained, order, {each.name for each in trained} - training.unpartitioned
     )
-    gradients += whole_gradients(configuration, summed, exact=is_certain, notes=said)
+    gradients += unpartitioned_gradients(configuration, summed, exact=is_certain, notes=texts)
     checks = [order_checks(fetches, training.iteration)]
     if fetching.sanity_checks:
         checks.append(bucket_checks(buckets, exact))
@@ -203,10 +205,10 @@ def sharded_agreements(
         groups: the trained parameters by optimizer group.
         world_size: ranks that share each parameter.
     """
-    parts = sub_groups(groups, read_fetch_configuration(zero).sub_group_size, world_size)
+    norms = sub_groups(groups, read_fetch_configuration(zero).sub_group_size, world_size)
     norm_bytes = NORM_BYTES if configuration.offload_device == "none" else OFFLOADED_NORM_BYTES
     checks = configuration.model_dtype == "float16" and bool(groups)
-    return [norm_bytes] * parts, [FLAG_BYTES] * checks
+    return [norm_bytes] * norms, [FLAG_BYTES] * checks
 
 
 def _step_end(
@@ -221,17 +223,17 @@ def _step_end(
     )
     offloads = configuration.offload_device != "none"
     norm_bytes = OFFLOADED_NORM_BYTES if offloads else NORM_BYTES
-    parts = sub_groups(groups, fetching.sub_group_size, world)
+    norms = sub_groups(groups, fetching.sub_group_size, world)
     norm = Sent(
         Op.ALL_REDUCE,
-        (norm_bytes,) * parts,
+        (norm_bytes,) * norms,
         notes=() if configuration.gradient_clipping else ("sent although clipping is off",),
     )
     listed = in_model_order(training.parameters)
-    kept = persistent_parameters(listed, fetching, training.whole) if world > 1 else []
+    persistent = persistent_parameters(listed, fetching, training.unpartitioned) if world > 1 else []
     regathered = Sent(
         Op.ALL_GATHER,
-        tuple(padded_bytes(parameter, world, configuration.model_dtype) for parameter in kept),
+        tuple(padded_bytes(parameter, world, configuration.model_dtype) for parameter in persistent),
         notes=(
             "parameters of at most stage3_param_persistence_threshold elements stay gathered: after a step each "
             "is gathered in a message of its own",

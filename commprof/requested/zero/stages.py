@@ -98,11 +98,11 @@ def expected(
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
     configuration = _without_idle_compression(configuration, config, world_size, iteration, host_ranks)
-    whole: frozenset[str] = frozenset()
+    not_partitioned: frozenset[str] = frozenset()
     if configuration.partitions and runtime == "zero_runtime":
-        whole = unpartitioned(zero_section(config), parameters)
+        not_partitioned = unpartitioned(zero_section(config), parameters)
     if configuration.stage == 3:
-        _refuse_reductions_of_pieces(configuration)
+        _refuse_reductions_of_shards(configuration)
         training = Training(
             parameters,
             world_size,
@@ -111,13 +111,13 @@ def expected(
             STEADY if iteration is None else iteration,
             zero_init,
             runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
-            whole,
+            not_partitioned,
         )
         fetching = read_fetch_configuration(zero_section(config))
         rows = stage3_expectations(configuration, fetching, training)
     else:
         rows = flat_expectations(
-            configuration, parameters, world_size, gradient_order, backend, runtime, whole
+            configuration, parameters, world_size, gradient_order, backend, runtime, not_partitioned
         )
     if runtime != "zero_runtime":
         return rows
@@ -246,18 +246,18 @@ def _as_signs(
     kind = sign_optimizers.kind_of_step(config, step)
     if kind == "whole":
         return list(rows)
-    found = [each for each in rows if each.purpose != Purpose.GRADIENT_REDUCE]
+    messages = [each for each in rows if each.purpose != Purpose.GRADIENT_REDUCE]
     if kind == "signs":
-        found += sign_optimizers.sign_messages(parameters, world_size)
+        messages += sign_optimizers.sign_messages(parameters, world_size)
     if not trained_groups(parameters) or world_size == 1:
-        return found
+        return messages
     if configuration.model_dtype is not None:
         note = "gradients differ between the ranks, which agree on their norm"
-        found.append(row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note))
+        messages.append(row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note))
     elif autocast_dtype(config) == "float16":
         note = "gradients differ between the ranks, which agree on whether one overflowed"
-        found.append(row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note))
-    return found
+        messages.append(row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note))
+    return messages
 
 
 def _without_idle_compression(
@@ -294,7 +294,7 @@ def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectati
     )
 
 
-def _refuse_reductions_of_pieces(configuration: Configuration) -> None:
+def _refuse_reductions_of_shards(configuration: Configuration) -> None:
     if configuration.gradient_reduction in ("multi_rank_all_reduce", "reduce_to_owner"):
         raise UnsupportedError(
             "zero_optimization.gradient_reduction",

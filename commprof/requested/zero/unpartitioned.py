@@ -32,7 +32,7 @@ def unpartitioned(zero: Mapping[str, Any], parameters: Sequence[Parameter]) -> f
     allowed, forced = _names(zero, ALLOWED), _names(zero, FORCED) or frozenset()
     if allowed is None and not forced:
         return frozenset()
-    found = set()
+    names = set()
     for parameter in parameters:
         if parameter.owner_types is None:
             key = FORCED if forced else ALLOWED
@@ -41,8 +41,8 @@ def unpartitioned(zero: Mapping[str, Any], parameters: Sequence[Parameter]) -> f
         owners = [frozenset(each.split(",")) for each in parameter.owner_types.split(";")]
         is_forced = any(types & forced for types in owners)
         if is_forced or not (allowed is None or any(types & allowed for types in owners)):
-            found.add(parameter.name)
-    return frozenset(found)
+            names.add(parameter.name)
+    return frozenset(names)
 
 
 def _names(zero: Mapping[str, Any], key: str) -> frozenset[str] | None:
