@@ -128,12 +128,12 @@ class Follower:
         present = {path: status for path in paths if (status := _status(path)) is not None}
         listed = {_identity(status) for status in present.values()}
         earlier = [f for f in self._files if f.gone is not None or f.identity not in listed]
-        found: list[LogSource] = []
+        current: list[LogSource] = []
         for path in present:
-            found += [_source(file) for file in earlier if file.path == path]
-            found.append(LogSource(path))
+            current += [_source(file) for file in earlier if file.path == path]
+            current.append(LogSource(path))
         others = [_source(file) for file in earlier if file.path not in present]
-        return [source for source in [*others, *found] if source.path.exists()]
+        return [source for source in [*others, *current] if source.path.exists()]
 
     def _settle(self, file: _File) -> bool:
         """Read on in a file that was known, wherever it is by now."""
@@ -173,14 +173,14 @@ class Follower:
         begin = file.position
         stream.seek(begin)
         rest = b""
-        while piece := stream.read(_PIECE_BYTES):
-            piece = rest + piece
-            end = len(piece) if file.packed else piece.rfind(b"\n") + 1
-            if len(piece) - end > LONGEST_LINE_BYTES:
-                end = len(piece)
-            whole, rest = piece[:end], piece[end:]
-            if whole:
-                self._keep(file, whole)
+        while block := stream.read(_PIECE_BYTES):
+            block = rest + block
+            end = len(block) if file.packed else block.rfind(b"\n") + 1
+            if len(block) - end > LONGEST_LINE_BYTES:
+                end = len(block)
+            lines, rest = block[:end], block[end:]
+            if lines:
+                self._keep(file, lines)
         file.unfinished = rest[:_MOST_UNFINISHED_BYTES]
         return file.position > begin
 

@@ -127,8 +127,8 @@ def parse_logs(
         LogError: a path that does not exist or cannot be opened. Content never raises: what is not understood is
             counted.
     """
-    found = find_logs([paths] if isinstance(paths, str | Path) else paths)
-    return parse_sources([LogSource(path) for path in found], progress, scratch=scratch, careful=careful)
+    logs = find_logs([paths] if isinstance(paths, str | Path) else paths)
+    return parse_sources([LogSource(path) for path in logs], progress, scratch=scratch, careful=careful)
 
 
 def parse_sources(
@@ -350,7 +350,7 @@ def _versions(
     Up to 2.21 only rank 0 prints a banner, and without a host, so it stands for the other processes of the logs.
     """
     everywhere = set().union(*banners.values())
-    forms = {file: set(found) for file, found in forms_by_file.items()}
+    forms = {file: set(its_forms) for file, its_forms in forms_by_file.items()}
     typed: set[int] = set()
     for process in processes:
         for file in process.files:

@@ -37,7 +37,7 @@ def find_logs(paths: Sequence[str | Path]) -> list[Path]:
     Raises:
         LogError: a path that does not exist, a glob or a directory without a file.
     """
-    found: dict[Path, None] = {}
+    logs: dict[Path, None] = {}
     for text in map(str, paths):
         path = Path(text)
         if text == STANDARD_INPUT:
@@ -49,16 +49,16 @@ def find_logs(paths: Sequence[str | Path]) -> list[Path]:
         else:
             files = sorted(f for f in map(Path, glob.glob(text, recursive=True)) if f.is_file())  # noqa: PTH207 - absolute patterns
         if not files:
-            raise LogError(_nothing_found(path, text))
-        found |= dict.fromkeys(files)
-    if not found:
+            raise LogError(_no_log_text(path, text))
+        logs |= dict.fromkeys(files)
+    if not logs:
         raise LogError(
             "no log was named; expected at least one file, glob or directory, or - for standard input"
         )
-    return list(found)
+    return list(logs)
 
 
-def _nothing_found(path: Path, text: str) -> str:
+def _no_log_text(path: Path, text: str) -> str:
     if path.is_dir():
         return (
             f"directory {text} holds no log file; NCCL writes one per process with "
@@ -122,7 +122,7 @@ class LogSource:
                 raise LogError(
                     f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
                 ) from error
-            yield from self._whole_lines(self._raw_blocks(stream))
+            yield from self._complete_lines(self._raw_blocks(stream))
 
     def is_plain(self) -> bool:
         """Whether any part of the log can be read by itself: a regular file that is not compressed."""
@@ -163,7 +163,7 @@ class LogSource:
                 f"cannot read {self.path}: {error.strerror or error}; expected a readable file"
             ) from error
 
-    def _whole_lines(self, raw_blocks: Iterator[bytes]) -> Iterator[bytes]:
+    def _complete_lines(self, raw_blocks: Iterator[bytes]) -> Iterator[bytes]:
         """Cut at newlines. A line that is too long leaves an empty one, so that lines keep their numbers."""
         rest: list[bytes] = []
         length, skipping = 0, False
@@ -203,9 +203,9 @@ def _after_newline(stream: io.BufferedReader, position: int, size: int) -> int:
     position -= 1
     while position < size:
         stream.seek(position)
-        found = stream.read(_LOOK_BYTES).find(b"\n")
-        if found >= 0:
-            return position + found + 1
+        offset = stream.read(_LOOK_BYTES).find(b"\n")
+        if offset >= 0:
+            return position + offset + 1
         position += _LOOK_BYTES
     return size
 

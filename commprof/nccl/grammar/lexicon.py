@@ -126,23 +126,23 @@ def _read_body(text: bytes, level: bytes) -> int:
 
 def _read_head(text: bytes) -> Head | None:
     """The head that ``text`` is, up to where the fields begin; None where that takes a closer look."""
-    found = HEAD.search(text)
-    if found is None:
+    head = HEAD.search(text)
+    if head is None:
         return None
-    name = text[found.end() :]
+    name = text[head.end() :]
     op = None
     if name:
         named = _NAME.fullmatch(name)
         op = OPERATIONS.get(named[1] or named[2]) if named else None
-        if named is None or op is None or bool(named[2]) != (found["call"] is not None):
+        if named is None or op is None or bool(named[2]) != (head["call"] is not None):
             return None
-    start = found.start()
+    start = head.start()
     if start and nccl_lines.read_headless(text[:start]):
         return None
-    host, pid, tid, device = found["host"], found["pid"], found["tid"], found["device"]
+    host, pid, tid, device = head["host"], head["pid"], head["tid"], head["device"]
     clean = start == 0 or text[start - 1 : start].isspace()
     origin = Origin(host, int(pid), int(tid), None if device is None else int(device), clean)
-    return Head(origin, op, found["call"] is not None)
+    return Head(origin, op, head["call"] is not None)
 
 
 def read_tail(text: bytes) -> Tail | None:

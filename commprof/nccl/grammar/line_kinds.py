@@ -163,8 +163,8 @@ def kind_of_message(level: bytes, body: bytes) -> str:
     'network and plugins'
     """
     body = shape(body[:_LOOKED_AT])
-    if found := _ANY_KNOWN.match(body):
-        return KNOWN[(found.lastindex or 1) - 1]
+    if match := _ANY_KNOWN.match(body):
+        return KNOWN[(match.lastindex or 1) - 1]
     return OF_UNKNOWN_FORM[level] if is_text(body) else NOT_TEXT
 
 
@@ -176,11 +176,11 @@ def form_of_message(body: bytes) -> str | None:
 def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:
     """What a line is in which no message was read, and the message that says so, None where the line has no head."""
     line = nccl_lines.clean_line(raw)
-    pieces = split_messages(line, KnownHosts())
-    if pieces:
-        kinds = [kind_of_message(piece.level, piece.body) for piece in pieces]
+    messages = split_messages(line, KnownHosts())
+    if messages:
+        kinds = [kind_of_message(message.level, message.body) for message in messages]
         worst = next((n for n, kind in enumerate(kinds) if kind not in UNDERSTOOD), 0)
-        return kinds[worst], pieces[worst].body[:_LOOKED_AT]
+        return kinds[worst], messages[worst].body[:_LOOKED_AT]
     return kind_of_headless(raw), None
 
 

@@ -53,9 +53,9 @@ class KnownHosts:
     def end_of(self, token: bytes, pid: int, any_process: bool) -> bytes | None:
         """The longest known host at the end of ``token``: one that has process ``pid``, else any if allowed."""
         for hosts in (self._by_pid.get(pid, ()), self._hosts if any_process else ()):
-            found = [host for host in hosts if token.endswith(host)]
-            if found:
-                return max(found, key=len)
+            matching = [host for host in hosts if token.endswith(host)]
+            if matching:
+                return max(matching, key=len)
         return None
 
 
@@ -66,8 +66,8 @@ def split_messages(line: bytes, hosts: KnownHosts) -> list[Piece]:
     host that is known from elsewhere decides.
     """
     if line.count(b" NCCL ") == 1:
-        found = HEAD.search(line)
-        heads = [] if found is None else [found]
+        head_match = HEAD.search(line)
+        heads = [] if head_match is None else [head_match]
     else:
         heads = list(HEAD.finditer(line))
     if not heads:

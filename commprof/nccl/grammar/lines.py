@@ -222,14 +222,14 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
 
     Text in front of the first head is a launcher's label or the rest of a torn line.
     """
-    pieces = split_messages(line, hosts)
-    found: list[Line] = []
-    first = pieces[0].start if pieces else len(line)
+    messages = split_messages(line, hosts)
+    lines: list[Line] = []
+    first = messages[0].start if messages else len(line)
     if first:
-        found.extend(read_headless(line[:first]))
-    for piece in pieces:
-        found.extend(read_piece(piece.origin, piece.body, piece.level, piece.source))
-    return found
+        lines.extend(read_headless(line[:first]))
+    for message in messages:
+        lines.extend(read_piece(message.origin, message.body, message.level, message.source))
+    return lines
 
 
 def read_piece(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> list[Line]:
@@ -263,16 +263,16 @@ def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"")
 
 def read_headless(text: bytes) -> list[Line]:
     """What stands in front of the first head: banners, torch's lines, and lines that lost their head."""
-    found: list[Line] = []
-    found.extend(VersionLine(None, banner[1].decode()) for banner in _VERSION.finditer(text))
+    lines: list[Line] = []
+    lines.extend(VersionLine(None, banner[1].decode()) for banner in _VERSION.finditer(text))
     if created := _TORCH.search(text):
         rank = created[3] or created[4]
-        found.append(TorchCommLine(created[5], created[1], created[2], int(rank)))
+        lines.append(TorchCommLine(created[5], created[1], created[2], int(rank)))
     if begin := _COLL_BEGIN.match(text):
-        found.append(_torn(None, begin[1], "coll"))
+        lines.append(_torn(None, begin[1], "coll"))
     elif b"[nranks=" in text or _MENTION.search(text):
-        found.append(FragmentLine())
-    return found
+        lines.append(FragmentLine())
+    return lines
 
 
 def _torn(origin: Origin | None, name: bytes, kind: str) -> TornLine | UnknownOpLine:
@@ -282,10 +282,10 @@ def _torn(origin: Origin | None, name: bytes, kind: str) -> TornLine | UnknownOp
 
 def _info(origin: Origin, body: bytes) -> Line | None:
     """A message of level INFO (or one that stands like one)."""
-    whole = _COLL.match(body)
-    if whole:
+    match = _COLL.match(body)
+    if match:
         name, opcount, sendbuff, recvbuff, count, datatype, reduction, root, comm, nranks, stream, rank = (
-            whole.groups()
+            match.groups()
         )
         op = OPERATIONS.get(name)
         if op is None:
@@ -365,9 +365,9 @@ def _form(match: re.Match[bytes]) -> str:
 
 def _call(origin: Origin, body: bytes) -> Line | None:
     """A message of level CALL."""
-    whole = _CALL.match(body)
-    if whole:
-        name, sendbuff, recvbuff, count, datatype, reduction, root, comm, stream = whole.groups()
+    match = _CALL.match(body)
+    if match:
+        name, sendbuff, recvbuff, count, datatype, reduction, root, comm, stream = match.groups()
         op = OPERATIONS.get(name)
         if op is None:
             return UnknownOpLine(name.decode())

@@ -101,11 +101,11 @@ def read_topology(body: bytes) -> Topology | None:
 
 
 def _link(body: bytes) -> Link | None:
-    found = _LINK.fullmatch(body)
-    if found is None:
+    match = _LINK.fullmatch(body)
+    if match is None:
         return None
     channel, connection, sender, sender_device, receiver, receiver_device, direction, transport = (
-        None if group is None else group.decode("utf-8", "replace") for group in found.groups()
+        None if group is None else group.decode("utf-8", "replace") for group in match.groups()
     )
     assert channel is not None and sender is not None and receiver is not None and transport is not None
     return Link(
@@ -122,48 +122,48 @@ def _link(body: bytes) -> Link | None:
 
 
 def _ring_order(body: bytes) -> RingOrder | None:
-    found = _RING_ORDER.fullmatch(body)
-    if found is None:
+    match = _RING_ORDER.fullmatch(body)
+    if match is None:
         return None
-    ranks = tuple(map(int, found[3].split()))
+    ranks = tuple(map(int, match[3].split()))
     # A ring holds every rank once; one that does not was cut.
     if sorted(ranks) != list(range(len(ranks))):
         return None
-    return RingOrder(int(found[1]), None if found[2] is None else int(found[2]), ranks)
+    return RingOrder(int(match[1]), None if match[2] is None else int(match[2]), ranks)
 
 
 def _neighbours(body: bytes) -> RingNeighbours | None:
-    found = _NEIGHBOURS.fullmatch(body)
-    if found is None:
+    match = _NEIGHBOURS.fullmatch(body)
+    if match is None:
         return None
-    return RingNeighbours(int(found[1]), _rank(found[2]), int(found[3]), _rank(found[4]))
+    return RingNeighbours(int(match[1]), _rank(match[2]), int(match[3]), _rank(match[4]))
 
 
 def _tree(body: bytes) -> tuple[TreeLine, ...] | None:
-    found = _TREE.fullmatch(body)
-    if found is None:
+    match = _TREE.fullmatch(body)
+    if match is None:
         return None
-    return (_tree_line(found[1], found[2], found[3], found[4]),)
+    return (_tree_line(match[1], match[2], match[3], match[4]),)
 
 
 def _trees(body: bytes) -> tuple[TreeLine, ...] | None:
-    found: list[TreeLine] = []
+    lines: list[TreeLine] = []
     position = len(b"Trees")
     while entry := _TREES_ENTRY.match(body, position):
         position = entry.end()
         number = entry[1]
         if entry["old_rank"] is not None:
-            found.append(_tree_line(number, entry["old_above"], entry["old_rank"], entry["old_below"]))
+            lines.append(_tree_line(number, entry["old_above"], entry["old_rank"], entry["old_below"]))
             continue
         up = _tree_line(number, entry["above"], entry["rank"], entry["below"])
-        found.append(up)
+        lines.append(up)
         if entry["down_rank"] is not None:
             down = _tree_line(number, entry["down_above"], entry["down_rank"], entry["down_below"])
             if down != up:
-                found.append(down)
-    if not found or _TAIL.fullmatch(body, position) is None:
+                lines.append(down)
+    if not lines or _TAIL.fullmatch(body, position) is None:
         return None
-    return tuple(found)
+    return tuple(lines)
 
 
 def _tree_line(number: bytes, above: bytes, rank: bytes, below: bytes) -> TreeLine:

@@ -121,11 +121,11 @@ def _choice(body: bytes) -> TuningLine | None:
 
 
 def _model(body: bytes) -> TuningModelLine | None:
-    found = _MODEL.fullmatch(body) or _THRESHOLDS.fullmatch(body)
-    if found is None:
+    match = _MODEL.fullmatch(body) or _THRESHOLDS.fullmatch(body)
+    if match is None:
         return None
-    cells = found[2].decode("utf-8", "replace").removesuffix("|").split("|")
-    return TuningModelLine(found[1].decode(), tuple(cell.strip() for cell in cells))
+    cells = match[2].decode("utf-8", "replace").removesuffix("|").split("|")
+    return TuningModelLine(match[1].decode(), tuple(cell.strip() for cell in cells))
 
 
 def _name(names: tuple[str, ...], number: int) -> str | None:

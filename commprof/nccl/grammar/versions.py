@@ -170,8 +170,8 @@ def parse_version(text: str) -> Release:
     >>> parse_version("2.23.4"), parse_version("2.18")
     ((2, 23, 4), (2, 18, 0))
     """
-    parts = [int(part) for part in text.split(".")]
-    return (parts[0], parts[1], parts[2] if len(parts) > 2 else 0)
+    numbers = [int(number) for number in text.split(".")]
+    return (numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 0)
 
 
 def candidates(forms: set[str], typed_bytewise_op_seen: bool) -> frozenset[Release]:

@@ -66,10 +66,10 @@ def read_trace(body: bytes) -> Message | None:
     if b" -> " not in body[:260]:
         return None
     body = body.rstrip()
-    found = _TRACE.fullmatch(body)
-    if found is None:
+    match = _TRACE.fullmatch(body)
+    if match is None:
         return None
-    return Message("trace", _text(found[1]), None, int(found[2]), _text(body))
+    return Message("trace", _text(match[1]), None, int(match[2]), _text(body))
 
 
 def _text(raw: bytes) -> str:

@@ -41,7 +41,7 @@ class Event(NamedTuple):
     message: nccl_lines.Line
 
 
-class _Stretch(NamedTuple):
+class _CommunicatorRows(NamedTuple):
     """Rows of one block that name one communicator."""
 
     place: int
@@ -71,7 +71,7 @@ class _Links(NamedTuple):
     end: int
 
 
-class _Said:
+class _RemarksOfTexts:
     """What the distinct remarks of a block say, by number; None where they are of another kind."""
 
     def __init__(self, remarks: Sequence[nccl_lines.RemarkLine | None]) -> None:
@@ -105,54 +105,62 @@ class Chronicle:
         self.registry, self.counts = registry, counts
         self.topology, self.tuning, self.messages = TopologyRows(), TuningRows(), MessageRows()
         self.file, self.lines = -1, 0
-        self._said: dict[bytes, nccl_lines.RemarkLine | None] = {}
+        self._remark_of_text: dict[bytes, nccl_lines.RemarkLine | None] = {}
 
     def begin_block(self, file: int, lines: int) -> None:
         """The block to come stands in ``file`` behind so many lines."""
         self.file, self.lines = file, lines
 
-    def _messages(self, scan: Scan, heads: list[Origin], said: _Said) -> list[_Remark]:
+    def _messages(self, scan: Scan, heads: list[Origin], remarks: _RemarksOfTexts) -> list[_Remark]:
         """The warnings and traces of regular lines."""
-        columns = (column.tolist() for column in _rows(scan, said.messages))
+        columns = (column.tolist() for column in _rows(scan, remarks.messages))
         return [
-            _Remark(line * PER_LINE, heads[head], message, times, said.forms[text])
+            _Remark(line * PER_LINE, heads[head], message, times, remarks.forms[text])
             for line, head, text, times in zip(*columns, strict=True)
-            if (message := said.messages[text]) is not None
+            if (message := remarks.messages[text]) is not None
         ]
 
-    def _writers(self, head: Numbers, text: Numbers, heads: list[Origin], said: _Said) -> dict[int, Process]:
+    def _writers(
+        self, head: Numbers, text: Numbers, heads: list[Origin], remarks: _RemarksOfTexts
+    ) -> dict[int, Process]:
         """The processes of some heads, by number of the head. What they say tells of their version."""
         writers = {number: self.registry.process(heads[number], self.file) for number in numbered(head)[0]}
-        for code in numbered(head * len(said.forms) + text)[0]:
-            form = said.forms[code % len(said.forms)]
+        for code in numbered(head * len(remarks.forms) + text)[0]:
+            form = remarks.forms[code % len(remarks.forms)]
             if form is not None:
-                writers[code // len(said.forms)].forms.add(form)
+                writers[code // len(remarks.forms)].forms.add(form)
         return writers
 
-    def _tune(self, scan: Scan, heads: list[Origin], said: _Said) -> None:
+    def _tune(self, scan: Scan, heads: list[Origin], remarks: _RemarksOfTexts) -> None:
         """Keep all remarks about tuning, which no communicator's life has to do with."""
-        line, head, text, times = _rows(scan, said.tuning)
+        line, head, text, times = _rows(scan, remarks.tuning)
         if not len(line):
             return
         self.counts["tuning"] += int(times.sum())
         process, tid = np.zeros((2, len(heads)), np.int64)
-        for number, owner in self._writers(head, text, heads, said).items():
+        for number, owner in self._writers(head, text, heads, remarks).items():
             process[number], tid[number] = owner.index, heads[number].tid
-        numbers = (-1 if record is None else self.tuning.number(record) for record in said.tuning)
+        numbers = (-1 if record is None else self.tuning.number(record) for record in remarks.tuning)
         number_of = np.fromiter(numbers, np.int64)
-        kept = np.repeat(np.flatnonzero(number_of[text] >= 0), times[number_of[text] >= 0])
-        files = np.full(len(kept), self.file)
-        lines = line[kept] + self.lines + 1
-        self.tuning.extend(process[head[kept]], tid[head[kept]], files, lines, number_of[text[kept]])
+        numbered_rows = np.repeat(np.flatnonzero(number_of[text] >= 0), times[number_of[text] >= 0])
+        files = np.full(len(numbered_rows), self.file)
+        lines = line[numbered_rows] + self.lines + 1
+        self.tuning.extend(
+            process[head[numbered_rows]],
+            tid[head[numbered_rows]],
+            files,
+            lines,
+            number_of[text[numbered_rows]],
+        )
 
     def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
         """What a message says, whoever prints it."""
-        if text not in self._said:
-            if len(self._said) >= _MOST_REMEMBERED:
-                self._said.clear()
+        if text not in self._remark_of_text:
+            if len(self._remark_of_text) >= _MOST_REMEMBERED:
+                self._remark_of_text.clear()
             line = nccl_lines.read_message(_NOBODY, text, b"INFO")
-            self._said[text] = line if isinstance(line, nccl_lines.RemarkLine) else None
-        return self._said[text]
+            self._remark_of_text[text] = line if isinstance(line, nccl_lines.RemarkLine) else None
+        return self._remark_of_text[text]
 
     def communicators(
         self,
@@ -171,19 +179,19 @@ class Chronicle:
             scan: the block, of which the remarks are kept.
             heads: its heads.
         """
-        said = _Said([self._remark(text) for text in scan.texts])
-        self._tune(scan, heads, said)
+        remarks_of_texts = _RemarksOfTexts([self._remark(text) for text in scan.texts])
+        self._tune(scan, heads, remarks_of_texts)
         lives = [event for event in events if isinstance(event.message, _LIFE)]
         communicator = np.full(len(columns["line"]), -1, np.int64)
-        stretches = self._stretches(columns, comms, lives)
-        remarks = self._messages(scan, heads, said) + [
+        communicator_rows = self._rows_of_communicators(columns, comms, lives)
+        remarks = self._messages(scan, heads, remarks_of_texts) + [
             _Remark(event.place, event.message.origin, event.message.record, 1, event.message.form)
             for event in events
             if isinstance(event.message, nccl_lines.RemarkLine)
         ]
-        topology = _Topology(self, scan, heads, said, [*stretches, *lives])
-        entries: list[_Stretch | Event | _Remark | _Links]
-        entries = [*stretches, *lives, *remarks, *topology.links]
+        topology = _Topology(self, scan, heads, remarks_of_texts, [*communicator_rows, *lives])
+        entries: list[_CommunicatorRows | Event | _Remark | _Links]
+        entries = [*communicator_rows, *lives, *remarks, *topology.links]
         entries.sort(key=lambda entry: entry.place)
         texts = list(comms)
         for entry in entries:
@@ -191,7 +199,7 @@ class Chronicle:
                 topology.find_owners(entry)
                 continue
             line = entry.place // PER_LINE + self.lines + 1
-            if isinstance(entry, _Stretch):
+            if isinstance(entry, _CommunicatorRows):
                 process = self.registry.processes[entry.process]
                 owner = self.registry.operation(process, texts[entry.comm], entry.nranks, self.file, line)
                 owner.operations += len(entry.rows) - 1
@@ -235,15 +243,17 @@ class Chronicle:
             return -1
         return self.registry.process(message.origin, self.file).index * len(comms) + code
 
-    def place_in_process(self, event: _Stretch | Event) -> int:
+    def place_in_process(self, event: _CommunicatorRows | Event) -> int:
         """A number that grows with the process and the place of what changes its communicators."""
-        if isinstance(event, _Stretch):
+        if isinstance(event, _CommunicatorRows):
             return event.process * _PLACES + event.place
         origin = getattr(event.message, "origin", None)
         index = 0 if origin is None else self.registry.process(origin, self.file).index
         return index * _PLACES + event.place
 
-    def _stretches(self, columns: Rows, comms: Mapping[bytes, int], lives: list[Event]) -> list[_Stretch]:
+    def _rows_of_communicators(
+        self, columns: Rows, comms: Mapping[bytes, int], lives: list[Event]
+    ) -> list[_CommunicatorRows]:
         """The rows of each communicator, cut where it may become another one."""
         rows = np.flatnonzero(columns["state"] == WHOLE)
         if not len(rows):
@@ -261,12 +271,12 @@ class Chronicle:
         at = at[at < len(key)]
         cut[at] = True
         # CALL lines do not say how many ranks there are: they go with the COLL line in front of them.
-        told = np.where(cut | (nranks != NONE), np.arange(len(rows)), 0)
-        size = nranks[np.maximum.accumulate(told)]
+        with_size = np.where(cut | (nranks != NONE), np.arange(len(rows)), 0)
+        size = nranks[np.maximum.accumulate(with_size)]
         cut[1:] |= size[1:] != size[:-1]
         begins = np.flatnonzero(cut)
         return [
-            _Stretch(
+            _CommunicatorRows(
                 int(place[begin]),
                 int(columns["process"][rows[begin]]),
                 int(columns["comm"][rows[begin]]),
@@ -285,20 +295,20 @@ class _Topology:
         chronicle: Chronicle,
         scan: Scan,
         heads: list[Origin],
-        said: _Said,
-        events: Sequence[_Stretch | Event],
+        remarks: _RemarksOfTexts,
+        events: Sequence[_CommunicatorRows | Event],
     ) -> None:
         """
         Args:
             chronicle: what they are kept in.
             scan: the block.
             heads: its heads.
-            said: its remarks.
+            remarks: its remarks.
             events: what changes the communicators of a process.
         """
-        self._chronicle, self._said = chronicle, said
-        line, head, text, times = _rows(scan, said.topology)
-        writers = chronicle._writers(head, text, heads, said)
+        self._chronicle, self._remarks = chronicle, remarks
+        line, head, text, times = _rows(scan, remarks.topology)
+        writers = chronicle._writers(head, text, heads, remarks)
         process = np.zeros(len(heads), np.int64)
         process[list(writers)] = [writer.index for writer in writers.values()]
         # Numbers that grow with the process and the place
@@ -332,7 +342,7 @@ class _Topology:
             self._owner[links.begin : links.end] = running.index
             return
         for place in range(links.begin, links.end):
-            record = self._said.topology[self._text[place]]
+            record = self._remarks.topology[self._text[place]]
             owner = registry.current_initialisation(links.process, links.tid, record)
             self._owner[place] = -1 if owner is None else owner.index
 
@@ -343,7 +353,7 @@ class _Topology:
         chronicle = self._chronicle
         chronicle.counts["topology"] += int(self._times.sum())
         topology = chronicle.topology
-        numbers = (-1 if record is None else topology.number(record) for record in self._said.topology)
+        numbers = (-1 if record is None else topology.number(record) for record in self._remarks.topology)
         number_of = np.fromiter(numbers, np.int64)
         files, lines = np.full(len(self._line), chronicle.file), self._line + chronicle.lines + 1
         number = number_of[self._text]

@@ -241,11 +241,11 @@ class Registry:
             return communicator
         origin = (process.host.encode(), process.pid)
         numbers = {self._number(namesake) for namesake in self._by_name.get(origin, ())} - {process.index}
-        held = [self._open[number, comm] for number in numbers if (number, comm) in self._open]
-        if len(held) != 1 or not held[0].stages:
+        open_at_address = [self._open[number, comm] for number in numbers if (number, comm) in self._open]
+        if len(open_at_address) != 1 or not open_at_address[0].stages:
             return None
-        self._continue(process, held[0].process)
-        return held[0]
+        self._continue(process, open_at_address[0].process)
+        return open_at_address[0]
 
     def _continue(self, process: Process, earlier: int) -> None:
         """Take ``process`` for ``earlier``, with whatever it has begun."""

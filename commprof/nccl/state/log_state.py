@@ -220,10 +220,10 @@ class Assembly:
 
     def _count(self, columns: Rows, events: list[Event], groups: int) -> None:
         """Count messages by kind, and keep what belongs to no communicator."""
-        whole = columns["state"] == WHOLE
-        self.counts["coll"] += int((whole & (columns["kind"] == COLL)).sum())
-        self.counts["call"] += int((whole & (columns["kind"] == CALL)).sum())
-        self.counts["torn"] += len(whole) - int(whole.sum())
+        is_complete = columns["state"] == WHOLE
+        self.counts["coll"] += int((is_complete & (columns["kind"] == COLL)).sum())
+        self.counts["call"] += int((is_complete & (columns["kind"] == CALL)).sum())
+        self.counts["torn"] += len(is_complete) - int(is_complete.sum())
         self.counts["group"] += groups
         for _, message in events:
             match message:

@@ -123,10 +123,14 @@ def _objection(
 
 def _attempts(group: list[Communicator], logs: _Logs) -> list[list[Communicator]]:
     """``group`` by start of the job, where each start has every rank once; else ``group`` alone."""
-    parts: dict[int, list[Communicator]] = {}
+    by_attempt: dict[int, list[Communicator]] = {}
     for communicator in group:
-        parts.setdefault(logs.attempts[communicator.process], []).append(communicator)
-    return list(parts.values()) if all(_is_complete(part) for part in parts.values()) else [group]
+        by_attempt.setdefault(logs.attempts[communicator.process], []).append(communicator)
+    return (
+        list(by_attempt.values())
+        if all(_is_complete(its_communicators) for its_communicators in by_attempt.values())
+        else [group]
+    )
 
 
 def _is_complete(group: Sequence[Communicator]) -> bool:
@@ -214,20 +218,20 @@ def _persons(communicators: Sequence[Communicator], membership: Membership) -> d
     distinct = set()
     for family in membership.families:
         processes = {communicators[index].process for index in family}
-        held = Counter(names[process] for process in processes)
-        distinct |= {name for name, count in held.items() if count > 1}
+        name_counts = Counter(names[process] for process in processes)
+        distinct |= {name for name, count in name_counts.items() if count > 1}
     return {process: process if name in distinct else name for process, name in names.items()}
 
 
 def _seats(communicators: Sequence[Communicator], membership: Membership) -> dict[int, Seat]:
     """The seat of each communicator, by index."""
     persons = _persons(communicators, membership)
-    held = Counter(
+    seat_counts = Counter(
         (number, persons[communicators[index].process])
         for number, family in enumerate(membership.families)
         for index in family
     )
-    crowded = {process for (_, process), count in held.items() if count > 1}
+    crowded = {process for (_, process), count in seat_counts.items() if count > 1}
     return {
         c.index: (
             (persons[c.process], c.cuda_device, c.bus_id)
@@ -241,8 +245,8 @@ def _seats(communicators: Sequence[Communicator], membership: Membership) -> dic
 def _is_crowded(job: Sequence[Communicator], membership: Membership, seats: Mapping[int, Seat]) -> bool:
     """Whether two ranks of one family share a seat."""
     for number in {c.family for c in job if c.family is not None}:
-        held = [seats[index] for index in membership.families[number]]
-        if len(set(held)) < len(held):
+        its_seats = [seats[index] for index in membership.families[number]]
+        if len(set(its_seats)) < len(its_seats):
             return True
     return False
 
@@ -277,11 +281,11 @@ def _worlds(
     """The families of ``job`` that hold every seat once and are the largest, the earliest first."""
     taken = {seats[c.index] for c in job if c.rank is not None or seats[c.index][1:] == (None, None)}
     numbers = sorted({c.family for c in job if c.family is not None})
-    found: list[list[Communicator]] = []
+    complete: list[list[Communicator]] = []
     for number in numbers:
         family = [communicators[index] for index in membership.families[number]]
-        held = [seats[member.index] for member in family]
-        if len(held) == len(taken) and set(held) == taken:
-            found.append(family)
-    largest = max((family[0].nranks or 0 for family in found), default=0)
-    return [family for family in found if family[0].nranks == largest]
+        its_seats = [seats[member.index] for member in family]
+        if len(its_seats) == len(taken) and set(its_seats) == taken:
+            complete.append(family)
+    largest = max((family[0].nranks or 0 for family in complete), default=0)
+    return [family for family in complete if family[0].nranks == largest]

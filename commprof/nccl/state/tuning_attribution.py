@@ -48,15 +48,15 @@ def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
         return tuning
     choice_runs, call_runs = _runs(tuning, ops, chosen)
     names, op = _shared_codes(tuning["op"], ops["op"], chosen)
-    whole = ~is_null(tuning["predicted_us"])
-    every_rank = ~whole & is_null(tuning["protocol"])
+    of_whole_collective = ~is_null(tuning["predicted_us"])
+    every_rank = ~of_whole_collective & is_null(tuning["protocol"])
     rank_zero = np.isin(numbers_of(ops["rank"], 0)[chosen], [0])
     comm, communicators = codes_of(ops["comm"])
     comm, line = comm[chosen], numbers_of(ops["line"], _NONE)[chosen]
     choices = _Keys(choice_runs, names, numbers_of(tuning["bytes"], _NONE))
     owners = np.full(tuning.num_rows, -1, np.int64)
     lines = np.full(tuning.num_rows, -1, np.int64)
-    for column, of_size in (("message_bytes", whole), ("bytes", ~whole)):
+    for column, of_size in (("message_bytes", of_whole_collective), ("bytes", ~of_whole_collective)):
         size = numbers_of(ops[column], _NONE)[chosen]
         calls = _Keys(call_runs, op, size)
         # A call whose bytes are not known fits no choice.
@@ -142,14 +142,14 @@ def _pair(
     key = _mixed(np.concatenate([choices.run, calls.run]), np.concatenate([choices.size, calls.size]))
     if by_name:
         key = _mixed(key, np.concatenate([choices.op, calls.op]))
-    wanted, given = key[:number], key[number:]
+    wanted, offered = key[:number], key[number:]
     groups = int(key.max()) + 1
-    competing, fitting = np.bincount(wanted, minlength=groups), np.bincount(given, minlength=groups)
+    competing, fitting = np.bincount(wanted, minlength=groups), np.bincount(offered, minlength=groups)
     lowest, highest = np.full(groups, comm.max()), np.full(groups, -1)
-    np.minimum.at(lowest, given, comm)
-    np.maximum.at(highest, given, comm)
+    np.minimum.at(lowest, offered, comm)
+    np.maximum.at(highest, offered, comm)
     is_known = (lowest == highest) & (competing <= fitting) & (fitting > 0)
     first = np.full(groups, -1)
-    first[given] = line
+    first[offered] = line
     owner = np.where(is_known, lowest, -1)[wanted]
     return owner, np.where(is_known & (fitting == 1), first, -1)[wanted]

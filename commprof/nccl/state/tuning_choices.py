@@ -28,7 +28,7 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
     """
     if not tuning.num_rows:
         return tuning
-    done, parts = 0, []
+    done, tables = 0, []
     before: pa.Table | None = None
     files = codes_of(tuning["file"])[1]
     places = _places(tuning, files)
@@ -36,10 +36,12 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
         window = part if before is None else pa.concat_tables([before, part])
         last = _places(part.slice(part.num_rows - 1), files)[0]
         end = int(np.searchsorted(places, last)) if last >= 0 else done
-        parts.append(_attributed(tuning, done, max(end, done), window))
+        tables.append(_attributed(tuning, done, max(end, done), window))
         done, before = max(end, done), window.slice(max(window.num_rows - _OVERLAP, 0))
-    parts.append(tuning.slice(done) if before is None else _attributed(tuning, done, tuning.num_rows, before))
-    return pa.concat_tables(parts)
+    tables.append(
+        tuning.slice(done) if before is None else _attributed(tuning, done, tuning.num_rows, before)
+    )
+    return pa.concat_tables(tables)
 
 
 def _attributed(tuning: pa.Table, begin: int, end: int, operations: pa.Table) -> pa.Table:

@@ -25,5 +25,5 @@ def first_of_each(keys: Positions) -> tuple[Positions, Positions, Positions]:
     times = np.bincount(keys)
     first = np.empty(len(times), np.int64)
     first[keys[::-1]] = np.arange(len(keys))[::-1]
-    found = np.flatnonzero(times)
-    return found, first[found], times[found]
+    distinct = np.flatnonzero(times)
+    return distinct, first[distinct], times[distinct]

@@ -103,11 +103,11 @@ class Tallies:
         if all(self._has_earlier(kind, each.line) for each in examples):
             return
         known = sorted([*earlier, *examples], key=lambda example: example.line)
-        kept: list[Example] = []
+        chosen: list[Example] = []
         for example in known:
-            if example.message is None or all(example.message != other.message for other in kept):
-                kept.append(example)
-        self._examples[kind] = kept[:MOST_EXAMPLES]
+            if example.message is None or all(example.message != other.message for other in chosen):
+                chosen.append(example)
+        self._examples[kind] = chosen[:MOST_EXAMPLES]
 
     def _has_earlier(self, kind: str, line: int) -> bool:
         """Whether enough examples of a kind stand in front of a line."""

@@ -54,37 +54,37 @@ class Findings(NamedTuple):
     troubles: tuple[str, ...]
 
 
-def remarks(found: Findings, communicators: Iterable[Communicator] = ()) -> tuple[str, ...]:
-    """The sentences for ``found``, the gravest first.
+def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> tuple[str, ...]:
+    """The sentences for ``findings``, the gravest first.
 
     Args:
-        found: what the parse found.
+        findings: what the parse found.
         communicators: after families and global ranks were sought: the reasons that they carry are told.
     """
     communicators = tuple(communicators)
-    notes = list(found.troubles)
-    if found.generated:
+    notes = list(findings.troubles)
+    if findings.generated:
         notes.append("The log says of itself that it was generated: it is not the output of NCCL.")
-    if found.empty:
+    if findings.empty:
         notes.append("The log is empty.")
-    if found.operations == 0:
+    if findings.operations == 0:
         notes.append(f"No whole operation line was found. NCCL prints none by default: {ASK_FOR_OPERATIONS}.")
-    if found.without_init:
+    if findings.without_init:
         notes.append(
-            f"{_without_init(found.without_init, found.communicators)} no init line, so ranks are not known there: "
+            f"{_without_init(findings.without_init, findings.communicators)} no init line, so ranks are not known there: "
             "NCCL_DEBUG_SUBSYS had COLL without INIT, or the log begins late. "
             "Next time set NCCL_DEBUG_SUBSYS=INIT,COLL."
         )
-    if found.torn:
+    if findings.torn:
         notes.append(
-            f"{_torn(found.torn)} counted and kept, not repaired. Processes that share a stream write into each other's "
+            f"{_torn(findings.torn)} counted and kept, not repaired. Processes that share a stream write into each other's "
             "lines, and since 2.13 NCCL does not flush standard output per line; lines at the end of a file may be "
             f"cut: {ASK_FOR_FILES}."
         )
     notes.extend(_unknown_families(communicators))
-    if found.ambiguous and not communicators:
+    if findings.ambiguous and not communicators:
         notes.append(
-            f"{found.ambiguous} communicators look alike and carry no commId, so which ranks share one is not known."
+            f"{findings.ambiguous} communicators look alike and carry no commId, so which ranks share one is not known."
         )
     if _is_call_only(communicators):
         notes.append(
@@ -94,21 +94,21 @@ def remarks(found: Findings, communicators: Iterable[Communicator] = ()) -> tupl
     notes.extend(
         f"Global ranks are those of the largest communicator, of {world.nranks} ranks, of which the logs hold "
         f"{world.members}: they are right if no larger communicator existed."
-        for world in found.partial_worlds
+        for world in findings.partial_worlds
     )
-    if found.types_hidden:
+    if findings.types_hidden:
         notes.append(
             "AllGather and Broadcast are printed as int8 by NCCL 2.7.3 to 2.21.5, whatever their type: where that may "
             "be so, dtype is empty; bytes are right."
         )
-    if found.unknown_ops:
-        names = ", ".join(f"{name} ({count})" for name, count in sorted(found.unknown_ops.items()))
+    if findings.unknown_ops:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(findings.unknown_ops.items()))
         notes.append(f"Operations that are not in the table, counted and left out: {names}.")
-    if found.overlong:
+    if findings.overlong:
         notes.append(
             "1 line is longer than 16 MiB and was skipped."
-            if found.overlong == 1
-            else f"{found.overlong} lines are longer than 16 MiB and were skipped."
+            if findings.overlong == 1
+            else f"{findings.overlong} lines are longer than 16 MiB and were skipped."
         )
     return tuple(notes)
 

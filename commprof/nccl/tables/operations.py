@@ -120,14 +120,14 @@ class OperationTable:
         bytewise = np.array([*self._versions.prints_bytes, False], bool)[process]
         hidden = bytewise & (code == 0) & _IS_BYTE_TYPED[op]
         reduction = np.clip(rows["reduction"], -1, len(REDUCTIONS))
-        root, whole = rows["root"], rows["state"] == WHOLE
+        root, is_complete = rows["root"], rows["state"] == WHOLE
         del owner
         return {
             "count": _nullable(rows["elements"], pa.int64()),
             "opcount": _nullable(rows["opcount"], pa.int64()),
             "stream": _taken(self._streams, rows["stream"]),
             "dtype": _taken([datatype.name for datatype in DATATYPES], np.where(hidden, -1, code)),
-            "reduce_op": _taken(_REDUCTION_NAMES, np.where(_IS_REDUCING[op] & whole, reduction, -1)),
+            "reduce_op": _taken(_REDUCTION_NAMES, np.where(_IS_REDUCING[op] & is_complete, reduction, -1)),
             "root": _nullable(np.where(_IS_ROOTED[op], root, NONE), pa.int32()),
             "peer": _nullable(np.where(_IS_POINT_TO_POINT[op], root, NONE), pa.int32()),
         }
@@ -149,17 +149,19 @@ class OperationTable:
 
     def add_up(self, rows: Rows, lines: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]) -> None:
         """Add whole lines, and the bytes of their messages where they are known, by operation and kind of line."""
-        whole = np.flatnonzero(rows["state"] == WHOLE)
+        complete_rows = np.flatnonzero(rows["state"] == WHOLE)
         _, messages = self._sizes(rows, rows["communicator"].astype(np.int64))
-        size = np.maximum(messages[whole], 0)
-        key = rows["op"][whole].astype(np.int64) * len(KINDS) + rows["kind"][whole]
+        size = np.maximum(messages[complete_rows], 0)
+        key = rows["op"][complete_rows].astype(np.int64) * len(KINDS) + rows["kind"][complete_rows]
         times = np.bincount(key)
         # In parts, as the sums of floating point numbers are exact only so far.
-        parts = [np.bincount(key, (size >> shift) & _PART).astype(np.int64) for shift in _SHIFTS]
+        partial_sums = [np.bincount(key, (size >> shift) & _PART).astype(np.int64) for shift in _SHIFTS]
         for number in np.flatnonzero(times).tolist():
             name = str(OPS[number // len(KINDS)]), KINDS[number % len(KINDS)]
             lines[name] += int(times[number])
-            sent[name] += sum(int(part[number]) << shift for part, shift in zip(parts, _SHIFTS, strict=True))
+            sent[name] += sum(
+                int(partial[number]) << shift for partial, shift in zip(partial_sums, _SHIFTS, strict=True)
+            )
 
     def _reasons(
         self, rows: Rows, owner: Numbers, no_rank: npt.NDArray[np.bool_], no_world: npt.NDArray[np.bool_]
@@ -175,7 +177,7 @@ class Operations:
 
     def __init__(self, rows: RowStore, table: OperationTable) -> None:
         self._rows, self._table = rows, table
-        self._whole: pa.Table | None = None
+        self._all_rows: pa.Table | None = None
         self._totals: tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]] | None = None
         self.num_rows = rows.num_rows
 
@@ -202,10 +204,10 @@ class Operations:
 
     def table(self) -> pa.Table:
         """All rows, in memory; built once."""
-        if self._whole is None:
-            parts = [conform("nccl_ops", part) for part in self.batches()]
-            self._whole = pa.concat_tables(parts) if parts else empty_table("nccl_ops")
-        return self._whole
+        if self._all_rows is None:
+            batches = [conform("nccl_ops", part) for part in self.batches()]
+            self._all_rows = pa.concat_tables(batches) if batches else empty_table("nccl_ops")
+        return self._all_rows
 
     def write(self, path: Path) -> None:
         """Write the rows as Parquet, some ten thousand at a time."""
@@ -234,13 +236,13 @@ class Operations:
                 writer.write_table(conform("nccl_ops", part))
 
 
-def _one_ahead(parts: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """``parts``, each made while the one before it is used."""
+def _one_ahead(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """``batches``, each made while the one before it is used."""
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, parts, None)
-        while (part := coming.result()) is not None:
-            coming = thread.submit(next, parts, None)
-            yield part
+        coming = thread.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = thread.submit(next, batches, None)
+            yield batch
 
 
 def _type_codes(rows: Rows) -> Numbers:
@@ -264,8 +266,8 @@ def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
     place = {text: number for number, text in enumerate(distinct)}
     codes = np.array([*(-1 if text is None else place[text] for text in texts), -1], np.int32)
     # The number -1 takes the last code.
-    found = codes[np.maximum(numbers, -1)]
-    indices = as_arrow(found, pa.int32(), found < 0)
+    text_codes = codes[np.maximum(numbers, -1)]
+    indices = as_arrow(text_codes, pa.int32(), text_codes < 0)
     return pa.DictionaryArray.from_arrays(indices, from_values(distinct, pa.string()))
 
 

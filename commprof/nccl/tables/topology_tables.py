@@ -76,8 +76,8 @@ class TopologyRows:
         makers = {"nccl_rings": _rings, "nccl_trees": _trees, "nccl_links": _links}
         tables = {}
         for name, make in makers.items():
-            found, columns = make(rows, records, communicators)
-            tables[name] = _table(name, found, columns, (processes, communicators, files))
+            table_rows, columns = make(rows, records, communicators)
+            tables[name] = _table(name, table_rows, columns, (processes, communicators, files))
         return tables
 
 
@@ -153,10 +153,10 @@ def _trees(
     within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
     each = _chosen(rows, np.repeat(np.arange(len(repeats)), repeats))
     each["record"] = trees[begins[each["record"]] + within] if len(trees) else each["record"]
-    found, _ = _first_of_each(each, len(numbers))
-    columns = _fields(list(numbers), pa.int64(), ("tree", "rank", "parent"), found["record"])
+    tree_rows, _ = _first_of_each(each, len(numbers))
+    columns = _fields(list(numbers), pa.int64(), ("tree", "rank", "parent"), tree_rows["record"])
     children = [_join(tree.children) for tree in numbers]
-    return found, columns | {"children": taken(children, pa.string(), found["record"])}
+    return tree_rows, columns | {"children": taken(children, pa.string(), tree_rows["record"])}
 
 
 def _links(
@@ -164,12 +164,12 @@ def _links(
 ) -> tuple[_Rows, dict[str, pa.Array]]:
     """One row per link of a communicator, with the number of lines that say it."""
     del communicators
-    found, times = _first_of_each(_of_kind(records, Link, rows), len(records))
-    number = found["record"]
+    link_rows, times = _first_of_each(_of_kind(records, Link, rows), len(records))
+    number = link_rows["record"]
     columns = _fields(records, pa.int64(), ("channel", "connection", "from_rank", "to_rank"), number)
     texts = ("from_device", "to_device", "transport", "kind", "direction")
     columns |= _fields(records, pa.string(), texts, number)
-    return found, columns | {"lines": as_arrow(times, pa.int64())}
+    return link_rows, columns | {"lines": as_arrow(times, pa.int64())}
 
 
 def _table(
