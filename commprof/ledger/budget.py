@@ -1,4 +1,4 @@
-"""A run held to a budget: which limits it breaks, by how much and where; and the budget that a run itself would meet."""
+"""Compares a run with a budget: which limits it breaks, by how much and where. Derives the budget that a run meets."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def measured(measure: str, messages: Mapping[Message, int]) -> int:
     if measure == "max_payload_bytes":
         return sum(message.payload_bytes * count for message, count in messages.items())
     total = sum(message.wire_bytes * count for message, count in messages.items())
-    return math.ceil(round(total, 6))  # thirds that add up to a whole number are one
+    return math.ceil(round(total, 6))  # removes rounding errors of thirds
 
 
 def _broken(limit: Limit, scopes: Iterable[_Scope]) -> list[Violation]:

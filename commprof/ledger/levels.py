@@ -1,4 +1,4 @@
-"""What the ledger is made of: one entry for each purpose and level, and the verdict over them.
+"""The entries of the ledger, one for each purpose and level, and the verdict over them.
 
 Bytes are whole numbers, except ``wire_bytes``, the modelled mean that a rank sends (``schema.wire_bytes``).
 """
@@ -15,16 +15,16 @@ from commprof.exit_codes import CODE_OF_STATE, State
 INIT: Final = "init"
 STEPS: Final = "steps"
 RUN: Final = "run"
-PART: Final = "part"  # of the run, between the readings that there are
+PART: Final = "part"  # of the run: only between its readings
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
     """One purpose before the first step, or in all training steps together.
 
-    A level that is not known has None in each of its fields. ``expected_*`` is what the rules of the runtime make of the
-    words of the config; ``requested_wire_bytes`` is what the words themselves would have cost: the same payload, sent by
-    ``requested_op`` in each message's own group.
+    A level that is not known has None in each of its fields. ``expected_*`` is what the runtime sends
+    for the config, by its rules. ``requested_wire_bytes`` is what the config requests literally: the same payload, sent
+    by ``requested_op`` in each message's own group.
     """
 
     when: str  # init or steps
@@ -43,18 +43,18 @@ class LedgerRow:
     executed_count: int | None
     executed_wire_bytes: float | None
     explained_bytes: int  # of issued_payload_bytes
-    # config, barrier or evaluation; label, where nothing says how much there should be; script: in a group of its own, of
-    # which nothing is known
+    # config, barrier or evaluation; label: no rule predicts the amount; script: in a group of the script, which no rule
+    # knows
     explained_by: str | None
     group_size: int  # ranks of the largest group among them
     outside_count: int = 0  # of issued_count: after a step had ended, in none
 
 
 class RequestedReduction(NamedTuple):
-    """What reduces gradients in the ranks of one group, as asked for alike in each of some training steps.
+    """The reduction of gradients that the config requests in one group, equal in each of ``steps``.
 
-    ``payload_bytes`` by the rules of the runtime, which make ``op`` of ``requested_op``; ``wire_bytes`` as ``requested_op``
-    would send them. ``steps``: attempt and step of each.
+    ``payload_bytes``: of ``op``, which the runtime issues for ``requested_op``. ``wire_bytes``: what ``requested_op``
+    would send. ``steps``: attempt and step of each.
     """
 
     requested_op: str
@@ -81,10 +81,10 @@ class Unexplained(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Counters of one host beside the model of what was executed, over the same time.
+    """Counters of one host, compared with the model of what was executed in the same time.
 
     ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared. ``allowed_bytes`` is what the
-    backend's own words and what TCP sent again may add to it; None where more than expected is not judged.
+    backend's own headers and TCP's retransmissions may add to it; None where more than expected is not judged.
     ``header_bytes``: of the packets sent, where these were counted. ``outside_bytes``: what the model has of evaluations,
     checkpoints and the time after the last step; None where that is not known. ``queued_first_bytes`` and
     ``queued_last_bytes``: handed to TCP and not acknowledged at the first and at the last reading. Of the former some may
@@ -112,18 +112,18 @@ class Verdict:
     """The ledger of one run.
 
     Attributes:
-        sentences: what was asked for, issued, executed and moved, and why these differ.
+        sentences: what was requested, issued, executed and moved, and why these differ.
         issued_bytes: payload of all collectives, each counted once.
         explained_bytes: how much of it an expectation explains.
-        labelled_bytes: how much of it has a purpose of which no rule says how much there should be.
+        labelled_bytes: how much of it has a purpose whose amount no rule predicts.
         unexplained: every record without explanation, grouped, and every expectation without its record.
         disagreements: where the ranks of a group issued different things, as clauses.
         differences: the first of them of each group, with what each rank did.
         order_differences: where ranks issued the collectives of several groups in different orders.
-        unsure: what was issued of which it cannot be told whether it was asked for, as clauses.
+        unsure: issued collectives that may or may not have been requested, as clauses.
         sources: level -> where it was taken from, or why it is not known.
         request_reason: why it is not known what was requested; None when it is.
-        moved_together: all hosts as one, where some host cannot be held to a model of its own.
+        moved_together: the sum over all hosts, where some host has no model of its own.
         requested_reductions: what was requested to reduce gradients, step by step; ``rows`` have the sums.
     """
 

@@ -1,8 +1,8 @@
-"""A budget as a file: the limits that ``commprof check`` holds a run to.
+"""A budget file: the limits that ``commprof check`` compares a run with.
 
 ::
 
-    only_requested = true                   # everything is asked for by the config, or tagged by the program itself
+    only_requested = true                   # the config requests everything, or the program tags it
 
     [step]                                  # in each training step; [init] before the first; [run] in all
     max_payload_bytes = 8_000_000

@@ -1,4 +1,4 @@
-"""The ledger of a run, closed or not: :func:`verify`."""
+"""Reconciles the four levels of a run: :func:`verify` closes its ledger or names what is unexplained."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ from commprof.trace.wire import DAMAGED_LINES
 def verify(recorded: WholeRun) -> Verdict:
     """Close the ledger of ``recorded``, a run: requested, issued, executed and moved, and what none of them explains.
 
-    Where the config is not known, or not one of ZeRO's, nothing is requested, and the state is unknown; the other levels
-    are told all the same. So it is where records are lost, torn or unseen, or lie where they cannot be read.
+    Where the config is not known, or not one of ZeRO's, the requested level is unknown and the state is ``cannot tell``;
+    the other levels are reported all the same. The same holds where records are dropped, truncated, unseen or elsewhere.
     """
     there = elsewhere(recorded.path)
     run: RecordedRun = recorded if there is None else recorded.without_records()
+    # One pass over the records feeds everything that compares ranks, since records may not fit into memory.
     survey, orders, group_orders, splits, ends = Survey(), RankOrders(), GroupOrders(run), Splits(run), Ends()
     columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
     for part in run.parts("collectives", columns):
@@ -62,6 +63,7 @@ def verify(recorded: WholeRun) -> Verdict:
         group_orders.add(part)
         splits.add(part)
         ends.add(part)
+    # Issued and executed: each collective once, records and sums together.
     aggregates = run.table("aggregates")
     of_group = backends_of(aggregates, run.table("groups"))
     ran = executed(run, survey.backends | set(of_group.values()))
@@ -70,6 +72,7 @@ def verify(recorded: WholeRun) -> Verdict:
     records = before_steps(tables) if turns else tables
     steps = with_sums(issued(records, survey, ran.ops), aggregates, of_group)
     is_told = bool(survey.records or len(aggregates))
+    # Requested: what each step should send, then class by class what explains the issued messages.
     if turns:
         request, (wanted, partial, notes), requests = demands_in_turn(run, turns, steps)
     else:
@@ -84,9 +87,10 @@ def verify(recorded: WholeRun) -> Verdict:
     )
     if request.reason is not None:
         findings = _without_request(findings)
-    if there is not None:  # what was requested would stand beside nothing
+    if there is not None:  # the records are elsewhere: the request has no counterpart
         findings = {}
     rows = ledger_rows(findings)
+    # Moved: the counters are compared with what was sent between their readings.
     left_out = uncovered(run)
     wire = run.table("wire")
     sent = Sendings()
@@ -96,9 +100,11 @@ def verify(recorded: WholeRun) -> Verdict:
         sums = sums_of(aggregates, of_group)
         sent = sendings(run.parts("collectives", OF_SENDINGS), survey, ran.ops, sums, readings)
     moved, together = movement.moved(readings.wire, sent, hosts, left_out, readings.attempts)
+    # Without known steps or request, absent messages are not missing.
     is_without_steps = any(key.step >= 0 for key in steps) and not len(run.table("steps"))
     is_expected = request.reason is None and is_told and not is_without_steps
     left = _left(run, findings) if is_expected else ()
+    # What the ranks of a group issued differently. Gaps in the records limit what can be compared.
     unrecorded = gaps(run, survey.records)
     differences = orders.differences(
         run, has_all_records=not unrecorded, complete=run.health.state == COMPLETE
@@ -110,6 +116,7 @@ def verify(recorded: WholeRun) -> Verdict:
     differing, unsure = [each.sentence for each in differences], doubtful(findings)
     # The Flight Recorder lists what was left out, too.
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
+    # Contradictions make a mismatch, doubts make the verdict "cannot tell".
     problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
     labels = Labelled.of(findings, request.unpredicted)
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
@@ -125,6 +132,7 @@ def verify(recorded: WholeRun) -> Verdict:
     )
     if run.health.state not in (COMPLETE, RUNNING) and is_told and not issued_bytes:
         doubts.append("the program ended before it issued any payload, so nothing can be judged")
+    # The report: levels first, then notes, doubts and contradictions, the total last.
     edited = config_note(run.path, run.manifest.config)
     no_request = [] if request.reason is None else [request.reason]
     state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
@@ -138,7 +146,7 @@ def verify(recorded: WholeRun) -> Verdict:
         *([f"{edited}."] if edited else []),
         *([f"Note: {NO_MANIFEST}."] if NO_MANIFEST in run.health.notes else []),
         *(f"Note: {note}." for note in run.health.notes if note.endswith(DAMAGED_LINES)),
-        *(notes if is_told else ()),  # what steps lack is not told where there is nothing of any
+        *(notes if is_told else ()),  # without any record, what the steps lack is not reported
         *remarks(findings),
         *(f"Note: {each.sentence}." for each in in_other_order),
         *(f"Cannot tell: {text}." for text in doubts),
@@ -170,7 +178,7 @@ def verify(recorded: WholeRun) -> Verdict:
 
 
 def _left(run: RecordedRun, findings: Findings) -> tuple[Unexplained, ...]:
-    """What is left over or missing. A program that was stopped has not written the sums of its last steps."""
+    """Unexplained and missing messages. A program that was stopped has not written the sums of its last steps."""
     items = unexplained(findings)
     if run.health.summed and run.health.state != COMPLETE:
         return tuple(item for item in items if item.kind != "missing")
@@ -184,7 +192,7 @@ def _latest(run: RecordedRun) -> list[Mapping[str, Any]]:
 
 
 def _without_request(findings: Findings) -> Findings:
-    """Nothing is unexplained where nothing is known of what was asked; only what explains itself is explained."""
+    """``findings`` without a known request: a message is explained by its purpose alone, and none is unexplained."""
     for step in findings.values():
         for finding in step.values():
             finding.surplus = Counter()
@@ -192,15 +200,15 @@ def _without_request(findings: Findings) -> Findings:
 
 
 def gaps(run: RecordedRun, records: int) -> list[str]:
-    """What is missing from the records, so that nothing can be said of the whole."""
+    """What is missing from the records, as clauses: with any of these, the run cannot be judged completely."""
     health = run.health
     there = elsewhere(run.path)
     clauses = [] if records or health.summed or there is not None else ["no collective was recorded"]
-    clauses += [] if there is None else [f"the records lie at {there.place}, and were not read"]
+    clauses += [] if there is None else [f"the records are at {there.place} and were not read"]
     for number, text in (
-        (health.lost, "collectives were lost while recording"),
-        (health.unseen, "collectives were issued beside the layer that is recorded"),
-        (health.torn, "records are torn"),
+        (health.lost, "collectives were dropped while recording"),
+        (health.unseen, "collectives were issued outside the recorded layers"),
+        (health.torn, "records are truncated"),
         (
             health.summed,
             "collectives were kept as sums only: number and bytes of each step are compared, no single one",
@@ -216,7 +224,7 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
 
 
 def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
-    """What the counters say against the records: less than was executed needs, or more than it explains."""
+    """Contradictions between counters and records: fewer bytes than were executed, or more than that explains."""
     clauses = []
     for row in moved:
         who = row.host if row.host == movement.ALL_HOSTS else f"host {row.host}"
@@ -230,7 +238,7 @@ def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
 
 
 def _sentences_by_engine(requests: Sequence[Request], turns: Sequence[Turn], findings: Findings) -> list[str]:
-    """What each engine asked for, each sentence once, with the step from which it holds where that is not the first."""
+    """What each engine requested: each sentence once, with the step from which it holds where that is not the first."""
     first_texts: dict[str, str] = {}
     for request, turn in zip(requests, turns, strict=True):
         rows = ledger_rows({key: classes for key, classes in findings.items() if turn.covers(key)})
@@ -242,7 +250,7 @@ def _sentences_by_engine(requests: Sequence[Request], turns: Sequence[Turn], fin
 def _request_sentences(request: Request, rows: Sequence[LedgerRow]) -> list[str]:
     texts = []
     if request.reason is not None:
-        texts.append(f"What was asked for is not known: {request.reason.rstrip('.')}.")
+        texts.append(f"The requested level is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
         sentence = sentences.gradient_sentence(request.config, request.configuration, rows, request.replicas)
         texts += [sentence] if sentence else []
@@ -262,7 +270,7 @@ def _total(
     *,
     has_all_records: bool,
 ) -> str:
-    """How much is explained; of records that are not whole only what they do not hold, for it may have been issued."""
+    """How much is explained. Where records are missing, absent messages may have been issued all the same."""
     share = 100 * explained_bytes / max(issued_bytes, 1)
     if request.reason is None and explained_bytes < issued_bytes:
         share = min(share, 99.999)

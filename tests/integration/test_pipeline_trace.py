@@ -110,7 +110,7 @@ def test_copies_of_a_weight_are_not_what_the_config_asked_for(tmp_path):
     """Two stages of two replicas: their gradients were to be reduce-scattered, whatever the copies are."""
     loss_of("replicas", 4, "--micro-batches", "2", cwd=tmp_path)
     said = " ".join(commprof("verify", "replicas", cwd=tmp_path).split())
-    assert "reduce_scatter: true asked for a reduce_scatter; for" in said
+    assert "reduce_scatter: true requested a reduce_scatter; for" in said
     # Of n = 2 a reduce_scatter sends half. 64 KiB of the 279 KiB are copies, which are to be all_reduced.
     assert "for 77 % of the bytes, use_multi_rank_bucket_allreduce: true turned it into all_reduce" in said
     assert f"all_reduce: 1.00 instead of {(64 + 215 / 2) / (64 + 215):.2f} of the gradient bytes" in said

@@ -1,12 +1,12 @@
-"""Expectations beside what was issued, step by step: which messages are explained, which are not, which are missing.
+"""Compares expected and issued messages step by step: which are explained, which are not, which are missing.
 
 A class of messages is a purpose, an operation and a group. Where count and bytes of a class are those expected, all its
-messages are explained. Where they are not, the messages that have no counterpart in a step that closed are singled out;
-where no step closes, the whole class is named, since its messages cannot be told apart.
+messages are explained. Otherwise the messages that have no counterpart in a closed step are named. Where no step closes,
+the whole class is named, since its messages cannot be distinguished.
 
-Stage 3 leaves two things that only a run can show, and both are remarked upon. Bytes that depend on the order in which
-modules run (the checks of that order; gathers under activation checkpointing or tight limits) are an estimate between
-bounds. And an evaluation gathers the parameters once more (:mod:`commprof.ledger.requests.evaluations`).
+At stage 3 two quantities can only be estimated, and the report flags both. Bytes that depend on the order in which modules
+run (the checks of that order; gathers under activation checkpointing or tight limits) are an estimate between bounds. And
+an evaluation gathers the parameters once more (:mod:`commprof.ledger.requests.evaluations`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commprof.ledger.requests import evaluations
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose, Status, format_ranks
 
-# What a program or its wrapper sends for ends that no config asks for, when it says so.
+# Purposes that a program or its wrapper gives to messages that no config requests.
 OWN_PURPOSES: Final = frozenset(
     {
         *(Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE),
@@ -30,7 +30,7 @@ OWN_PURPOSES: Final = frozenset(
     }
 )
 LABEL: Final = "label"  # what says why it was issued, and nothing says how much of it there should be
-# What of them belongs to no pass of a model, so that no rule of training needs to speak of it.
+# Those outside of the passes of a model: no rule of training covers them.
 BESIDE_TRAINING: Final = frozenset(
     {
         *(Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
@@ -44,12 +44,12 @@ OTHER_GROUP: Final = "the config's rules ask for it in another group"
 RAISED: Final = "the call raised"
 OF_SCRIPT: Final = "script"
 _MOST_SHOWN: Final = 4
-# An estimate counts forward and backward. Modules that run more often than this many times of it are not believed.
+# An estimate counts forward and backward. Modules that would have run more often than this factor are not plausible.
 MOST_TIMES: Final = 4
 
 
 class Class(NamedTuple):
-    """Messages that an expectation speaks of together."""
+    """The messages that one expectation covers: purpose, operation and group."""
 
     purpose: str | None
     op: str
@@ -65,9 +65,9 @@ class Want:
     payload_bytes: int = 0
     exact: bool = True
     least_bytes: int = 0
-    estimated: bool = False  # the bytes too are the rules' best guess
-    most_bytes: int | None = None  # of such a guess
-    estimate: str = ""  # what it depends on, where that is not the order of modules
+    estimated: bool = False  # the bytes are an estimate, too
+    most_bytes: int | None = None  # of such an estimate
+    estimate: str = ""  # what it depends on, if not on the order of modules
     in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
     least_of_a_pass: int = 0  # what one of those gathers at least
     kept_bytes: int = 0  # of parameters that are gathered when the step ends, and stay so
@@ -79,7 +79,7 @@ class Finding:
     """One class in one step: what was expected and issued, and how much of it is explained.
 
     ``surplus`` are messages without explanation, ``lacking`` those that should be there, as (bytes, call site) -> count;
-    bytes are None where single messages cannot be told apart.
+    bytes are None where single messages cannot be distinguished.
     """
 
     want: Want | None
@@ -91,8 +91,10 @@ class Finding:
     lacking_bytes: int = 0
     reason: str = ""
     remark: str = ""  # why it is explained although it is not what was expected
-    doubt: str = ""  # why it cannot be told whether it is explained
-    evaluated: Counter[Message] = field(default_factory=Counter)  # beside ``messages``: sent by an evaluation
+    doubt: str = ""  # why it may or may not be explained
+    evaluated: Counter[Message] = field(
+        default_factory=Counter
+    )  # sent by an evaluation, in addition to ``messages``
 
     @property
     def closes(self) -> bool:
@@ -146,9 +148,9 @@ def attribute(
     Args:
         issued: the messages of each step.
         wanted: what each step should send.
-        partial: steps that did not reach their end: nothing is missing in them.
-        unpredicted: purposes of which the rules do not know all that is sent, and why.
-        tells_evaluations: whether ``wanted`` has what evaluations send too, so that nothing has to tell them apart.
+        partial: steps that did not reach their end: they cannot miss anything.
+        unpredicted: purposes that the rules predict only in part, and why.
+        tells_evaluations: whether ``wanted`` includes what evaluations send, so that they need no detection.
     """
     classes = _classes(issued, wanted)
     evaluated = (
@@ -205,7 +207,7 @@ def _judged(
         wants: what it should send.
         evaluated: what of its messages an evaluation sent.
         left: what an evaluation before it sent.
-        unpredicted: purposes of which the rules do not know all that is sent, and why.
+        unpredicted: purposes that the rules predict only in part, and why.
         ended: whether it reached its end.
     """
     findings = {}
@@ -283,12 +285,12 @@ def _judge(
 
 
 def _of_script(kind: Class, messages: Counter[Message], own: Counter[Message]) -> Finding:
-    """``own`` of ``messages`` were issued in a group that only the script uses: no config speaks of them."""
+    """A finding for ``own`` of ``messages``, issued in a group that only the script uses: no config covers them."""
     finding = Finding(None, messages, OF_SCRIPT, 0, surplus=messages - own, reason=UNTAGGED)
     number, size = sum(own.values()), payload(own)
     finding.doubt = (
         f"{number} {kind.op} ({size:,} bytes) {'was' if number == 1 else 'were'} issued in a group that the script made "
-        f"(ranks {kind.group_ranks}), of which the config says nothing: commprof.tag can give the purpose"
+        f"(ranks {kind.group_ranks}), which the config does not mention: commprof.tag can give the purpose"
     )
     return finding
 
@@ -299,7 +301,7 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     finding.remark = f"{finding.reason}: an estimate, which depends on {depends}"
     if want.in_each_pass and want.most_bytes is None and total > MOST_TIMES * want.payload_bytes > 0:
         finding.doubt = (
-            f"{finding.reason}; no list tells whether modules ran so often or somebody else sent a part of it"
+            f"{finding.reason}; modules may have run that often, or other code may have sent a part of it"
         )
     return finding
 
@@ -326,9 +328,9 @@ def _difference(count: int, total: int, want: Want) -> str:
 
 
 def inside_training(kind: Class, finding: Finding) -> Counter[Message]:
-    """The messages of a label that a rule of training would have to speak of.
+    """The messages of a label that a rule of training would have to cover.
 
-    What a program does with whole parameters outside of the steps changes no step.
+    What a program does with full parameters outside of the steps changes no step.
     """
     if kind.purpose in BESIDE_TRAINING:
         return Counter()
@@ -343,9 +345,9 @@ def payload(messages: Mapping[Message, int]) -> int:
 
 
 def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
-    """Doubt an estimate that is another than most steps with the same estimate sent: modules mostly run in one order.
+    """Mark an estimate as doubtful where most steps with the same estimate sent another amount.
 
-    Steps that record or check that order are apart, and so are those after an evaluation.
+    Modules mostly run in one order. Steps that record or check that order are left out, as are those after an evaluation.
     """
     alike: dict[tuple[Class, int, int], list[Finding]] = defaultdict(list)
     for key, step in findings.items():
@@ -368,7 +370,7 @@ def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
 
 
 def _sizes(messages: Mapping[Message, int]) -> tuple[tuple[int, int], ...]:
-    """Bytes, and how many messages have as many."""
+    """Sizes in bytes, and how many messages have each."""
     sizes: Counter[int] = Counter()
     for message, count in messages.items():
         sizes[message.payload_bytes] += count
@@ -376,7 +378,7 @@ def _sizes(messages: Mapping[Message, int]) -> tuple[tuple[int, int], ...]:
 
 
 def _single_out(findings: Findings, unpredicted: Mapping[str, str]) -> None:
-    """Reduce what a class has too much to the messages that a step which closes does not have."""
+    """Reduce the surplus of a class to the messages that a closed step does not have."""
     models: dict[tuple[Class, int, int], Counter[Message]] = {}
     distinct = list({id(step): step for step in findings.values()}.values())
     for step in distinct:
@@ -416,8 +418,8 @@ def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:
         sizes = ", ".join(
             f"{each.payload_bytes:,}" for each in sorted(absent.elements(), key=str)[:_MOST_SHOWN]
         )
-        finding.reason += f"; steps that close send {sizes} bytes in place of that"
+        finding.reason += f"; closed steps send {sizes} bytes instead"
     elif len(single) == 1 and sum(finding.messages.values()) == want.count + 1:
         finding.surplus = Counter(single)
     else:
-        finding.reason += "; which of these are too many cannot be told"
+        finding.reason += "; which of these are surplus is not known"

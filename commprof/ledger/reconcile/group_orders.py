@@ -1,4 +1,4 @@
-"""The order of collectives across groups, compared between ranks: which issued those of two groups in different orders.
+"""Compares the order of collectives across groups: which ranks issued those of two groups in different orders.
 
 All records pass by once, as sums over neighbours in the course of a rank, which are equal where the order is. Only the
 groups whose sums differ are read again.

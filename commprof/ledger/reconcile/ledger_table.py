@@ -1,4 +1,4 @@
-"""The rows of the ledger, and the list of what is left over, from the findings of every step."""
+"""The rows of the ledger and the list of unexplained messages, from the findings of every step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _OfGroup(NamedTuple):
 
 
 def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
-    """One row for each purpose, operation and operation asked for, before the first step and in all steps together.
+    """One row for each purpose, operation and requested operation, before the first step and in all steps together.
 
-    What one group was asked for may not be what another was: copies of a weight in two stages of a pipeline are all_reduced
-    whatever the config wants of the other gradients. Nor may it be what it was in other steps, under another engine. What
-    evaluations sent has rows of its own.
+    Groups may differ in what is requested: copies of a weight in two stages of a pipeline are all_reduced whatever the
+    config requests for the other gradients. Steps of different engines may differ, too. What evaluations sent has rows of
+    its own.
     """
     merged: dict[tuple[str, str | None, str, str], list[_OfGroup]] = defaultdict(list)
     numbers: dict[str, int] = Counter()
@@ -53,7 +53,7 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
 
 
 def requested_reductions(findings: Findings) -> tuple[RequestedReduction, ...]:
-    """What each training step was asked for to reduce gradients; equal ones once, with their steps."""
+    """What the config requests in each training step to reduce gradients; equal requests once, with their steps."""
     steps: dict[RequestedReduction, list[tuple[int, int]]] = defaultdict(list)
     known: dict[tuple[Class, int], RequestedReduction] = {}  # steps share findings that are equal
     for key, step in findings.items():
@@ -80,7 +80,7 @@ def _of_evaluation(group: _OfGroup) -> _OfGroup:
 
 
 def _with_the_unexpected(by_asked: Mapping[str | None, list[_OfGroup]]) -> list[list[_OfGroup]]:
-    """The findings by what was asked for; those of groups that nothing was expected of stand with the first of them."""
+    """The findings by requested operation; those of groups without an expectation go with the first of them."""
     known = [of_groups for asked, of_groups in by_asked.items() if asked is not None]
     rest = by_asked.get(None, [])
     return [known[0] + rest, *known[1:]] if known else [rest]
@@ -123,7 +123,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_
 
 
 def _requested_wire(op: str, groups: Sequence[_OfGroup], messages: Mapping[Message, int]) -> float:
-    """What the operation asked for would send, each group by its own size; where it is what was issued, the same number."""
+    """Wire bytes of the requested operation, by each group's own size; as issued where both operations are the same."""
     asked = [(each.ranks, each.finding.want) for each in groups if each.finding.want is not None]
     as_issued = all(
         each.finding.want is not None
@@ -168,12 +168,12 @@ def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
 
 
 class Labelled(NamedTuple):
-    """What has a purpose of which no rule says how much there should be.
+    """Messages that have a purpose whose amount no rule predicts.
 
     Attributes:
         payload_bytes: of all of it.
         purposes: their names.
-        doubts: what of it was issued by training, so that nobody can tell whether it was asked for, as clauses.
+        doubts: those that training issued: they may or may not have been requested, as clauses.
     """
 
     payload_bytes: int
@@ -210,7 +210,7 @@ def _doubted(
 
 
 def remarks(findings: Findings) -> list[str]:
-    """What is explained although it is not what was expected, a sentence for each purpose and difference."""
+    """A sentence for each purpose whose messages are explained but differ from what was expected."""
     steps_by_text: dict[str, list[StepKey]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():
@@ -220,7 +220,7 @@ def remarks(findings: Findings) -> list[str]:
 
 
 def doubtful(findings: Findings) -> list[str]:
-    """What may or may not be explained, a clause for each purpose and difference."""
+    """A clause for each purpose whose messages may or may not be explained."""
     steps_by_text: dict[str, list[StepKey]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():
@@ -230,7 +230,7 @@ def doubtful(findings: Findings) -> list[str]:
 
 
 def unexplained(findings: Findings) -> Iterable[Unexplained]:
-    """Everything left over or missing, grouped over the steps in which it is the same."""
+    """Every unexplained or missing message, grouped over the steps in which it is the same."""
     groups: dict[tuple[Any, ...], list[tuple[StepKey, int, int]]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():

@@ -1,4 +1,4 @@
-"""What the ranks of each group issued, in order, compared with each other: the first collective that they did not share.
+"""Compares the collectives that the ranks of each group issued: the first one that they did not share.
 
 All records pass by once, as sums that are equal where the ranks issued the same in a step. Only the groups whose sums differ
 are read again.
@@ -89,7 +89,7 @@ class _Rows:
 
 
 class _Window(NamedTuple):
-    """Where a group differs: position and life, and the records that tell how it came to that, by rank."""
+    """Where the ranks of a group differ: the position, its life, and the records around it, by rank."""
 
     place: int
     rows: Mapping[int, Mapping[tuple[int, int], int]]  # rank -> pid and seq -> place

@@ -1,4 +1,4 @@
-"""The ledger in sentences: what the config asked for, what was issued, what ran, what moved, and why they differ. Pure."""
+"""The ledger in sentences: what the config requested, what was issued, what ran, what moved, and why they differ. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
 from commprof.schema import Op, Purpose
 
-_MUCH: Final = 0.01  # headers, or bytes in send buffers, beyond this part of the model are told
+_MUCH: Final = 0.01  # headers, or bytes in send buffers, beyond this share of the model are mentioned
 _VOWELS: Final = ("a", "e", "i", "o", "u")
 
 
 def gradient_sentence(
     config: Mapping[str, Any], configuration: Configuration, rows: Sequence[LedgerRow], world_size: int
 ) -> str | None:
-    """What was asked for the gradients and what came of it, with its factor of the gradient bytes; None without them."""
+    """What was requested for the gradients and what was issued, as a factor of their bytes; None without gradients."""
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
     issued = [row for row in mine if row.issued_payload_bytes]
     if not issued or world_size < 2:  # one replica has nothing to reduce: its own copies of a weight at most
@@ -29,26 +29,26 @@ def gradient_sentence(
     row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op is None or row.issued_op is None:
         return None
-    asked = f"{_asking_words(config, configuration)} asked for {_article(row.requested_op)}"
+    request = f"{_requesting_words(config, configuration)} requested {_article(row.requested_op)}"
     payload = sum(each.issued_payload_bytes for each in issued)
     used = f"{sum(each.issued_wire_bytes for each in issued) / payload:.2f}"
-    asked_bytes = sum(each.expected_payload_bytes or 0 for each in issued)
-    wanted = f"{sum(each.requested_wire_bytes or 0.0 for each in issued) / max(asked_bytes, 1):.2f}"
+    requested_bytes = sum(each.expected_payload_bytes or 0 for each in issued)
+    wanted = f"{sum(each.requested_wire_bytes or 0.0 for each in issued) / max(requested_bytes, 1):.2f}"
     sizes = sorted({each.group_size for each in issued})
     among = f"n = {sizes[0]}" if len(sizes) == 1 else f"groups of {_listed(sizes)} ranks"
     share = f"of the gradient bytes on the wire per rank at {among} (modelled)"
     if row.issued_op == row.requested_op:
-        return f"{asked}, and {_article(row.issued_op)} was issued: {used} {share}."
+        return f"{request}, and {_article(row.issued_op)} was issued: {used} {share}."
     cause = _turning_words(config, configuration, row.issued_op)
     if row.issued_payload_bytes < payload:
         cause = f"for {100 * row.issued_payload_bytes / payload:.0f} % of the bytes, {cause}"
     if used == wanted:
-        return f"{asked}; {cause}: {used} {share}, as much as was asked for."
-    return f"{asked}; {cause}: {used} instead of {wanted} {share}."
+        return f"{request}; {cause}: {used} {share}, as much as requested."
+    return f"{request}; {cause}: {used} instead of {wanted} {share}."
 
 
 def wrapper_sentence(names: str, rows: Sequence[LedgerRow]) -> str | None:
-    """What wrappers of models asked for the gradients, with its factor of the gradient bytes; None where they sent none."""
+    """What wrappers of models requested for the gradients, as a factor of their bytes; None where they sent none."""
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
     asked = [row for row in mine if row.requested_op is not None and row.expected_payload_bytes]
     if not asked:
@@ -59,20 +59,22 @@ def wrapper_sentence(names: str, rows: Sequence[LedgerRow]) -> str | None:
     sizes = sorted({row.group_size for row in asked})
     among = f"n = {sizes[0]}" if len(sizes) == 1 else f"groups of {_listed(sizes)} ranks"
     return (
-        f"{names} asked for {ops} of the gradients: {wire:.2f} of the gradient bytes on the wire per rank at {among} "
+        f"{names} requested {ops} of the gradients: {wire:.2f} of the gradient bytes on the wire per rank at {among} "
         "(modelled)."
     )
 
 
 def _in_another_way(config: Mapping[str, Any], issued: Sequence[LedgerRow], world_size: int) -> str | None:
-    """What a key of zero_runtime's has in place of one sum over all ranks, if anything; no factor is right then."""
+    """The sentence for a key of zero_runtime that replaces the one sum over all ranks; no single factor is right then."""
     kind = optimizer_type(config)
     ops = ", ".join(dict.fromkeys(str(row.issued_op) for row in issued))
     block = config.get("communication")
     block = block if isinstance(block, Mapping) else {}
     if kind in sign_optimizers.NAMES:
         name = config["optimizer"]["type"]
-        return f"optimizer.type: {name} has the ranks send signs in place of gradients, once it has settled: {ops}."
+        return (
+            f"optimizer.type: {name} has the ranks send signs instead of gradients after its warm-up: {ops}."
+        )
     if block.get("bounded_delay") and any(row.issued_op == Op.SEND for row in issued):
         return (
             f"communication.bounded_delay: {block['bounded_delay']} has each rank send its gradients to every other one: "
@@ -86,7 +88,7 @@ def _in_another_way(config: Mapping[str, Any], issued: Sequence[LedgerRow], worl
     return None
 
 
-def _asking_words(config: Mapping[str, Any], configuration: Configuration) -> str:
+def _requesting_words(config: Mapping[str, Any], configuration: Configuration) -> str:
     if not configuration.partitions:
         return "stage 0, which partitions nothing, whatever reduce_scatter says,"
     if configuration.gradient_reduction != "auto":
@@ -95,7 +97,7 @@ def _asking_words(config: Mapping[str, Any], configuration: Configuration) -> st
 
 
 def _turning_words(config: Mapping[str, Any], configuration: Configuration, issued_op: str) -> str:
-    """Which key, or which rule, made ``issued_op`` of what was asked."""
+    """Which key, or which rule, turned the requested operation into ``issued_op``."""
     if configuration.partitions and configuration.reduces_flat_groups:
         return (
             "bf16 at stage 1 with fp32 gradient accumulation reduces all gradients in one message and turned it into "
@@ -119,7 +121,7 @@ def _turning_words(config: Mapping[str, Any], configuration: Configuration, issu
 
 
 def _key(config: Mapping[str, Any], name: str, value: bool) -> str:
-    """``name: true`` where the config has the key, ``name, true by default,`` where it has not."""
+    """``name: true`` where the config has the key, else ``name, true by default,``."""
     section = config.get("zero_optimization")
     written = isinstance(section, Mapping) and name in section
     word = str(value).lower()
@@ -159,7 +161,7 @@ def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
 
 
 def moved_sentence(row: Moved) -> str:
-    """The counters of one host, or of all, beside the model."""
+    """The counters of one host, or of all, compared with the model."""
     over = {STEPS: f"in {row.steps} steps", PART: "between its first and its last reading"}.get(
         row.when, "over the whole run"
     )
@@ -186,17 +188,17 @@ def moved_sentence(row: Moved) -> str:
     if ratio < 1 - movement.TOLERANCE and row.queued_last_bytes is None:
         text += "; less is not judged, since how much waited in send buffers at the last reading is not known"
     if movement.is_short(row):
-        return text + "; less moved than the model has, so what was executed is not what is said here."
+        return text + "; less moved than the model has, so the executed level above is wrong."
     rest = row.sent_bytes - round(row.expected_bytes)
     if movement.is_long(row):
         return f"{text}; {rest:,} bytes more than the records explain: a message without a record, or another program."
     if row.allowed_bytes is None and ratio > 1 + movement.TOLERANCE:
-        return text + "; the rest is other traffic of the host, headers, or nobody's that was recorded."
+        return text + "; the rest is other traffic of the host, headers, or unrecorded traffic."
     return text + "."
 
 
 def unread_sentences(uncovered: Mapping[str, str], moved: Sequence[Moved]) -> list[str]:
-    """A sentence for each host of which there is no row: what it moved is not known."""
+    """A sentence for each host without a row: what it moved is not known."""
     known = {row.host for row in moved}
     return [
         f"What host {host} moved is not known: {text}."

@@ -1,4 +1,4 @@
-"""The splits of all_to_alls, compared between ranks: what each sends to each other must be what that one expects.
+"""Compares the splits of all_to_alls between ranks: each must send to another what that one expects.
 
 All records pass by once. A sum over what is sent, less one over what is expected, is 0 where they agree. Only the records
 behind other sums are read again.
@@ -99,7 +99,7 @@ class Splits:
         return differences
 
     def _exchanges(self, part: pa.Table) -> pa.Table:
-        """The all_to_alls of which it is known how they are split."""
+        """The all_to_alls whose splits are known."""
         if not self._has_splits:
             return part.slice(0, 0)
         rows = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))

@@ -1,4 +1,4 @@
-"""Messages from rank to rank of which only one end is recorded."""
+"""Point-to-point messages that were recorded at one end only."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SHOWN: Final = (
     *(*COLUMNS, "dtype", "reduce_op", "backend"),
     *("after_step", "module", "purpose", "call_site"),
 )
-_NEAR: Final = 256  # messages of a step that are laid beside each other
+_NEAR: Final = 256  # messages of a step that are compared
 
 
 class _Pair(NamedTuple):
-    """Two ranks, of which one sends the other messages in a group."""
+    """A sender and a receiver of messages in a group."""
 
     attempt: int
     group_ranks: str
@@ -69,10 +69,10 @@ class Ends:
             here[op] = _Sum(before.count + len(places), before.payload_bytes + int(sizes[places].sum()))
 
     def lone(self, run: RecordedRun) -> list[Difference]:
-        """Pairs of ranks of which one received something else than the other sent, with the first such message of each.
+        """Pairs of ranks where one received something else than the other sent, with the first such message of each.
 
-        Pairs of which one left no records are left out, and ranks that receive from whoever sends; attempts before the
-        last were stopped with messages on their way.
+        Leaves out pairs with a rank that has no records, and ranks that receive from any rank. Attempts before the last
+        are left out, too: they were stopped with messages under way.
 
         Args:
             run: whose records were added.
@@ -136,7 +136,7 @@ def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[
 
 
 def _conducts(pair: _Pair, messages: Mapping[str, pa.Table]) -> tuple[Conduct, ...]:
-    """What both ends did at the first message that only one of them has, or of which they have other sizes."""
+    """What both ends did at the first message that only one of them has, or that has different sizes."""
     sizes = [
         numbers_of(messages[op], "payload_bytes")[0] if op in messages else np.zeros(0, np.int64)
         for op in (Op.SEND, Op.RECV)

@@ -1,8 +1,8 @@
-"""What a run kept as sums in the place of records, as messages of each step.
+"""Messages of each step from the sums of a run that aggregated its records.
 
-Of the calls of a step with one purpose, operation and group a rank keeps how many there were and their bytes together. They
-count here as so many messages of equal size, or nearly: number and bytes of all of them are exact, single sizes and call
-sites are not known. A collective counts at the rank that issued most of them, a message at its send.
+For the calls of a step with one purpose, operation and group, a rank keeps their number and total bytes. They count here
+as messages of (nearly) equal size: their number and total bytes are exact, single sizes and call sites are not known. A
+collective counts at the rank that issued most of them, a message at its send.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str])
 
 
 def sums_of(aggregates: pa.Table, of_group: Mapping[str, str]) -> Sums:
-    """``aggregates`` apart: what is of the steps, and what is outside of them."""
+    """``aggregates``, separated into sums of the steps and sums outside of them."""
     is_outside = pc.is_valid(aggregates["after_step"])
     in_steps, outside = aggregates.filter(pc.invert(is_outside)), aggregates.filter(is_outside)
     return Sums(with_sums({}, in_steps, of_group), with_sums({}, outside, of_group))
 
 
 def _over_ranks(aggregates: pa.Table) -> pa.Table:
-    """The sums of all ranks together: a row for each attempt, step and kind. Recvs only where no rank kept sends."""
+    """The sums of all ranks together: a row for each attempt, step and kind. Recvs count only where no rank has sends."""
     kinds = [key for key, _ in combinations(aggregates, [*_GROUP, "op"])]
     sending = {key[:-1] for key in kinds if key[-1] == Op.SEND}
     counts = where(
@@ -133,7 +133,7 @@ def _issued(sums: pa.Table, of_group: Mapping[str, str]) -> Issued:
 
 
 def _messages(total: _Sum, backend: str | None) -> Counter[Message]:
-    """As many messages as there were calls, with their bytes together."""
+    """One message for each call, with the total bytes spread evenly."""
     if total.op in (Op.SEND, Op.RECV):
         calls, size = total.calls_sum, total.bytes_sum
     else:

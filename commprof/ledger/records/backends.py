@@ -1,21 +1,21 @@
-"""What a backend is known to run for what is issued, and which rank of the group then sends how much to which.
+"""What a backend runs for an issued operation, and how much each rank of the group then sends to each other.
 
 gloo: read in its sources (of May 2025), and measured with torch 2.13 on 2, 3 and 4 hosts of one rank each, with buffers of
-4 bytes to 20 MB and several roots. The interfaces of each host counted what stands here, about 150 bytes of gloo's own for
-each message, and TCP's headers. torch's Flight Recorder names the operations so. S is the payload of schema.py, n the ranks
-of the group:
+4 bytes to 20 MB and several roots. The interfaces of each host counted the bytes below, about 150 bytes of gloo's own
+for each message, and TCP's headers. torch's Flight Recorder gives the operations the same names. S is the payload of
+schema.py, n the ranks of the group:
 
 ==================  ==========  ======================================================================================
 issued              executed    who sends what
 ==================  ==========  ======================================================================================
 all_reduce          all_reduce  2(n-1)/n S to the rank before it in the group
-reduce_scatter      all_reduce  the same: an all_reduce of the whole input, of which each rank keeps a part; of a list,
+reduce_scatter      all_reduce  the same: an all_reduce of the whole input; each rank keeps its chunk. Of a list,
                                 an all_reduce of each chunk
-reduce              reduce      to the rank before it S less two segments, then a part of S/n to the root. A segment is
+reduce              reduce      to the rank before it S less two segments, then a chunk of S/n to the root. A segment is
                                 S/2n, but never more than 1 MiB: up to 2n MiB a mean rank sends (n^2-1)/n^2 S
 broadcast           broadcast   along a binomial tree, S to each child: the root sends most, half of the ranks nothing
 all_gather          all_gather  (n-1)/n S to the rank after it
-all_to_all          all_to_all  to each other rank its part: as recorded, or S/n, where the parts are equal
+all_to_all          all_to_all  to each other rank its chunk: as recorded, or S/n, where all are equal
 gather, scatter     the same    S/n from each other rank to the root, or from the root to each other rank
 send                send        S
 barrier             barrier     nothing
@@ -155,7 +155,7 @@ def sent_by_rank(
 ) -> tuple[tuple[float, ...], ...]:
     """Bytes from each rank to each in an all_to_all, from the records of all its ranks in the group's order.
 
-    Empty where no record has splits: all are equal then, or an older version recorded them, which did not keep any.
+    Empty where no record has splits: all are equal then, or an older version, which recorded no splits, wrote them.
 
     Args:
         inputs, outputs: ``input_bytes`` and ``output_bytes``.
@@ -168,7 +168,7 @@ def sent_by_rank(
     got = [_shares(text, size, n) for text, size in zip(output_splits, outputs, strict=True)]
     by_sender = []
     for a, row in enumerate(sent):
-        # Of a sender whose splits are not known, its receivers' are.
+        # Where the splits of a sender are not known, those of its receivers are used.
         sent_bytes = row or [shares[a] for shares in got if shares is not None]
         if len(sent_bytes) < n:
             return ()
@@ -183,7 +183,7 @@ def _shares(text: str | None, size: int, ranks: int) -> tuple[float, ...] | None
 def _pairwise(call: Call) -> Flows:
     """An all_to_all. Records without splits have what each rank gives and gets in all.
 
-    Where one of the two is the same on all ranks, each of them divides alike, and the parts follow from the other.
+    Where one of the two is the same on all ranks, each of them divides equally, and the splits follow from the other.
     """
     n, inputs, outputs = call.group_size, call.inputs, call.outputs
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
@@ -251,17 +251,17 @@ def _ceiling(size: int, part: int) -> int:
 
 
 def _clipped(size: int, begin: int, length: int) -> int:
-    """How much of ``length`` bytes from ``begin`` lies in a buffer of ``size``."""
+    """How much of ``length`` bytes from ``begin`` is within a buffer of ``size``."""
     return max(0, min(length, size - begin))
 
 
 def _reduced_by_all(size: int, ranks: int) -> int:
-    """Bytes that all ranks together send for gloo's reduce, a chunk of the root taken for the mean one.
+    """Bytes that all ranks together send for gloo's reduce; the chunk of the root counts as a mean one.
 
     ``queries/operations.sql`` has the same.
     """
     length, each = _segments(size, ranks)
-    chunks = size // (each * length)  # whole ones; the end of the next may be within the buffer
+    chunks = size // (each * length)  # complete ones; the next may end within the buffer
     unsent = chunks * 2 * length
     if chunks < ranks:
         unsent += _clipped(size, ((chunks + 1) * each - 2) * length, 2 * length)

@@ -1,4 +1,4 @@
-"""The executed level: what the backend ran for each collective, from its log, its own list, or its known behaviour."""
+"""The executed level: what the backend ran for each collective, from its log, its own list, or its known behavior."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NCCL: Final = "nccl"
 _MOST_NAMED: Final = 4
 _PROBED_BYTES: Final = 1024  # any: the model is proportional to it
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
-_LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists by themselves
+_LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists
 _LISTED: Final = (*_LISTING, "seq", "pg_seq", "op", "backend", "backend_method", "group_size")
 
 
@@ -34,7 +34,7 @@ class Executed(NamedTuple):
         ops: says which operation ran for each of some records; null where that is not known.
         source: where that is from, or why it is not known.
         problems: sentences about what contradicts the records.
-        doubts: sentences about what cannot be told.
+        doubts: sentences about what is not known.
     """
 
     ops: Ops
@@ -61,7 +61,7 @@ def executed(run: RecordedRun, names: Iterable[str]) -> Executed:
 
 
 def _as_known(rows: pa.Table) -> pa.Array:
-    """What the backend of each record is known to run for it."""
+    """What the backend of each record runs for it, by its known behavior."""
 
     def ran(op: str, backend: str | None) -> str | None:
         return backends.execution(op, 0, 2).op if backends.known(backend) else None
@@ -94,18 +94,18 @@ def _from_log(run: RecordedRun) -> Executed:
     unclear = states["missing"] + states["ambiguous"] + states["torn"]
     if unclear:
         doubts.append(
-            f"{unclear:,} lines of the NCCL log are missing, ambiguous or torn, so what ran there is not known"
+            f"{unclear:,} lines of the NCCL log are missing, ambiguous or truncated, so what ran there is not known"
         )
     source = f"the NCCL log: {states['matched']:,} lines matched with records"
     return Executed(lines.executed_ops, source, tuple(problems), tuple(doubts))
 
 
 def executed_factors(run: RecordedRun) -> dict[str, float]:
-    """Of the operations issued to NCCL: modelled bytes of what ran, by those of what was issued.
+    """For each operation issued to NCCL: modelled bytes of what ran, divided by those of what was issued.
 
-    Out of the alignment that the run keeps. An operation is missing where a record of it has no line, or its records ran as
-    operations of unlike cost. All are missing without an alignment, where the log is of other processes, and where sums
-    were kept.
+    Reads the alignment that the run stores. An operation is missing where a record of it has no line, or its records ran as
+    operations of different cost. All are missing without an alignment, where the log is of other processes, and where the
+    run aggregated its records.
     """
     lines = _stored_alignment(run)
     if not lines.states or _foreign_writers(run, lines) or len(run.table("aggregates")):
@@ -133,7 +133,7 @@ def _ambiguous_extra(comm_matches: pa.Table) -> int:
 
 
 def _foreign_writers(run: RecordedRun, lines: LogLines) -> set[Writer]:
-    """The processes of the log that are none of the run's, by process id, and by host where the run recorded it."""
+    """The processes of the log that are not of the run, by process id, and by host where the run recorded it."""
     own: dict[int, set[str | None]] = defaultdict(set)
     for entry in run.manifest.ranks:
         host = entry.get("host")
@@ -160,7 +160,7 @@ def _processes(run: RecordedRun) -> str:
 
 
 def _lines_of(run: RecordedRun) -> LogLines:
-    """The lines and the alignment that the run keeps; where it only holds the logs, it is aligned with them now.
+    """The lines and the alignment that the run stores; where it only has the logs, they are aligned now.
 
     Raises:
         CommprofError: there are no logs, or they cannot be read.
@@ -184,7 +184,7 @@ def _lines_of(run: RecordedRun) -> LogLines:
 
 
 def _stored_alignment(run: RecordedRun) -> LogLines:
-    """The lines and the alignment that the run keeps; without states where it keeps none."""
+    """The lines and the alignment that the run stores; no states where it stores none."""
     lines = LogLines()
     for part in run.parts("nccl_ops", LINE_COLUMNS):
         lines.add_printed(part)
@@ -194,7 +194,7 @@ def _stored_alignment(run: RecordedRun) -> LogLines:
 
 
 def _compare_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
-    """How many of the newest collectives of each rank and group gloo lists as it is known to, of how many compared."""
+    """How many of the newest collectives of each rank and group the Flight Recorder lists as expected, of how many."""
     entries: dict[tuple[Any, ...], list[tuple[int, str]]] = defaultdict(list)
     for row in run.table("flight").to_pylist():
         if not row["is_p2p"] and row["op"] is not None:
@@ -220,7 +220,7 @@ def _newest(
 ) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
     """The last records of collectives on gloo, in order of issue: as many as ``most`` says of each rank and group.
 
-    gloo does not list what it refused.
+    The Flight Recorder does not list calls that gloo refused.
     """
     newest: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for part in run.parts("collectives", _LISTED):

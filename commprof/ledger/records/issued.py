@@ -19,10 +19,10 @@ INIT_STEP: Final = -1
 
 
 class Message(NamedTuple):
-    """What makes two collectives of one step equal for the ledger.
+    """One class of collectives that the ledger treats as equal within a step.
 
-    ``in_evaluation``: issued in an evaluation: a forward pass after the optimizer had run, or before the first step.
-    ``in_group_of_script``: in a group that no runtime uses. ``outside``: after a step had ended, in none.
+    ``in_evaluation``: issued in a forward pass after the optimizer had run, or before the first step.
+    ``in_group_of_script``: in a group that no runtime uses. ``outside``: between two steps.
     ``exchanged_bytes``: of an all_to_all with splits, what all its ranks together send to others.
     """
 
@@ -55,7 +55,9 @@ class StepKey(NamedTuple):
     step: int
 
 
-Issued = dict[StepKey, dict[Message, int]]  # steps that sent the same share one value, which nobody changes
+Issued = dict[
+    StepKey, dict[Message, int]
+]  # steps that sent the same share one value, which must not be changed
 Executed: TypeAlias = Callable[[pa.Table], pa.Array]
 
 _OF_RECORD: Final = ("purpose", "op", "group_ranks", "group_size", "backend", "call_site", "status")

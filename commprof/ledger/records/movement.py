@@ -1,13 +1,13 @@
-"""The moved level: the counters of each host, beside the model of what its ranks sent to others over the same time.
+"""The moved level: the counters of each host, compared with the model of what its ranks sent in the same time.
 
 The counters see the whole host, other processes included. On one host under gloo every byte that a rank sends passes the
-loopback interface. On several, what a rank sends to a rank of another host passes the others: each host is held to the sum
-over its own ranks (:func:`backends.flows`). Where it is not known how an operation is spread over the ranks, only what all
-hosts together sent is held.
+loopback interface. On several, what a rank sends to another host passes the other interfaces: each host is compared with
+the sum over its own ranks (:func:`backends.flows`). Where the spread of an operation over the ranks is not known, only the
+sum over all hosts is compared.
 
 Headers of packets are left out where packets were counted. Fewer bytes than the model has may be 2 % less. More may be 2 %
-more, and what the backend's own words and what TCP sent again may add (``Moved.allowed_bytes``). What TCP held back at the
-first reading was issued before and may be counted after it; what it held back at the last one is not counted yet.
+more, plus the backend's own headers and TCP's retransmissions (``Moved.allowed_bytes``). Bytes in TCP's send buffers at the
+first reading were issued before and may be counted after it; those at the last reading are not counted yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from commprof.ledger.records.sendings import Sending, Sendings
 ALL_DEVICES: Final = "all but lo"
 ALL_HOSTS: Final = "all hosts"
 TOLERANCE: Final = 0.02
-# Headers of packets, barriers and connections: below this a model says nothing of counters.
+# Below this, headers of packets, barriers and connections dominate: the model does not predict the counters.
 LEAST_BYTES: Final = 1_000_000
 NO_READINGS: Final = "no counters were read during the run"
 UNKNOWN_HOSTS: Final = "the hosts of the ranks are not known"
@@ -36,11 +36,12 @@ SEVERAL_ATTEMPTS: Final = (
 )
 NOT_GLOO: Final = "on one host only gloo's traffic passes the loopback interface"
 _HEADER_BYTES: Final = 66  # of a packet: Ethernet, IPv4, TCP with its times
-# Measured, of a message: gloo's own words; with headers, where packets are not counted. And what acknowledges a byte.
+# Measured for each message: gloo's own header, with packet headers where packets are not counted. And TCP's
+# acknowledgment of a byte.
 _WORDS_BYTES: Final = 150
 _MESSAGE_BYTES: Final = 300
 _ACKNOWLEDGED: Final = 0.0005
-_MOST_WORDS: Final = 0.009  # of what is sent; beyond, more than the model says nothing
+_MOST_WORDS: Final = 0.009  # of what is sent; above, an excess proves nothing
 _SEGMENT_BYTES: Final = 1514  # of TCP on Ethernet, at most
 _START_BYTES: Final = 100_000  # connections and the store, where the readings are of the whole run
 
@@ -99,7 +100,7 @@ class _Model:
 
 
 class Movement(NamedTuple):
-    """Each host beside the model; and all hosts together, where some host cannot be held to a model of its own."""
+    """Each host compared with the model; and their sum, where some host has no model of its own."""
 
     hosts: tuple[Moved, ...]
     together: Moved | None = None
@@ -118,7 +119,7 @@ def moved(
         wire: the ``wire`` table.
         sendings: what was sent in each step.
         hosts: the host of every rank.
-        uncovered: host -> what its readings leave out of the run.
+        uncovered: host -> the part of the run that its readings do not cover.
         attempts: of the job. What the last collectives of one that was stopped have sent is not known.
     """
     by_device: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
@@ -156,7 +157,7 @@ def moved(
 class _Counted(NamedTuple):
     """What the counters of one host say; ``steps``: the first reading was at the end of the first of them.
 
-    ``queued``: bytes that TCP held back at the first reading and at the last; None where that was not read.
+    ``queued``: bytes in TCP's send buffers at the first and at the last reading; None where they were not read.
     """
 
     host: str
@@ -190,12 +191,12 @@ def _counted(host: str, device: str, readings: Sequence[Sequence[Mapping[str, An
 
 
 def _queued(spans: Sequence[Span]) -> tuple[int, int | None]:
-    """Bytes held back at the first and at the last reading; the last is not known of a process that was killed."""
+    """Bytes in send buffers at the first and at the last reading; the last is not known of a killed process."""
     known = [
         [span[end]["queued_bytes"] for span in spans if span[end].get("queued_bytes") is not None]
         for end in (0, 1)
     ]
-    # All interfaces but the loopback have the same number. A trace from before it was read is held to the counters alone.
+    # All interfaces but the loopback have the same number. An older trace without it is compared by the counters alone.
     first, last = (max(values, default=None) for values in known)
     return first or 0, 0 if first is None and last is None else last
 
@@ -244,7 +245,7 @@ def _known(model: _Model, host: str) -> float | None:
 
 
 def _compared(one: _Counted, model: _Model, on_one: bool, left_out: str | None, stopped: str | None) -> Moved:
-    """One host beside its model. What its loopback carries besides is not judged: all its programs use that."""
+    """One host compared with its model. Extra bytes on loopback are not judged: all programs of the host use it."""
     if left_out is not None:
         return _row(one, None, None, left_out)._replace(when=PART)
     expected = model.sent.get(one.host, 0.0)
@@ -254,9 +255,7 @@ def _compared(one: _Counted, model: _Model, on_one: bool, left_out: str | None, 
         or (model.uneven and f"{model.uneven}: only the sum over the hosts is compared")
     )
     if reason is None and expected < LEAST_BYTES:
-        reason = (
-            f"too little to compare: the model has {round(expected):,} bytes, of which headers are no part"
-        )
+        reason = f"too little to compare: the model has {round(expected):,} bytes, without headers"
     allowed = None
     if reason is None and not on_one:
         received, messages = model.received.get(one.host, 0.0), model.messages.get(one.host, 0)
@@ -265,7 +264,7 @@ def _compared(one: _Counted, model: _Model, on_one: bool, left_out: str | None, 
 
 
 def _allowed(one: _Counted, expected: float, received: float, messages: float, start: int) -> float | None:
-    """What is sent besides the ``expected`` bytes; None where that is so much that more than the model says nothing."""
+    """Bytes that are sent in addition to ``expected``; None where they are so many that an excess proves nothing."""
     words = messages * (_WORDS_BYTES if one.headers is not None else _MESSAGE_BYTES)
     if one.headers is None:
         words += _ACKNOWLEDGED * received
@@ -297,7 +296,7 @@ def _compared_together(
     models: Mapping[tuple[int, int] | None, _Model],
     hosts: set[str],
 ) -> Moved | None:
-    """All hosts beside the model, where some host is not held to its own and all were read over the same time."""
+    """The sum over all hosts compared with the model, where some host has none of its own and all cover the same time."""
     spans = {one.steps for one in counted}
     if (
         all(row.expected_bytes is not None for row in rows)

@@ -1,4 +1,4 @@
-"""What must be known of all records of a run before any of them is counted; gathered part by part.
+"""A first pass over all records of a run, which decides how each of them is counted.
 
 A collective counts at the lowest rank of its group that was recorded, a message at its send; a recv counts where no rank
 recorded a send in the group. The payload of an all_to_all may differ between the ranks: it is their mean, rounded; with
@@ -23,7 +23,7 @@ GROUP: Final = ("attempt", "pg", "group_ranks")
 WITHIN_MODELS: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 _PROCESS: Final = ("rank", "attempt", "pid")
 DEFAULT_GROUP: Final = "default_pg"
-# What a script may send in groups of its own as well as a runtime.
+# Purposes that scripts, too, may use in groups of their own.
 _OF_SCRIPTS: Final = frozenset(
     {None, Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.CONTROL, Purpose.OBJECT}
 )
@@ -36,7 +36,7 @@ COLUMNS: Final = (
 
 
 def by_last_step(part: pa.Table) -> pa.Table:
-    """``part``, with what is outside of the steps under the last step before it, which the rules speak of."""
+    """``part``, where records between steps get the step before them, as the rules expect."""
     if "after_step" not in part.column_names:
         return part
     step = pc.coalesce(part["after_step"], part["step"])
@@ -44,7 +44,7 @@ def by_last_step(part: pa.Table) -> pa.Table:
 
 
 class Survey:
-    """The records that were added, as far as each of them depends on others."""
+    """What the records that were added say about each other."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -52,7 +52,7 @@ class Survey:
         self._speakers: dict[Group, int] = {}
         self._with_sends: set[Group] = set()
         self._of_runtime: set[Group] = set()
-        self._has_default = False  # otherwise nothing tells which group is the default one
+        self._has_default = False  # otherwise the default group is not known
         self._last_of_optimizer = Lookup(np.maximum)
         self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
         self._uneven_own_bytes, self._splits = Lookup(np.add), Lookup(np.maximum)
@@ -85,7 +85,7 @@ class Survey:
             self._speakers[group] = min(rank, self._speakers.get(group, rank))
 
     def counts(self, part: pa.Table) -> Flags:
-        """Which records of ``part`` stand for their collective or message."""
+        """Which records of ``part`` count for their collective or message."""
 
         def counts_once(*key: Any) -> bool:
             *group, rank, op = key
@@ -98,7 +98,7 @@ class Survey:
     def in_evaluation(self, rows: pa.Table) -> Flags:
         """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases.
 
-        What passes between parts of a model outside of both passes of training needs no such order. ``rows`` have the
+        Messages within a model (``WITHIN_MODELS``) outside of forward and backward need no such order. ``rows`` have the
         column ``purpose`` too.
         """
         forward = where(rows, ["phase"], lambda phase: phase in (Phase.FORWARD, Phase.OTHER))
@@ -116,14 +116,14 @@ class Survey:
         return named | inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 
     def in_group_of_script(self, rows: pa.Table) -> Flags:
-        """Whether each of ``rows`` was issued in a group that only the script uses: the config says nothing about it.
+        """Whether each of ``rows`` was issued in a group that only the script uses, which the config does not mention.
 
         No record of such a group has a purpose of training, and it is not the default group.
         """
         return where(rows, list(GROUP), lambda *group: self._has_default and group not in self._of_runtime)
 
     def payload_bytes(self, rows: pa.Table) -> Numbers:
-        """The payload of what each of ``rows`` stands for."""
+        """The payload of the collective or message of each of ``rows``."""
         own, _ = numbers_of(rows, "payload_bytes")
         uneven = where(rows, ["op"], lambda op: op == Op.ALL_TO_ALL)
         if not uneven.any():
@@ -159,7 +159,7 @@ def _own_bytes(rows: pa.Table) -> tuple[Numbers, Numbers]:
     if all(rows[name].null_count == len(rows) for name in columns):
         return own_bytes, splits_state
     for (own, size, *splits), places in combinations(rows, ["group_rank", "group_size", *columns]):
-        # Both have the rank's part for itself. An input without splits has equal parts, which stand there already.
+        # Input and output splits both have the rank's own chunk. An input without splits has equal chunks, set above.
         if not any(splits):
             continue
         sizes_of_ranks = (
@@ -176,7 +176,7 @@ def _parsed(text: str | None, group_size: int) -> tuple[int, ...] | None:
 
 
 def survey_of(tables: Iterable[pa.Table]) -> Survey:
-    """The survey of all records, given in parts."""
+    """The survey of all records in ``tables``."""
     survey = Survey()
     for part in tables:
         survey.add(part)

@@ -1,7 +1,7 @@
-"""Which readings of a host's counters, taken at steps, a collective lies between: by time, not by the step of its record.
+"""Assigns each collective to the readings of its host's counters around it: by time, not by the step of its record.
 
-What a program sends after the end of a step and before the next is of the next step where its runtime says that the step
-has ended. The reading of the step comes later, and holds it. Steps of several attempts have the same numbers.
+Where a runtime says that a step has ended, what the program sends afterwards belongs to the next step. The reading of the
+step comes later and includes it. Steps of several attempts have the same numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from commprof.ledger.records.row_index import Numbers, combinations, numbers_of
 
-BEFORE_ALL: Final = -(1 << 31)  # no step: of attempts before the last, which no two readings at steps enclose
+BEFORE_ALL: Final = -(1 << 31)  # no step: attempts before the last, which are between no two readings
 COLUMNS: Final = ("attempt", "rank", "issue_ns", "return_ns", "wait_end_ns")
 
 
@@ -86,7 +86,7 @@ def _of_attempt(wire: pa.Table, clocks: pa.Table, attempt: int) -> pa.Table:
 
 
 def _by_host(wire: pa.Table) -> dict[str, tuple[Numbers, Numbers]]:
-    """Host -> times and steps of its readings at steps, where there are two; steps that come again count on."""
+    """Host -> times and steps of its readings at steps, where there are two; repeated steps keep the highest number."""
     taken: dict[str, dict[int, int]] = defaultdict(dict)
     rows: list[dict[str, Any]] = wire.select(["host", "kind", "time_ns", "step"]).to_pylist()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Values under a few names and a number, kept and found for many rows at once."""
+"""An index from a few columns and a number to a value, for many rows at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Names: TypeAlias = tuple[Any, ...]
 
 
 class Lookup:
-    """For each combination of names, such as a process, numbers and their values; in arrays, as there may be millions.
+    """Numbers and their values for each combination of columns, such as a process; in arrays, as there may be millions.
 
     Args:
-        combine: makes one value of those that were added under the same names and number.
+        combine: reduces the values that were added under the same names and number to one.
     """
 
     def __init__(self, combine: np.ufunc) -> None:
@@ -81,7 +81,7 @@ def combinations(rows: pa.Table, names: Sequence[str]) -> Iterator[tuple[Names, 
 
 
 def where(rows: pa.Table, names: Sequence[str], holds: Callable[..., bool]) -> Flags:
-    """Where ``holds`` is true of the columns ``names``; it is asked once for each combination."""
+    """Where ``holds`` is true of the columns ``names``; it is called once for each combination."""
     if not len(rows):
         return np.zeros(0, bool)
     codes, keys = _coded(rows, names)
@@ -90,7 +90,7 @@ def where(rows: pa.Table, names: Sequence[str], holds: Callable[..., bool]) -> F
 
 
 def each_for(rows: pa.Table, names: Sequence[str], value: Callable[..., str | None]) -> pa.Array:
-    """What ``value`` says of the columns ``names`` of each row, as text; it is asked once for each combination."""
+    """The text that ``value`` returns for the columns ``names`` of each row; it is called once for each combination."""
     if not len(rows):
         return pa.nulls(0, pa.string())
     codes, keys = _coded(rows, names)

@@ -1,4 +1,4 @@
-"""What was sent in each step, as far as its bytes depend on it: for the counters of each host."""
+"""What was sent in each step, with all that its bytes depend on: for the comparison with the counters of each host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sending(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is kept as sums only, in the steps and outside of them, by the last step before."""
+    """Aggregated messages, in the steps and outside of them, by the last step before."""
 
     in_steps: Issued
     outside: Issued
@@ -93,12 +93,12 @@ def sendings(
     """What was sent until the reading of each step.
 
     Args:
-        tables: the records, with :data:`COLUMNS` at least. What is outside of the steps counts to the step before it: a
-            reading for that step comes after it. A call that raised sent nothing.
+        tables: the records, with :data:`COLUMNS` at least. Records between steps count to the step before them:
+            the reading of that step comes later. Calls that raised sent no bytes.
         survey: of the same records.
-        readings: of the counters at steps: between which of them a record lies, its times say.
+        readings: of the counters at steps: the times of a record decide between which of them it is.
         executed_ops: says what the backend ran for each record, null where that is not known.
-        sums: what is kept as sums only, without roots, receivers and splits.
+        sums: aggregated messages, without roots, receivers and splits.
     """
     sent = Sendings()
     members: list[pa.Table] = []
@@ -128,12 +128,12 @@ def sendings(
 
 
 def _may_be_uneven(op: str, backend: str | None) -> bool:
-    """Whether the ranks of a collective may give or get unlike much."""
+    """Whether the ranks of a collective may send or receive different amounts."""
     return op == Op.ALL_TO_ALL or (op in _UNEVEN_BUT_ON_GLOO and not known(backend))
 
 
 def _has_chunks(part: pa.Table) -> Flags:
-    """Of which records the ranks keep chunks of unlike size."""
+    """Records of collectives whose ranks keep chunks of different sizes."""
     splits = part["input_splits"]
     if splits.null_count == len(part):
         return np.zeros(len(part), bool)
@@ -155,13 +155,13 @@ def _add(sent: Sendings, row: Mapping[str, Any], count: int) -> None:
 
 
 def _ran(row: Mapping[str, Any]) -> str:
-    """What the backend ran, where it is one collective; gloo's own ways are known to :mod:`backends`."""
+    """What the backend ran, where it is one collective; gloo's own algorithms are in :mod:`backends`."""
     ran = row["executed_op"]
     return str(ran if ran in OPS and ran not in _P2P and row["op"] not in _P2P else row["op"])
 
 
 def _add_uneven(sent: Sendings, rows: pa.Table) -> None:
-    """Collectives of which each rank may give and get unlike much, out of the records of all their ranks."""
+    """Add collectives whose ranks may send and receive different amounts, from the records of all their ranks."""
     codes, _ = numbered(rows.select([*GROUP, "pg_seq"]))
     order = np.lexsort((rows["rank"].to_numpy(), codes))
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))

@@ -1,1 +1,1 @@
-"""The requested level: what the config or the wrappers of a run ask for in each step."""
+"""The requested level: what the config or the wrappers of a run request in each step."""

@@ -1,8 +1,8 @@
-"""How many activations a run has, from its records: the one thing that rules for shared models cannot tell by themselves.
+"""The number of activations of a run, from its records: the one quantity that rules for shared models cannot predict.
 
-Nothing is taken from a single message. What most messages of a module say is how many rows it works on, what most
-micro-batches send is what passes between stages; the rules then say what every message must be. So a message that is
-missing, or of another size, stands out. In a step in which most modules have another length, all are expected to.
+No single message decides. Most messages of a module determine how many rows it works on, and most micro-batches determine
+what passes between stages. The rules then predict every message, so a missing message or another size is detected. In a
+step in which most modules have another length, all are expected to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Observed:
     Attributes:
         shapes: of a usual step.
         scales: steps in which most modules have another number of rows, and how many times as many.
-        notes: what a reader should know.
+        notes: remarks for the report.
     """
 
     shapes: Shapes = field(default_factory=Shapes)
@@ -121,7 +121,7 @@ def _modules(kinds: Mapping[_Kind, Counter[int]]) -> dict[str, list[tuple[_Kind,
 
 
 def _rows(sent: Mapping[_Kind, Counter[int]], messages: Sequence[ModuleMessage]) -> dict[str, int]:
-    """The rows of each module: what most of its messages say, or, where these are torn, most messages of all."""
+    """The rows of each module: the value of most of its messages, or of most messages of all where its own are split."""
     row_counts: dict[str, Counter[int]] = defaultdict(Counter)
     for kind, sizes in sent.items():
         for each in messages:
@@ -143,7 +143,7 @@ def _rows(sent: Mapping[_Kind, Counter[int]], messages: Sequence[ModuleMessage])
 
 
 def _most_common(counts: Counter[Any]) -> Any:
-    """The value with the highest count; of several the first in order, so that all runs say the same."""
+    """The value with the highest count; of several the first in order, so that the answer is deterministic."""
     return min(counts, key=lambda value: (-counts[value], str(value)))
 
 
@@ -176,7 +176,7 @@ def _calls(
         times = round(max(sent, default=0) / (number * micro_batches))
         if times != 1:
             calls[key] = times
-    # That nothing is sent is believed where no gradient is asked for, and nowhere else.
+    # Only a module whose input needs no gradient may send nothing.
     gradients = {(each.module, str(each.op)) for each in messages if not each.forward}
     return {key: times for key, times in calls.items() if times or key in gradients}
 
@@ -204,7 +204,7 @@ def _loss_rows(sent: Mapping[_Kind, Counter[int]], module: str) -> int:
 
 
 def _others(steps: Steps, modules: Iterable[str], micro_batches: int) -> dict[str, list[tuple[str, int]]]:
-    """What modules send in a micro-batch of which no rule speaks: what most steps have of it."""
+    """What modules without a rule send in a micro-batch: what they send in most steps."""
     messages = {}
     for module in sorted(modules):
         seen: Counter[tuple[tuple[str, int, int], ...]] = Counter()

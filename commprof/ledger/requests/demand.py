@@ -26,7 +26,7 @@ _AFTER_OVERFLOW: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GAT
 def demands(
     run: RecordedRun, request: Request, steps: Issued, preceding: Mapping[Message, int] | None = None
 ) -> tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]:
-    """What each step should send, the steps that did not reach their end, and remarks about both.
+    """What each step should send, the steps that did not reach their end, and notes on both.
 
     Args:
         run: what was recorded.
@@ -70,7 +70,7 @@ def demands(
                     partial.add(key)
                 elif key == keys[-1] and is_cut:
                     died.append(key)
-                same = tuple(map(id, expectations))  # what is kept beside them keeps them from being others
+                same = tuple(map(id, expectations))  # the cache holds them, so that their ids stay unique
                 if same not in known:
                     known[same] = expectations, attribution.wants(expectations, request.world_size)
                 wanted[key] = known[same][1]
@@ -97,9 +97,9 @@ def _shortened_steps(
         (skipped, "a gradient overflowed, as the engine says, and no step was taken"),
         (
             died,
-            "the last that was recorded of a program that did not end normally; what is not there is not counted as missing",
+            "the last one of a program that did not end normally; absent messages do not count as missing",
         ),
-        (partial, "did not reach the end; what is not there is not counted as missing"),
+        (partial, "did not reach the end; absent messages do not count as missing"),
     )
     return [f"{step_list(keys)}: {text}." for keys, text in ways if keys]
 
@@ -119,7 +119,7 @@ def wanted_before(
     """What should be sent before the first step, and remarks on it.
 
     A parameter that ``zero.Init`` has sharded is broadcast once less at stage 3. Where the engines do not say which were,
-    the messages say how many models were made within it.
+    the messages show how many models were made within it.
 
     Args:
         requests: of the engines of the run, whose models are alike.
@@ -141,11 +141,12 @@ def wanted_before(
         for within_init in range(len(requests), 0, -1):
             wanted = _sum_of([*lean[:within_init], *plain[within_init:]])
             sent = attribution.attribute({key: dict(messages)}, {key: wanted}, frozenset())[key]
-            # What else the script sends, as an all_reduce of its own, says nothing about how its models were made.
+            # Other messages of the script, such as an all_reduce, do not depend on how its models were made.
             if all(finding.closes for kind, finding in sent.items() if wanted.get(kind) != usual.get(kind)):
                 models = "a model" if len(requests) == 1 else f"{within_init} of {len(requests)} models"
+                verb = "needs" if within_init == 1 else "need"
                 return wanted, [
-                    f"before the first step was sent what {models} made within zero.Init need{'s' * (within_init == 1)}"
+                    f"messages before the first step are those that {models} made within zero.Init {verb}"
                 ]
     return _sum_of(plain), []
 
@@ -207,7 +208,7 @@ def _sum_of(several: Sequence[Mapping[Class, Want]]) -> dict[Class, Want]:
 
 
 def _add(wants: dict[Class, Want], more: Mapping[Class, Want]) -> None:
-    """Put what one engine sends when it is made to what others do."""
+    """Add what one engine sends when it is made to what others do."""
     for kind, want in more.items():
         if kind not in wants:
             wants[kind] = replace(want)
@@ -239,7 +240,7 @@ def _updated(steps: pa.Table) -> set[StepKey]:
 def _unfinished(
     expectations: Sequence[Expectation], messages: Mapping[Message, int], is_updated: bool
 ) -> bool:
-    """Whether nothing was sent of what ends a step: the script stopped within it. Asked of an attempt's last step only."""
+    """Whether the messages that end a step are missing: the script stopped within it. For an attempt's last step only."""
     if not messages:
         return bool(expectations) and not is_updated
     ends = {row.purpose for row in expectations if row.when == "step"}

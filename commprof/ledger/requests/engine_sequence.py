@@ -1,7 +1,7 @@
-"""Engines of a run in turn: each asks for what its own config says, in its own steps.
+"""Several engines of a run, one after the other: each requests what its own config says, in its own steps.
 
-A program may call ``initialize`` again when it has trained, with another number of micro-batches for instance. What such
-a call sends belongs to no step: it stands with what is sent before the first one.
+A program may call ``initialize`` again after training, with another number of micro-batches for instance. What such a
+call sends belongs to no step: it counts as sent before the first one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OTHER_MODELS: Final = (
     "the program made several engines, one after the other had trained, and their models have different parameters, of "
     "which the run keeps those of the first"
 )
-_TOLD: Final = (
+_SEVERAL_ENGINES: Final = (
     "The program made {count} engines, each after the one before it had trained; they begin at steps {steps}."
 )
 _REFERENCE: Final = "a model that takes no step, as the reference model of DPO, may run in it"
@@ -47,7 +47,7 @@ class Turn:
         run: all of it.
         after: the last step before this engine was made; -1 for the first engine.
         until: the last step before the next one was made.
-        told: what the manifest says of this engine.
+        entry: the entry of this engine in the manifest.
     """
 
     def __init__(self, run: RecordedRun, after: int, until: int, entry: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Turn:
 
 
 def turns_of(run: RecordedRun) -> list[Turn]:
-    """The parts of ``run`` in which its engines trained, in order; none where a single one did, or several together."""
+    """The parts of ``run`` in which its engines trained, in order; empty for a single engine, or several at once."""
     engines = run.manifest.engines
     if (
         not engines
@@ -117,7 +117,7 @@ def made_anew(rows: pa.Table) -> Flags:
 
 
 def before_steps(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Records, of which what initialize sent stands before the first step."""
+    """Records, where those of initialize get the time before the first step."""
     for part in tables:
         anew = pa.array(made_anew(part))
         for name, at in (("step", INIT_STEP), ("after_step", None)):
@@ -131,7 +131,7 @@ def before_steps(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 def demands_in_turn(
     run: RecordedRun, turns: Sequence[Turn], steps: Issued
 ) -> tuple[Request, Demands, list[Request]]:
-    """What each engine of ``run`` asked for, as one request, the demands of all steps, and as the request of each.
+    """What the engines of ``run`` requested: as one request, as demands of all steps, and as the request of each.
 
     Args:
         run: of a single attempt.
@@ -149,7 +149,7 @@ def demands_in_turn(
     wanted: dict[StepKey, dict[Class, Want]] = {}
     partial: set[StepKey] = set()
     before: set[StepKey] = set()
-    turns_text = _TOLD.format(
+    turns_text = _SEVERAL_ENGINES.format(
         count=len(turns), steps=", ".join(str(turn.first) for turn in turns if turn.trains)
     )
     idle = sum(not turn.trains for turn in turns)
@@ -184,7 +184,7 @@ def demands_in_turn(
 
 
 def _doubt_more(wanted: dict[StepKey, dict[Class, Want]]) -> None:
-    """Let more than is wanted of what a forward pass at stage 3 sends be doubted: another engine may have sent it."""
+    """Mark a surplus of messages of forward passes at stage 3 as doubtful: another engine may have sent it."""
     kinds = {kind for wants in wanted.values() for kind in wants if (kind.purpose, kind.op) in _OF_A_FORWARD}
     known: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
     for key, wants in wanted.items():

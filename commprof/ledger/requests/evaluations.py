@@ -1,9 +1,9 @@
 """Evaluations at stage 3: a forward pass outside of training gathers the parameters too.
 
 What an evaluation sends comes after the optimizer of one step and before the forward of the next
-(``Message.in_evaluation``). It is told from stray messages by its amount: it gathers all that does not stay gathered. The
-step after it does not gather again what is still there, nor check again an order of modules that the evaluation
-checked (:mod:`commprof.ledger.requests.module_orders` says what follows where it has recorded that order).
+(``Message.in_evaluation``). Its amount distinguishes it from stray messages: it gathers all that does not stay gathered. The
+step after it neither gathers what is still there nor checks an order of modules that the evaluation checked
+(:mod:`commprof.ledger.requests.module_orders` explains what follows where the evaluation recorded that order).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def of(
     classes: Mapping[StepKey, Mapping[Class, Counter[Message]]],
     wanted: Mapping[StepKey, Mapping[Class, Want]],
 ) -> Evaluated:
-    """What the evaluations after each step sent, by class; nothing where there was none."""
+    """What the evaluations after each step sent, by class; empty where there was none."""
     least: dict[Class, int] = {}
     for each in {id(wants): wants for wants in wanted.values()}.values():
         for kind, want in each.items():
@@ -50,7 +50,7 @@ def _gathered(
 ) -> dict[Class, Counter[Message]]:
     """What was sent outside of training, where it gathers at least what a forward pass must.
 
-    Where all parameters stay gathered, that is nothing, and the check of an order of modules tells of a pass.
+    Where all parameters stay gathered, it gathers none, and the check of an order of modules shows the pass.
     """
     outside = {
         kind: Counter({message: n for message, n in messages.items() if message.in_evaluation})
@@ -76,7 +76,7 @@ def _of_shared_models(
 
 
 def _classes_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> frozenset[Class]:
-    """What the rules ask of forward passes of a model that ranks share, the comparison of its first inputs included."""
+    """What forward passes of a shared model send by the rules, the comparison of its first inputs included."""
     kinds = {kind for key, wants in wanted.items() if key.step > INIT_STEP for kind in wants}
     check = Purpose.TRACE_CHECK, Op.ALL_REDUCE
     return frozenset(

@@ -2,9 +2,9 @@
 
 A forward pass of the model without a recorded order records one (2 broadcasts of ``trace_check``); the next compares it
 between the ranks (6) and follows it; later ones follow it (0). An order that an evaluation has recorded has no backward
-pass: the micro-batch after it departs from it where its backward pass begins, and the next one records anew. So an
-evaluation before the first step shifts by a micro-batch what the others send. What is released where, once decided along
-such an order, stays so: gathers are an estimate from then on.
+pass: the micro-batch after it departs from it where its backward pass begins, and the next one records again. So an
+evaluation before the first step shifts by a micro-batch what the others send. Releases that were decided along such an
+order stay as they are: gathers are an estimate from then on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def passes_of(
 ) -> list[tuple[Pass, ...] | None]:
     """What the micro-batches of each step do; None where no evaluation has come between them and the usual.
 
-    Evaluations may be of several engines: which of these have evaluated is left to what the steps send.
+    Evaluations may be of several engines: what the steps send shows which of them evaluated.
 
     Args:
         micro_steps: of each step.
@@ -81,7 +81,7 @@ def passes_of(
 def _possible(order: Order, evaluated: int) -> list[Order]:
     """What may be known after evaluations that sent so many broadcasts; the likeliest first."""
     if evaluated < RECORDING or order is Order.RECORDED:
-        return [order]  # one that is recorded whole is compared by whoever comes next
+        return [order]  # the next pass compares an order that is recorded completely
     complete = [Order.FORWARD_KNOWN] if evaluated >= RECORDING + COMPARING else []
     possible = [*complete, Order.FORWARD_RECORDED, Order.NONE]
     return [order, *possible] if order is Order.KNOWN else possible

@@ -1,6 +1,6 @@
-"""Steps that were not taken since a gradient overflowed, as the runtime says in its metrics.
+"""Steps that the optimizer skipped because a gradient overflowed, from the metrics of the runtime.
 
-Where all ranks hold the same gradients they see an overflow without a message, so that no record tells it.
+Where all ranks have the same gradients they detect an overflow without a message, so no record shows it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The requested level: what the config asks for in each step, by the rules of ``commprof.requested``.
+"""The requested level: what the config requests in each step, by the rules of ``commprof.requested``.
 
-No collective is read for it. The buckets that the runtime published only tell the order in which gradients arrived,
+No collective is read for it. The buckets that the runtime published only show the order in which gradients arrived,
 which decides how they are split, not how many bytes they are.
 """
 
@@ -100,7 +100,7 @@ def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
 
 
 class _Asked(NamedTuple):
-    """What the rules are asked about: arguments of ``zero.expected``, and how many times as many activations as usual."""
+    """Arguments of ``zero.expected``, and the factor of activations compared with a usual step."""
 
     order: tuple[str, ...] | None
     iteration: int | None
@@ -110,17 +110,17 @@ class _Asked(NamedTuple):
 
 @dataclass
 class Request:
-    """What a run asked for, or ``reason``: why that is not known.
+    """What a run requested, or ``reason``: why that is not known.
 
     Attributes:
         config: the config that the rules read, and ``source``: where it comes from.
         differences: keys in which the engine's own config is another than the file.
         shared: how the ranks share the model; None where each has all of it.
-        host_ranks: ranks of each host, as the launcher told them; None where that is not known.
+        host_ranks: ranks of each host, as the launcher reports them; None where that is not known.
         grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
         wrapped: the models that wrappers of torch train, where there is no engine; ``config`` is empty then.
         overflows: the steps that were not taken since a gradient overflowed.
-        costs: what the run says of the costs by which messages go along the axes; None where it says nothing.
+        costs: the costs that the run used to send messages along the axes; None where it published none.
         construction: how the parameters were made, as the engine says; None where it does not.
     """
 
@@ -229,7 +229,7 @@ class Request:
         return sum(row.payload_bytes for row in gathers)
 
     def skips(self, key: StepKey) -> bool:
-        """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message need tell of it."""
+        """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message shows it."""
         partitions = self.configuration is None or self.configuration.partitions
         return not partitions and self.shared is None and key in self.overflows.steps
 
@@ -241,7 +241,7 @@ class Request:
         return self.shared.axes.size(DATA) * self.shared.axes.size(SEQUENCE)
 
     def _kind(self, key: StepKey) -> int | None:
-        """A micro-batch that is sent like those of step ``key`` where steps are of several kinds; else None."""
+        """A micro-batch that sends the same as those of step ``key``, where steps are of several kinds; else None."""
         step = self._counted(key)
         kind = zero.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
         if not kind:
@@ -271,7 +271,7 @@ class Request:
 
     @property
     def unpredicted(self) -> Mapping[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         return {} if self.wrapped is None else self.wrapped.unpredicted
 
     @property
@@ -408,7 +408,7 @@ def _chosen_config(
 
 
 def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
-    """Why ``config`` says nothing about ZeRO; None when it does."""
+    """Why ``config`` is not one of ZeRO; None when it is."""
     if config is None:
         return NO_CONFIG
     return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
@@ -420,7 +420,7 @@ def parameters_of(table: pa.Table) -> list[zero.Parameter]:
 
 
 def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
-    """``effective`` without the gradient_reduction that its other keys lead to: nobody need have asked for that."""
+    """``effective`` without a gradient_reduction that follows from its other keys: the user need not have set it."""
     section = effective.get("zero_optimization")
     if not isinstance(section, Mapping):
         return dict(effective)
@@ -434,7 +434,7 @@ def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Keys that the engine read otherwise than the config has them, where that changes what should be sent."""
+    """Keys that the engine read differently from the config, where that changes what should be sent."""
     if effective is None:
         return ()
     engine = replace(

@@ -1,4 +1,4 @@
-"""What a run asked for whose ranks share stages, sequences or tensors: the rules of the axes, with the run's activations."""
+"""What a run requests whose ranks share stages, sequences or tensors, by the rules of the axes and its activations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SharedModel:
         axes: of the ranks.
         activations: along the axes model and sequence.
         crossings: from stage to stage.
-        notes: what a reader should know.
+        notes: remarks for the report.
     """
 
     axes: Axes
@@ -53,7 +53,7 @@ class SharedModel:
         order: Sequence[str] | None,
         **keywords: Any,  # as expected_on_axes takes them
     ) -> list[Expectation]:
-        """What the rules ask for, but for what passes between stages.
+        """What is sent by the rules, except what passes between stages.
 
         Raises:
             CommprofError: the rules do not cover the config.
@@ -62,7 +62,7 @@ class SharedModel:
         return grid.expected_on_axes(config, parameters, self.axes, shapes, order, **keywords)
 
     def once(self, key: StepKey, ordinal: int) -> list[Expectation]:
-        """What belongs to step ``key`` alone, the ``ordinal``-th of its attempt: shapes told anew, inputs compared."""
+        """What belongs to step ``key`` alone, the ``ordinal``-th of its attempt: shapes sent again, inputs compared."""
         expected = self.crossings.expected(key) if key.step > INIT_STEP else []
         check = grid.input_check(self.axes)
         if check is not None and key.step > INIT_STEP and not ordinal:

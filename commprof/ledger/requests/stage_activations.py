@@ -1,8 +1,8 @@
 """What passes between the stages of a pipeline, from its records.
 
-What most micro-batches send forward is what all must send; a gradient comes back for each tensor of floating point. Shapes
-are told once, in a header before the first activation and after a change of shapes, or before each micro-batch where they
-may always change: then gradients must have the sizes of the activations of their step.
+What most micro-batches send forward is what all must send; a gradient comes back for each tensor of floating point. A
+header with the shapes precedes the first activation and follows a change of shapes. Where shapes may always change, it
+precedes each micro-batch, and gradients must have the sizes of the activations of their step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Crossings:
         micro_batches: of a step.
         forms: what a micro-batch sends, by step; a step that is not named sends what ``usual`` says.
         usual: what most micro-batches send.
-        headers: bytes of what tells shapes in a step.
+        headers: bytes of the headers with shapes in a step.
         changing: what is sent in steps whose micro-batches differ, all of them together.
     """
 
@@ -104,7 +104,7 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
             form = _form(tensors for batch, tensors in own.items() if batch.key in segment)
             for key in segment:
                 forms[key][pair] = _crossing(form)
-            # Shapes that are told again have changed, or the processes are new.
+            # Shapes that are sent again have changed, or the processes are new.
             first = segment[0]
             if before != (first.attempt, form):
                 headed_batches = [
@@ -140,7 +140,7 @@ def _form(batches: Iterable[Counter[Tensor]]) -> Counter[Tensor]:
 
 
 def _without_header(tensors: Counter[Tensor]) -> Counter[Tensor]:
-    # One for each part of the model that the stage has.
+    # One header for each part of the model that the stage has.
     return Counter({tensor: n for tensor, n in tensors.items() if tensor != (_HEADER_DTYPE, HEADER_BYTES)})
 
 
@@ -153,7 +153,7 @@ def _crossing(form: Counter[Tensor]) -> Crossing:
 
 
 def _header_bytes(extra: Counter[Tensor]) -> list[int]:
-    """The headers of one micro-batch, and the messages that may follow them, of what it sends beside its activations."""
+    """Sizes of the headers of one micro-batch and of the messages that may follow them, among its ``extra`` messages."""
     numbers = [size for dtype, size in extra.elements() if dtype == _HEADER_DTYPE]
     headers = [size for size in numbers if size == HEADER_BYTES]
     return [*headers, *(size for size in sorted(numbers) if size != HEADER_BYTES)][: 2 * len(headers)]

@@ -1,4 +1,4 @@
-"""Records of one purpose within training steps, those of evaluations left out, counted by what they are."""
+"""Counts the records of one purpose within training steps by some columns, without those of evaluations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def counted(run: Records, purpose: str, op: str | None, columns: Sequence[str]) 
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """``table`` with text as text, which may have been read as numbers into its distinct values."""
+    """``table`` with dictionary-encoded text decoded."""
     for number, name in enumerate(table.column_names):
         column = table.column(number)
         if pa.types.is_dictionary(column.type):

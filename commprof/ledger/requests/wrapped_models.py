@@ -1,6 +1,6 @@
-"""What a run asked for whose models are wrapped by DistributedDataParallel or FSDP: the rules of the wrappers, pass by pass.
+"""What a run requests whose models are wrapped by DistributedDataParallel or FSDP, by the rules of the wrappers.
 
-The run shows what no argument tells: which passes each step ran, and the order of the gradients. Nothing else of it is used.
+Two facts come from the run, since no argument has them: the passes of each step and the order of the gradients.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Rules(Protocol):
 
     @property
     def wrapper(self) -> Wrapper:
-        """What was given."""
+        """The wrapper and its arguments."""
 
     @property
     def unpredicted(self) -> Mapping[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
 
     def construction(self) -> list[Expectation]:
         """What it sends when it is made."""
@@ -72,7 +72,7 @@ class WrappedModels:
     """The wrapped models of a run, and what each step should send for them.
 
     Args:
-        models: of the rank that speaks for each group.
+        models: of the first rank of each group.
         last: the last step of each attempt.
     """
 
@@ -83,13 +83,13 @@ class WrappedModels:
 
     @property
     def names(self) -> str:
-        """The wrappers, in words."""
+        """The names of the wrappers as text."""
         kinds = dict.fromkeys(model.rules.wrapper.kind for model in self._models)
         return " and ".join(NAMES.get(kind, kind) for kind in kinds)
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         reasons_by_purpose: dict[str, dict[str, None]] = defaultdict(dict)
         for model in self._models:
             name = NAMES.get(model.rules.wrapper.kind, model.rules.wrapper.kind)
@@ -106,14 +106,14 @@ class WrappedModels:
         """What step ``key`` should send; the same list for steps that send the same.
 
         Raises:
-            RequestedError: the passes of a model are not known, or what it was given cannot be read.
+            RequestedError: the passes of a model are not known, or its arguments cannot be read.
         """
         if self._by_step is None:
             self._by_step = self._walk()
         return self._by_step.get(key, [])
 
     def rows(self) -> list[Expectation]:
-        """What is sent before the first step, and in the step that most of them are like."""
+        """What is sent before the first step, and in the most common step."""
         self.expected(StepKey(0, INIT_STEP))
         steps = [sent for key, sent in (self._by_step or {}).items() if key.step > INIT_STEP and sent]
         usual = Counter(map(id, steps)).most_common(1)
@@ -158,7 +158,7 @@ def wrapped_models_of(
         orders: names of parameters in the order in which their gradients arrived, by step and micro-batch.
 
     Raises:
-        RequestedError: what a wrapper was given cannot be read.
+        RequestedError: the arguments of a wrapper cannot be read.
     """
     rows = run.table("wrappers").to_pylist()
     if not rows:
@@ -182,7 +182,9 @@ def wrapped_models_of(
     steps = run.table("steps").group_by("attempt").aggregate([("step", "max")]).to_pylist()
     last = {model.attempt: INIT_STEP for model in models} | {row["attempt"]: row["step_max"] for row in steps}
     if max(last.values(), default=0) > _MOST_STEPS:
-        raise RequestedError(f"the run is said to have {max(last.values()):,} steps")
+        raise RequestedError(
+            f"the table of steps has {max(last.values()):,} steps, expected at most {_MOST_STEPS:,}"
+        )
     return WrappedModels(models, last)
 
 

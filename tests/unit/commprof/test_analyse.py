@@ -110,7 +110,7 @@ def test_a_run_that_only_spark_reads(run, store, tmp_path, capsys):
     assert execute(["verify", str(out)]) == 3
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        f"Cannot tell: the records lie at {store}/run, and were not read." in said and "less than" not in said
+        f"Cannot tell: the records are at {store}/run and were not read." in said and "less than" not in said
     )
     assert execute(["export", str(out), "--out", str(tmp_path / "exported")]) == 1
     said = capsys.readouterr().err

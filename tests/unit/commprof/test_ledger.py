@@ -86,9 +86,9 @@ def test_a_ledger_closes_to_the_byte():
 
 
 def test_the_sentence_names_the_key_that_did_it_and_what_it_costs():
-    said = sentence(api.verify(zero2().open()), "asked for")
+    said = sentence(api.verify(zero2().open()), "requested")
     assert said == (
-        "reduce_scatter, true by default, asked for a reduce_scatter; use_multi_rank_bucket_allreduce, true by default, "
+        "reduce_scatter, true by default, requested a reduce_scatter; use_multi_rank_bucket_allreduce, true by default, "
         "turned it into all_reduce: 1.50 instead of 0.75 of the gradient bytes on the wire per rank at n = 4 (modelled)."
     )
 
@@ -96,10 +96,10 @@ def test_the_sentence_names_the_key_that_did_it_and_what_it_costs():
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"stage": 2, "reduce_scatter": True}, "reduce_scatter: true asked for a reduce_scatter"),
+        ({"stage": 2, "reduce_scatter": True}, "reduce_scatter: true requested a reduce_scatter"),
         (
             {"stage": 2, "reduce_scatter": False},
-            "reduce_scatter: false asked for an all_reduce, and an all_reduce was issued: 1.50",
+            "reduce_scatter: false requested an all_reduce, and an all_reduce was issued: 1.50",
         ),
         (
             {"stage": 2, "contiguous_gradients": False},
@@ -110,7 +110,7 @@ def test_the_sentence_names_the_key_that_did_it_and_what_it_costs():
 def test_each_combination_of_keys_has_its_sentence(section, words):
     verdict = api.verify(zero2(config={"zero_optimization": section}).open())
     assert verdict.state == "closed"
-    assert words in sentence(verdict, "asked for")
+    assert words in sentence(verdict, "requested")
 
 
 def test_reduces_to_the_owners_cost_on_gloo_more_than_their_model():
@@ -124,7 +124,7 @@ def test_reduces_to_the_owners_cost_on_gloo_more_than_their_model():
     end_of_step(run, 0)
     verdict = api.verify(run.open())
     assert verdict.state == "closed"
-    assert "one reduce for each owner: 0.75 of the gradient bytes" in sentence(verdict, "asked for")
+    assert "one reduce for each owner: 0.75 of the gradient bytes" in sentence(verdict, "requested")
     assert row(verdict, "gradient_reduce").executed_wire_bytes == 15 / 16 * 4000
     assert "0.94 instead of 0.75 of the payload on the wire per rank at n = 4 (modelled)." in sentence(
         verdict, "sends more"
@@ -226,7 +226,7 @@ def test_a_rank_without_records_cannot_be_told():
 def test_without_a_config_of_zero_the_other_levels_are_told(config, reason):
     verdict = api.verify(zero2(config=config).open())
     assert (verdict.state, verdict.exit_code, verdict.unexplained) == ("unknown", 3, ())
-    assert reason in sentence(verdict, "What was asked for")
+    assert reason in sentence(verdict, "The requested level")
     assert row(verdict, "gradient_reduce").executed_op == "all_reduce"
     assert row(verdict, "gradient_reduce").requested_op is None
 
@@ -261,11 +261,11 @@ def test_what_is_requested_in_a_step_is_of_the_steps_that_what_is_issued_is_of(i
     asked = {row.requested_op: row for row in verdict.rows if row.purpose == "gradient_reduce"}
     assert {op: row.expected_count for op, row in asked.items()} == {"reduce_scatter": 4, "all_reduce": 3}
     assert asked["all_reduce"].issued_count == 3 - is_missing
-    assert sentence(verdict, "asked for a reduce_scatter").startswith(
+    assert sentence(verdict, "requested a reduce_scatter").startswith(
         "reduce_scatter, true by default, asked"
     )
-    assert sentence(verdict, "asked for an all_reduce").startswith(
-        "From step 4 on: reduce_scatter: false asked for an all_reduce, and an all_reduce was issued: 1.50 of"
+    assert sentence(verdict, "requested an all_reduce").startswith(
+        "From step 4 on: reduce_scatter: false requested an all_reduce, and an all_reduce was issued: 1.50 of"
     )
     levels = api.reduction_levels([run.open()])
     requested = levels[levels["level"] == "requested"].set_index("op")
@@ -472,7 +472,7 @@ def test_what_the_words_of_a_config_cost_is_over_all_operations_that_came_of_the
     run.add_step(0)
     gradients(run, 0, "all_reduce", 1600)
     gradients(run, 0, "reduce_scatter", 2400)
-    said = sentence(api.verify(run.open()), "asked for")
+    said = sentence(api.verify(run.open()), "requested")
     # 2400 bytes at 0.5 and 1600 at 1.
     assert "for 60 % of the bytes, stage 3" in said
     assert "turned it into reduce_scatter: 0.70 instead of 1.00 of the gradient bytes" in said
