@@ -1,6 +1,6 @@
 """The keys of a DeepSpeed config that decide what is sent, with DeepSpeed 0.19's defaults.
 
-Only these keys are read; whether the rest of a config is valid is for the runtime to say. Two of them are zero_runtime's
+Only these keys are read; the runtime validates the rest of a config. Two of them are zero_runtime's
 own: ``zero_optimization.gradient_reduction`` and ``zero_optimization.reduce_scatter_impl``.
 """
 
@@ -20,11 +20,11 @@ REDUCE_SCATTER_IMPLS: Final = ("auto", "native", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """What the config says about communication.
+    """The settings of a config that decide what is sent.
 
     Attributes:
         model_dtype: element type that the config gives the model; None leaves the parameters as they are.
-        communication_dtype: element type in which gradients travel.
+        communication_dtype: element type of sent gradients.
         accumulation_dtype: element type in which gradients are accumulated; None is the model's.
         reduce_bucket_size: elements per gradient bucket.
         gradient_reduction: ``"auto"`` or one of :data:`REDUCTION_NAMES`.
@@ -32,12 +32,12 @@ class Configuration:
         allgather_bucket_size: elements per gathering message; None where the key is not set. DeepSpeed ignores it.
         gradient_clipping: largest norm; 0 turns clipping off.
         check_overflow: 16-bit gradients are checked for overflow at stages 1 and 2.
-        offload_device: where the optimizer is kept: ``"none"``, ``"cpu"`` or ``"nvme"``.
+        offload_device: where the optimizer states are: ``"none"``, ``"cpu"`` or ``"nvme"``.
         accumulation_steps: micro-batches per step as written; None when it follows from the batch sizes.
         managed_accumulation: False makes each call of ``step()`` a step.
-        compression: how gradients are compressed, which only zero_runtime does; None where they are not.
-        quantises_gradients: at stages 1 and 2 gradients travel in 4 bits, which only zero_runtime does.
-        quantises_weights: and the updated parameters in 8.
+        compression: how gradients are compressed (zero_runtime only); None where they are not.
+        quantises_gradients: gradients are sent in 4 bits at stages 1 and 2 (zero_runtime only).
+        quantises_weights: updated parameters are sent in 8 bits (zero_runtime only).
     """
 
     stage: int
@@ -69,15 +69,15 @@ class Configuration:
 
     @property
     def partitions(self) -> bool:
-        """Whether the optimizer states are partitioned, which is what stages 1 and 2 have in common."""
+        """Whether the optimizer states are partitioned: stages 1 and 2."""
         return self.stage > 0
 
     @property
     def reduces_flat_groups(self) -> bool:
         """Whether the flat gradient of each parameter group is reduced as a whole.
 
-        DeepSpeed keeps fp32 gradients of a bf16 model beside it in this one case, in an optimizer class of its own,
-        which has neither buckets nor an overflow check nor a message for the norm.
+        Only in this case DeepSpeed keeps fp32 gradients next to a bf16 model. The optimizer class for it has neither
+        buckets nor an overflow check nor a message for the norm.
         """
         return (
             self.stage == 1
@@ -108,11 +108,11 @@ class Configuration:
 
     @property
     def reduces_bands(self) -> bool:
-        """Whether the flat buffers are cut into bands, each reduced to the owners of its rows."""
+        """Whether the flat buffers are divided into bands, each reduced to the owners of its rows."""
         return self.stage in (1, 2) and self.reduction == "reduce_scatter"
 
     def reduce_scatter_on(self, backend: str) -> str:
-        """How a reduce_scatter is made on ``backend``: ``native`` or ``all_to_all``.
+        """How a reduce_scatter is issued on ``backend``: ``native`` or ``all_to_all``.
 
         gloo runs a native one as an all_reduce, so there the config's auto means an all_to_all.
         """
@@ -126,7 +126,7 @@ class Configuration:
         return self.stage >= 2 or (self.stage == 1 and self.overlap_comm)
 
     def as_deepspeed_reads(self) -> Configuration:
-        """What is left of the config where keys of zero_runtime are not known."""
+        """The config as DeepSpeed reads it, without the keys of zero_runtime."""
         return replace(
             self,
             gradient_reduction="auto",

@@ -1,4 +1,4 @@
-"""Errors about configs and parameter lists from which nothing can be expected."""
+"""Errors about configs and parameter lists that the rules cannot use."""
 
 from __future__ import annotations
 

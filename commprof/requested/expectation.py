@@ -1,4 +1,4 @@
-"""What is expected to be sent for one purpose."""
+"""The expected messages of one purpose, and how rows of them are made and merged."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Expectation(NamedTuple):
     Attributes:
         when: what ``count`` and the bytes are for: the start of training, one micro-batch, or one optimizer step.
         purpose: a value of schema.Purpose.
-        requested_op: what the words of the config ask for.
-        issued_op: what the rules of the runtime then send.
-        intended_op: what the issued operation stands for, where it is another.
+        requested_op: the operation that the config requests.
+        issued_op: the operation that the runtime then issues.
+        intended_op: the operation that the issued one replaces, where they differ.
         count: messages.
         payload_bytes: sum of their payloads.
         wire_bytes: sum of the mean bytes that each rank sends for them.
-        exact: False where ``count`` depends on an order that was not given: that in which gradients arrive, or modules run.
-        note: what a reader should know; empty when there is nothing.
+        exact: False where ``count`` depends on an unknown order: of arriving gradients, or of modules.
+        note: a remark for the report; may be empty.
         bytes_exact: False where the bytes depend on the order in which modules run too, or on what ``estimate`` says.
-        least_bytes: what ``payload_bytes`` is at least, in whatever order the modules run.
+        least_bytes: lower bound of ``payload_bytes`` over all orders of modules.
         group_size: None for the group of all ranks; else the ranks are split, in order, into groups of this size, and each
             of these sends that.
-        groups: in place of that the ranks of each group that sends that; None where ``group_size`` says it.
-        most_bytes: what ``payload_bytes`` is at most where it is an estimate; None where there is no limit.
+        groups: instead of ``group_size``, the ranks of each group that sends that; else None.
+        most_bytes: upper bound of ``payload_bytes`` where it is an estimate; None without a bound.
         estimate: what the bytes depend on where they are an estimate; empty for the order in which modules run.
         payloads: bytes of each message; of one with a row for each rank that may differ in length, those of every row.
     """
@@ -64,7 +64,7 @@ def row(
         op: what is sent.
         payloads: bytes of each message.
         world_size: ranks among which they are sent.
-        note: what a reader should know.
+        note: a remark for the report.
     """
     total = sum(payloads)
     wire = wire_bytes(op, total, world_size)
@@ -85,7 +85,7 @@ def row(
 
 
 def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
-    """``rows`` as one per purpose and operations, in the order of the first of each."""
+    """``rows`` merged to one per purpose and operations, in the order of the first of each."""
     sums: dict[tuple[object, ...], Expectation] = {}
     for each in rows:
         key = (

@@ -1,4 +1,4 @@
-"""What a config asks for in words, and what becomes of it: one sentence, for people."""
+"""Explains in one sentence what a config requests and what a runtime issues for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import item_bytes
 from commprof.schema import Op, wire_bytes
 
-_MANY: Final = 2**20  # elements, so that the last block and rounding matter little
+_MANY: Final = 2**20  # elements: many, so that the last block and rounding hardly matter
 # What each value of zero_optimization.gradient_reduction names.
 NAMED_OPS: Final[dict[str, Op]] = {
     "all_reduce": Op.ALL_REDUCE,
@@ -33,10 +33,10 @@ class ReductionShare(NamedTuple):
     """Bytes that each rank sends to reduce gradients, per byte of gradients.
 
     Attributes:
-        requested: as the words of the config ask for.
-        issued: as the runtime then does it.
-        requested_op: the operation asked for.
-        issued_op: the operation issued.
+        requested: for the operation that the config requests.
+        issued: for the operation that the runtime then issues.
+        requested_op: the requested operation.
+        issued_op: the issued operation.
     """
 
     requested: float
@@ -46,7 +46,7 @@ class ReductionShare(NamedTuple):
 
 
 def requested_op(configuration: Configuration) -> Op:
-    """The operation on gradients that the words of the config ask for."""
+    """The operation on gradients that the config requests."""
     if not configuration.partitions:
         return Op.ALL_REDUCE
     if configuration.gradient_reduction != "auto":
@@ -55,10 +55,10 @@ def requested_op(configuration: Configuration) -> Op:
 
 
 def requested_gradient_op(config: Mapping[str, Any] | None) -> str | None:
-    """The operation on gradients that the words of ``config`` ask for, whatever is then issued.
+    """The operation on gradients that ``config`` requests, whatever is then issued.
 
-    ``reduce_scatter: true``, also by default, asks for a reduce_scatter; false, and stage 0, for an all_reduce; a value
-    of ``gradient_reduction`` for what it names. None when there is no config, or one that cannot be read.
+    ``reduce_scatter: true``, also by default, requests a reduce_scatter; false, and stage 0, an all_reduce; a value of
+    ``gradient_reduction`` the operation that it names. None when there is no config, or one that cannot be read.
     """
     if config is None:
         return None
@@ -69,9 +69,9 @@ def requested_gradient_op(config: Mapping[str, Any] | None) -> str | None:
 
 
 def describe(config: Mapping[str, Any] | None) -> str:
-    """One sentence: what ``config`` asks for, and what a ZeRO runtime sends in its place."""
+    """One sentence: what ``config`` requests, and what a ZeRO runtime issues for it."""
     if config is None:
-        return "no config was recorded, so nothing is known of what was asked for"
+        return "no config was recorded, so what was requested is not known"
     try:
         return describe_configuration(read_configuration(config))
     except RequestedError as error:
@@ -143,7 +143,7 @@ def _describe_stage_3(configuration: Configuration) -> str:
 def reduction_share(
     config: Mapping[str, Any], world_size: int, backend: str = "gloo", runtime: str = "deepspeed"
 ) -> ReductionShare:
-    """What each rank sends to reduce gradients, per byte of gradients: as asked for, and as issued.
+    """What each rank sends to reduce gradients, per byte of gradients: as requested, and as issued.
 
     On 4 ranks 0.75 for a reduce_scatter and 1.5 for an all_reduce, by :func:`commprof.schema.wire_bytes`. Padding is not
     counted, nor a parameter that is larger than a bucket.

@@ -1,4 +1,4 @@
-"""Reading one key of a DeepSpeed config: the type that it must have, and the error that names it otherwise.
+"""Reads one key of a DeepSpeed config and checks its type; errors name the key.
 
 Values of other types are read as DeepSpeed reads them: ``"2"`` and ``true`` are numbers, ``"on"`` and 1 are true, and a key
 whose value is ``"auto"`` is not set.
@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_block(value: object) -> Mapping[str, Any]:
-    """``value`` with plain values and without keys that are left to be filled in; empty where it is no object."""
+    """``value`` with plain values and without ``auto`` keys; empty where it is no object."""
     if not isinstance(value, Mapping):
         return {}
     return {name: plain(each) for name, each in value.items() if each != _AUTO or name in _AUTO_IS_A_VALUE}

@@ -1,4 +1,4 @@
-"""What is known of a model's parameters, and the lists of them that the rules need."""
+"""The parameters of a model, and the lists of them that the rules need."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Parameter(NamedTuple):
         requires_grad: whether it is trained.
         forward_index: position in ``model.named_parameters()``; None when that is the position in the list.
         shape: of what a rank holds, ``"64x32"``; empty where it is not known.
-        cut: how its module shares tensors with the ranks of the model axis, a word of schema.CUTS; None where it does not.
-        whole_shape: of the whole, where a rank holds a part of it.
+        cut: how its tensor is partitioned along the model axis, a value of schema.CUTS; None where it is not.
+        whole_shape: its full shape, where a rank holds a shard of it.
         stages: numbers of the pipeline stages that have it, ``"0,2"``, with a plus at the end where they keep copies equal.
         owner_types: the class of the module that owns it, and those that this derives from, ``"MyNorm,LayerNorm"``; of
             several owners with a semicolon between them. None where that is not known.
@@ -66,26 +66,24 @@ class Parameter(NamedTuple):
 
     @property
     def whole_extents(self) -> tuple[int, ...]:
-        """The extents of the whole."""
+        """The extents of the full parameter."""
         return _extents(self.whole_shape or self.shape)
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the full parameter."""
         return prod(self.whole_extents) if self.whole_shape else self.numel
 
     @property
     def stage_numbers(self) -> tuple[int, ...]:
-        """The stages that have it; the first alone where nothing is said.
+        """The stages that have it; the first alone where ``stages`` is empty.
 
         Raises:
-            RequestedError: ``stages`` is not as it is said above.
+            RequestedError: ``stages`` has another form.
         """
         numbers = (self.stages or "0").rstrip("+").split(",")
         if not all(each.isdecimal() for each in numbers):
-            raise RequestedError(
-                f"parameter {self.name!r} is said to be of the stages {self.stages!r}; expected 0,2"
-            )
+            raise RequestedError(f"parameter {self.name!r} has the stages {self.stages!r}; expected 0,2")
         return tuple(map(int, numbers))
 
     @property
@@ -97,9 +95,7 @@ class Parameter(NamedTuple):
 def _extents(shape: str) -> tuple[int, ...]:
     extents = [each for each in shape.split("x") if each]
     if not all(each.isdecimal() for each in extents):
-        raise RequestedError(
-            f"a parameter is said to have the shape {shape!r}; expected extents such as 64x32"
-        )
+        raise RequestedError(f"a parameter has the shape {shape!r}; expected extents such as 64x32")
     return tuple(map(int, extents))
 
 
@@ -116,9 +112,7 @@ def check_parameters(parameters: Sequence[Parameter]) -> None:
     seen: set[str] = set()
     for parameter in parameters:
         if parameter.name in seen:
-            raise RequestedError(
-                f"parameter {parameter.name!r} is listed twice; each name must stand for one"
-            )
+            raise RequestedError(f"parameter {parameter.name!r} is listed twice; names must be unique")
         if parameter.numel < 0:
             raise RequestedError(
                 f"parameter {parameter.name!r} has {parameter.numel} elements; expected 0 or more"

@@ -14,9 +14,9 @@ from commprof.requested.keys import plain, plain_block
 def refuse_unsupported(
     config: Mapping[str, Any], stage: int, world_size: int, *, is_own: bool = False
 ) -> None:
-    """Raise UnsupportedError, naming the key, when ``config`` asks for more than the four stages by themselves.
+    """Raise UnsupportedError, naming the key, when ``config`` uses a feature beyond the four stages.
 
-    ``is_own``: the runtime is zero_runtime, of which it is known how it quantises, compresses and composes.
+    ``is_own``: the runtime is zero_runtime, whose rules of quantizing, compressing and composing are known.
     """
     zero = plain_block(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
@@ -46,18 +46,18 @@ def refuse_unsupported(
         if not is_own:
             kind = config["optimizer"]["type"]
             raise UnsupportedError(
-                "optimizer.type", kind, "it sends compressed momentum in place of gradients"
+                "optimizer.type", kind, "it sends compressed momentum instead of gradients"
             )
         refuse_unknown(config, stage)
     if plain_block(config.get("expert_parallel")).get("enabled"):
         raise UnsupportedError(
             "expert_parallel.enabled",
             True,
-            "the ranks then form more groups than the one of data parallelism",
+            "the ranks then form more groups than data parallelism has",
         )
     delay = plain_block(config.get("communication")).get("bounded_delay")
     if stage and delay:
-        raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 alone")
+        raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 only")
     if stage == 3:
         _refuse_with_stage_3(config, zero, world_size, is_own)
     _refuse_parallel(config)
@@ -66,7 +66,7 @@ def refuse_unsupported(
 def _refuse_with_stage_3(
     config: Mapping[str, Any], zero: Mapping[str, Any], world_size: int, is_own: bool
 ) -> None:
-    quantised = "values are then quantised, and travel with scales whose sizes the sources do not state"
+    quantised = "values are then quantized, with scales whose sizes the sources do not state"
     for name in (
         "zero_quantized_weights",
         "zero_quantized_nontrainable_weights",
@@ -82,7 +82,7 @@ def _refuse_with_stage_3(
         granularity = zero.get(f"{prefix}module_granularity_threshold")
         if _above(granularity, 0):
             key = f"zero_optimization.{prefix}module_granularity_threshold"
-            reason = "which modules are then fetched as one depends on the code of the model"
+            reason = "which modules are then gathered as one depends on the code of the model"
             raise UnsupportedError(key, granularity, reason)
     if optimizer_type(config) == "muon":
         raise UnsupportedError("optimizer.type", "Muon", "Muon gathers matrices within the step")
@@ -115,12 +115,10 @@ def _refuse_parallel(config: Mapping[str, Any]) -> None:
     }
     for key, size in sizes.items():
         if isinstance(size, int) and size > 1:
-            raise UnsupportedError(
-                key, size, "the ranks then form more groups than the one of data parallelism"
-            )
+            raise UnsupportedError(key, size, "the ranks then form more groups than data parallelism has")
 
 
 def _stages(block: object) -> object:
-    """What the block says of stages, unless it says that it is not to be read."""
+    """The stages that a block sets, unless it is disabled."""
     settings = plain_block(block)
     return None if settings.get("enabled") is False else settings.get("pp_size")

@@ -413,7 +413,9 @@ def test_a_style_of_the_program_s_own_is_labelled(tmp_path):
     verdict = verify(record(tmp_path / "run", 2, body)[0])
     assert verdict.exit_code == 1  # since a collective has no purpose
     assert {(item.op, item.payload_bytes) for item in verdict.unexplained} == {("all_reduce", STEPS * 20)}
-    assert any("its style is no part of the rules" in text for text in verdict.sentences), verdict.sentences
+    assert any("its style is not covered by the rules" in text for text in verdict.sentences), (
+        verdict.sentences
+    )
 
 
 def test_other_optimizers_are_said_to_have_no_rules(tmp_path):

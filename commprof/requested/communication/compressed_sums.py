@@ -1,10 +1,10 @@
 """The messages that sum gradient buckets by sending them compressed (stages 0 to 2 of zero_runtime).
 
-Every rank gathers the payloads of all: C bytes from each of p ranks for a bucket. Huffman coded ones are preceded by their
-lengths. With ``hierarchical_compress`` a bucket of n elements is first summed over the h ranks of each host, each of which
-gets ceil(n / h) elements in fp32; these shares are summed compressed over the ranks of one place on all hosts, and gathered
-within the host. With ``two_phase`` each of p > 2 ranks is sent its share of a bucket by an all_to_all of compressed shares,
-and all gather the sums, compressed again; a share is ceil(n / p) elements, rounded up to whole blocks.
+Every rank gathers the payloads of all: C bytes from each of p ranks for a bucket. The lengths of Huffman coded payloads
+are gathered before. With ``hierarchical_compress`` a bucket of n elements is first summed over the h ranks of each host:
+each gets ceil(n / h) elements in fp32. These shares are summed compressed over the ranks with the same position on all
+hosts, and gathered within the host. With ``two_phase`` each of p > 2 ranks receives its share of a bucket by an all_to_all
+of compressed shares, and all gather the sums, compressed again. A share is ceil(n / p) elements, rounded up to blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
 _SHARE_BYTES: Final = 4  # of an element of what a host sums: fp32
-CODED: Final = "how small coded payloads get, which their values decide"
+CODED: Final = "the size of coded payloads, which depends on their values"
 
 
 def compressed_sums(
@@ -31,7 +31,7 @@ def compressed_sums(
     world_size: int,
     backend: str,
 ) -> list[Expectation]:
-    """What sums buckets of ``numels`` elements, by operation and group; ``when`` and notes are left to the caller.
+    """What sums buckets of ``numels`` elements, by operation and group; the caller sets ``when`` and notes.
 
     Args:
         configuration: what the config says.

@@ -1,13 +1,13 @@
-"""What zero_runtime sends compressed or quantised: what the config asks for, and the bytes of it.
+"""The messages that zero_runtime compresses or quantizes: the keys of the config, and the bytes.
 
-The keys are zero_runtime's own. Every rank gathers the payloads of all; that of a bucket of n elements on each rank is
+The keys are zero_runtime's own. Every rank gathers the payloads of all. The payload of a bucket of n elements is
 
 * ``topk``: ceil(ratio n) elements of the communication type, and as many places of 4 bytes (8 from 2^31 elements on),
 * ``1bit``: n bits, and an fp32 number for each 2,048 elements,
 * ``2bit``: 2 n bits, and two fp32 numbers for each 2,048 elements.
 
-Huffman coded payloads are as long as the longest of any rank, and their lengths (8 bytes each) are gathered before.
-Quantised parameters and gradients (stage 3) take 8 and 4 bits for each element, and an fp32 number for each 256 of them.
+Huffman coded payloads are padded to the longest of any rank; their lengths (8 bytes each) are gathered before.
+Quantized parameters and gradients (stage 3) take 8 and 4 bits for each element, and an fp32 number for each 256 of them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _QUANTISED_BLOCK: Final = 256  # elements
 
 
 def quantised_bytes(numel: int, bits: int) -> int:
-    """Bytes that stand for ``numel`` elements of ``bits`` bits."""
+    """Bytes of ``numel`` elements quantized to ``bits`` bits, with scales."""
     return -(-numel * bits // 8) + _LEVEL_BYTES * -(-numel // _QUANTISED_BLOCK)
 
 
 def sign_bytes(numel: int, bits: int = 1) -> int:
-    """Bytes that stand for the signs of ``numel`` elements, with a level for each block; with 2 bits two levels."""
+    """Bytes of the signs of ``numel`` elements, with a level for each block; with 2 bits two levels."""
     return -(-numel * bits // 8) + bits * _LEVEL_BYTES * -(-numel // BLOCK)
 
 
@@ -46,11 +46,11 @@ class Compression(NamedTuple):
         algorithm: one of :data:`ALGORITHMS`, not ``none``.
         ratio: share of the elements that ``topk`` sends.
         warmup_steps: steps at the start of the training that are not compressed.
-        error_feedback: whether each rank keeps what it did not send.
+        error_feedback: whether each rank adds what it did not send to the next gradient.
         coded: payloads are Huffman coded, so that their sizes depend on the values.
         hierarchical: only what hosts send to each other is compressed.
-        two_phase: whether more than two ranks add up in two phases.
-        host_ranks: ranks of each host, which only the launcher knows; 0 where it is not said.
+        two_phase: whether more than two ranks sum in two phases.
+        host_ranks: ranks of each host, which only the launcher knows; 0 where it is not known.
     """
 
     algorithm: str
@@ -63,7 +63,7 @@ class Compression(NamedTuple):
     host_ranks: int = 0
 
     def payload_bytes(self, numel: int, item_bytes: int) -> int:
-        """Bytes that stand for ``numel`` elements of one rank, which would travel in ``item_bytes`` each."""
+        """Bytes of ``numel`` compressed elements of one rank, each of ``item_bytes`` uncompressed."""
         if self.algorithm == "topk":
             places = 4 if numel < _WIDE_PLACES else 8
             return min(numel, max(1, ceil(self.ratio * numel))) * (item_bytes + places)
@@ -80,7 +80,7 @@ class Compression(NamedTuple):
 
 
 def read_compression(config: Mapping[str, Any]) -> Compression | None:
-    """What ``config`` says of compressed gradients; None where they are not.
+    """How ``config`` compresses gradients; None where it does not.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.

@@ -1,7 +1,7 @@
 """Sums of gradients that may be late (``communication.bounded_delay`` of zero_runtime, stage 0).
 
-Each rank sends its gradients to every other one in the step in which it has them, and adds up what it gets some steps later.
-Nothing else may have the ranks meet: they do not agree on the norm, which all compute of the same gradients.
+Each rank sends its gradients to every other one in the step that computes them, and sums what it receives some steps later.
+No other collective synchronizes the ranks: all compute the norm from the same gradients, without a message.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which messages go along the axes of a grid, by costs that were measured (``communication.calibration``).
+"""Which messages go along the axes of a grid, by measured costs (``communication.calibration``).
 
 An operation on S bytes (of nccl-tests) among n ranks takes alpha + S f(n) / B, with f the bus factor of nccl-tests: 2(n-1)/n
-of an all_reduce, (n-1)/n of the others. A message goes along the axes where the times of its parts add up to less than that
+of an all_reduce, (n-1)/n of the others. A message goes along the axes where the sum over its operations is below the time
 of the plain collective. Groups of one axis that share a host's links count with that many times their bytes.
-Alpha and B are those of the files of ``commprof calibrate``, or what the runtime says that it has read there.
+Alpha and B are from the files of ``commprof calibrate``, or what the runtime published of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPS: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
 
 
 class Cost(NamedTuple):
-    """Latency of an operation, and what a byte adds at a bus factor of 1."""
+    """Latency of an operation, and its time per byte at a bus factor of 1."""
 
     alpha_ns: float
     bus_ns_per_byte: float
@@ -33,7 +33,7 @@ Table = Mapping[Op, Cost]
 
 
 class Costs(NamedTuple):
-    """What is known of all operations.
+    """The costs of all operations on a grid.
 
     Attributes:
         world: among all ranks.
@@ -49,7 +49,7 @@ class Costs(NamedTuple):
         """Whether a message goes along axes of ``sizes``.
 
         Args:
-            op: all_reduce, reduce_scatter or all_gather, as it is meant.
+            op: all_reduce, reduce_scatter or all_gather, the intended operation.
             payload_bytes: of the whole message.
             sizes: ranks along each axis, outermost first.
             exchanges: whether a reduce_scatter is issued as an all_to_all.
@@ -78,13 +78,13 @@ def _time_ns(table: Table, op: Op, payload_bytes: float, ranks: int, exchanges: 
 def costs_of(
     config: Mapping[str, Any], sizes: Sequence[int], host_ranks: int | None, published: object = None
 ) -> Costs | None:
-    """The costs that decide; None where every message goes along the axes, or none does.
+    """The costs that decide which way messages go; None where every message goes along the axes, or none does.
 
     Args:
         config: the whole config.
         sizes: ranks along each axis.
         host_ranks: ranks of each host, which follow one another; None where that is not known.
-        published: what a run says that it has read; None where there is no run, or it says nothing. Then the files are read.
+        published: the costs that a run has read and published; None reads the files.
 
     Raises:
         UnsupportedError: they cannot be known.
@@ -114,7 +114,7 @@ def _published_costs(published: object, axes: int, files: object) -> Costs:
         ]
         sharing = tuple(int(each) for each in content["sharing"])
     except (KeyError, TypeError, ValueError):
-        raise UnsupportedError(KEY, files, "what the run says of the costs that it read is damaged") from None
+        raise UnsupportedError(KEY, files, "the costs that the run published are damaged") from None
     if len(tables) != axes + 1 or len(sharing) != axes:
         reason = f"the run read costs of {len(tables) - 1} axes, and has {axes}"
         raise UnsupportedError(KEY, files, reason)

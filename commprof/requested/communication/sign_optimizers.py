@@ -1,11 +1,11 @@
-"""What the optimizers send that exchange signs in place of gradients (zero_runtime's 1-bit Adam, 1-bit Lamb, 0/1 Adam).
+"""The messages of optimizers that exchange signs instead of gradients (zero_runtime's 1-bit Adam, 1-bit Lamb, 0/1 Adam).
 
-A step is of one of three kinds: gradients travel whole, as at stage 0; all that a rank has made of them travels as signs;
-or nothing travels. Source: Tang et al. (arXiv:2102.02888), Li et al. (arXiv:2104.06069), Lu et al. (arXiv:2202.06009).
+A step is of one of three kinds: it sends full gradients, as at stage 0; or the signs of what the optimizer computes from
+them; or nothing. Source: Tang et al. (arXiv:2102.02888), Li et al. (arXiv:2104.06069), Lu et al. (arXiv:2202.06009).
 
 The signs of N numbers, with an fp32 magnitude for every 2,048 of them, go to every rank in one all_gather on two ranks. On
 n > 2 ranks each rank gets the signs of its n-th of the numbers by an all_to_all, and all gather the signs of the means; an
-n-th is ceil(N / n) numbers, rounded up to whole blocks of 2,048.
+n-th is ceil(N / n) numbers, rounded up to blocks of 2,048.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kind_of_step(config: Mapping[str, Any], step: int) -> Kind:
     Steps that are skipped because a gradient overflowed do not count: the next one has their number.
 
     Raises:
-        RequestedError: a number of the optimizer's is none.
+        RequestedError: an argument of the optimizer is not a number.
     """
     params = section(section(config, "optimizer"), "params")
     if str(section(config, "optimizer").get("type")).lower() in ONE_BIT:
@@ -50,7 +50,7 @@ def kind_of_step(config: Mapping[str, Any], step: int) -> Kind:
 
 
 def steady_step(config: Mapping[str, Any]) -> int:
-    """The first step after the second mean has settled in which ranks send something."""
+    """The first step with messages after the second moment is frozen."""
     params = section(section(config, "optimizer"), "params")
     zero_one = str(section(config, "optimizer").get("type")).lower() == ZERO_ONE
     return _number(params, "var_freeze_step" if zero_one else "freeze_step", _FREEZE)
@@ -73,13 +73,13 @@ def _measured(number: int, each: int) -> bool:
 
 
 def sign_messages(parameters: Sequence[Parameter], world_size: int) -> list[Expectation]:
-    """What means travel in as signs, in a step that sends them."""
+    """The messages that send means as signs, in a step that sends them."""
     numel = sum(each.numel for group in trained_groups(parameters) for each in group)
     if world_size == 1 or not numel:
         return []
     share = numel if world_size == 2 else padded(-(-numel // world_size), BLOCK)
     payload = world_size * sign_bytes(share)
-    note = "the optimizer has the ranks send each other signs of what it makes of the gradients"
+    note = "the optimizer has the ranks exchange signs of what it computes from the gradients"
     gathered = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, [payload], world_size, note)
     messages = [gathered._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.ALL_REDUCE))]
     if world_size > 2:
@@ -92,4 +92,4 @@ def refuse_unknown(config: Mapping[str, Any], stage: int) -> None:
     """Raise UnsupportedError where an optimizer of :data:`NAMES` is refused by the runtime."""
     kind = section(config, "optimizer").get("type")
     if stage:
-        raise UnsupportedError("optimizer.type", kind, "it works at stage 0 alone")
+        raise UnsupportedError("optimizer.type", kind, "it works at stage 0 only")

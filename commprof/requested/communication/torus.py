@@ -1,13 +1,14 @@
-"""Sums of gradients and gatherings of parameters that go along the axes of a grid of ranks (``communication.topology``).
+"""Gradient sums and parameter gathers that go along the axes of a grid of ranks (``communication.topology``).
 
-Only zero_runtime does it. Ranks are numbered along the last axis first. Of a message of S bytes travels, in this order:
+Only zero_runtime does it. Ranks are numbered along the last axis first. A message of S bytes becomes, in this order:
 
-* all_reduce: a reduce_scatter along every axis but the first, the last one first, of what is left by then; an all_reduce
-  along the first; all_gathers the way back. It is padded to a multiple of the ranks of all axes but the first;
+* all_reduce: a reduce_scatter along every axis but the first, the last one first, each of the previous result; an
+  all_reduce along the first; all_gathers along the axes in reverse. It is padded to a multiple of the ranks of all axes
+  but the first;
 * reduce_scatter: a reduce_scatter along every axis, the last one first;
 * all_gather: an all_gather along every axis, the first one first.
 
-A reduce_scatter is an all_to_all where that is how the runtime makes one.
+A reduce_scatter is an all_to_all where the runtime issues it as one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _UNKNOWN_SIZES: Final = "which messages go along the axes, by their sizes and me
 
 
 class _Leg(NamedTuple):
-    """What one message of a composed collective is.
+    """One message of a composed collective.
 
     Attributes:
         axis: along which it goes; 0 is the outermost.
@@ -56,10 +57,10 @@ def sizes_of(
         config: the whole config.
         world_size: all ranks.
         host_ranks: ranks of each host; None where that is not known.
-        seen: the axes of a run's groups, which say what hosts it had; None where there is no run.
+        seen: the axes of the groups of a run, which show its hosts; None without a run.
 
     Raises:
-        RequestedError: the sizes do not multiply to the ranks, or the key is none of what it may be.
+        RequestedError: the sizes do not multiply to the ranks, or the key has another value than it may have.
         UnsupportedError: it depends on hosts that are not known.
     """
     topology = section(config, "communication").get("topology")
@@ -85,7 +86,7 @@ def sizes_of(
 
 
 def _cut_to_hosts(world_size: int, axes: int, host_ranks: int) -> Sizes:
-    """As many axes as can be, up to ``axes``: the last one a host where there are several, else as even as can be."""
+    """Up to ``axes`` axes, as many as possible: the last one is a host where there are several, else as even as possible."""
     for wanted in range(axes, 1, -1):
         if not 1 < host_ranks < world_size:
             axis_sizes = _most_even(world_size, wanted)
@@ -103,7 +104,7 @@ def _cut_to_hosts(world_size: int, axes: int, host_ranks: int) -> Sizes:
 
 
 def _most_even(number: int, factors: int) -> Sizes:
-    """``number`` as so many factors above 1, rising, the largest as small as can be; empty where there are none."""
+    """``number`` as ``factors`` rising factors above 1, the largest as small as possible; empty where there are none."""
     if factors == 1:
         return (number,) if number > 1 else ()
     candidates: list[Sizes] = []
@@ -152,7 +153,7 @@ def _travels(row: Expectation) -> bool:
     if row.issued_op == Op.REDUCE_SCATTER and any(len(set(each)) > 1 for each in row.payloads):
         return False  # a list of rows that differ in length
     if row.issued_op in _SCATTERS:
-        # An all_to_all of rows that are not told is no sum of rows in place of a reduce_scatter.
+        # An all_to_all without row sizes is not a replacement of a reduce_scatter.
         return bool(row.payload_bytes) and bool(_rows_of(row))
     return bool(row.payload_bytes) and row.issued_op in (Op.ALL_REDUCE, Op.ALL_GATHER)
 
@@ -249,7 +250,7 @@ def _leg_row(
 
 
 def _scattered(row: Expectation, messages: Sequence[Sequence[int]], sizes: Sizes) -> list[Expectation]:
-    """A reduce_scatter of rows, whose bytes ``messages`` list for each: what is left depends on the place of a rank."""
+    """A reduce_scatter of rows, whose bytes ``messages`` list; the position of a rank decides what remains."""
     scattered = []
     for axis in range(len(sizes) - 1, -1, -1):
         stride = prod(sizes[axis + 1 :])
@@ -273,7 +274,7 @@ def _scattered(row: Expectation, messages: Sequence[Sequence[int]], sizes: Sizes
 
 
 def _row_bytes(payload: tuple[int, ...], ranks: int) -> Sequence[int]:
-    """The bytes of each rank's row of a message: equal ones where only its sum is told."""
+    """The bytes of each rank's row of a message: equal ones where only its sum is known."""
     return payload if len(payload) > 1 else [payload[0] // ranks] * ranks
 
 

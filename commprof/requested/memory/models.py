@@ -1,4 +1,4 @@
-"""A list of parameters for a model of which only the size is known."""
+"""Makes a list of parameters for a model whose size alone is known."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def transformer(numel: int, layers: int) -> list[Parameter]:
 
 
 def shared_transformer(model: Sequence[Parameter], tensor_ranks: int, stages: int) -> list[Parameter]:
-    """What a rank holds of each matrix of ``model``, which :func:`transformer` made, where ranks share tensors and layers.
+    """A rank's shard of each matrix of ``model`` (from :func:`transformer`) where ranks share tensors and layers.
 
     Args:
-        model: whole.
-        tensor_ranks: ranks that share each tensor: two matrices of a layer are cut by columns, and two by rows.
-        stages: of a pipeline, which get equal runs of layers.
+        model: all parameters, unpartitioned.
+        tensor_ranks: ranks that share each tensor: two matrices of a layer are partitioned by columns, and two by rows.
+        stages: of a pipeline, which get equal numbers of layers.
 
     Raises:
         RequestedError: there are fewer layers than stages.
@@ -59,7 +59,7 @@ def shared_transformer(model: Sequence[Parameter], tensor_ranks: int, stages: in
     layers = len(model) // len(MATRICES)
     if layers < stages:
         raise RequestedError(
-            f"{layers} layers cannot be dealt out to {stages} stages; give more (--layers), or fewer stages"
+            f"{layers} layers cannot be divided among {stages} stages; give more (--layers), or fewer stages"
         )
     shards = []
     for number, matrix in enumerate(model):

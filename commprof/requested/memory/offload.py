@@ -1,4 +1,4 @@
-"""What a config keeps in host memory or in files instead of on the device, with DeepSpeed 0.19's defaults."""
+"""Which states a config offloads to host memory or NVMe, with DeepSpeed 0.19's defaults."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Offload(NamedTuple):
 
     Attributes:
         optimizer: where masters and optimizer states are: ``none`` (the device), ``cpu`` or ``nvme``.
-        optimizer_buffers: parts of them that are in memory at once, with nvme.
-        ratio: share of them that is there; the rest is on the device.
-        parameters: where the slices of parameters are, at stage 3; likewise.
-        buffers: for slices on their way to or from files.
-        max_in_cpu: of each rank's slices, those that stay in host memory, with nvme.
+        optimizer_buffers: chunks of them that are in memory at once, with nvme.
+        ratio: the share of them that is offloaded; the rest is on the device.
+        parameters: where the shards of parameters are, at stage 3; likewise.
+        buffers: for shards that are read from or written to files.
+        max_in_cpu: the elements of each rank's shards that stay in host memory, with nvme.
     """
 
     optimizer: str = "none"
@@ -32,7 +32,7 @@ class Offload(NamedTuple):
 
 
 def read_offload(zero: Mapping[str, Any], stage: int) -> Offload:
-    """What ``zero_optimization`` says; of a key that does not act at ``stage``, nothing.
+    """The offload that ``zero_optimization`` configures; keys without effect at ``stage`` are left out.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.

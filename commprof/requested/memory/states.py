@@ -1,6 +1,6 @@
-"""How much memory the states of a training need on each rank, and what moves between device, host and disk in a step.
+"""Predicts the memory of the states of a training on each rank, and what moves between device, host and disk in a step.
 
-A statement of rules, as for the messages: nothing is run. Activations, and what the program itself needs, come on top.
+By rules, as for the messages: nothing is run. Activations and the program itself need more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from commprof.requested.keys import flag, section
 from commprof.requested.memory.offload import Offload, read_offload
 from commprof.requested.parameters import Parameter, check_parameters, in_model_order, item_bytes
 from commprof.requested.support import optimizer_type
-from commprof.requested.zero.gather_configuration import read_fetch_configuration
+from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
 
 # fp32 numbers that an optimizer keeps for each parameter.
@@ -26,12 +26,12 @@ _STATES: Final[Mapping[str, int]] = {
     "adadelta": 2,
 }
 _WIDE: Final = 4  # bytes of an fp32 number
-_FILED_SHARE: Final = 8  # of the slices in files, those that are in buffers
+_FILED_SHARE: Final = 8  # one in so many of the offloaded elements is in a buffer
 _FILED_LEAST: Final = 2**22
-_STRETCH: Final = 2**22  # most elements of an optimizer that are in memory at once for an update, with nvme
+_CHUNK: Final = 2**22  # most elements of an optimizer that are in memory at once for an update, with nvme
 _SHARE: Final = 64
 _SMALLEST: Final = 2**18
-_BUCKETS_UNDER_WAY: Final = 2  # where they overlap with the backward pass
+_BUCKETS_UNDER_WAY: Final = 2  # where reductions overlap with the backward pass
 
 
 class Holding(NamedTuple):
@@ -43,7 +43,7 @@ class Holding(NamedTuple):
         device: on the accelerator; on a machine without one this is host memory too.
         host: in host memory.
         disk: in files.
-        note: what a reader should know; empty when there is nothing.
+        note: a remark for the report; may be empty.
     """
 
     what: str
@@ -70,13 +70,13 @@ class Movement(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What the rules are stated in.
+    """The sizes on which the rules depend.
 
     Attributes:
         numel: elements of all parameters.
-        share: of which this rank has, where they are shared out.
+        share: elements that a rank has where they are partitioned.
         item: bytes of an element in the model.
-        master: bytes of an element that the optimizer updates in its place; 0 where that is the parameter itself.
+        master: bytes of an element of the master copy; 0 where the optimizer updates the parameter itself.
         state: bytes of the optimizer's state for an element.
         gradient: bytes of an element of an accumulated gradient.
     """
@@ -115,8 +115,8 @@ def holdings(config: Mapping[str, Any], parameters: Sequence[Parameter], world_s
                 _state_note(config) if what == "optimizer states" else "",
             )
         )
-    fetching = read_fetch_configuration(zero_section(config))
-    ahead = min(fetching.prefetch_bucket_size, fetching.max_live_parameters) // world_size
+    gathering = read_gather_configuration(zero_section(config))
+    ahead = min(gathering.prefetch_bucket_size, gathering.max_live_parameters) // world_size
     buffers = _buffers(offload, sizes, ahead)
     if buffers:
         listed.append(Holding("buffers of files", 0, buffers))
@@ -138,7 +138,7 @@ def movements(
     _, offload, sizes = _read(config, parameters, world_size)
     listed = []
     if offload.parameters != "none":
-        sent = gathered_bytes // world_size  # each message is made of one slice of every rank
+        sent = gathered_bytes // world_size  # each message consists of one shard of every rank
         in_files = _in_files(offload, sizes.share)
         if in_files:
             updated = 0 if sizes.master else in_files * sizes.item
@@ -178,7 +178,7 @@ def _read(
         share = -(-numel // world_size) if configuration.partitions else numel
     item = item_bytes(configuration.model_dtype or "float32")
     wide = item if _narrow_masters(config) else _WIDE
-    # A parameter as wide as a master is its own, and one in files is read for its update; not one on the host alone.
+    # A parameter as wide as a master needs none. One in files is read for its update, one in host memory is not.
     apart = offload.parameters != "none" and not _in_files(offload, share)
     own = item == wide and offload.optimizer == "none" and not apart
     accumulation = configuration.accumulation_dtype
@@ -228,12 +228,12 @@ def _parameters(
     shards = Holding(
         "parameters", shard_bytes if on_device else 0, 0 if on_device else shard_bytes, in_files * sizes.item
     )
-    fetching = read_fetch_configuration(zero_section(config))
+    gathering = read_gather_configuration(zero_section(config))
     listed = in_model_order(parameters)
-    persistent = sum(each.numel for each in persistent_parameters(listed, fetching))
+    persistent = sum(each.numel for each in persistent_parameters(listed, gathering))
     largest = max((each.numel for each in listed), default=0)
-    # What is used again soon is kept, and gathering ahead stops at max_live_parameters.
-    limit = max(fetching.max_live_parameters, fetching.max_reuse_distance) + largest + persistent
+    # Parameters that are used again soon stay gathered, and prefetching stops at max_live_parameters.
+    limit = max(gathering.max_live_parameters, gathering.max_reuse_distance) + largest + persistent
     gathered_numel = min(sizes.numel, limit)
     note = "at most, while modules use them"
     if gathered_numel == sizes.numel:
@@ -270,10 +270,10 @@ def _in_files(offload: Offload, share: int) -> int:
 
 
 def _buffers(offload: Offload, sizes: _Sizes, ahead: int) -> int:
-    """Bytes of the buffers of files, where ``ahead`` elements of a rank's slices are gathered ahead at once."""
+    """Bytes of the buffers of files, where ``ahead`` elements of a rank's shards are prefetched at once."""
     filed = _in_files(offload, sizes.share)
     needed = min(offload.buffers, max(filed // _FILED_SHARE, ahead, _FILED_LEAST), filed) * sizes.item
     if offload.optimizer == "nvme":
-        stretch = min(max(sizes.share // _SHARE, _SMALLEST), _STRETCH, sizes.share)
-        needed += offload.optimizer_buffers * stretch * (sizes.master + sizes.state + _WIDE)
+        chunk = min(max(sizes.share // _SHARE, _SMALLEST), _CHUNK, sizes.share)
+        needed += offload.optimizer_buffers * chunk * (sizes.master + sizes.state + _WIDE)
     return needed

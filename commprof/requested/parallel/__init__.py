@@ -1,1 +1,1 @@
-"""What ranks send that share a model: pipelines, tensors, sequences."""
+"""The messages of ranks that share a model: pipelines, tensors, sequences."""

@@ -1,4 +1,4 @@
-"""What no config tells of activations: how many there are. A run shows it, or it is assumed; the rules take it from here.
+"""The number and sizes of activations, which no config determines: from a run, or assumed.
 
 All sizes are those of one micro-batch, and of a step in which all have the same.
 """
@@ -17,11 +17,11 @@ from commprof.requested.memory.models import MATRICES
 from commprof.requested.parameters import Parameter, item_bytes
 
 ALL_MODULES: Final = ""
-_JOINED_HEADS: Final = 4  # query, key, value, and what attention makes of them
+_JOINED_HEADS: Final = 4  # query, key, value, and the result of attention
 
 
 class Crossing(NamedTuple):
-    """What one stage sends another in a micro-batch.
+    """The tensors that one stage sends another in a micro-batch.
 
     Attributes:
         forward: bytes of each tensor.
@@ -33,7 +33,7 @@ class Crossing(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What attention over pieces of sequences sends in a micro-batch: bytes of each all_to_all, by pass."""
+    """The messages of attention over partitioned sequences in a micro-batch: bytes of each all_to_all, by pass."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -41,20 +41,20 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is known of activations.
+    """The known sizes of activations.
 
     Attributes:
-        rows: module -> rows of its activations, each of as many elements as the module has inputs or outputs: the words of
+        rows: module -> rows of its activations, each of as many elements as the module has inputs or outputs: the tokens of
             the samples of a micro-batch. Under :data:`ALL_MODULES` the rows of modules that are not named.
         calls: (module, op) -> how often each of its messages with that operation is sent, where that is not once: 0 where
-            nothing asks for the gradient of an input, 2 where a forward pass is repeated.
-        losses: modules without parameters that share words: cross entropies.
-        others: module -> what it sends along the model axis, (op, bytes), of which no rule speaks.
+            the input needs no gradient, 2 where a forward pass is repeated.
+        losses: modules without parameters that share tokens of the vocabulary: cross entropies.
+        others: module -> what it sends along the model axis, (op, bytes), without a rule.
         exchanged: module -> what it exchanges along the sequence axis.
         crossings: (stage, stage) -> what passes between them.
-        wraps: whether the last stage passes something on to the first, as stages with several parts of the model do.
-        scale: how many times as many rows all modules have in the step at hand: sequences may differ in length.
-        assumed: whether all this is assumed of a model of which only the size is known.
+        wraps: whether the last stage sends to the first, as stages with several model chunks do.
+        scale: factor of the rows of all modules in this step: sequences may differ in length.
+        assumed: whether all this is assumed, for a model whose size alone is known.
     """
 
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -73,14 +73,14 @@ class Shapes:
 
 
 def assumed_shapes(
-    config: Mapping[str, Any], parameters: Sequence[Parameter], words: int, stages: int, sequence: int
+    config: Mapping[str, Any], parameters: Sequence[Parameter], tokens: int, stages: int, sequence: int
 ) -> Shapes:
     """Shapes of a transformer whose layers are four matrices each, as :mod:`commprof.requested.memory.models` makes them.
 
     Args:
         config: says how many samples a micro-batch has.
         parameters: of the model.
-        words: of a sample.
+        tokens: sequence length.
         stages: of a pipeline.
         sequence: ranks that share each sequence.
 
@@ -90,17 +90,17 @@ def assumed_shapes(
     samples = read_configuration(config).micro_batch_size
     if samples is None:
         raise RequestedError(
-            "train_micro_batch_size_per_gpu is not set, so the size of activations cannot be told; set it"
+            "train_micro_batch_size_per_gpu is not set, so the size of activations is not known; set it"
         )
-    if words % sequence:
-        raise RequestedError(f"sequences of {words} words cannot be shared by {sequence} ranks evenly")
+    if tokens % sequence:
+        raise RequestedError(f"sequences of {tokens} tokens cannot be shared by {sequence} ranks evenly")
     layers = [each for each in parameters if each.name.endswith("qkv.weight")]
     square = max((each.whole_numel for each in layers), default=0) // MATRICES["qkv"]
     size = item_bytes(read_configuration(config).model_dtype or "float32")
-    activation = samples * words * isqrt(square) * size
-    piece = activation // sequence
+    activation = samples * tokens * isqrt(square) * size
+    share = activation // sequence
     names = [each.module.rpartition(".")[0] for each in layers] if sequence > 1 else []
-    exchanged = {name: Exchanged((piece,) * _JOINED_HEADS, (piece,) * _JOINED_HEADS) for name in names}
+    exchanged = {name: Exchanged((share,) * _JOINED_HEADS, (share,) * _JOINED_HEADS) for name in names}
     crossing = Crossing((activation,), (activation,))
     crossings = {pair: crossing for stage in range(stages - 1) for pair in [(stage, stage + 1)]}
-    return Shapes({ALL_MODULES: samples * words}, exchanged=exchanged, crossings=crossings, assumed=True)
+    return Shapes({ALL_MODULES: samples * tokens}, exchanged=exchanged, crossings=crossings, assumed=True)

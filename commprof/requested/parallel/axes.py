@@ -1,4 +1,4 @@
-"""The ranks as a grid of named axes: which share stages, samples, sequences and tensors, by a config or an engine's word.
+"""The ranks as a grid of named axes, which share stages, samples, sequences and tensors: from a config or an engine.
 
 Ranks are numbered along pipe, data, sequence and model, the last one fastest. Source: the layout of zero_runtime and of
 DeepSpeed's ``PipeModelDataParallelTopology``.
@@ -44,7 +44,7 @@ class Axes(NamedTuple):
         return self.sizes[self.names.index(axis)] if axis in self.names else 1
 
     def lines(self, *axes: str, **at: int) -> tuple[Line, ...]:
-        """The lists of ranks that differ in ``axes`` alone; those at the places ``at`` of other axes.
+        """The lists of ranks that differ in ``axes`` alone; limited to the positions ``at`` on other axes.
 
         >>> Axes((PIPE, DATA, MODEL), (2, 2, 2)).lines(DATA, pipe=1)
         ((4, 6), (5, 7))
@@ -62,7 +62,7 @@ class Axes(NamedTuple):
 
 
 def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
-    """The axes as an engine says them: ranks by axis, slowest first.
+    """The axes as an engine publishes them: ranks by axis, slowest first.
 
     Raises:
         RequestedError: an axis is not known, a size is no positive number, or they do not multiply to ``world_size``.
@@ -80,7 +80,7 @@ def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
 
 
 def axes_of_config(config: Mapping[str, Any], world_size: int) -> Axes:
-    """The axes that ``config`` names, and as many replicas as are left.
+    """The axes that ``config`` names; the remaining factor of the ranks is the number of replicas.
 
     Raises:
         RequestedError: a size is no positive number, two keys differ, or they do not divide ``world_size``.

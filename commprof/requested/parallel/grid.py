@@ -1,12 +1,11 @@
-"""What a config should send where ranks share stages, sequences or tensors: the rules of each axis, put together.
+"""Predicts messages where ranks share stages, sequences or tensors, from the rules of each axis.
 
-The ranks along data and sequence hold the same parameters: over these ZeRO's rules hold for what a rank holds. What each
-further axis adds:
+The ranks along data and sequence hold the same parameters: ZeRO's rules apply along these axes. Each further axis adds:
 
 * model: the parameters of the whole model once at the start, activations in each micro-batch, and the norm and the flag of
   an overflow once more, along pipe and model together;
-* sequence: the all_to_all of attention; gradients travel in a type of their own;
-* pipe: activations and their gradients between neighbours, and the sums of what stages keep equal.
+* sequence: the all_to_all of attention; gradients have their own communication type;
+* pipe: activations and their gradients between neighbours, and the sums of gradients of shared weights.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def expected_on_axes(
         config: the config file as the runtime reads it.
         parameters: what a rank holds of each parameter, of all stages.
         axes: of all ranks.
-        shapes: what is known of activations; where nothing is, rows for them are left out.
+        shapes: the known sizes of activations; rows without known sizes are left out.
         gradient_order: as for :func:`commprof.requested.zero.stages.expected`; not used where there are stages.
 
     The other arguments and the errors are those of :func:`commprof.requested.zero.stages.expected`.
@@ -84,7 +83,7 @@ def expected_on_axes(
     for each in parameters:
         if max(each.stage_numbers) >= stages:
             raise RequestedError(
-                f"parameter {each.name!r} is said to be of the stages {each.stages!r}, and there are {stages}"
+                f"parameter {each.name!r} has the stages {each.stages!r}, and there are {stages} stages"
             )
     for stage in range(stages):
         own = [each for each in parameters if stage in each.stage_numbers]
@@ -138,7 +137,7 @@ def without_axes(config: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
     plain["gradient_accumulation_steps"] = micro_batches(config, axes)
     if axes.size(SEQUENCE) > 1:
         wide = dtype(config, "seq_parallel_communication_data_type")
-        # An engine's own config says under the plain name what it uses.
+        # An engine's effective config has the value that it uses under the plain name.
         if wide is not None or "topology" not in config:
             plain["communication_data_type"] = wide or DTYPES["fp32"]
     return plain
@@ -175,7 +174,7 @@ def micro_batches(config: Mapping[str, Any], axes: Axes) -> int:
 
 
 def on_lines(expectation: Expectation, lines: Sequence[Line]) -> Expectation:
-    """``expectation`` of one group, said of each of ``lines``; a part of the group becomes parts of these."""
+    """``expectation`` of one group, applied to each of ``lines``; subgroups become subgroups of these."""
     size = expectation.group_size or len(lines[0])
     groups = tuple(line[first : first + size] for line in lines for first in range(0, len(line), size))
     return expectation._replace(groups=groups, group_size=None)
@@ -198,7 +197,7 @@ def _along_model(
     if tensor_ranks(config) > 1:
         payloads = [each.whole_numel * item_bytes(kind or each.dtype) for each in own]
         sent = row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, len(lines[0]))
-        note = "all that the model has, before it is cut"
+        note = "all parameters of the model, before they are partitioned"
         rows.append(
             sent._replace(groups=lines, exact=False, bytes_exact=False, note=note, estimate=_UNKNOWN_BUFFERS)
         )
@@ -224,7 +223,7 @@ def _of_one_model(
         row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(lines[0])),
     ]
     if configuration.reduces_flat_groups and norms:
-        # Alone, each rank has all of the flat gradients, and sends nothing for their norm.
+        # Without further ranks, each rank has all flat gradients and sends no norm.
         over = axes.lines(DATA, SEQUENCE)
         sent = row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(over[0]))
         rows.append(sent._replace(groups=over))
@@ -242,7 +241,7 @@ def _agreements(configuration: Configuration, groups: int) -> tuple[list[int], l
 
 
 def input_check(axes: Axes) -> Expectation | None:
-    """The comparison of the first inputs, once, of ranks that must be given the same; None where there are none."""
+    """The comparison of the first inputs, once, between ranks that must get the same; None where there are none."""
     if axes.size(MODEL) == 1 or axes.size(PIPE) > 1:
         return None
     lines = axes.lines(MODEL)

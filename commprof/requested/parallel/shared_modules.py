@@ -1,6 +1,6 @@
-"""What modules send that ranks share: tensors cut by columns, rows or words, and attention over pieces of sequences.
+"""The messages of shared modules: tensors partitioned by columns, rows or vocabulary, attention over partitioned sequences.
 
-R rows of activations pass a layer in a micro-batch; I and O are the bytes of a row of inputs and outputs of the whole layer:
+R rows of activations pass a layer in a micro-batch; I and O are the bytes of a row of inputs and outputs of the full layer:
 
 =============== ==================== ==================== ============================ ===========================
 module          forward              backward             forward, sequence_parallel   backward, sequence_parallel
@@ -34,7 +34,7 @@ from commprof.schema import Op, Purpose
 
 _LOSS_BYTES: Final = 4  # fp32
 ASSUMED: Final = "the sizes of activations are assumed: those of a transformer of that size"
-RECORDED: Final = "rows of activations as the run shows them: no config tells their number"
+RECORDED: Final = "rows of activations as recorded: no config determines their number"
 
 
 class ModuleMessage(NamedTuple):
@@ -58,7 +58,7 @@ class ModuleMessage(NamedTuple):
 def module_messages(
     parameters: Iterable[Parameter], dtype: str | None, shares_sequence: bool
 ) -> list[ModuleMessage]:
-    """The messages of all modules that are cut, or work on pieces of sequences.
+    """The messages of all modules that are partitioned, or work on partitioned sequences.
 
     Args:
         parameters: all that a rank holds.
@@ -105,7 +105,7 @@ def _of_module(
 
 
 def _widths(weight: Parameter) -> tuple[int, int]:
-    """Outputs and inputs of the whole layer; words and width of an embedding."""
+    """Outputs and inputs of the full layer; vocabulary and width of an embedding."""
     extents = weight.whole_extents
     return (extents[0], prod(extents[1:])) if extents else (0, 0)
 
@@ -119,7 +119,7 @@ def _summed(parameters: Iterable[Parameter], module: str, dtype: str | None) -> 
 
 
 def loss_messages(modules: Iterable[str]) -> list[ModuleMessage]:
-    """Those of cross entropies whose words ranks share: a maximum, then the sum and the word that is named."""
+    """Messages of vocabulary-parallel cross entropies: a maximum, then the sum and the logit of the target."""
     return [
         ModuleMessage(name, Op.ALL_REDUCE, size)
         for name in modules
@@ -130,7 +130,7 @@ def loss_messages(modules: Iterable[str]) -> list[ModuleMessage]:
 def expected_activations(
     messages: Sequence[ModuleMessage], shapes: Shapes, lines: Sequence[Line], micro_batches: int
 ) -> list[Expectation]:
-    """What a step sends along the model axis, one row for each operation; nothing where no rows are known.
+    """What a step sends along the model axis, one row for each operation; empty where no rows are known.
 
     Args:
         messages: of all modules of the ranks of ``lines``.

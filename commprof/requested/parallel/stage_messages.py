@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other: activations, their gradients, and what they keep equal."""
+"""The messages between the stages of a pipeline: activations, their gradients, and shared weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commprof.requested.parameters import Parameter, item_bytes
 from commprof.schema import Op, Purpose
 
 OPENING_BYTES: Final = 4  # one number, so that neighbours are connected before the first step
-RECORDED: Final = "sizes of activations as the run shows them: no config tells them"
+RECORDED: Final = "sizes of activations as recorded: no config determines them"
 BUILT_DTYPE: Final = "the element type in which the model was built"
 
 
@@ -45,13 +45,13 @@ def tied_groups(axes: Axes, parameter: Parameter) -> tuple[Line, ...]:
 def tied_weights(
     axes: Axes, parameters: Sequence[Parameter], model_dtype: str | None, gradient_dtype: str | None
 ) -> list[Expectation]:
-    """What keeps copies of a parameter equal: a broadcast at the start, and a sum of their gradients in each step.
+    """Messages that keep copies of a parameter equal: a broadcast at the start, a sum of their gradients in each step.
 
     Args:
         axes: of all ranks.
         parameters: of all stages.
-        model_dtype: in which the model is trained; it is broadcast before that, as it was built. None leaves it so.
-        gradient_dtype: in which gradients are added up; None is that of the parameter.
+        model_dtype: in which the model is trained; it is broadcast earlier, as it was built. None: not converted.
+        gradient_dtype: in which gradients are summed; None is that of the parameter.
     """
     rows = []
     for each in parameters:
@@ -73,5 +73,5 @@ def tied_weights(
 
 
 def model_lines(axes: Axes) -> tuple[Line, ...]:
-    """The ranks that hold one model together: its stages and slices."""
+    """The ranks that hold one model together: its stages and shards."""
     return axes.lines(PIPE, MODEL)

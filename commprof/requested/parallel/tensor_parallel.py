@@ -1,8 +1,8 @@
 """What a module of ``parallelize_module``'s plan should send, from its style, its parameters and the shapes of its inputs.
 
-A style lays out the input of its module over the ranks of the mesh, and then the output. Of two layouts (``R`` replicated,
-``S1`` sharded along dimension 1, ``P`` partial sums) torch's ``redistribute`` makes one from the other by an all_gather, an
-all_reduce, a reduce_scatter or an all_to_all, and the backward pass makes the way back. Between input and output,
+A style lays out the input of its module over the ranks of the mesh, and then the output. torch's ``redistribute`` converts
+between layouts (``R`` replicated, ``S1`` sharded along dimension 1, ``P`` partial sums) by an all_gather, an all_reduce, a
+reduce_scatter or an all_to_all, and the backward pass converts back. Between input and output,
 ``ColwiseParallel`` turns replicated inputs into outputs sharded along the last dimension, and ``RowwiseParallel`` inputs
 sharded along the last dimension into partial sums.
 """
@@ -25,14 +25,16 @@ from commprof.schema import Op, Purpose
 COLWISE, ROWWISE, SEQUENCE = "ColwiseParallel", "RowwiseParallel", "SequenceParallel"
 PREPARED: Final = ("PrepareModuleInput", "PrepareModuleOutput")
 RULED: Final = (COLWISE, ROWWISE, SEQUENCE, *PREPARED)
-LOCAL: Final = "L"  # a plain tensor, of which its style says how it is laid out
+LOCAL: Final = "L"  # a plain tensor, whose style determines its layout
 REPLICATED, PARTIAL = "R", "P"
-_LEAVES: Final = "DTensors leave the modules of the plan, and what the program does with them is no argument"
-_PARTIAL_GRADIENTS: Final = (
-    "how often optimizers other than SGD and Adam sum partial gradients is no part of the rules"
+_LEAVES: Final = (
+    "DTensors leave the modules of the plan, and what the program does with them is not published"
 )
-_NO_STYLE: Final = "its style is no part of the rules"
-_NORM: Final = "norms over several meshes are no part of the rules"
+_PARTIAL_GRADIENTS: Final = (
+    "how often optimizers other than SGD and Adam sum partial gradients is not covered by the rules"
+)
+_NO_STYLE: Final = "its style is not covered by the rules"
+_NORM: Final = "norms over several meshes are not covered by the rules"
 _PASS: Final = re.compile(
     r"(?P<kind>[IOGXY])(?P<extents>[\dx]*):(?P<dtype>\w+):(?P<layout>[LRP]|S\d+):(?P<number>\d+)"
     r"(:(?P<output_dtype>\w+))?(@(?P<gradient>[LRP]|S\d+))?;"
@@ -43,10 +45,10 @@ _READS: Final = {"SGD": 1, "SGD+nesterov": 2, "Adam": 3, "AdamW": 3, "Adam+fused
 
 
 class _Argument(NamedTuple):
-    """A tensor that was given to a module.
+    """A tensor argument of a module.
 
     Attributes:
-        extents: its whole shape.
+        extents: its full shape.
         dtype: element type.
         layout: how it was laid out.
         local: whether it was a plain tensor.
@@ -70,7 +72,7 @@ class TensorParallel:
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         reasons = {str(Purpose.GRADIENT_NORM): _NORM}
         if self._style not in RULED:
             reasons[str(Purpose.ACTIVATION)] = reasons[str(Purpose.PARAMETER_BROADCAST)] = _NO_STYLE
@@ -82,7 +84,7 @@ class TensorParallel:
         return reasons
 
     def construction(self) -> list[Expectation]:
-        """How the parameters come to the ranks: shards in a scatter, replicated ones in a broadcast."""
+        """The messages that distribute the parameters: shards by a scatter, replicated ones by a broadcast."""
         arguments = self.wrapper.arguments
         if self._style not in (COLWISE, ROWWISE) or arguments.get("src_data_rank") is None:
             return []
@@ -95,7 +97,7 @@ class TensorParallel:
         return rows
 
     def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
-        """What it sends in ``passes``; nothing is left to the next step.
+        """What it sends in ``passes``; no state is left to the next step.
 
         Raises:
             RequestedError: a pass is not known.
@@ -144,7 +146,7 @@ class TensorParallel:
     def _backward(
         self, argument: _Argument, dtype: str | None, gradient: str, *, needs_gradient: bool
     ) -> list[Expectation]:
-        """What the gradient of the output sends on its way to that of the input."""
+        """The messages between the gradient of the output and that of the input."""
         output = self._output(argument, dtype)
         if self._style == SEQUENCE:
             return self._returned(argument, self._input_layout, self._desired_input_layout, output.layout)
@@ -159,14 +161,14 @@ class TensorParallel:
         return rows
 
     def _redistributed(self, argument: _Argument, declared: str, desired: str) -> list[Expectation]:
-        """The input, laid out as the module wants it: torch compares what the plan says, not how the input is."""
+        """Messages that lay out the input as the module needs it. torch compares the plan's layouts, not the input's."""
         asks = argument.layout != _of_rank(desired, len(argument.extents))
         if declared == desired and self._style != SEQUENCE:
             asks = False
         return self._sent(argument, argument.layout, _of_rank(desired, len(argument.extents))) if asks else []
 
     def _returned(self, argument: _Argument, declared: str, desired: str, gradient: str) -> list[Expectation]:
-        """The gradient of the input, on its way back through the layouts of :meth:`_redistributed`."""
+        """Messages of the gradient of the input, back through the layouts of :meth:`_redistributed`."""
         rows = []
         if declared != desired or self._style == SEQUENCE:
             back = _back_to(argument.layout, gradient)
@@ -176,7 +178,7 @@ class TensorParallel:
         return rows
 
     def _output(self, argument: _Argument, dtype: str | None) -> _Argument:
-        """What the module computes of its input, before its style lays it out."""
+        """The output of the module before its style lays it out."""
         extents, layout = argument.extents, PARTIAL
         if self._style == SEQUENCE:
             layout = _of_rank(self._desired_input_layout, len(extents))
@@ -189,7 +191,7 @@ class TensorParallel:
         return _Argument(extents, dtype or argument.dtype, layout, local=False)
 
     def _sent(self, tensor: _Argument, before: str, after: str) -> list[Expectation]:
-        """What makes the layout ``after`` of ``before``; replicated tensors are divided without a message."""
+        """Messages that convert the layout ``before`` to ``after``; replicated tensors are divided without a message."""
         if before in (after, REPLICATED) or len(self.wrapper.ranks) == 1:
             return []
         size = item_bytes(tensor.dtype)
@@ -219,7 +221,7 @@ class TensorParallel:
         )
 
     def _full_extents(self, extents: tuple[int, ...], layout: str) -> tuple[int, ...]:
-        """The whole shape of a tensor of which each rank has ``extents``."""
+        """The full shape of a tensor whose shards have ``extents``."""
         if layout in (REPLICATED, PARTIAL):
             return extents
         world, sharded = len(self.wrapper.ranks), _dimension(layout)
@@ -267,7 +269,7 @@ class TensorParallel:
         return str(self.wrapper.arguments.get("output_layout"))
 
     def _layouts(self, number: int) -> tuple[str, str]:
-        """How the plan says that argument ``number`` comes, and how it is wanted."""
+        """The layouts of argument ``number`` by the plan: as it comes, and as the module needs it."""
         listed = self.wrapper.arguments.get("layouts")
         try:
             declared, desired = listed[number]  # type: ignore[index]
@@ -279,16 +281,18 @@ class TensorParallel:
 
 
 def _of_rank(layout: str, rank: int) -> str:
-    """``layout``, its dimension counted from the first one, of a tensor with so many."""
+    """``layout`` of a tensor with ``rank`` dimensions, its dimension counted from the first one."""
     match = re.fullmatch(r"R|P|S(-?\d+)", layout)
     if match is None:
-        raise RequestedError(f"a layout is said to be {layout!r}; expected R, P, or S and a dimension")
+        raise RequestedError(f"a layout is {layout!r}; expected R, P, or S and a dimension")
     if match[1] is None:
         return layout
     dimension = int(match[1])
     dimension += rank if dimension < 0 else 0
     if not 0 <= dimension < rank:
-        raise RequestedError(f"layout {layout} is of a dimension that a tensor with {rank} has not")
+        raise RequestedError(
+            f"layout {layout} is of a dimension that a tensor with {rank} dimensions does not have"
+        )
     return f"S{dimension}"
 
 
@@ -302,7 +306,7 @@ def _without_partial(layout: str) -> str:
 
 
 def _of_gradient(gradient: str, layout: str, rank: int) -> str:
-    """The layout of a gradient, which a plain one has from the tensor that it is of."""
+    """The layout of a gradient; a plain one has that of its tensor."""
     return _of_rank(_without_partial(layout) if gradient == LOCAL else gradient, rank)
 
 

@@ -1,4 +1,4 @@
-"""What wrappers of models are given: the input of the rules for DistributedDataParallel and FSDP."""
+"""The arguments of model wrappers: the input of the rules for DistributedDataParallel and FSDP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tensor(NamedTuple):
 
     Attributes:
         name: qualified name.
-        extents: its whole shape.
+        extents: its full shape.
         dtype: element type.
         trained: whether it gets gradients.
     """
@@ -52,11 +52,11 @@ class Wrapper:
     """One wrapped model, or one unit of it.
 
     Attributes:
-        kind: a word of ``schema.WRAPPERS``.
+        kind: a value of ``schema.WRAPPERS``.
         unit: name of the module that it wraps.
         ranks: that reduce or shard together.
         replicas: ranks that hold the same shard; empty where there is one copy.
-        arguments: that it was given.
+        arguments: by name.
         parameters: in its order.
         buffers: likewise.
     """
@@ -85,7 +85,7 @@ class Wrapper:
         exact: bool = True,
         note: str = "",
     ) -> list[Expectation]:
-        """Messages of its group, or of ``ranks``; none where there are none."""
+        """Messages of its group, or of ``ranks``; empty without payloads."""
         group = ranks or self.ranks
         if not payloads:
             return []
@@ -94,11 +94,11 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What the rules of both FSDPs share: the units of one model, as one of its ranks says them.
+    """What the rules of both FSDPs share: the units of one model, as one of its ranks published them.
 
     Attributes:
-        units: what each was given.
-        rank: it speaks for the groups of which it is the first rank.
+        units: the wrapper of each.
+        rank: counts messages of the groups whose first rank it is.
     """
 
     units: tuple[Wrapper, ...]
@@ -110,11 +110,11 @@ class ShardedModel:
         return self.units[0]
 
     def construction(self) -> list[Expectation]:
-        """What it sends when it is made: nothing that the rules know."""
+        """Messages at construction: none that the rules cover."""
         return []
 
     def speaks(self, ranks: Sequence[int]) -> bool:
-        """Whether this rank says what the group of ``ranks`` sends."""
+        """Whether this rank counts the messages of the group of ``ranks``."""
         return bool(ranks) and min(ranks) == self.rank
 
     def matches(self, passes: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
@@ -156,7 +156,9 @@ def tensors_of(text: str) -> tuple[Tensor, ...]:
             Tensor(str(n), tuple(map(int, shape)), str(d), bool(t)) for n, shape, d, t in json.loads(text)
         ]
     except (TypeError, ValueError) as error:
-        raise RequestedError(f"the tensors of a wrapper are said to be {text[:80]!r}: {error}") from error
+        raise RequestedError(
+            f"the tensors of a wrapper are {text[:80]!r}, expected a JSON list: {error}"
+        ) from error
     if any(extent < 0 for each in listed for extent in each.extents):
         raise RequestedError(f"a tensor of a wrapper has a negative extent: {text[:80]!r}")
     return tuple(listed)
@@ -171,9 +173,9 @@ def arguments_of(text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise RequestedError(f"the arguments of a wrapper are said to be {text[:80]!r}: {error}") from error
-    if not isinstance(arguments, dict):
         raise RequestedError(
-            f"the arguments of a wrapper are said to be {text[:80]!r}, expected a JSON object"
-        )
+            f"the arguments of a wrapper are {text[:80]!r}, expected a JSON object: {error}"
+        ) from error
+    if not isinstance(arguments, dict):
+        raise RequestedError(f"the arguments of a wrapper are {text[:80]!r}, expected a JSON object")
     return arguments

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel should send, from its arguments and the parameters of its model: torch 2.11 to 2.14.
+"""The messages of DistributedDataParallel, from its arguments and the parameters of its model: torch 2.11 to 2.14.
 
 ========================= ====================================================================================
 at construction           an all_gather of the number of parameters and a broadcast of their shapes; parameters
@@ -8,8 +8,8 @@ before a forward pass     the buffers, where the forward pass before it was one 
 in a backward pass        an all_reduce for each bucket; one of the parameters that were used, where it looks for them
 ========================= ====================================================================================
 
-Buckets are filled in the order of the model the first time, in the order of the gradients from then on. That order is the
-program's: where it is not given the number of messages is not known, only their bytes.
+Buckets are filled in the order of the model the first time, in the order of the gradients from then on. Where that order is
+not known, the number of messages is not known, only their bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from commprof.schema import Op, Purpose
 
 MIB: Final = 2**20
 DEFAULT_BUCKET_MIB: Final = 25
-FIRST_BUCKET_BYTES: Final = MIB  # where bucket_cap_mb is not given
+FIRST_BUCKET_BYTES: Final = MIB  # the default of bucket_cap_mb
 BROADCAST_BYTES: Final = 250 * MIB
 _INDEX_BYTES: Final = 4  # int32
 _SHAPE_BYTES: Final = 8  # int64
@@ -49,7 +49,7 @@ _HOOK_DTYPES: Final[dict[str, str | None]] = {
 
 
 class State(NamedTuple):
-    """What one pass leaves to the next.
+    """The state between two passes.
 
     Attributes:
         syncs: whether the next forward pass broadcasts the buffers.
@@ -67,7 +67,7 @@ class Ddp:
     """The rules for one model.
 
     Attributes:
-        wrapper: what was given.
+        wrapper: its arguments and parameters.
         order: names of the trained parameters in the order of their gradients; None where it is not known.
     """
 
@@ -75,12 +75,12 @@ class Ddp:
     order: tuple[str, ...] | None = None
 
     def argument(self, name: str) -> Any:
-        """An argument; None where it was not given."""
+        """An argument; None where it was not passed."""
         return self.wrapper.arguments.get(name)
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         reasons = {}
         for name, what in (
             ("sparse", "sparse gradients"),
@@ -101,7 +101,7 @@ class Ddp:
         return reasons
 
     def construction(self) -> list[Expectation]:
-        """What it sends when it is made."""
+        """Messages at construction."""
         if self.argument("init_sync") is False:
             return []
         wrapper, world = self.wrapper, len(self.wrapper.ranks)
@@ -244,7 +244,7 @@ def _coalesced(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def with_order(rules: Ddp, names: Sequence[str] | None) -> Ddp:
-    """``rules`` by the order of gradients in ``names``, which may name other parameters too; unchanged where one lacks."""
+    """``rules`` by the order of gradients in ``names``, which may have other names, too; unchanged where one is missing."""
     if names is None:
         return rules
     mine = {each.name for each in rules._reduced}

@@ -1,9 +1,10 @@
-"""What FSDP 1 (``FullyShardedDataParallel``) should send, from the arguments of its units and their parameters.
+"""The messages of FSDP 1 (``FullyShardedDataParallel``), from the arguments of its units and their parameters.
 
 A unit flattens its parameters into one tensor, padded to a multiple of the ranks; with ``use_orig_params`` each parameter
-begins at a multiple of 16 bytes. The flat parameter is gathered where it is not whole. It is sharded again after a forward
-pass (``FULL_SHARD``, ``HYBRID_SHARD``; not that of the root) and after a backward pass. The gradients of a unit travel in a
-reduce_scatter, with a hybrid strategy followed by an all_reduce over the replicas; with ``NO_SHARD`` in one all_reduce.
+begins at a multiple of 16 bytes. The flat parameter is gathered where it is sharded. It is sharded again after a forward
+pass (``FULL_SHARD``, ``HYBRID_SHARD``; not that of the root) and after a backward pass. The gradients of a unit are
+reduced by a reduce_scatter, with a hybrid strategy followed by an all_reduce over the replicas; with ``NO_SHARD`` by one
+all_reduce.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Fsdp(ShardedModel):
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         reasons = {}
         if any(unit.arguments.get("comm_hook") for unit in self.units):
             reasons[str(Purpose.GRADIENT_REDUCE)] = "a communication hook decides what is sent"
-        # Sent before the wrapper is seen.
+        # Sent before the recorder sees the wrapper.
         reasons[str(Purpose.PARAMETER_BROADCAST)] = (
-            "what sync_module_states broadcasts is no part of the rules"
+            "what sync_module_states broadcasts is not covered by the rules"
         )
         return reasons
 

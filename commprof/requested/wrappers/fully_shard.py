@@ -1,6 +1,6 @@
-"""What ``fully_shard`` (FSDP 2) should send, from the arguments of its units and their parameters: torch 2.11 to 2.14.
+"""The messages of ``fully_shard`` (FSDP 2), from the arguments of its units and their parameters: torch 2.11 to 2.14.
 
-Each unit gathers its parameters where they are not whole, and shards them again after a forward pass (as
+Each unit gathers its parameters where they are sharded, and shards them again after a forward pass (as
 ``reshard_after_forward`` says) and after a backward pass. In a backward pass a unit has the one before it gathered as well.
 A unit that reduces gradients sends them in one reduce_scatter, and with a mesh of two dimensions (HSDP) an all_reduce of its
 shard over the ranks that hold the same one.
@@ -25,12 +25,12 @@ _PASS: Final = re.compile(r"(?P<kind>[FRpbkBurEN])(?P<unit>\d+)?(?P<alone>~)?(-(
 
 
 class State(NamedTuple):
-    """What one pass leaves to the next.
+    """The state between two passes.
 
     Attributes:
-        units: how the parameters of each are.
+        units: the state of the parameters of each.
         order: the units whose forward passes have ended since the last backward pass.
-        open: for each unit the places in ``order`` that a backward pass has not come to.
+        open: for each unit the positions in ``order`` that a backward pass has not reached.
         reduced: how many of its parameters have gradients.
     """
 
@@ -46,7 +46,7 @@ class FullyShard(ShardedModel):
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         reasons = {}
         for unit in self.units:
             why = unit.arguments.get("unpredicted")
@@ -55,7 +55,7 @@ class FullyShard(ShardedModel):
         if len({(unit.ranks, unit.arguments.get("mesh_dims")) for unit in self.units}) > 1 or any(
             unit.arguments.get("mesh_dims") for unit in self.units
         ):
-            reasons[str(Purpose.GRADIENT_NORM)] = "norms over several meshes are no part of the rules"
+            reasons[str(Purpose.GRADIENT_NORM)] = "norms over several meshes are not covered by the rules"
         return reasons
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
@@ -83,7 +83,7 @@ class _Units:
 
     @property
     def state(self) -> State:
-        """What is left to the next pass."""
+        """The state for the next pass."""
         return State(
             tuple(self._states), tuple(self._order), tuple(map(tuple, self._open)), tuple(self._reduced)
         )
@@ -184,7 +184,7 @@ def _bytes(unit: Wrapper, tensors: Sequence[Tensor], world: int, dtype: str | No
 
 
 def _padded_numel(tensor: Tensor, world: int) -> int:
-    """Elements of a parameter that is cut into equal parts along its first dimension."""
+    """Elements of a parameter that is divided evenly along its first dimension, padding included."""
     if not tensor.extents:
         return 1
     return padded(tensor.extents[0], world) * (tensor.numel // max(tensor.extents[0], 1))

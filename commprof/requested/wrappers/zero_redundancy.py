@@ -1,4 +1,4 @@
-"""What ZeroRedundancyOptimizer should send after each of its steps, from its arguments and its parameters.
+"""The messages of ZeroRedundancyOptimizer after each of its steps, from its arguments and its parameters.
 
 The parameters of each group go, the largest first, to the rank that has the fewest elements so far. After a step each rank
 broadcasts those that it has updated: one by one, or with ``parameters_as_bucket_view`` all that are trained in one bucket.
@@ -20,7 +20,7 @@ from commprof.schema import Op, Purpose
 _PASS: Final = re.compile(r"S(?P<groups>\d+)(-(?P<frozen>[\d.]+))?;")
 _EMPTY_BUCKET_BYTES: Final = 4  # one fp32, of a rank without a trained parameter
 _OVERLAPPED: Final = "overlap_with_ddp sends from a communication hook, by buckets that are not published"
-_DEVICES: Final = "its parameters are on several devices, and which is where is not published"
+_DEVICES: Final = "its parameters are on several devices, and their placement is not published"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ZeroRedundancy:
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes of which the rules do not know what is sent, and why."""
+        """Purposes that the rules do not predict, and why."""
         arguments = self.wrapper.arguments
         if arguments.get("overlap_with_ddp"):
             return dict.fromkeys(
@@ -46,11 +46,11 @@ class ZeroRedundancy:
         return {}
 
     def construction(self) -> list[Expectation]:
-        """What it sends when it is made: nothing."""
+        """Messages at construction: none."""
         return []
 
     def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
-        """What it sends in ``passes``, one for each of its steps; nothing is left to the next step of the training.
+        """What it sends in ``passes``, one for each of its steps; no state is left to the next step of the training.
 
         Raises:
             RequestedError: a pass is not known.
@@ -87,7 +87,7 @@ class ZeroRedundancy:
     def _groups(self, groups: int) -> Iterator[list[tuple[int, Tensor]]]:
         counts = self.wrapper.arguments.get("groups")
         if not isinstance(counts, list) or groups > len(counts):
-            raise RequestedError(f"a ZeroRedundancyOptimizer is said to have {groups} groups of {counts!r}")
+            raise RequestedError(f"a ZeroRedundancyOptimizer has {groups} groups of {counts!r}")
         numbered = list(enumerate(self.wrapper.parameters))
         for count in counts[:groups]:
             yield numbered[:count]

@@ -1,11 +1,11 @@
-"""Which gradients travel together, and to whom the parts of a bucket belong."""
+"""Which gradients are reduced together, and which rank owns which part of a bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.zero.partition import Layout, OwnedSlice
+from commprof.requested.zero.partition import Layout, OwnedShard
 
 Bucket = list[Parameter]
 
@@ -13,7 +13,7 @@ Bucket = list[Parameter]
 def buckets_within(parameters: Iterable[Parameter], capacity: int) -> list[Bucket]:
     """The buckets of stages 1 and 2: one is sent before the gradient that would take it past ``capacity`` elements.
 
-    So a bucket holds at most ``capacity`` elements, but for a parameter larger than that, which travels alone.
+    So a bucket holds at most ``capacity`` elements, except for a parameter larger than that, which has its own.
     Parameters without elements are in no bucket.
     """
     buckets: list[Bucket] = []
@@ -43,13 +43,13 @@ def runs_past(sizes: Iterable[int], capacity: int) -> list[int]:
     return sums
 
 
-def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedSlice]:
-    """The elements of ``bucket`` by owner, in bucket order; neighbours with the same owner are one slice."""
-    merged: list[OwnedSlice] = []
+def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedShard]:
+    """The elements of ``bucket`` by owner, in bucket order; neighbors with the same owner are one shard."""
+    merged: list[OwnedShard] = []
     for parameter in bucket:
-        for piece in layout.slices(parameter):
-            if merged and merged[-1].owner == piece.owner:
-                merged[-1] = OwnedSlice(piece.owner, merged[-1].numel + piece.numel)
+        for shard in layout.shards(parameter):
+            if merged and merged[-1].owner == shard.owner:
+                merged[-1] = OwnedShard(shard.owner, merged[-1].numel + shard.numel)
             else:
-                merged.append(OwnedSlice(piece.owner, piece.numel))
+                merged.append(OwnedShard(shard.owner, shard.numel))
     return merged

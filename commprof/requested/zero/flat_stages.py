@@ -114,7 +114,7 @@ def _unpartitioned_gradients(
     backend: str,
     unpartitioned: Set[str],
 ) -> list[Expectation]:
-    """What sums the gradients of parameters that are not partitioned."""
+    """Messages that sum the gradients of parameters that are not partitioned."""
     others = {each.name for group in groups for each in group} - unpartitioned
     summed = replace(configuration, gradient_reduction="all_reduce")
     gradients = bucketed_gradients(summed, groups, layout, gradient_order, backend, others)
@@ -124,7 +124,7 @@ def _unpartitioned_gradients(
 def _gradient_reduce(
     configuration: Configuration, gradients: GradientMessages, world_size: int, backend: str
 ) -> list[Expectation]:
-    # A list of rows that differ in length never goes along the axes of a grid, so it is told apart.
+    # A list of rows that differ in length never goes along the axes of a grid, so it gets a row of its own.
     lists = [each for each in gradients.messages if each.op == Op.REDUCE_SCATTER and each.rows]
     if lists and len(lists) < len(gradients.messages):
         alike = [each for each in gradients.messages if not each.rows]
@@ -176,7 +176,7 @@ def _clipping_norm(
     trains = any(parameter.requires_grad for parameter in parameters)
     if configuration.gradient_clipping == 0 or configuration.model_dtype is not None or not trains:
         return None
-    note = "gradients are equal on all ranks already; clipping sends their norm all the same"
+    note = "gradients are already equal on all ranks; clipping sends their norm nevertheless"
     return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
 
 

@@ -15,25 +15,25 @@ UNLIMITED: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FetchConfiguration:
-    """What the config says about the parameters of stage 3. All limits are in elements.
+class GatherConfiguration:
+    """The settings of a config for the parameters of stage 3. All limits are in elements.
 
     Attributes:
-        prefetch_bucket_size: how much is gathered ahead at a time; 0 turns that off.
+        prefetch_bucket_size: how much is prefetched at a time; 0 turns that off.
         persistence_threshold: parameters up to this size stay gathered between steps.
-        model_persistence_threshold: the most that all parameters that stay gathered may have together.
-        max_live_parameters: gathering ahead stops where this much is gathered.
-        max_reuse_distance: a parameter is kept that is used again within this much of the recorded order.
-        sub_group_size: how much of a rank's slices is optimised at a time; one norm is sent for each.
-        secondary_size: ranks that together keep a second copy of all parameters, from which they gather what was gathered
-            since the last step before; 1 is none.
+        model_persistence_threshold: limit of all parameters together that stay gathered.
+        max_live_parameters: prefetching stops when this much is gathered.
+        max_reuse_distance: a parameter that is used again within this distance stays gathered.
+        sub_group_size: how much of a rank's shard is optimized at a time; one norm is sent for each.
+        secondary_size: ranks that together keep a second copy of all parameters, from which they gather repeatedly within
+            a step; 1 is none.
         sequential: each parameter in a message of its own.
-        fetches_by_all_reduce: several parameters are fetched by an all_reduce of a buffer of zeros.
+        gathers_by_all_reduce: several parameters are gathered by an all_reduce of a buffer of zeros.
         sanity_checks: the ids of each gradient bucket are compared between the ranks.
-        leaf_names: modules that are fetched as one unit with all that is in them. Classes of such modules are not read: a
+        leaf_names: modules that are gathered as one unit with all that is in them. Classes of such modules are not read: a
             list of parameters does not tell the class of a module.
         leaf_suffixes: the same, by the end of their names.
-        quantises: parameters are fetched in 8 bits; ``quantises_frozen``: those that are not trained are.
+        quantises: parameters are gathered in 8 bits; ``quantises_frozen``: those that are not trained are.
         quantises_gradients: gradients are reduced in 4 bits.
         weight_before_bias: whether the gradient of a linear layer's weight comes before that of its bias.
     """
@@ -46,7 +46,7 @@ class FetchConfiguration:
     sub_group_size: int
     secondary_size: int
     sequential: bool
-    fetches_by_all_reduce: bool
+    gathers_by_all_reduce: bool
     sanity_checks: bool
     leaf_names: tuple[str, ...]
     leaf_suffixes: tuple[str, ...]
@@ -56,11 +56,11 @@ class FetchConfiguration:
     quantises_gradients: bool = False
 
     def is_leaf(self, module: str) -> bool:
-        """Whether the module of this name is fetched as one unit."""
+        """Whether the module of this name is gathered as one unit."""
         return module in self.leaf_names or any(module.endswith(suffix) for suffix in self.leaf_suffixes)
 
 
-def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
+def read_gather_configuration(zero: Mapping[str, Any]) -> GatherConfiguration:
     """Read the keys of ``zero_optimization`` that only stage 3 has.
 
     Raises:
@@ -69,7 +69,7 @@ def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
     sequential = flag(zero, _key(zero, "allgather_sequential"), False)
     prefetch = _limit(zero, "prefetch_bucket_size", 50_000_000)
     leaf = section(zero, "leaf_module")
-    return FetchConfiguration(
+    return GatherConfiguration(
         prefetch_bucket_size=1 if sequential else prefetch,
         persistence_threshold=_limit(zero, "param_persistence_threshold", 100_000),
         model_persistence_threshold=_limit(zero, "model_persistence_threshold", UNLIMITED),
@@ -78,7 +78,7 @@ def read_fetch_configuration(zero: Mapping[str, Any]) -> FetchConfiguration:
         sub_group_size=max(1, _limit(zero, "sub_group_size", 1_000_000_000)),
         secondary_size=count(zero, "zero_optimization.zero_hpz_partition_size", 1, least=0) or 1,
         sequential=sequential,
-        fetches_by_all_reduce=flag(zero, _key(zero, "use_all_reduce_for_fetch_params"), False),
+        gathers_by_all_reduce=flag(zero, _key(zero, "use_all_reduce_for_fetch_params"), False),
         sanity_checks=flag(zero, "zero_optimization.enable_sanity_checks", False),
         leaf_names=_names(leaf, "names"),
         leaf_suffixes=_names(leaf, "name_suffixes"),

@@ -1,7 +1,7 @@
 """Which parameters stage 3 gathers at which module, micro-batch by micro-batch.
 
-The first micro-batch records the order of the modules: each module gathers what it lacks and gives all of it back when it
-is done. From the second on the order is known: each module also gathers ahead, and keeps what is used again soon. Source:
+The first micro-batch records the order of the modules: each module gathers what it lacks and releases all of it when it
+is done. From the second on the order is known: each module also prefetches, and keeps what is used again soon. Source:
 reference measurements of DeepSpeed 0.19.8.
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.zero.gather_configuration import FetchConfiguration
+from commprof.requested.zero.gather_configuration import GatherConfiguration
 from commprof.requested.zero.modules import Module, Visit, module_tree, training_visits
 
 BEFORE_ANY_USE: Final = -1
-# Forward, backward, and a forward that is repeated in it: so often may a pass through the model come by a parameter.
+# Forward, backward, and a repeated forward: the most uses of a parameter in one micro-batch.
 REPEATED_USES: Final = 4
 
 
-class Fetch(NamedTuple):
+class Gather(NamedTuple):
     """Parameters that are gathered together.
 
     Attributes:
@@ -33,18 +33,18 @@ class Fetch(NamedTuple):
     forward: bool
 
 
-class Fetches(NamedTuple):
+class Gathers(NamedTuple):
     """All that one micro-batch gathers.
 
     Attributes:
-        fetches: in the order of issue.
-        exact: whether they are the same whatever the order in which the modules run.
-        each_once: whether each parameter that is not there yet is gathered once, whatever that order.
+        gathers: in the order of issue.
+        exact: whether they are the same in any order of the modules.
+        each_once: whether each parameter that is not gathered yet is gathered once in any order.
         modules: calls of modules in both passes.
         uses: parameters of those calls.
     """
 
-    fetches: tuple[Fetch, ...]
+    gathers: tuple[Gather, ...]
     exact: bool
     each_once: bool
     modules: int
@@ -52,7 +52,7 @@ class Fetches(NamedTuple):
 
 
 def persistent_parameters(
-    parameters: Sequence[Parameter], configuration: FetchConfiguration, unpartitioned: Set[str] = frozenset()
+    parameters: Sequence[Parameter], configuration: GatherConfiguration, unpartitioned: Set[str] = frozenset()
 ) -> list[Parameter]:
     """The parameters, in model order, that stay gathered between steps; ``unpartitioned`` ones whatever their size."""
     persistent: list[Parameter] = []
@@ -68,19 +68,19 @@ def persistent_parameters(
     return persistent
 
 
-def fetches_of(
+def gathers_of(
     parameters: Sequence[Parameter],
-    configuration: FetchConfiguration,
+    configuration: GatherConfiguration,
     persistent: Set[str],
     micro_steps: int,
     iteration: int,
     unpartitioned: Set[str] = frozenset(),
-) -> Fetches:
+) -> Gathers:
     """What micro-batch number ``iteration`` of a training gathers.
 
     Args:
         parameters: those that the model uses, in model order.
-        configuration: what the config says about fetching.
+        configuration: the keys of stage 3.
         persistent: names of the parameters that stay gathered between steps.
         micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
         iteration: number of the micro-batch since training started, from 0.
@@ -92,51 +92,51 @@ def fetches_of(
     order = [(use, number) for number, visit in enumerate(entered) for use in visit.module.parameters]
     calls = [visit.module for visit in entered]
     if iteration == 0:
-        return Fetches(tuple(_recording(visits, unpartitioned)), False, False, len(calls), len(order))
+        return Gathers(tuple(_recording(visits, unpartitioned)), False, False, len(calls), len(order))
     known = _KnownOrder(configuration, calls, order, persistent)
-    # What stays gathered is there from the end of the first step, or else from the second micro-batch on.
-    fetches, exact = known.run(visits, set(persistent) if micro_steps == 1 else set(unpartitioned))
+    # Parameters that stay gathered are so from the end of the first step, or else from the second micro-batch on.
+    gathers, exact = known.run(visits, set(persistent) if micro_steps == 1 else set(unpartitioned))
     if iteration > 1 and micro_steps > 1:
-        fetches, exact = known.run(visits, set(persistent))
+        gathers, exact = known.run(visits, set(persistent))
     numel = sum(parameter.numel for parameter in parameters)
-    gathered = [parameter.name for fetch in fetches for parameter in fetch.parameters]
+    gathered = [parameter.name for gather in gathers for parameter in gather.parameters]
     each_once = REPEATED_USES * numel <= configuration.max_reuse_distance and len(set(gathered)) == len(
         gathered
     )
-    return Fetches(tuple(fetches), exact, each_once, len(calls), len(order))
+    return Gathers(tuple(gathers), exact, each_once, len(calls), len(order))
 
 
-def _recording(visits: Sequence[Visit], unpartitioned: Set[str]) -> list[Fetch]:
-    fetched = [
+def _recording(visits: Sequence[Visit], unpartitioned: Set[str]) -> list[Gather]:
+    by_visit = [
         (tuple(each for each in visit.module.parameters if each.name not in unpartitioned), visit.forward)
         for visit in visits
         if visit.enters
     ]
-    return [Fetch(parameters, forward) for parameters, forward in fetched if parameters]
+    return [Gather(parameters, forward) for parameters, forward in by_visit if parameters]
 
 
 @dataclass
 class _KnownOrder:
-    """Fetching along an order that has been recorded.
+    """Gathers along an order that has been recorded.
 
     Attributes:
         calls: the modules in the order in which they are entered in both passes.
         uses: each parameter with the number of the call that uses it.
         persistent: names of the parameters that stay gathered.
-        released: what a module gives back after a number of calls; DeepSpeed decides that once and keeps to it.
+        released: what a module releases after a number of calls; DeepSpeed decides that once.
     """
 
-    configuration: FetchConfiguration
+    configuration: GatherConfiguration
     calls: Sequence[Module]
     uses: Sequence[tuple[Parameter, int]]
     persistent: Set[str]
     released: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
 
-    def run(self, visits: Sequence[Visit], present: set[str]) -> tuple[list[Fetch], bool]:
-        """One micro-batch that starts with the parameters ``present``, and whether its first module fetched everything."""
+    def run(self, visits: Sequence[Visit], present: set[str]) -> tuple[list[Gather], bool]:
+        """One micro-batch that starts with the parameters ``present``, and whether its first module gathered everything."""
         queue = deque(self.uses)
         planned: dict[str, int] = defaultdict(lambda: BEFORE_ANY_USE)
-        fetches: list[Fetch] = []
+        gathers: list[Gather] = []
         live = call = 0
         everything_at_once = False
         for module, enters, forward in visits:
@@ -152,11 +152,11 @@ class _KnownOrder:
             ahead = self._ahead(queue, planned, present, live)
             live += sum(p.numel for p in ahead)
             present |= {p.name for p in ahead}
-            fetches += [Fetch(each, forward) for each in (missing, ahead) if each]
+            gathers += [Gather(each, forward) for each in (missing, ahead) if each]
             everything_at_once |= call == 0 and not queue
             call += 1
         only_persistent = all(use.name in self.persistent for use, _ in self.uses)
-        return fetches, everything_at_once or (only_persistent and not fetches)
+        return gathers, everything_at_once or (only_persistent and not gathers)
 
     def _take_own(
         self, module: Module, call: int, queue: deque[tuple[Parameter, int]], planned: dict[str, int]
@@ -171,7 +171,7 @@ class _KnownOrder:
     def _ahead(
         self, queue: deque[tuple[Parameter, int]], planned: dict[str, int], present: set[str], live: int
     ) -> tuple[Parameter, ...]:
-        """What is gathered ahead; the last of it may run past the limit."""
+        """The parameters to prefetch; the last of them may exceed the limit."""
         limit = min(self.configuration.max_live_parameters - live, self.configuration.prefetch_bucket_size)
         ahead: dict[str, Parameter] = {}
         numel = 0

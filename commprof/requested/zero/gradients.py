@@ -1,4 +1,4 @@
-"""The messages that carry the gradients of one reduction, from the order in which gradients come."""
+"""The messages of one reduction of all gradients, by the order in which gradients arrive."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class GradientMessages(NamedTuple):
 
     Attributes:
         messages: in the order of issue.
-        exact: False where the split depends on the order in which gradients arrive and that was not given.
-        notes: what a reader should know.
+        exact: False where the split depends on an unknown order of gradients.
+        notes: remarks for the report.
     """
 
     messages: list[Message]
@@ -30,7 +30,7 @@ class GradientMessages(NamedTuple):
 
 
 def replicated_gradients(configuration: Configuration, parameters: Sequence[Parameter]) -> GradientMessages:
-    """Stage 0: all gradients in model order, those of each element type apart.
+    """Stage 0: all gradients in model order, each element type in messages of its own.
 
     A parameter that got no gradient sends zeros, so that all ranks send the same.
     """
@@ -51,7 +51,7 @@ def _split_messages(sizes: Iterable[int]) -> list[Message]:
 
 
 def banded_gradients(configuration: Configuration, layout: Layout, backend: str) -> GradientMessages:
-    """Stages 1 and 2 with ``reduce_scatter``: one message for each band, whatever order gradients come in.
+    """Stages 1 and 2 with ``reduce_scatter``: one message for each band, in any order of gradients.
 
     A parameter that got no gradient sends zeros. An all_to_all leaves out the padding at the end of the last band.
     ``backend`` is that of the group.
@@ -92,11 +92,11 @@ def bucketed_gradients(
     buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
     if reduction == "reduce_scatter":
         exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
-        ranks = layout.groups[0].numel // layout.groups[0].piece_numel if layout.groups else 1
-        scattered = [reduce_scatter(slices, ranks, exchanges=exchanges) for slices in buckets]
+        ranks = layout.groups[0].numel // layout.groups[0].shard_numel if layout.groups else 1
+        scattered = [reduce_scatter(shards, ranks, exchanges=exchanges) for shards in buckets]
         return GradientMessages(scattered, exact, notes)
     reduce = DEEPSPEED_REDUCTIONS[reduction]
-    messages = [message for slices in buckets for message in reduce(slices, capacity)]
+    messages = [message for shards in buckets for message in reduce(shards, capacity)]
     return GradientMessages(messages, exact, notes)
 
 

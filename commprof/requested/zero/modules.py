@@ -1,8 +1,8 @@
 """The modules that hold a list of parameters, and the order in which a training step runs them.
 
-A parameter list names modules, not their order. What is taken here: each module runs once per forward pass, where its first
-parameter stands in the model; backward runs them in reverse; a module that only numbers its children is a list, which
-runs nothing by itself. A run of the model may show another order.
+A parameter list names modules, not their order. The rules assume: each module runs once per forward pass, at the position
+of its first parameter; backward runs them in reverse; a module that only numbers its children is a list and does not
+run. A run of the model may show another order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Module(NamedTuple):
 
     Attributes:
         name: qualified name; empty for the model itself.
-        parameters: its own, in model order; those of all that is in it where it is a leaf.
+        parameters: its own, in model order; for a leaf also those of its descendants.
         children: the modules in it, in model order.
         runs: whether it is called, rather than only holding its children.
     """
@@ -44,7 +44,7 @@ def module_tree(
 
     Args:
         parameters: all parameters of the model, in model order.
-        is_leaf: whether the module of a name is taken as one unit with all that is in it.
+        is_leaf: whether the module of a name is one unit with its descendants.
     """
     return _module("", [(parameter.name.split("."), parameter) for parameter in parameters], is_leaf)
 

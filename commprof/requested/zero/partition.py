@@ -1,11 +1,11 @@
-"""The flat buffers of stages 1 and 2, and which rank owns which part of each parameter.
+"""The flat buffers of stages 1 and 2, and which rank owns which shard of each parameter.
 
-The trained parameters of an optimizer group lie one after the other in a flat buffer whose length is rounded up to a
-multiple of 2 x ranks; rank r owns the r-th of as many equal pieces. Boundaries fall where they fall: one parameter may
-have several owners. Source: reference measurements of DeepSpeed 0.19.8; the factor 2 aligns 16-bit elements to 4 bytes.
+The trained parameters of an optimizer group are concatenated in a flat buffer whose length is rounded up to a multiple of
+2 x ranks; rank r owns the r-th of equal shards. Boundaries ignore parameters: one parameter may have several owners. Source:
+reference measurements of DeepSpeed 0.19.8; the factor 2 aligns 16-bit elements to 4 bytes.
 
-For ``gradient_reduction: reduce_scatter``, which DeepSpeed has not, zero_runtime first cuts the buffer into equal bands,
-which are the buckets; rank r owns the r-th of the equal rows of every band, and its piece is those rows end to end.
+For ``gradient_reduction: reduce_scatter``, which DeepSpeed does not have, zero_runtime first divides the buffer into equal
+bands, which are the buckets. Rank r owns the r-th of the equal rows of every band: its shard is these rows, concatenated.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final, NamedTuple
 
 from commprof.requested.parameters import Parameter, item_bytes
 
-ALIGNMENT_ELEMENTS: Final = 2  # of each rank's piece of a flat buffer
+ALIGNMENT_ELEMENTS: Final = 2  # of each rank's shard of a flat buffer
 PARAMETER_ALIGNMENT_BYTES: Final = 16  # of each parameter, with parameter_alignment
-BANDS: Final = 8  # of a buffer, unless a band would get too small or too large
+BANDS: Final = 8  # bands of a buffer, unless they would get too small or too large
 SMALLEST_BAND: Final = 2**18  # elements, where reduce_bucket_size allows as much
 LARGEST_BAND: Final = 2**23
 
 
-class OwnedSlice(NamedTuple):
-    """A run of neighbouring elements with one owner.
+class OwnedShard(NamedTuple):
+    """Adjacent elements with one owner.
 
     Attributes:
         owner: rank within the group.
         numel: elements.
-        offset: first element within the owner's piece of the flat buffer.
+        offset: first element within the owner's shard of the flat buffer.
     """
 
     owner: int
@@ -43,14 +43,14 @@ class FlatGroup(NamedTuple):
     Attributes:
         numel: elements, padding included; a multiple of 2 x ranks.
         end: where the padding begins.
-        piece_numel: elements that each rank owns.
+        shard_numel: elements that each rank owns.
         dtype: element type of the model.
         bands: how many there are.
     """
 
     numel: int
     end: int
-    piece_numel: int
+    shard_numel: int
     dtype: str
     bands: int = 1
 
@@ -62,7 +62,7 @@ class FlatGroup(NamedTuple):
     @property
     def row_numel(self) -> int:
         """Elements of a band that each rank owns."""
-        return self.piece_numel // self.bands
+        return self.shard_numel // self.bands
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class Layout:
     groups: tuple[FlatGroup, ...]
     places: dict[str, tuple[int, int]]
 
-    def slices(self, parameter: Parameter) -> list[OwnedSlice]:
-        """``parameter`` cut at the boundaries between the owners, in order."""
+    def shards(self, parameter: Parameter) -> list[OwnedShard]:
+        """``parameter`` divided at the boundaries between the owners, in order."""
         number, start = self.places[parameter.name]
         flat = self.groups[number]
         end = start + parameter.numel
@@ -87,7 +87,7 @@ class Layout:
             band, within_band = divmod(start, flat.band_numel)
             owner, within_row = divmod(within_band, flat.row_numel)
             stop = min(end, start - within_row + flat.row_numel)
-            cut.append(OwnedSlice(owner, stop - start, band * flat.row_numel + within_row))
+            cut.append(OwnedShard(owner, stop - start, band * flat.row_numel + within_row))
             start = stop
         return cut
 
@@ -98,7 +98,7 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def dealt(parameters: Sequence[Parameter], world_size: int) -> list[Parameter]:
-    """``parameters`` dealt out to the ranks in turn, the hands then laid one after the other (round_robin_gradients)."""
+    """``parameters`` assigned to the ranks round robin, then concatenated by rank (round_robin_gradients)."""
     return [parameter for rank in range(world_size) for parameter in parameters[rank::world_size]]
 
 
@@ -119,7 +119,7 @@ def lay_out(
         model_dtype: element type of the model; None takes that of the group's first parameter.
         round_robin: the key ``round_robin_gradients``.
         align_parameters: the key ``parameter_alignment``: each parameter takes up a multiple of 16 bytes.
-        bucket_size: ``reduce_bucket_size`` where buffers are cut into bands; None where each is a single one.
+        bucket_size: ``reduce_bucket_size`` where buffers are divided into bands; None where each is a single one.
     """
     flat: list[FlatGroup] = []
     places: dict[str, tuple[int, int]] = {}
@@ -142,5 +142,5 @@ def lay_out(
 
 
 def _largest_band(numel: int, bucket_size: int) -> int:
-    """An eighth of a buffer, but not so little that a message is not worth its start; ``bucket_size`` at most."""
+    """An eighth of a buffer, but at least a size that amortizes the latency of a message; ``bucket_size`` at most."""
     return min(bucket_size, max(SMALLEST_BAND, min(-(-numel // BANDS), LARGEST_BAND)))

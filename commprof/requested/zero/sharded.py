@@ -1,7 +1,7 @@
-"""Stage 3: the parameters are partitioned too, each by itself, and gathered where modules need them.
+"""Stage 3: each parameter is partitioned separately and gathered where modules need it.
 
-Each parameter is padded to a multiple of the ranks; rank r keeps the r-th part. Source: reference measurements of
-DeepSpeed 0.19.8, whose rules these are.
+Each parameter is padded to a multiple of the ranks; rank r keeps the r-th shard. Source: reference measurements of
+DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from commprof.requested.communication.compression import GRADIENT_BITS, WEIGHT_B
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order, item_bytes
 from commprof.requested.zero.buckets import Bucket, buckets_within
-from commprof.requested.zero.gather_configuration import FetchConfiguration
-from commprof.requested.zero.gathering import Fetches
+from commprof.requested.zero.gather_configuration import GatherConfiguration
+from commprof.requested.zero.gathering import Gathers
 from commprof.requested.zero.partition import padded
 from commprof.schema import Op
 
 ID_BYTES: Final = 8  # one int64
 MODULE_ORDER_NOTE: Final = (
-    "modules are taken to run once each in the order of the parameter list; a run may show another order"
+    "modules are assumed to run once each in the order of the parameter list; a run may show another order"
 )
 ONCE_NOTE: Final = "each parameter is gathered once; in how many messages depends on the order of the modules"
 GRADIENT_ORDER_NOTE: Final = (
@@ -66,10 +66,10 @@ def used_parameters(parameters: Sequence[Parameter], gradient_order: Sequence[st
     return [p for p in listed if not p.requires_grad or p.name in arrived]
 
 
-def fetched(
-    fetches: Fetches,
+def gather_messages(
+    gathers: Gathers,
     configuration: Configuration,
-    fetching: FetchConfiguration,
+    gathering: GatherConfiguration,
     world_size: int,
     *,
     first_of_step: bool = True,
@@ -77,24 +77,26 @@ def fetched(
     """The messages that gather parameters for the modules of one micro-batch, by operation and group.
 
     With ``zero_hpz_partition_size`` each small group of ranks keeps a copy of what was gathered since the last step:
-    ``first_of_step`` says that there is none yet. What is in the copy and what is not never travel in one message.
+    ``first_of_step`` says that there is none yet. Parameters with and without a copy are never in one message.
     """
-    split = fetching.secondary_size if 1 < fetching.secondary_size < world_size else None
+    split = gathering.secondary_size if 1 < gathering.secondary_size < world_size else None
     copied: set[str] | None = set() if split and first_of_step else None
     payloads: dict[tuple[Op, int | None], list[int]] = {}
-    for fetch in fetches.fetches if world_size > 1 else ():  # one rank has all there is
-        for near, parameters in _by_copy(fetch.parameters, copied, split):
-            for op, each in _messages(parameters, configuration, fetching, world_size, may_quantise=not near):
+    for gather in gathers.gathers if world_size > 1 else ():  # a single rank gathers nothing
+        for near, parameters in _by_copy(gather.parameters, copied, split):
+            for op, each in _messages(
+                parameters, configuration, gathering, world_size, may_quantise=not near
+            ):
                 payloads.setdefault((op, split if near else None), []).append(each)
-    once = fetches.each_once and not fetching.fetches_by_all_reduce
-    notes = () if fetches.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
-    certain = fetches.exact or once
-    # An all_reduce in place of some all_gathers, or a second group, leaves the sum of neither certain.
-    several = fetching.fetches_by_all_reduce or len({group for _, group in payloads}) > 1
-    several |= fetching.quantises or fetching.quantises_frozen
-    least = None if certain else 0 if several else _each_once(fetches, configuration, world_size)
+    once = gathers.each_once and not gathering.gathers_by_all_reduce
+    notes = () if gathers.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
+    certain = gathers.exact or once
+    # With an all_reduce instead of some all_gathers, or a second group, neither sum is certain.
+    several = gathering.gathers_by_all_reduce or len({group for _, group in payloads}) > 1
+    several |= gathering.quantises or gathering.quantises_frozen
+    least = None if certain else 0 if several else _each_once(gathers, configuration, world_size)
     return [
-        Sent(op, tuple(each), fetches.exact, notes, certain, least, group)
+        Sent(op, tuple(each), gathers.exact, notes, certain, least, group)
         for (op, group), each in payloads.items()
     ]
 
@@ -102,7 +104,7 @@ def fetched(
 def _by_copy(
     parameters: Sequence[Parameter], copied: set[str] | None, split: int | None
 ) -> list[tuple[bool, list[Parameter]]]:
-    """``parameters`` that a small group has a copy of (True), and those that it has not; None has a copy of all."""
+    """``parameters`` that a small group has a copy of (True), and those without; None has a copy of all."""
     if split is None:
         return [(False, list(parameters))]
     near = [each for each in parameters if copied is None or each.name in copied]
@@ -115,37 +117,37 @@ def _by_copy(
 def _messages(
     parameters: Sequence[Parameter],
     configuration: Configuration,
-    fetching: FetchConfiguration,
+    gathering: GatherConfiguration,
     world_size: int,
     *,
     may_quantise: bool = True,
 ) -> list[tuple[Op, int]]:
     """The messages that gather ``parameters`` together: one for each element type, or for each parameter.
 
-    Those that are quantised travel apart from the others.
+    Quantized parameters have messages of their own.
     """
     rows: dict[tuple[str, bool], list[int]] = {}
     for parameter in parameters:
         dtype = configuration.model_dtype or parameter.dtype
-        small = fetching.quantises or (fetching.quantises_frozen and not parameter.requires_grad)
+        small = gathering.quantises or (gathering.quantises_frozen and not parameter.requires_grad)
         row = padded(parameter.numel, world_size) // world_size
         rows.setdefault((dtype, small and may_quantise), []).append(row)
-    several = fetching.fetches_by_all_reduce and len(parameters) > 1 and not fetching.sequential
+    several = gathering.gathers_by_all_reduce and len(parameters) > 1 and not gathering.sequential
     op = Op.ALL_REDUCE if several else Op.ALL_GATHER
     messages = []
     for (dtype, small), each in rows.items():
-        for row in each if fetching.sequential else [sum(each)]:
+        for row in each if gathering.sequential else [sum(each)]:
             size = quantised_bytes(row, WEIGHT_BITS) if small else row * item_bytes(dtype)
             messages.append((op, world_size * size))
     return messages
 
 
-def _each_once(fetches: Fetches, configuration: Configuration, world_size: int) -> int:
-    gathered = {parameter.name: parameter for fetch in fetches.fetches for parameter in fetch.parameters}
+def _each_once(gathers: Gathers, configuration: Configuration, world_size: int) -> int:
+    gathered = {parameter.name: parameter for gather in gathers.gathers for parameter in gather.parameters}
     return sum(padded_bytes(each, world_size, configuration.model_dtype) for each in gathered.values())
 
 
-def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
+def order_checks(gathers: Gathers, iteration: int) -> Sent | None:
     """The broadcasts by which the ranks agree on the order of modules, before it is recorded and after.
 
     Each list is sent as its length and its contents: first an empty one, then the modules, the parameters that they
@@ -153,7 +155,7 @@ def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
     """
     if iteration > 1:
         return None
-    lists = [0] if iteration == 0 else [fetches.modules, fetches.uses, fetches.uses]
+    lists = [0] if iteration == 0 else [gathers.modules, gathers.uses, gathers.uses]
     payloads = [size for length in lists for size in (ID_BYTES, length * ID_BYTES)]
     if iteration == 0:
         return Sent(Op.BROADCAST, tuple(payloads), True, ("the order of modules is recorded from here",))
@@ -166,17 +168,17 @@ def order_checks(fetches: Fetches, iteration: int) -> Sent | None:
 def bucket_checks(buckets: Sequence[Bucket], exact: bool) -> Sent:
     """The two broadcasts for each gradient bucket that compare its parameters between the ranks."""
     payloads = [size for bucket in buckets for size in (ID_BYTES, len(bucket) * ID_BYTES)]
-    return Sent(Op.BROADCAST, tuple(payloads), exact, ("enable_sanity_checks: true asks for them",))
+    return Sent(Op.BROADCAST, tuple(payloads), exact, ("enable_sanity_checks: true requests them",))
 
 
 def gradient_buckets(
     configuration: Configuration,
-    fetching: FetchConfiguration,
+    gathering: GatherConfiguration,
     trained: Sequence[Parameter],
     gradient_order: Sequence[str] | None,
     left_out: Set[str] = frozenset(),
 ) -> tuple[list[Bucket], bool, tuple[str, ...]]:
-    """Which gradients travel together in each micro-batch, whether that is certain, and notes about it.
+    """Which gradients are reduced together in each micro-batch, whether that is certain, and notes about it.
 
     Those of parameters called ``left_out`` have buckets of their own.
     """
@@ -186,14 +188,14 @@ def gradient_buckets(
         note = f"parameters that got no gradient are left out: {', '.join(missing)}"
         together = [each for each in arrived if each.name not in left_out]
         return buckets_within(together, capacity), True, (note,) if missing else ()
-    assumed = _assumed_order(trained, fetching.weight_before_bias)
+    assumed = _assumed_order(trained, gathering.weight_before_bias)
     buckets = buckets_within([each for each in assumed if each.name not in left_out], capacity)
     exact = len(buckets) < 2
     return buckets, exact, () if exact else (GRADIENT_ORDER_NOTE,)
 
 
 def _assumed_order(trained: Sequence[Parameter], weight_before_bias: bool) -> list[Parameter]:
-    """Reverse model order; DeepSpeed's own linear layer hands out the gradient of its weight first."""
+    """Reverse model order; DeepSpeed's own linear layer produces the gradient of its weight first."""
     order = in_model_order(trained)[::-1]
     if not weight_before_bias:
         return order
@@ -222,9 +224,9 @@ def reduced_gradients(
 ) -> list[Sent]:
     """The messages that reduce the gradients of one micro-batch, by operation.
 
-    A reduce_scatter carries each gradient with its padding; an all_to_all in its place (``exchanges``) carries none.
-    ``reduce_scatter: false`` is honoured only for a bucket that fits into the contiguous buffer; zero_runtime's
-    ``gradient_reduction`` always. Quantised ones go in an all_to_all of their codes and scales, whatever else is said.
+    A reduce_scatter carries each gradient with its padding; an all_to_all instead of it (``exchanges``) carries none.
+    ``reduce_scatter: false`` is honored only for a bucket that fits into the contiguous buffer; zero_runtime's
+    ``gradient_reduction`` always. Quantized gradients always use an all_to_all of their codes and scales.
     """
     dtype = configuration.communication_dtype
     payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
@@ -252,7 +254,7 @@ def reduced_gradients(
 def unpartitioned_gradients(
     configuration: Configuration, buckets: Sequence[Bucket], *, exact: bool, notes: Iterable[str] = ()
 ) -> list[Sent]:
-    """The messages that sum gradients on every rank: of parameters that are not partitioned."""
+    """The messages that sum the gradients of parameters that are not partitioned on every rank."""
     size = item_bytes(configuration.communication_dtype)
     payloads = tuple(sum(each.numel for each in bucket) * size for bucket in buckets)
     return [Sent(Op.ALL_REDUCE, payloads, exact, tuple(notes))] if payloads else []
@@ -275,20 +277,20 @@ def _goes_in_an_all_reduce(numel: int, configuration: Configuration) -> bool:
 
 
 def sub_groups(groups: Sequence[Sequence[Parameter]], size: int, world_size: int) -> int:
-    """How many parts of each rank's slices are optimised one after the other.
+    """How many parts of each rank's shard are optimized one after the other.
 
     A part is closed once it has ``size`` elements, and at the end of an optimizer parameter group.
     """
     count = 0
     for group in groups:
-        slices = [-(-parameter.numel // world_size) for parameter in group]
-        if sum(slices) <= size:
+        shard_numels = [-(-parameter.numel // world_size) for parameter in group]
+        if sum(shard_numels) <= size:
             count += 1
             continue
         numel = 0
-        for index, each in enumerate(slices):
+        for index, each in enumerate(shard_numels):
             numel += each
-            if numel >= size or index == len(slices) - 1:
+            if numel >= size or index == len(shard_numels) - 1:
                 count += 1
                 numel = 0
     return count

@@ -1,4 +1,4 @@
-"""The expectations of stage 3, per purpose: what :mod:`commprof.requested.zero.sharded` says in messages."""
+"""The expectations of stage 3 per purpose, from the messages of :mod:`commprof.requested.zero.sharded`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
 from commprof.requested.parameters import Parameter, in_model_order, item_bytes, trained_groups
-from commprof.requested.zero.gather_configuration import FetchConfiguration, read_fetch_configuration
-from commprof.requested.zero.gathering import fetches_of, persistent_parameters
+from commprof.requested.zero.gather_configuration import GatherConfiguration, read_gather_configuration
+from commprof.requested.zero.gathering import gathers_of, persistent_parameters
 from commprof.requested.zero.sharded import (
     Sent,
     bucket_checks,
-    fetched,
+    gather_messages,
     gradient_buckets,
     order_checks,
     padded_bytes,
@@ -31,10 +31,10 @@ OFFLOADED_NORM_BYTES: Final = 4  # one fp32
 
 
 class Construction(NamedTuple):
-    """How the parameters of a model were made that is sharded: within ``zero.Init``, outside of it, or some of each.
+    """How the parameters of a sharded model were made: within ``zero.Init``, outside of it, or some of each.
 
     Attributes:
-        sharded: the bytes of each parameter that ``zero.Init`` has sharded, also of those that the model has no longer.
+        sharded: the bytes of each parameter that ``zero.Init`` has sharded, including those that the model no longer has.
         unsharded: the bytes of each parameter of the model that was not sharded yet when its engine was made.
     """
 
@@ -43,16 +43,16 @@ class Construction(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What stage 3 trains, and which of its micro-batches is looked at.
+    """The training that stage 3 runs, and the micro-batch to predict.
 
     Attributes:
         parameters: all parameters of the model.
         world_size: ranks that share each of them.
-        gradient_order: names in the order in which gradients arrived; None where it was not observed.
+        gradient_order: names in the order in which gradients arrived; None where it is not known.
         micro_steps: micro-batches in a step.
         iteration: number of the micro-batch since training started.
         zero_init: whether the model was made within ``deepspeed.zero.Init``, or which of its parameters.
-        exchanges: whether a reduce_scatter is made of an all_to_all and a local sum, as zero_runtime does on gloo.
+        exchanges: whether a reduce_scatter is issued as an all_to_all and a local sum, as by zero_runtime on gloo.
         unpartitioned: names of parameters that are not partitioned: gathered at the start and after each step.
             Their gradients are summed on every rank.
     """
@@ -68,7 +68,7 @@ class Training(NamedTuple):
 
 
 def stage3_expectations(
-    configuration: Configuration, fetching: FetchConfiguration, training: Training
+    configuration: Configuration, gathering: GatherConfiguration, training: Training
 ) -> list[Expectation]:
     """All that stage 3 sends at the start, in one micro-batch and at the end of a step.
 
@@ -76,8 +76,8 @@ def stage3_expectations(
     """
     return [
         *_start(configuration, training),
-        *_micro_step(configuration, fetching, training),
-        *_step_end(configuration, fetching, training),
+        *_micro_step(configuration, gathering, training),
+        *_step_end(configuration, gathering, training),
     ]
 
 
@@ -133,22 +133,22 @@ def _start(configuration: Configuration, training: Training) -> list[Expectation
 
 
 def _micro_step(
-    configuration: Configuration, fetching: FetchConfiguration, training: Training
+    configuration: Configuration, gathering: GatherConfiguration, training: Training
 ) -> list[Expectation]:
     world, order = training.world_size, training.gradient_order
     used = used_parameters(training.parameters, order)
     listed = in_model_order(training.parameters)
-    persistent = {p.name for p in persistent_parameters(listed, fetching, training.unpartitioned)}
-    fetches = fetches_of(
+    persistent = {p.name for p in persistent_parameters(listed, gathering, training.unpartitioned)}
+    gathers = gathers_of(
         used,
-        fetching,
+        gathering,
         persistent & {p.name for p in used},
         training.micro_steps,
         training.iteration,
         training.unpartitioned,
     )
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
-    buckets, exact, notes = gradient_buckets(configuration, fetching, trained, order, training.unpartitioned)
+    buckets, exact, notes = gradient_buckets(configuration, gathering, trained, order, training.unpartitioned)
     texts = (describe_configuration(configuration), *notes)
     gradients = reduced_gradients(
         configuration,
@@ -157,26 +157,26 @@ def _micro_step(
         exact=exact,
         notes=texts,
         exchanges=training.exchanges,
-        quantises=fetching.quantises_gradients and world > 1,
+        quantises=gathering.quantises_gradients and world > 1,
     )
     summed, is_certain, _ = gradient_buckets(
-        configuration, fetching, trained, order, {each.name for each in trained} - training.unpartitioned
+        configuration, gathering, trained, order, {each.name for each in trained} - training.unpartitioned
     )
     gradients += unpartitioned_gradients(configuration, summed, exact=is_certain, notes=texts)
-    checks = [order_checks(fetches, training.iteration)]
-    if fetching.sanity_checks:
+    checks = [order_checks(gathers, training.iteration)]
+    if gathering.sanity_checks:
         checks.append(bucket_checks(buckets, exact))
-    # What attaches the hooks before the first step has gathered everything already.
+    # Attaching the hooks before the first step has already gathered everything.
     new_step = training.iteration % training.micro_steps == 0 and training.iteration >= training.micro_steps
-    sent = fetched(fetches, configuration, fetching, world, first_of_step=new_step)
+    sent = gather_messages(gathers, configuration, gathering, world, first_of_step=new_step)
     gathered = _rows("micro_step", Purpose.PARAMETER_GATHER, sent, world)
     reduced = _rows("micro_step", Purpose.GRADIENT_REDUCE, gradients, world)
-    asked_fetch = str(Op.ALL_REDUCE if fetching.fetches_by_all_reduce else Op.ALL_GATHER)
+    requested_gather = str(Op.ALL_REDUCE if gathering.gathers_by_all_reduce else Op.ALL_GATHER)
     return [
         *_rows("micro_step", Purpose.TRACE_CHECK, checks, world),
         *(
             each._replace(
-                requested_op=asked_fetch,
+                requested_op=requested_gather,
                 intended_op=str(Op.ALL_GATHER) if each.issued_op == Op.ALL_REDUCE else None,
             )
             for each in gathered
@@ -205,14 +205,14 @@ def sharded_agreements(
         groups: the trained parameters by optimizer group.
         world_size: ranks that share each parameter.
     """
-    norms = sub_groups(groups, read_fetch_configuration(zero).sub_group_size, world_size)
+    norms = sub_groups(groups, read_gather_configuration(zero).sub_group_size, world_size)
     norm_bytes = NORM_BYTES if configuration.offload_device == "none" else OFFLOADED_NORM_BYTES
     checks = configuration.model_dtype == "float16" and bool(groups)
     return [norm_bytes] * norms, [FLAG_BYTES] * checks
 
 
 def _step_end(
-    configuration: Configuration, fetching: FetchConfiguration, training: Training
+    configuration: Configuration, gathering: GatherConfiguration, training: Training
 ) -> list[Expectation]:
     world = training.world_size
     groups = trained_groups(training.parameters)
@@ -223,14 +223,14 @@ def _step_end(
     )
     offloads = configuration.offload_device != "none"
     norm_bytes = OFFLOADED_NORM_BYTES if offloads else NORM_BYTES
-    norms = sub_groups(groups, fetching.sub_group_size, world)
+    norms = sub_groups(groups, gathering.sub_group_size, world)
     norm = Sent(
         Op.ALL_REDUCE,
         (norm_bytes,) * norms,
         notes=() if configuration.gradient_clipping else ("sent although clipping is off",),
     )
     listed = in_model_order(training.parameters)
-    persistent = persistent_parameters(listed, fetching, training.unpartitioned) if world > 1 else []
+    persistent = persistent_parameters(listed, gathering, training.unpartitioned) if world > 1 else []
     regathered = Sent(
         Op.ALL_GATHER,
         tuple(padded_bytes(parameter, world, configuration.model_dtype) for parameter in persistent),

@@ -1,7 +1,7 @@
-"""What each ZeRO stage should send, per step and purpose.
+"""Predicts what each ZeRO stage sends, per step and purpose.
 
 The rules of stages 0 to 2 are in ``flat_stages``, those of stage 3 in ``stage3``. The first two micro-batches of stage 3
-send more than later ones, so :func:`expected_in_step` says what a step by its number sends.
+send more than later ones, so :func:`expected_in_step` takes the number of a step.
 Bytes are schema.py's: ``payload_bytes`` is the S of nccl-tests, ``wire_bytes`` the model of what each rank sends on
 average.
 """
@@ -29,7 +29,7 @@ from commprof.requested.keys import count, section
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.support import optimizer_type, refuse_unsupported
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
-from commprof.requested.zero.gather_configuration import read_fetch_configuration
+from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.stage3 import Construction, Training, stage3_expectations
 from commprof.requested.zero.unpartitioned import unpartitioned
 from commprof.schema import Op, Purpose
@@ -73,7 +73,7 @@ def expected(
         gradient_order: names of the parameters in the order in which their gradients arrived in a micro-batch. A
             parameter that is not in it got no gradient. Where it is missing, the reverse of the parameter order is assumed.
         backend: backend of the group; gloo has no reduce_scatter of its own.
-        runtime: whose rules say what is issued. DeepSpeed does not know zero_runtime's two keys, and ignores those that
+        runtime: whose rules apply. DeepSpeed does not know zero_runtime's two keys, and ignores those that
             say how parameters are gathered.
         iteration: number of the micro-batch since training started, from 0, that the rows of ``"micro_step"`` are for.
             Only at stage 3 do the first two differ from later ones, of which None is any.
@@ -82,7 +82,7 @@ def expected(
         host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
             known.
         grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
-        costs: what a run says that it has read in the files of ``communication.calibration``; None reads them.
+        costs: what a run published of the files of ``communication.calibration``; None reads the files.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
@@ -113,8 +113,8 @@ def expected(
             runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
             not_partitioned,
         )
-        fetching = read_fetch_configuration(zero_section(config))
-        rows = stage3_expectations(configuration, fetching, training)
+        gathering = read_gather_configuration(zero_section(config))
+        rows = stage3_expectations(configuration, gathering, training)
     else:
         rows = flat_expectations(
             configuration, parameters, world_size, gradient_order, backend, runtime, not_partitioned
@@ -201,7 +201,7 @@ def step_that_counts(config: Mapping[str, Any], step: int, skipped: int) -> int:
 
 
 def up_to_overflow(rows: Sequence[Expectation], config: Mapping[str, Any], step: int) -> list[Expectation]:
-    """What of ``rows`` a step at stage 0 sends that is not taken, since a gradient overflowed.
+    """The messages among ``rows`` of a step at stage 0 that is skipped because a gradient overflowed.
 
     Args:
         rows: of the whole step.
@@ -214,13 +214,13 @@ def up_to_overflow(rows: Sequence[Expectation], config: Mapping[str, Any], step:
     gone = set()
     if optimizer_type(config) in sign_optimizers.NAMES and kind_of_step(config, step) != "whole":
         gone.add(Purpose.GRADIENT_REDUCE)
-    if read_configuration(config).model_dtype is None:  # the norm is looked at after the check
+    if read_configuration(config).model_dtype is None:  # the norm follows the check
         gone.add(Purpose.GRADIENT_NORM)
     return [each for each in rows if each.purpose not in gone]
 
 
 def kind_of_step(config: Mapping[str, Any], step: int) -> str:
-    """A word for the steps that send what step number ``step`` does; empty where all do from the third one on.
+    """A name for the steps that send what step number ``step`` does; empty where all do from the third one on.
 
     Raises:
         RequestedError: the config cannot be read.
@@ -241,7 +241,7 @@ def _as_signs(
     world_size: int,
     iteration: int | None,
 ) -> list[Expectation]:
-    """``rows`` in the step of micro-batch ``iteration``, whose optimizer sends means of its own as signs."""
+    """``rows`` in the step of micro-batch ``iteration``, whose optimizer sends means as signs."""
     step = steady_step(config) if iteration is None else iteration // micro_steps(config, world_size)
     kind = sign_optimizers.kind_of_step(config, step)
     if kind == "whole":
@@ -267,7 +267,7 @@ def _without_idle_compression(
     iteration: int | None,
     host_ranks: int | None,
 ) -> Configuration:
-    """``configuration``, which says nothing of compression any more where micro-batch ``iteration`` is sent without."""
+    """``configuration``, without compression where micro-batch ``iteration`` is sent uncompressed."""
     compression = configuration.compression
     if compression is None:
         return configuration
@@ -286,7 +286,7 @@ def _without_idle_compression(
 
 
 def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectation:
-    """zero_runtime's Lamb scales the step of each whole parameter, of which every rank has a piece."""
+    """zero_runtime's Lamb scales the step of each full parameter, which spans shards of several ranks."""
     trained = sum(len(group) for group in trained_groups(parameters))
     note = "Lamb compares the norm of each parameter with that of its step: two numbers each"
     return row(
@@ -299,7 +299,7 @@ def _refuse_reductions_of_shards(configuration: Configuration) -> None:
         raise UnsupportedError(
             "zero_optimization.gradient_reduction",
             configuration.gradient_reduction,
-            "at stage 3 every rank owns a part of every parameter, and the runtime refuses it",
+            "at stage 3 every rank owns a shard of every parameter, and the runtime refuses it",
         )
 
 

@@ -1,8 +1,8 @@
 """Parameters that zero_runtime never partitions, by the classes of the modules that own them.
 
-The keys are zero_runtime's own: ``zero_force_param_types`` names classes whose parameters stay whole, and
-``zero_allowed_param_types`` those whose parameters alone are partitioned. A module is of the classes that its own derives
-from as well. Of several owners one of a forced class decides, and else one of an allowed class is enough.
+The keys are zero_runtime's own: ``zero_force_param_types`` names classes whose parameters are not partitioned, and
+``zero_allowed_param_types`` the only classes whose parameters are. Base classes of a module count as well. Of several owners
+one of a forced class decides, and else one of an allowed class is enough.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORCED: Final = "zero_force_param_types"
 
 
 def unpartitioned(zero: Mapping[str, Any], parameters: Sequence[Parameter]) -> frozenset[str]:
-    """The names of the parameters that stay whole.
+    """The names of the parameters that are not partitioned.
 
     Args:
         zero: the section ``zero_optimization``.
@@ -27,7 +27,7 @@ def unpartitioned(zero: Mapping[str, Any], parameters: Sequence[Parameter]) -> f
 
     Raises:
         RequestedError: a key is no list of names.
-        UnsupportedError: it is not known of which classes the owners of a parameter are.
+        UnsupportedError: the classes of the owners of a parameter are not known.
     """
     allowed, forced = _names(zero, ALLOWED), _names(zero, FORCED) or frozenset()
     if allowed is None and not forced:
@@ -36,7 +36,7 @@ def unpartitioned(zero: Mapping[str, Any], parameters: Sequence[Parameter]) -> f
     for parameter in parameters:
         if parameter.owner_types is None:
             key = FORCED if forced else ALLOWED
-            reason = "of which classes the modules are that own a parameter is not known"
+            reason = "the classes of the modules that own a parameter are not known"
             raise UnsupportedError(f"zero_optimization.{key}", zero[key], reason)
         owners = [frozenset(each.split(",")) for each in parameter.owner_types.split(";")]
         is_forced = any(types & forced for types in owners)
@@ -50,5 +50,5 @@ def _names(zero: Mapping[str, Any], key: str) -> frozenset[str] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise wrong(f"zero_optimization.{key}", value, "a list of names of classes")
+        raise wrong(f"zero_optimization.{key}", value, "a list of class names")
     return frozenset(value)

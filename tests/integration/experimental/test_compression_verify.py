@@ -86,7 +86,7 @@ def test_buckets_keep_their_uncompressed_size():
 def test_what_depends_on_values_is_held_to_its_bounds():
     run, verdict = recorded("coded")
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
-    assert "an estimate, which depends on how small coded payloads get" in str(verdict.sentences)
+    assert "an estimate, which depends on the size of coded payloads" in str(verdict.sentences)
     buckets = sum(row["rank"] == 0 and row["step"] == 1 for row in run.table("buckets").to_pylist())
     reduced = next(row for row in verdict.rows if row.purpose == "gradient_reduce")
     assert reduced.issued_count == reduced.expected_count == 2 * buckets * STEPS

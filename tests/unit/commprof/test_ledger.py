@@ -262,7 +262,7 @@ def test_what_is_requested_in_a_step_is_of_the_steps_that_what_is_issued_is_of(i
     assert {op: row.expected_count for op, row in asked.items()} == {"reduce_scatter": 4, "all_reduce": 3}
     assert asked["all_reduce"].issued_count == 3 - is_missing
     assert sentence(verdict, "requested a reduce_scatter").startswith(
-        "reduce_scatter, true by default, asked"
+        "reduce_scatter, true by default, requested"
     )
     assert sentence(verdict, "requested an all_reduce").startswith(
         "From step 4 on: reduce_scatter: false requested an all_reduce, and an all_reduce was issued: 1.50 of"

@@ -229,7 +229,7 @@ def test_ranks_along_axes_send_what_each_axis_adds(tmp_path, capsys):
             "tp_size 2 and tensor_parallel.autotp_size 4 differ",
         ),
         ({"tp_size": 0}, "tp_size is 0"),
-        ({"pipeline": {"stages": 8}}, "2 layers cannot be dealt out to 8 stages"),
+        ({"pipeline": {"stages": 8}}, "2 layers cannot be divided among 8 stages"),
         ({"tp_size": 2, "train_batch_size": 7}, "train_batch_size 7 is not a multiple"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commprof.requested.parameters import Parameter
 from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
-from commprof.requested.zero.partition import OwnedSlice, lay_out
+from commprof.requested.zero.partition import OwnedShard, lay_out
 from commprof.requested.zero.reductions import (
     multi_rank_all_reduce,
     reduce_to_owner,
@@ -53,7 +53,7 @@ def test_every_element_has_the_owner_of_its_place_in_the_flat_buffer(sizes, worl
     owners, length = owners_by_element(sizes, world_size, dealt_out=dealt_out, unit=4 if aligned else 1)
     assert layout.groups[0].numel == length
     for index, parameter in enumerate(named(sizes)):
-        spelled_out = [piece.owner for piece in layout.slices(parameter) for _ in range(piece.numel)]
+        spelled_out = [piece.owner for piece in layout.shards(parameter) for _ in range(piece.numel)]
         assert spelled_out == owners[index]
 
 
@@ -66,7 +66,7 @@ def test_the_pieces_of_each_group_are_equal_and_hold_all_of_it(groups, world_siz
     ]
     layout = lay_out(listed, world_size)
     for flat, sizes in zip(layout.groups, groups, strict=True):
-        assert flat.numel == flat.piece_numel * world_size
+        assert flat.numel == flat.shard_numel * world_size
         assert flat.numel % (2 * world_size) == 0
         assert 0 <= flat.numel - sum(sizes) < 2 * world_size
 
@@ -74,10 +74,10 @@ def test_the_pieces_of_each_group_are_equal_and_hold_all_of_it(groups, world_siz
 def test_a_parameter_may_have_every_rank_as_owner():
     layout = lay_out([MLP], 3)
     assert layout.groups[0].numel == 56_940
-    assert layout.slices(MLP[2]) == [
-        OwnedSlice(0, 14_002, 4_978),
-        OwnedSlice(1, 18_980),
-        OwnedSlice(2, 685),
+    assert layout.shards(MLP[2]) == [
+        OwnedShard(0, 14_002, 4_978),
+        OwnedShard(1, 18_980),
+        OwnedShard(2, 685),
     ]
 
 
@@ -119,7 +119,7 @@ def test_an_oversized_parameter_travels_alone_and_in_parts():
 
 
 def test_slices_of_one_owner_travel_together_in_the_order_of_the_first():
-    slices = [OwnedSlice(1, 5), OwnedSlice(0, 7), OwnedSlice(1, 2)]
+    slices = [OwnedShard(1, 5), OwnedShard(0, 7), OwnedShard(1, 2)]
     assert [message.numel for message in reduce_to_owner(slices, 100)] == [7, 7]
     assert [message.numel for message in reduce_to_owner(slices, 4)] == [5, 2, 7]
 
@@ -134,7 +134,7 @@ def test_every_rank_owns_a_row_of_every_band(sizes, world_size, capacity, aligne
     taken = set()
     for parameter in named(sizes):
         start = layout.places[parameter.name][1]
-        for owner, numel, offset in layout.slices(parameter):
+        for owner, numel, offset in layout.shards(parameter):
             for each in range(numel):
                 band, within = divmod(start, flat.band_numel)
                 assert (owner, offset + each) == (
