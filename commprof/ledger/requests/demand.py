@@ -97,9 +97,9 @@ def _shortened_steps(
         (skipped, "a gradient overflowed, as the engine says, and no step was taken"),
         (
             died,
-            "the last one of a program that did not end normally; absent messages do not count as missing",
+            "the last one of a program that did not end normally; absent messages are not counted as missing",
         ),
-        (partial, "did not reach the end; absent messages do not count as missing"),
+        (partial, "did not reach the end; absent messages are not counted as missing"),
     )
     return [f"{step_list(keys)}: {text}." for keys, text in ways if keys]
 
