@@ -1,1 +1,1 @@
-"""Records beside NCCL lines, and the same collective across ranks."""
+"""Joins records with NCCL log lines, and the records of all ranks about the same collective."""

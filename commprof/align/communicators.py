@@ -1,4 +1,4 @@
-"""The rows of the ``comm_matches`` table: how each communicator of a log fared."""
+"""The rows of the ``comm_matches`` table: the outcome of the alignment for each communicator of a log."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def comm_matches(
         pairing: the group of each, by position in ``lines``.
         outcomes: lines by state, for each.
         ops: table ``nccl_ops``.
-        torn: its rows that are torn.
-        generated: the log says of itself that it was generated.
+        torn: its rows that are truncated lines.
+        generated: the log is marked as generated.
     """
     torn_of = _torn_of(lines, ops, torn)
     rows = []
@@ -65,7 +65,7 @@ def comm_matches(
 
 
 def _torn_of(lines: Sequence[LineStream], ops: pa.Table, torn: Codes) -> Counter[int]:
-    """Torn lines that name a communicator, or stand in a process that has only one."""
+    """Truncated lines that name a communicator, or are of a process that has only one."""
     of_process: dict[LogProcess, list[int]] = {}
     of_address: dict[tuple[LogProcess, str, int], int] = {}
     for number, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Where the records of a rank and the lines of a log part for the first time, with what stands around it."""
+"""The first place where the records of a rank and the lines of a log differ, with its surroundings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 9
 
 
 class Side(NamedTuple):
-    """A record beside a line; either may be absent. ``state`` is one of the states of table ``matches``."""
+    """A record and its line; either may be absent. ``state`` is one of the states of table ``matches``."""
 
     state: str
     record: str | None
@@ -28,7 +28,7 @@ class Divergence(NamedTuple):
         rank, pg, group_ranks: whose records.
         comm, host, pid: whose lines; None where no communicator serves the group.
         matched_before: pairs before that place.
-        sides: what stands there, records and lines side by side, in order.
+        sides: the records and lines around that place, in order.
     """
 
     rank: int
@@ -47,7 +47,7 @@ def first_difference(partners: Partners) -> tuple[int, int] | None:
     ys = np.flatnonzero(partners.second < 0)
     if not len(xs) and not len(ys):
         return None
-    # Before either of them all is paired in order: both are counts of the same pairs.
+    # Before these positions everything is paired in order: both count the same pairs.
     first = min(
         int(xs[0]) if len(xs) else len(partners.first), int(ys[0]) if len(ys) else len(partners.second)
     )
@@ -57,7 +57,7 @@ def first_difference(partners: Partners) -> tuple[int, int] | None:
 def surroundings(
     partners: Partners, place: tuple[int, int], record: Callable[[int], str], line: Callable[[int], str]
 ) -> tuple[Side, ...]:
-    """Records and lines around ``place``, side by side; the functions put an element of either sequence in words."""
+    """Records and lines around ``place``; the functions describe an element of either sequence."""
     x, y = (max(position - BEFORE, 0) for position in place)
     sides: list[Side] = []
     first, second = partners

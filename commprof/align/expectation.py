@@ -1,4 +1,4 @@
-"""Which operations NCCL is called for when torch issues one collective: a record as the lines that it should leave.
+"""The NCCL operations that torch calls for one collective: which log lines a record should leave.
 
 Source: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` and ``torch/csrc/cuda/nccl.cpp``.
 
@@ -17,7 +17,7 @@ barrier             AllReduce of one element
 
 Sends and Recvs of an all_to_all have the sizes of the record's splits. torch built for NCCL 2.13 and newer calls NCCL for
 empty ones too, and NCCL prints them; an older torch leaves them out. A call with splits, equal ones too, or with lists
-of tensors is never a single AlltoAll. Where the splits are not known nothing is guessed: the expectation is None.
+of tensors is never a single AlltoAll. Where the splits are not known, the expectation is None.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_LISTS: Final = "alltoall"  # the method of ProcessGroup that takes a tensor 
 
 
 class Expected(NamedTuple):
-    """One operation line: what it must print to belong to a record. ``other`` is the root or peer in the group."""
+    """One operation line: the values that match a record. ``other`` is the root or peer in the group."""
 
     op: str
     message_bytes: int
@@ -63,9 +63,9 @@ class Dialect(NamedTuple):
     Attributes:
         single_lines: operations among all_to_all, gather, scatter that appear as one line (NCCL 2.28 and newer).
         barrier_bytes: size of the element that a barrier reduces.
-        prints_empty: sends and receives of nothing have lines.
+        prints_empty: empty sends and receives have lines.
         divided: payloads of all_to_alls that appear as messages only, although others appear as one line: calls with
-            splits that are equal, which a record does not tell from calls without any.
+            equal splits, which a record does not distinguish from calls without splits.
     """
 
     single_lines: frozenset[str]
@@ -171,21 +171,21 @@ def _parts(call: Call, has_splits: bool) -> tuple[Sequence[int], Sequence[int]] 
         size = (call.payload_bytes or call.output_bytes) // elements if elements else 0
         return [numel * size for numel in inputs], [numel * size for numel in outputs]
     if not has_splits and sum(inputs) != sum(outputs):
-        return None  # a trace of schema 1, and no equal parts
+        return None  # a trace of schema 1 with unequal splits
     sent = _split(call.input_splits, call.payload_bytes, nranks)
     received = _split(call.output_splits, call.output_bytes if has_splits else call.payload_bytes, nranks)
     return None if sent is None or received is None else (sent, received)
 
 
 def _split(text: str | None, size: int, nranks: int) -> Sequence[int] | None:
-    """The parts that ``text`` says, or equal ones of ``size`` bytes in all; None where there are no such."""
+    """The splits in ``text``, or equal ones of ``size`` bytes in all; None where ``size`` is not divisible."""
     if text is not None:
         return parse_splits(text, nranks)
     return None if size % nranks else (size // nranks,) * nranks
 
 
 def _rooted_messages(call: Call, root: int | None) -> tuple[Expected, ...]:
-    """gather and scatter: messages between the root and each other rank; the root's own part is copied."""
+    """gather and scatter: messages between the root and each other rank; the root's own chunk is copied."""
     nranks = len(parse_ranks(call.group_ranks))
     message = call.payload_bytes // nranks
     is_root = call.group_rank == root

@@ -1,4 +1,4 @@
-"""The alignment of each process and group: its records with the lines of the communicators that serve it."""
+"""Aligns the records of each process and group with the lines of the communicators that serve it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ from commprof.align.sequences.edits import ALONE, AMBIGUOUS, Codes, Partners
 from commprof.align.sequences.pairs import UNSEARCHED, find_partners
 from commprof.align.streams import Expectation, GroupKey, LineStream, RecordStream, RunProcess, Vocabulary
 
-TOO_DIFFERENT: Final = (
-    "too much differs between the records and the lines of this group to tell which belong together"
-)
+TOO_DIFFERENT: Final = "the records and the lines of this group differ too much to be matched"
 Key = tuple[RunProcess, GroupKey]
 
 
@@ -53,7 +51,7 @@ class GroupAlignment:
         self.unclear = 0
 
     def run(self) -> None:
-        """Give every part of every record and every line its row."""
+        """Give every record (once for each line that it leaves) and every line its row."""
         members: dict[Key, list[int]] = {}
         for number, stream in sorted(
             self._pairing.streams.items(), key=lambda item: self._lines[item[0]].rows[0]
@@ -77,7 +75,7 @@ class GroupAlignment:
                 self.outcomes[number]["extra"] += len(self._lines[number].rows)
 
     def _leave_undecided(self) -> set[Key]:
-        """Lines and records of groups that nothing tells apart are ambiguous, all of them."""
+        """Lines and records of groups that cannot be distinguished are all ambiguous."""
         done: set[Key] = set()
         together: dict[frozenset[Key], list[int]] = {}
         expected: dict[Key, Codes] = {}
@@ -102,7 +100,7 @@ class GroupAlignment:
         return done
 
     def _bound(self, number: int, records: Codes, lines: Codes) -> tuple[int, int]:
-        """Note of ambiguous records and lines how many are missing and extra at least, at communicator ``number``."""
+        """Count for communicator ``number`` how many of the ambiguous records and lines are missing and extra at least."""
         missing, extra = surplus(records, lines), surplus(lines, records)
         outcome = self.outcomes[number]
         outcome["ambiguous_records"] += len(records)
@@ -173,13 +171,13 @@ class GroupAlignment:
             )
         torn = self._torn.get((process.pid, line.op), [])
         if torn:
-            reason += f"; it may be a torn line of this process: {', '.join(torn[:3])}"
+            reason += f"; it may be a truncated line of this process: {', '.join(torn[:3])}"
         return reason
 
     def _add_ambiguous(
         self, expectation: Expectation, partners: Partners, rows: Codes, printed: Codes, owners: Codes
     ) -> None:
-        """Rows of what is ambiguous; ``owners``: the communicator of each line."""
+        """Rows of ambiguous records and lines; ``owners``: the communicator of each line."""
         for verdict in (UNSEARCHED, AMBIGUOUS):
             xs = np.flatnonzero(partners.first == verdict)
             ys = np.flatnonzero(partners.second == verdict)
@@ -199,7 +197,7 @@ class GroupAlignment:
                 self._rows.add_lines(LIKELY_EITHER, rows[there], reason)
 
     def _count(self, numbers: Sequence[int], owners: Codes, partners: Partners, unclear: int) -> None:
-        """Count lines where they stand, and missing ones at the communicator of the pair before."""
+        """Count lines at their communicator, and missing ones at the communicator of the pair before."""
         for place, number in enumerate(numbers):
             own: Codes = partners.second[owners == place]
             outcome = self.outcomes[number]
@@ -266,8 +264,8 @@ def bounds_text(missing: int, extra: int) -> str:
 def either(records: int, lines: int) -> str:
     """The sentence for ``records`` and ``lines`` that may belong together in several ways."""
     return (
-        f"{records} expected and {lines} printed lines stand here between certain neighbours and fit each other in several "
-        "ways: which was lost or doubled cannot be told"
+        f"{records} expected and {lines} printed lines between certain neighbors match each other in several "
+        "ways: which was dropped or duplicated is not known"
     )
 
 

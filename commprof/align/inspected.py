@@ -1,8 +1,8 @@
-"""The records of a run beside the logs of NCCL's Inspector, by number instead of by order.
+"""Matches the records of a run with the logs of NCCL's Inspector, by number instead of by order.
 
-NCCL counts the collectives of a communicator by operation, from its first one on and on all ranks alike, whatever is logged
-of them. So the nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to
-number n of its communicator, and an operation that the plugin dropped shifts nothing. Messages are not compared: the plugin
+NCCL counts the collectives of a communicator by operation, equally on all ranks, whether they are logged or not. So
+the nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to number n of
+its communicator, and an operation that the plugin dropped shifts nothing. Messages are not compared: the plugin
 has its own count of them, from when it was loaded.
 """
 
@@ -34,12 +34,12 @@ class MemberAlignment:
 
     Attributes:
         member, comm_size: of the log.
-        rank, pg, group_ranks: of the run; None where nothing ties them.
-        reason: why nothing does.
+        rank, pg, group_ranks: of the run; None without a match.
+        reason: why there is no match.
         matched: collectives of the log with their record.
-        missing: lines that the records leave and the log has not, and that the plugin does not say it dropped.
-        dropped: as many of them as the plugin says it dropped.
-        too_small: lines below the size from which on the plugin logs.
+        missing: lines of records that are not in the log, without those that the plugin reports as dropped.
+        dropped: lines that the plugin reports as dropped.
+        too_small: lines below the smallest size that the plugin logs.
         extra: collectives of the log without a record.
     """
 
@@ -70,7 +70,7 @@ class InspectedAlignment:
 
 
 class _Line(NamedTuple):
-    """What a record leaves in the log: payload in bytes, and the row of the record."""
+    """The expected entry of a record in the log: payload in bytes, and the row of the record."""
 
     payload_bytes: int
     record: int
@@ -85,13 +85,13 @@ def align_inspected(
     operations: Iterable[InspectedCollective],
     dropped: Mapping[Member, int],
 ) -> InspectedAlignment:
-    """Tie communicators to groups, and collectives of the logs to records.
+    """Match communicators with groups, and collectives of the logs with records.
 
     Args:
         collectives: the table of the run.
         ranks: the entries of its manifest: rank, attempt, pid, host.
         operations: of all logs.
-        dropped: collectives that the plugin says it dropped, by rank of a communicator.
+        dropped: collectives that the plugin reports as dropped, by rank of a communicator.
     """
     vocabulary = Vocabulary()
     streams = record_streams(collectives, vocabulary)
@@ -153,7 +153,7 @@ def _choose(
     vocabulary: Vocabulary,
     members: Mapping[int, int],
 ) -> RecordStream | None:
-    """The group that the communicator serves; None with the reason where no group, or more than one, can be it."""
+    """The group that the communicator serves; None with the reason where no group, or more than one, matches."""
     if owner is None:
         one.reason = "no process of the run has this host and process id"
         return None
@@ -174,7 +174,7 @@ def _choose(
         return fitting[0]
     if fitting:
         names = ", ".join(stream.group.pg for stream in fitting)
-        one.reason = f"the groups {names} did the same, so which of them it serves cannot be told"
+        one.reason = f"the groups {names} did the same, so which of them it serves is not known"
     else:
         difference = _first_difference(its, _lines_of(candidates[0], vocabulary))
         one.reason = f"its operations are not those of group {candidates[0].group.pg}: {difference}"
@@ -182,7 +182,7 @@ def _choose(
 
 
 def _holds(group_ranks: str, members: Mapping[int, int]) -> bool:
-    """Whether the group has these ranks at these places."""
+    """Whether the group has these ranks at these positions."""
     ranks = parse_ranks(group_ranks)
     return all(place < len(ranks) and ranks[place] == rank for place, rank in members.items())
 
@@ -199,7 +199,7 @@ def _lines_of(stream: RecordStream, vocabulary: Vocabulary) -> _Lines:
 
 
 def _first_difference(its: Sequence[InspectedCollective], lines: _Lines) -> str | None:
-    """Where the log contradicts the records; None where it does not."""
+    """The first contradiction between the log and the records; None without one."""
     for each in sorted(its, key=lambda one: (one.number, one.op)):
         of_op = lines.get(each.op, ())
         if each.number >= len(of_op):
@@ -230,7 +230,7 @@ def _count(
 def _choices(
     collectives: pa.Table, its: Iterable[InspectedCollective], lines: _Lines
 ) -> list[dict[str, Any]]:
-    """Rows of ``nccl_algorithms``; a record whose parts ran by different algorithms has none."""
+    """Rows of ``nccl_algorithms``; a record whose lines name different algorithms has none."""
     chosen: dict[int, set[tuple[str, str | None, int | None]]] = defaultdict(set)
     for each in its:
         if each.algorithm is not None:
@@ -247,7 +247,7 @@ def _choices(
 
 
 def _unnumbered(collectives: pa.Table) -> list[int]:
-    """Rows of collectives of which it is not known whether NCCL counted them, and how often."""
+    """Rows of collectives for which NCCL's counts are not known."""
     raised = pc.equal(collectives["status"], Status.RAISED)
     places: list[int] = pc.indices_nonzero(pc.or_(collectives["captured"], raised)).to_pylist()
     return places
@@ -269,6 +269,6 @@ def _notes(
     )
     if alone and tied:
         yield (
-            f"group(s) {', '.join(alone)} have no communicator in the logs: they communicated little enough to stay below "
-            "the plugin's least size, or only by messages, or another reason stands beside a communicator"
+            f"group(s) {', '.join(alone)} have no communicator in the logs: their messages may be below "
+            "the plugin's smallest size, or point-to-point only, or a communicator has another reason"
         )

@@ -1,4 +1,4 @@
-"""The rows of the ``matches`` table while an alignment finds them, column by column."""
+"""Collects the rows of the ``matches`` table during an alignment, column by column."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ STATES: Final = ("matched", "missing", "extra", "ambiguous", "torn")
 MATCHED, MISSING, EXTRA, LIKELY_EITHER, TORN = range(len(STATES))
 NOBODY: Final = -1
 UNCLEAR: Final = (
-    "torch turns this call into sends and receives whose sizes the record does not hold; "
-    "its lines are not looked for"
+    "torch turns this call into sends and receives whose sizes the record does not have; "
+    "its lines are not searched"
 )
 SILENT: Final = "nothing was sent: the call leaves no line"
-TORN_LINE: Final = "the line is torn: what it said cannot be known"
+TORN_LINE: Final = "the line is truncated: its content is not known"
 _RECORD_COLUMNS: Final = {
     "rank": "rank", "attempt": "attempt", "record_pid": "pid", "seq": "seq", "pg": "pg",
     "record_bytes": "payload_bytes",
@@ -53,19 +53,19 @@ class MatchRows:
         )
 
     def add_records(self, state: int, records: Codes, reason: str) -> None:
-        """Records that have no lines to look for."""
+        """Records without lines to search."""
         nobody = np.full(len(records), NOBODY)
         self._add(
             state, records, nobody, nobody, np.full(len(records), 0 if state == MATCHED else -1), reason
         )
 
     def add_lines(self, state: int, lines: Codes, reason: str) -> None:
-        """Lines without a record, or with several that may be theirs, or torn ones."""
+        """Lines without a record, lines with several possible records, and truncated lines."""
         nobody = np.full(len(lines), NOBODY)
         self._add(state, nobody, lines, nobody, nobody, reason)
 
     def name_of(self, record: int) -> str:
-        """A record in words, for people."""
+        """A short text that identifies a record."""
         row = self._collectives.select(["seq", "op", "step"]).slice(record, 1).to_pylist()[0]
         return f"seq {row['seq']} {row['op']} (step {row['step']}):"
 
@@ -122,7 +122,7 @@ class MatchRows:
 
 
 def _taken(column: pa.ChunkedArray, rows: Codes) -> pa.ChunkedArray:
-    if pa.types.is_string(column.type) and len(rows):  # numbers are moved, not texts
+    if pa.types.is_string(column.type) and len(rows):  # dictionary codes are moved, not texts
         encoded = column.combine_chunks().dictionary_encode()
         codes = encoded.indices.take(pa.array(rows, mask=rows < 0))
         return pa.chunked_array([pa.DictionaryArray.from_arrays(codes, encoded.dictionary).cast(pa.string())])
@@ -134,7 +134,7 @@ def _nullable(values: Codes) -> pa.Array:
 
 
 def torn_lines(ops: pa.Table) -> dict[tuple[int, str], list[str]]:
-    """Where the torn lines of each process and operation are, as ``file:line``."""
+    """Where the truncated lines of each process and operation are, as ``file:line``."""
     torn: dict[tuple[int, str], list[str]] = {}
     rows = ops.filter(pc.equal(ops["state"], "torn")).select(["pid", "op", "file", "line"])
     for row in rows.to_pylist():

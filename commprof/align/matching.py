@@ -1,9 +1,9 @@
-"""The records of a run beside the lines of an NCCL log: which belong together, which have no partner, and why.
+"""Aligns the records of a run with the lines of an NCCL log: which match, which have no partner, and why.
 
-Communicators are tied to process groups first (:mod:`commprof.align.pairing`), then within one process and group the
-lines are aligned with what the records should leave (:mod:`commprof.align.expectation`): by order, operation, bytes and
-root. A line that was lost, or one too many, shows as exactly that and shifts nothing else; where several records or
-lines could be the one, all of them are ambiguous. opCount takes no part: it is no sequence number in any version.
+Communicators are paired with process groups first (:mod:`commprof.align.pairing`). Then the lines of one process and group
+are aligned with the lines that its records should leave (:mod:`commprof.align.expectation`): by order, operation, bytes and
+root. A dropped or additional line is reported as such and shifts no other line. Where several records or lines could be the
+one, all of them are ambiguous. opCount is not used: it is no sequence number in any version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOGS: Final = "nccl"
 
 
 class RecordedRun(Protocol):
-    """What an alignment reads of a run."""
+    """The parts of a run that an alignment reads."""
 
     @property
     def path(self) -> Path:
@@ -58,14 +58,14 @@ class MatchReport:
     """The result of an alignment. Counts are rows of ``matches``: a record that leaves several lines has a row for each.
 
     Attributes:
-        matches: table ``matches``: every part of a record and every line once (a COLL and its CALL line are one).
+        matches: table ``matches``: every expected line of a record and every line once (a COLL and its CALL line are one).
         comm_matches: table ``comm_matches``: the same by communicator, in the order of the log. A record of a group
             without communicator is in the first, and in none of these.
         matched, missing, extra, ambiguous, torn: rows of ``matches`` by state.
-        bounds: how many are missing and extra at least and at most: ambiguous ones may be.
+        bounds: how many are missing and extra at least and at most, since ambiguous ones may be.
         unclear: records, counted in ``missing``, that do not determine the lines they leave.
-        divergences: for each rank and group whose records and lines part, the first place where they do.
-        notes: sentences for the reader.
+        divergences: for each rank and group whose records and lines differ, the first place where they differ.
+        notes: remarks for the report.
     """
 
     matches: pa.Table
@@ -94,8 +94,8 @@ def align(
     Args:
         run: a run, as ``commprof.trace.reader.open_run`` returns it.
         ops: table ``nccl_ops`` of :func:`commprof.nccl.parser.parse_logs`.
-        communicators: its table ``nccl_communicators``, which holds what torch says about each address.
-        generated: the log says of itself that it was generated.
+        communicators: its table ``nccl_communicators``, with the group that torch printed for each address.
+        generated: the log is marked as generated.
     """
     collectives = run.table("collectives")
     collectives = collectives.filter(

@@ -1,4 +1,4 @@
-"""What a reader should know of an alignment, in sentences; above all whether the log is of this run. Pure."""
+"""Remarks on an alignment for the report, above all whether the log is of this run. Pure."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def notes(
         )
     if states["torn"]:
         sentences.append(
-            f"{states['torn']} lines are torn; each may be the line of a record that is counted as missing."
+            f"{states['torn']} lines are truncated; each may be the line of a record that is counted as missing."
         )
     if states["ambiguous"]:
         sentences.append(
-            f"{states['ambiguous']:,} records and lines are ambiguous: they have several equal partners, of which some were "
-            f"lost or doubled, and the log cannot tell which. With them, {bounds.missing} lines are missing and "
+            f"{states['ambiguous']:,} records and lines are ambiguous: they have several equal partners, some of which were "
+            f"dropped or duplicated; the log does not show which. With them, {bounds.missing} lines are missing and "
             f"{bounds.extra} are extra."
         )
     if unclear:

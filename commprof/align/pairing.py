@@ -1,9 +1,9 @@
-"""Which communicator of a log is which process group of the run, and how sure that is.
+"""Pairs the communicators of a log with the process groups of the run, with a confidence.
 
 Torch's own line names the group of an address. Without it a communicator fits a group when its rank and size are those of
 the process in the group, on every rank that shares a commId. Where several groups fit (a default group and a
-data-parallel group with equal ranks are different communicators), what both did decides, then the order of use. Where
-that leaves a choice, nothing is guessed.
+data-parallel group with equal ranks are different communicators), the operations of both decide, then the order of use.
+Where several candidates remain, none is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commprof.align.streams import GroupKey, LineStream, LogProcess, RecordStrea
 Streams = Mapping[tuple[RunProcess, GroupKey], RecordStream]
 Confidence = Literal["certain", "likely", "none"]
 TWO_GROUPS: Final = (
-    "groups {groups} have equal ranks and did the same: nothing tells their communicators apart"
+    "groups {groups} have equal ranks and did the same: nothing distinguishes their communicators"
 )
 
 
@@ -32,9 +32,9 @@ class Pairing:
 
     Attributes:
         streams: the stream of records.
-        confidence, basis: how sure that is, and what it rests on.
+        confidence, basis: how certain the pairing is, and its evidence.
         reasons: why there is none.
-        undecided: the streams between which nothing decides, for communicators that belong to one of them.
+        undecided: the candidate streams of communicators whose group could not be decided.
     """
 
     streams: dict[int, RecordStream] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class _Family(NamedTuple):
     agreement: dict[
         GroupKey, tuple[int, int]
     ]  # lines that the group could have left; those in order at either end
-    named: bool  # torch's line says which group it is
+    named: bool  # torch's line names its group
 
 
 def pair_communicators(
@@ -84,14 +84,14 @@ def pair_communicators(
 
 def _no_process(line: LineStream, candidates: int) -> str:
     if candidates:
-        return f"{candidates} processes of the run may have written it, and nothing tells them apart"
-    return f"the run has no process {line.process.pid} on {line.process.host}, and the log does not tell its rank"
+        return f"{candidates} processes of the run may have written it, and they cannot be distinguished"
+    return f"the run has no process {line.process.pid} on {line.process.host}, and the log does not have its rank"
 
 
 def _fitting(
     line: LineStream, streams: Sequence[RecordStream], vocabulary: Vocabulary
 ) -> dict[GroupKey, RecordStream]:
-    """The streams of one process that ``line`` may belong to: by torch's word, else by size and rank."""
+    """The streams of one process that ``line`` may belong to: by torch's line, else by size and rank."""
     sized = [
         stream
         for stream in streams
@@ -140,9 +140,7 @@ class _Assignment:
                 if number in tied:
                     self._leave_open(member, tied[number])
                 elif group is None:
-                    self._pairing.reasons[member] = (
-                        "nothing that went through it agrees with a group of the run"
-                    )
+                    self._pairing.reasons[member] = "none of its operations matches a group of the run"
                 else:
                     self._settle(number, member, group)
 
@@ -155,7 +153,7 @@ class _Assignment:
                 key = ("single", number) if line.family is None else ("family", line.family)
                 members.setdefault(key, []).append(number)
                 continue
-            # A split with the same colour repeats its commId: the n-th use on one rank is the n-th on all.
+            # A split with the same color repeats its commId: the n-th use on one rank is the n-th on all.
             use = (line.process, line.rank, line.comm_id)
             members.setdefault(("id", line.comm_id, uses[use]), []).append(number)
             uses[use] += 1
@@ -174,7 +172,7 @@ class _Assignment:
         return _Family(members, agreement, named and len(common) == 1)
 
     def _agreement(self, number: int, stream: RecordStream) -> tuple[int, int]:
-        """How many lines of the communicator could be records of the stream, and how many stand alike at the ends."""
+        """How many lines of the communicator could be records of the stream, and how many are in order at either end."""
         line = self._lines[number]
         dialect = line.dialect(self._vocabulary, np.unique(stream.calls).tolist())
         key = (stream.process, stream.group, dialect)
@@ -188,7 +186,7 @@ class _Assignment:
         return int(counts), ends
 
     def _place(self) -> None:
-        """Give each family the group that it agrees with best; equal ones in the order of first use."""
+        """Give each family the group with the best agreement; equal ones in the order of first use."""
         first_use = {group: rank for rank, group in enumerate(self._groups_by_use())}
         proposals = [
             (agreement, number, group)
@@ -219,7 +217,7 @@ class _Assignment:
         return sorted(first, key=lambda group: (first[group], group.pg, group.group_ranks))
 
     def _tied(self) -> dict[int, tuple[GroupKey, ...]]:
-        """Families that could as well trade their groups, or serve one that has no communicator in the log."""
+        """Families that could equally swap their groups, or serve a group that has no communicator in the log."""
         tied: dict[int, tuple[GroupKey, ...]] = {}
         owner_of = {group: number for number, group in self._group_of.items() if number not in self._again}
         for number, group in list(self._group_of.items()):
@@ -245,7 +243,7 @@ class _Assignment:
         return tied
 
     def _order(self, number: int, holder: int, group: GroupKey, other: GroupKey) -> tuple[int, int]:
-        """How well the order of use, at both ends, fits the assignment as it is, and the other way round."""
+        """How well the order of use, at both ends, fits the assignment, and the swapped assignment."""
         own = traded = 0
         by_process = {self._lines[member].process: member for member in self._families[holder].members}
         for member in self._families[number].members:

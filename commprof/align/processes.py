@@ -1,4 +1,4 @@
-"""Which process of a log is which process of the run."""
+"""Matches the processes of a log with the processes of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def distrust_small_worlds(
 ) -> None:
     """Forget the global ranks of a log whose largest communicator is smaller than the job.
 
-    The log alone cannot know that: where only sub-groups communicate, the largest looks like the world.
+    The log alone does not show it: where only sub-groups communicate, the largest looks like the world.
     """
     if world_size is None:
         world_size = max((stream.group_size for stream in streams), default=0)
@@ -28,8 +28,8 @@ def pair_processes(
 ) -> dict[LogProcess, list[RunProcess]]:
     """The processes of the run that each process of the log may be, usually one.
 
-    By process id (and host, where the run recorded it), unless the rank that the log knows contradicts it; else by
-    that rank. A process of the log that holds several ranks is told apart by communicator, not here.
+    By process id (and host, where the run recorded it), unless the rank in the log contradicts it; else by
+    that rank. A process of the log with several ranks is resolved by communicator, not here.
     """
     ranks: dict[LogProcess, set[int]] = {}
     for stream in lines:

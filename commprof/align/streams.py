@@ -139,7 +139,7 @@ class RecordStream:
         return np.flatnonzero(np.isin(self.calls, chosen))
 
     def peers(self, vocabulary: Vocabulary) -> set[int]:
-        """Global ranks that messages outside of coalesced blocks go to or come from."""
+        """Global ranks of the peers of messages outside of coalesced blocks."""
         calls = (vocabulary.calls[call] for call in np.unique(self.calls).tolist())
         return {call.peer for call in calls if _is_lone_message(call)}
 
@@ -231,10 +231,10 @@ def record_streams(
 
 @dataclass(slots=True)
 class LineStream:
-    """The calls that the whole lines of one communicator of one process tell, in the order of the log.
+    """The calls of the complete lines of one communicator of one process, in the order of the log.
 
     ``rows`` are rows of ``nccl_ops``: the COLL line of a pair of twins, else the only line that there is.
-    ``of_log`` are the codes of all lines of the log, torn ones too, each once.
+    ``of_log`` are the codes of all lines of the log, truncated ones included, each once.
     """
 
     process: LogProcess
@@ -254,7 +254,7 @@ class LineStream:
     family: int | None = None
 
     def dialect(self, vocabulary: Vocabulary, calls: Iterable[int]) -> Dialect:
-        """How these lines write what ``calls`` may have caused."""
+        """The dialect in which these lines show ``calls``."""
         printed = dict(zip(*np.unique(self.codes, return_counts=True), strict=True))
         lines = {vocabulary.lines[code]: count for code, count in printed.items()}
         bytewise = sum(
@@ -264,11 +264,11 @@ class LineStream:
             vocabulary.calls[call].op == Op.ALL_REDUCE and vocabulary.calls[call].payload_bytes == 1
             for call in calls
         )
-        # What versions of torch and NCCL decide is equal in all communicators of a job.
+        # Choices by version of torch and NCCL are equal in all communicators of a job.
         printed_anywhere = [vocabulary.lines[code] for code in self.of_log.tolist()]
         messages = (Op.SEND, Op.RECV)
         single = {line.op for line in printed_anywhere} & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER}
-        # Messages of a rank to itself are parts of an all_to_all.
+        # Messages of a rank to itself belong to an all_to_all.
         to_itself = {line.message_bytes for line in lines if line.op == Op.SEND and line.other == self.rank}
         undivided = {line.message_bytes for line in lines if line.op == Op.ALL_TO_ALL}
         divided = {size * (self.nranks or 0) for size in to_itself} - undivided
@@ -280,7 +280,7 @@ class LineStream:
         )
 
     def only_messages(self, vocabulary: Vocabulary) -> bool:
-        """Whether nothing but sends and receives went through it."""
+        """Whether it has only sends and receives."""
         return all(vocabulary.lines[code].op in (Op.SEND, Op.RECV) for code in np.unique(self.codes).tolist())
 
 
@@ -296,8 +296,8 @@ def line_streams(
 
     Args:
         ops: table ``nccl_ops``.
-        vocabulary: where equal lines get equal numbers.
-        communicators: table ``nccl_communicators``: which group torch says that a communicator is.
+        vocabulary: gives equal lines equal numbers.
+        communicators: table ``nccl_communicators``: the group that torch prints for a communicator.
     """
     chosen = call_rows(ops)
     if not len(chosen):
@@ -308,8 +308,8 @@ def line_streams(
         [vocabulary.line(_line(row)) for row in ops.select(_LINE_COLUMNS).take(samples).to_pylist()], np.int64
     )
     keys, _ = distinct_rows(ops, _COMM_COLUMNS)
-    # Ranks that talk to each other have one NCCL. A torn line still tells its operation. So with one AlltoAll anywhere, an
-    # all_to_all is one line also in a process that lost all of its own.
+    # Ranks that communicate have the same NCCL, and a truncated line still has its operation. So with one AlltoAll anywhere,
+    # an all_to_all is one line also in a process that lost all of its own.
     with_operation = np.union1d(chosen, torn_rows(ops))
     of_log = np.unique(numbers[lines[with_operation]])
     streams = []
@@ -339,7 +339,7 @@ def line_streams(
 
 
 def call_rows(ops: pa.Table) -> Codes:
-    """Rows of whole lines, one for each call: a CALL line counts only where its COLL line is not there."""
+    """Rows of complete lines, one for each call: a CALL line counts only without its COLL line."""
     is_complete = np.asarray(pc.equal(ops["state"], "whole"))
     call = np.asarray(pc.equal(ops["kind"], "call"))
     twin = np.asarray(ops["twin_line"].is_valid())
@@ -363,5 +363,5 @@ def _line(row: Mapping[str, Any]) -> Expected:
 
 
 def torn_rows(ops: pa.Table) -> Codes:
-    """Rows of torn lines."""
+    """Rows of truncated lines."""
     return np.flatnonzero(np.asarray(pc.equal(ops["state"], "torn")))

@@ -1,4 +1,4 @@
-"""What all ranks of a group must issue alike, and the first collective that they did not. Pure, standard library only."""
+"""Compares what the ranks of a group issued: the first collective on which they differ. Pure, standard library only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Agreed: TypeAlias = tuple[str, int | None, int | None, str | None, str | None]
 
 _ROOTED: Final = frozenset({Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER})
 _REDUCING: Final = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
-# A rank's own part decides their payload. gloo needs parts of equal size, other backends do not.
+# A rank's own chunk decides their payload. gloo needs chunks of equal size, other backends do not.
 _BY_PARTS: Final = frozenset({Op.GATHER, Op.SCATTER})
 _GLOO: Final = "gloo"
-# Bytes of any content: what is viewed as these may be anything on another rank.
+# Bytes of any content: another rank may use any element type for them.
 _BYTE_TYPES: Final = frozenset({"uint8", "int8", "bool"})
 
 
 class IssuedCall(NamedTuple):
     """One collective as a rank issued it.
 
-    ``number``: its place among those of the group that did not raise, from 0.
+    ``number``: its position among those of the group that did not raise, from 0.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Conduct(NamedTuple):
 class Difference(NamedTuple):
     """The first place at which the ranks of a group issued different collectives, or two ranks unequal messages.
 
-    ``head``: what is the matter, as a clause; None: the ranks did not issue the same.
+    ``head``: the kind of difference as a clause; None: the ranks did not issue the same.
     """
 
     pg: str
@@ -130,9 +130,9 @@ class Difference(NamedTuple):
 def agreed(
     op: str, payload_bytes: int, dtype: str | None, reduce_op: str | None, root: int, backend: str | None
 ) -> Agreed:
-    """What all ranks of a group must agree about in one collective.
+    """The properties of one collective on which all ranks of a group must agree.
 
-    Parts of an all_to_all may have any size, and so may those of a gather or scatter where the backend is not gloo. An
+    Chunks of an all_to_all may have any size, and so may those of a gather or scatter where the backend is not gloo. An
     element type of bytes matches any other, except in a reduction.
     """
     reduces = op in _REDUCING
@@ -147,7 +147,7 @@ def agreed(
 
 
 def conflict(first: Agreed, second: Agreed) -> bool:
-    """Whether two ranks cannot have issued the same collective. What one of them does not know is no conflict."""
+    """Whether two ranks cannot have issued the same collective. An unknown property is no conflict."""
     return any(
         mine is not None and theirs is not None and mine != theirs
         for mine, theirs in zip(first, second, strict=True)
@@ -168,8 +168,8 @@ def first_difference(
 
     Args:
         sequences: the calls of each rank in the group, in order of number.
-        ended: ranks that certainly issued nothing in the group after their last call here.
-        gaps: a rank may lack the record of what it issued.
+        ended: ranks whose last call here was certainly their last in the group.
+        gaps: records of a rank may be missing.
     """
     number = _first_number(sequences, ended, gaps)
     return None if number is None else difference_from(pg, group_ranks, sequences, number)
@@ -226,7 +226,7 @@ def _first_number(
 
 
 def reference_of(sequences: Mapping[int, Sequence[Hashable]]) -> int:
-    """One of the largest set of ranks with equal sequences; of equally large ones that with the lowest rank."""
+    """One of the largest set of ranks with equal sequences; among equally large ones that with the lowest rank."""
     same: dict[tuple[Hashable, ...], list[int]] = {}
     for rank in sorted(sequences):
         same.setdefault(tuple(sequences[rank]), []).append(rank)
@@ -234,7 +234,7 @@ def reference_of(sequences: Mapping[int, Sequence[Hashable]]) -> int:
 
 
 class _Turn(NamedTuple):
-    """Where a rank leaves the reference: both positions, and whether each issued there what the other did not."""
+    """Where a rank departs from the reference: both positions, and whether each issued there what the other did not."""
 
     mine: int
     theirs: int
@@ -255,7 +255,7 @@ def _first_turn(mine: Sequence[IssuedCall], theirs: Sequence[IssuedCall]) -> _Tu
         if len(ours) != len(others) and (i2 < len(mine) or j2 < len(theirs)):
             both = min(len(ours), len(others))
             return _Turn(i1 + both, j1 + both, len(ours) > both, len(others) > both)
-        # The same from elsewhere in the program: branches that agree on what they send.
+        # The same collective from another call site: branches that send the same.
     return None
 
 
@@ -266,7 +266,7 @@ def _place_of(mine: Sequence[IssuedCall], turn: _Turn) -> int:
 def _at_turns(
     sequences: Mapping[int, Sequence[IssuedCall]], mine: Sequence[IssuedCall], turns: Mapping[int, _Turn]
 ) -> tuple[Conduct, ...]:
-    """What each rank did where those of ``turns`` leave the reference."""
+    """What each rank did where those of ``turns`` depart from the reference."""
     one = next(iter(turns.values()))
     issued = any(turn.mine_issued for turn in turns.values())
     here = _nth(mine, one.mine), not issued
@@ -328,7 +328,7 @@ def when_text(call: IssuedCall) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2, 3``, ``ranks 0-6, 9``: four neighbours or more as a range.
+    """``rank 1``, ``ranks 0, 2, 3``, ``ranks 0-6, 9``: four or more consecutive ranks as a range.
 
     >>> ranks_text([1]), ranks_text([0, 2, 3]), ranks_text([0, 1, 2, 3, 5])
     ('rank 1', 'ranks 0, 2, 3', 'ranks 0-3, 5')

@@ -1,4 +1,4 @@
-"""When each rank came to each collective, on one clock, and what the others waited for the last one. Pure."""
+"""The arrival of each rank at each collective, on one clock, and how long the others waited for the last one. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TIMES: Final = (
 NEEDED: Final = tuple(
     dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device", *OWN_COLUMNS))
 )
-# The end of a wait shorter than this is no end of the collective: it may have been complete before.
+# A wait shorter than this does not show the end of the collective, which may have completed before.
 REAL_WAIT_NS: Final = 50_000
 FROM_ROOT: Final = ("broadcast", "scatter")
 TO_ROOT: Final = ("reduce", "gather")
@@ -53,7 +53,7 @@ CAUSES: Final = ("late_arrival", "late_launch", "slow_transfer")
 def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[str] = ()) -> pa.Table:
     """One row per record that can have partners, in the order of its collective and rank.
 
-    Where the members of a collective read one clock their times are compared as they are; else on the reference.
+    Times of ranks that share a clock are compared directly, others on the reference clock.
     The columns are those of the answer ``arrivals``, ``ended_ns`` (after the first arrival; where the end is known), what
     :func:`_delays` and :func:`_rooted` add for ranks that others wait for, and of the records those named in ``also``.
     Records without :data:`OWN_COLUMNS` are all those of their processes.
@@ -61,7 +61,7 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
     collectives = with_own_times(collectives)
     rows = matchable(collectives.select(tuple(dict.fromkeys((*NEEDED, *also)))))
     order_of_rows, collective = together(rows)
-    # A table in pieces is put in another order far more slowly.
+    # Reordering a chunked table is far slower.
     rows = _encoded(rows).combine_chunks().take(pa.array(order_of_rows))
     clock = reference.readings(rows)
     groups = Groups(collective)
@@ -104,7 +104,7 @@ class _Times:
         on_cpu = pc.equal(rows["device"].cast(pa.string()), "cpu").fill_null(True)
         self.on_cpu = on_cpu.combine_chunks().to_numpy(zero_copy_only=False)
         returned = np.where(np.isnan(moved["wait_end_ns"]), moved["return_ns"], moved["wait_end_ns"])
-        # A synchronous call keeps the program from its beginning; of others only a wait does.
+        # A synchronous call blocks the program from its beginning, an asynchronous one only while it is waited for.
         self.blocked_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
         self.blocked_until = np.where(is_async, moved["wait_end_ns"], returned)
         waited = moved["wait_end_ns"] - moved["wait_begin_ns"] > REAL_WAIT_NS
@@ -113,14 +113,14 @@ class _Times:
 
 
 class _Order:
-    """The rows of each group in the order of arrival: who was first and last, and how far apart that can be told."""
+    """The rows of each group in the order of arrival: who was first and last, and the error of their order."""
 
     def __init__(self, groups: Groups, at: Values, clock: Values, error: Values) -> None:
         by_arrival = groups.in_order(at)
         first, last = groups.starts, groups.starts + groups.lengths - 1
 
         def of(values: Values, position: Values) -> Values:
-            """What ``values`` are at a position of each group in the order of arrival."""
+            """``values`` at a position of each group in the order of arrival."""
             return groups.spread(values[by_arrival][position])
 
         def time_error(position: Values) -> Values:
@@ -130,7 +130,7 @@ class _Order:
         low, high = first + (groups.lengths - 1) // 2, first + groups.lengths // 2
         self.first, self.last = of(at, first), of(at, last)
         self.second_last = of(at, np.maximum(last - 1, first))
-        # The rows of each group that came first, and last but none, one and two.
+        # The rows of each group that arrived first, last, second to last and third to last.
         self.of_first = groups.spread(by_arrival[first])
         self.of_last, self.of_second, self.of_third = (
             by_arrival[np.maximum(last - back, first)] for back in range(3)
@@ -145,7 +145,7 @@ class _Order:
 def _waits(
     rows: pa.Table, groups: Groups, times: _Times, order: _Order, comparable: Flags
 ) -> dict[str, pa.Array]:
-    """Who was last, what took how long from an arrival to the result, and what the others waited for the last one."""
+    """The last rank, the durations between arrival and result, and how long the others waited for the last one."""
     expected = np.where(rows["is_p2p"].to_numpy(zero_copy_only=False), 2, rows["group_size"].to_numpy())
     is_complete = comparable & (groups.size == expected) & (groups.size > 1)
     last_one = is_complete & order.is_last
@@ -178,13 +178,13 @@ def _delays(
     comparable: Flags,
     columns: Mapping[str, pa.Array],
 ) -> dict[str, pa.Array]:
-    """Which part of a lateness is the rank's own time, and which it has from what held it before.
+    """Divides a lateness into the rank's own delay and the delay that it inherits from earlier waits.
 
-    ``own_delay_ns`` compares the own times of a rank and of the first to come, since the collective that all waited for.
-    Of the last rank the same is said of ``lead_ns``, beside the last but one: ``own_lead_ns``; ``elsewhere_lead_ns`` is
-    what waits in other groups and for messages held it longer. Were it not for the last rank, the last but one would
-    be (``second_rank``): ``second_lead_ns`` after the next, by its own time for ``second_own_lead_ns``, and of that time
-    the others waited for ``second_waited_ns``.
+    ``own_delay_ns`` compares the own times of a rank and of the first to arrive, since the collective that all waited for.
+    ``own_lead_ns`` does the same for ``lead_ns``, between the last rank and the second to last; ``elsewhere_lead_ns`` is
+    the longer waiting of the last rank in other groups and for messages. Without the last rank, ``second_rank`` would be
+    the last: ``second_lead_ns`` after the next one, ``second_own_lead_ns`` of that by its own time, and the others waited
+    ``second_waited_ns`` for it.
     """
     own, since, elsewhere = (_numbers(rows[name]) for name in OWN_COLUMNS)
     known = comparable & groups.all(rows[OWN_COLUMNS[0]].is_valid().to_numpy())
@@ -198,7 +198,7 @@ def _delays(
     is_lead_known = is_lead & known
 
     def at_last(values: Values) -> Values:
-        """``values``, one for each group, where its last row is."""
+        """``values``, one for each group, at the row of its last rank."""
         placed = np.zeros(len(own), np.int64)
         placed[last] = values
         return placed
@@ -233,11 +233,11 @@ def _delays(
 def _rooted(
     rows: pa.Table, groups: Groups, times: _Times, order: _Order, columns: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
-    """Of rooted collectives: what others waited for the own time of the rank that they wait for, on its row.
+    """For rooted collectives: how long others waited for the own delay of the awaited rank, on its row.
 
-    The receivers of a broadcast or scatter wait for the root, the root of a reduce or gather for its last sender. Nobody
-    waits for any other late rank. ``awaited_own_ns`` is the mean over those that can wait, ``awaited_later_ns`` how much
-    longer than theirs its own time is, which is negative where it comes early.
+    The receivers of a broadcast or scatter wait for the root, the root of a reduce or gather for its last sender. No
+    rank waits for any other late rank. ``awaited_own_ns`` is the mean over the ranks that can wait, ``awaited_later_ns``
+    how much longer than theirs its own time is; negative where it arrives early.
     """
     op = pc.fill_null(pc.index_in(rows["op"].cast(pa.string()), pa.array([*FROM_ROOT, *TO_ROOT])), -1)
     number = op.combine_chunks().to_numpy(zero_copy_only=False)
@@ -265,7 +265,7 @@ def _rooted(
     apart = np.abs(lead) > order.last_error + order.first_error
     on_row = known & awaited
     return {
-        # Where the root of a reduce is the last to come nobody waits.
+        # Where the root of a reduce arrives last, no rank waits.
         "awaited_own_ns": _integers(
             np.nan_to_num(groups.mean(np.where(apart, waited, 0.0 * waited))), on_row
         ),
@@ -274,16 +274,16 @@ def _rooted(
 
 
 def _numbers(column: pa.ChunkedArray | pa.Array) -> Values:
-    """A column of integers, with 0 in the place of null."""
+    """A column of integers, with 0 for null."""
     filled = pc.fill_null(column, 0)
     return filled.to_numpy() if isinstance(filled, pa.ChunkedArray) else filled.to_numpy(zero_copy_only=False)
 
 
 def _causes(durations: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:
-    """Which of ``durations`` is the longest, where that is beyond ``error``; of equal ones the first."""
+    """Which of ``durations`` is the longest, where it exceeds ``error``; among equal ones the first."""
     longest, cause = np.nan_to_num(durations[0], nan=0.0), np.zeros(len(error), np.int32)
     for number, duration in enumerate(durations[1:], 1):
-        is_longer = duration > longest  # which what is not known is not
+        is_longer = duration > longest  # unknown durations are never longer
         longest, cause = np.where(is_longer, duration, longest), np.where(is_longer, np.int32(number), cause)
     return pa.DictionaryArray.from_arrays(
         pa.array(cause, mask=~(known & (longest > error))),
@@ -292,7 +292,7 @@ def _causes(durations: tuple[Values, ...], error: Values, known: Flags) -> pa.Ar
 
 
 def _encoded(rows: pa.Table) -> pa.Table:
-    """``rows`` with text as numbers into its distinct values: to put text in another order takes far longer."""
+    """``rows`` with dictionary-encoded text: reordering plain text takes far longer."""
     for position, field in enumerate(rows.schema):
         if pa.types.is_string(field.type):
             text = pc.dictionary_encode(rows.column(position).combine_chunks())

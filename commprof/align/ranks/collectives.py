@@ -1,4 +1,4 @@
-"""The same collective, and the same message, across ranks: a number for each, equal in all records of it. Pure."""
+"""Numbers each collective and message, equally in the records of all its ranks. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS: Final = (
 )
 Numbers = npt.NDArray[np.int64]
 _FITS: Final = 1 << 62
-_DENSE: Final = 8  # places for each row, beyond which to sort is quicker than to put each in its place
+_DENSE: Final = 8  # positions per row; above, sorting is faster than placing each row
 
 
 def has_raised(collectives: pa.Table) -> pa.ChunkedArray:
@@ -37,7 +37,7 @@ def has_raised(collectives: pa.Table) -> pa.ChunkedArray:
 def matchable(collectives: pa.Table) -> pa.Table:
     """The rows that can have partners.
 
-    A recv from any source names none, a captured call was not run then, and one that raised was issued to nobody.
+    A recv from any source names no peer, a captured call did not run, and a call that raised reached no other rank.
     """
     nameless = pc.and_(collectives["is_p2p"], pc.less(collectives["peer"], 0))
     left_out = pc.or_(pc.or_(nameless, collectives["captured"]), has_raised(collectives))
@@ -47,8 +47,8 @@ def matchable(collectives: pa.Table) -> pa.Table:
 class Streams(NamedTuple):
     """The streams that rows belong to: the collectives of one operation in a group, or the messages of one rank to another.
 
-    ``codes``: of each row. ``names``: of each code, whatever the rows. ``number``: of each row in its stream, as far as
-    the row itself tells it.
+    ``codes``: of each row. ``names``: of each code, whatever the rows. ``number``: of each row in its stream, by
+    the row alone.
     """
 
     codes: Numbers
@@ -96,7 +96,7 @@ def together(rows: pa.Table) -> Together:
     """``rows`` in order of collective or message, each of which has a number from 0, and of rank.
 
     The members of a collective share attempt, group (name and ranks), operation and number in the group. A name may
-    be given again when its group is destroyed, and the numbers then begin anew: the nth record of a rank with one number
+    be reused when its group is destroyed, and the numbers then restart: the nth record of a rank with one number
     goes with the nth of the others. A send and a recv are one message when each is the nth of that sender to that receiver
     in the group. ``rows`` has the columns :data:`COLUMNS`, none of them captured or without a named peer.
     """
@@ -105,7 +105,7 @@ def together(rows: pa.Table) -> Together:
     streams, rank = streams_of(rows), rows["rank"].to_numpy().astype(np.int64)
     if not streams.is_send.any():
         order, starts = in_order((streams.codes, streams.number, rank))
-        if len(starts) == len(order):  # nobody gave a number twice, so that this order is it
+        if len(starts) == len(order):  # no number occurs twice, so this order is final
             is_new = _changes(streams.codes[order]) | _changes(streams.number[order])
             return Together(order, np.cumsum(is_new))
     collective = _codes(streams.codes, streams.number, occurrences(rows, streams))
@@ -151,7 +151,7 @@ def repetitions(keys: Sequence[Numbers], rows: pa.Table) -> Numbers:
 
 
 def _first_of_each(lengths: Numbers) -> tuple[Numbers, Numbers]:
-    """Where each of the stretches of ``lengths`` begins, and its length."""
+    """Where each of the segments of ``lengths`` begins, and its length."""
     return np.cumsum(lengths) - lengths, lengths
 
 
@@ -166,9 +166,9 @@ def _codes(*keys: Numbers) -> Numbers:
 
 
 def in_order(keys: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
-    """The rows in order of ``keys``, the first of which counts most, equal ones as they stand; and where new ones begin.
+    """The rows in order of ``keys``, the first of which counts most, equal ones in their order; and where new ones begin.
 
-    The keys become one number where they fit into it, which is sorted far quicker than one after the other.
+    The keys become one number where they fit into it, which sorts far faster than several keys.
     """
     if not len(keys[0]):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -185,9 +185,7 @@ def in_order(keys: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
         place = np.full(bound, -1, np.int64)
         place[one] = np.arange(len(one))
         order = place[place >= 0]
-        if len(order) == len(
-            one
-        ):  # no two are equal: each stands in a place of its own, and nothing need be sorted
+        if len(order) == len(one):  # no two are equal: each has its own position, and no sorting is needed
             return order, np.arange(len(one))
     order = np.argsort(one, kind="stable")
     return order, _starts([one[order]])

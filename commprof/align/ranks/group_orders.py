@@ -1,7 +1,7 @@
 """The order in which ranks issue the collectives of several groups that they share. Pure, standard library only.
 
-Two ranks that issue collectives of two groups in different orders can deadlock, although the collectives of each group by
-itself agree.
+Two ranks that issue collectives of two groups in different orders can deadlock, although the collectives within each group
+agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commprof.align.ranks.agreement import IssuedCall, call_text, ranks_text, re
 Group: TypeAlias = tuple[str, str]  # name and ranks
 Key = TypeVar("Key")
 _Numbers: TypeAlias = tuple[int, ...]
-_MOST_LISTED: Final = 10  # groups of a rank whose subsets are listed: a thousand of them
+_MOST_LISTED: Final = 10  # most groups of a rank whose subsets are listed: about a thousand subsets
 
 
 class GroupCall(NamedTuple):
@@ -34,7 +34,7 @@ class GroupCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Group, int, int]:
-        """What is equal in the records of all ranks."""
+        """The values that are equal in the records of all ranks."""
         return self.group, self.life, self.call.number
 
     @property
@@ -163,10 +163,10 @@ def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], froze
 
 
 def _shared_numbers(alike: Mapping[_Numbers, Sequence[int]]) -> set[_Numbers]:
-    """What any two ranks share, where ``alike`` has the ranks of each membership: in time that grows with their number.
+    """The groups that any two ranks share, in time linear in the ranks; ``alike`` has the ranks of each membership.
 
-    How many memberships hold each subset of one is counted; those that share just this subset with it follow by inclusion
-    and exclusion. Where a rank is in many groups it has too many subsets, and pairs of memberships are compared.
+    Counts how many memberships contain each subset of one; those that share exactly this subset follow by inclusion and
+    exclusion. Where a rank is in many groups it has too many subsets, and pairs of memberships are compared.
     """
     shared = {numbers for numbers, ranks in alike.items() if len(ranks) > 1}
     if max(map(len, alike), default=0) > _MOST_LISTED:
@@ -197,7 +197,7 @@ def order_differences(
 ) -> list[OrderDifference]:
     """For each set of groups that ranks share, the first two collectives that they issued in different orders.
 
-    Only calls that the same thread of a rank issued are compared: the order of two threads is left to chance.
+    Only calls that the same thread of a rank issued are compared: the order of two threads is random.
 
     Args:
         courses: by rank.
@@ -213,7 +213,7 @@ def order_differences(
 
 
 def distinct_differences(differences: Iterable[OrderDifference]) -> list[OrderDifference]:
-    """Those of different collectives, in order of step; of equal ones that of the most ranks."""
+    """The differences without duplicates, in order of step; among equal ones that of the most ranks."""
     by_keys: dict[frozenset[Any], OrderDifference] = {}
     for each in differences:
         keys = frozenset({each.orders[0].first.key, each.orders[0].second.key})
@@ -231,7 +231,7 @@ def first_order_difference(
     Args:
         courses: by rank, all in the same groups.
         has_all_records: see :func:`order_differences`.
-        reference: the rank that the others are compared with; default: one of the most that issued the same.
+        reference: the rank that the others are compared with; default: one of the largest set that issued the same.
     """
     keys = {rank: [call.key for call in course.calls] for rank, course in courses.items()}
     if reference is None:
@@ -253,7 +253,7 @@ def first_order_difference(
 def _first_swap(
     mine: Course, theirs: Course, *, has_all_records: bool
 ) -> tuple[int, GroupCall, GroupCall] | None:
-    """The position in ``mine`` at which the orders part, what ``mine`` issued there, and what ``theirs`` did."""
+    """The position in ``mine`` at which the orders differ, and what ``mine`` and ``theirs`` issued there."""
     threads = {call.key: call.thread for call in theirs.calls}
     position = {call.key: place for place, call in enumerate(mine.calls)}
     ours: dict[Any, list[GroupCall]] = defaultdict(list)
@@ -284,7 +284,7 @@ def _first_difference(
 
 
 def _first_unissued(mine: Course, theirs: Course) -> tuple[int, GroupCall, GroupCall] | None:
-    """Where each issued something that the other has not come to: neither can have the other's order."""
+    """Where each issued a collective that the other had not reached: neither can have the other's order."""
     here = next(((place, call) for place, call in enumerate(mine.calls) if _is_ahead(call, theirs)), None)
     there = next((call for call in theirs.calls if _is_ahead(call, mine)), None)
     if here is None or there is None:
@@ -303,7 +303,7 @@ def _is_ahead(call: GroupCall, course: Course) -> bool:
 
 
 def _order(courses: Mapping[int, Course], first: GroupCall, second: GroupCall) -> Order:
-    """The ranks that issued ``first`` before ``second``; where none issued both, those that have not come to ``second``."""
+    """The ranks that issued ``first`` before ``second``; where none issued both, those that had not reached ``second``."""
     both: dict[int, tuple[GroupCall, GroupCall]] = {}
     only: dict[int, GroupCall] = {}
     for rank, course in sorted(courses.items()):

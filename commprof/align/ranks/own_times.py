@@ -1,9 +1,9 @@
-"""Own time: how long the program of a rank worked between two collectives of a group, without its waits for others. Pure.
+"""Own time: how long the program of a rank ran between two collectives of a group, without exposed communication. Pure.
 
-A rank comes late to a collective by its own time, or because something held it before. The reference is the last earlier
-collective of the same group that the program has waited for, in which every member waits for every other. A rooted
-collective is no reference, except for another one of a group that has had nothing else. From its issue to this one
-the time of a rank is its own time and the time that recorded waits held it, in that collective and elsewhere.
+A rank arrives late at a collective by its own time, or because earlier waits blocked it. The reference is the last earlier
+collective of the same group that the program waited for and that makes every member wait for every other. A rooted
+collective is a reference only for rooted ones of a group without others. The time between the issues of both consists of
+own time and of the time that recorded waits blocked the program, in the reference and elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCES: Final = (
 
 
 class OwnTimes(NamedTuple):
-    """For each record: its own time, the number in the group of the reference, the time held elsewhere; where known."""
+    """For each record: its own time, the number in the group of the reference, the time blocked elsewhere; where known."""
 
     own: Numbers
     since: Numbers
@@ -48,7 +48,7 @@ class OwnTimes(NamedTuple):
 
 
 class _Blocked(NamedTuple):
-    """When each record held its program; ``is_known`` is false where the wait for it was not recorded."""
+    """When each record blocked its program; ``is_known`` is false where the wait for it was not recorded."""
 
     begin: Numbers
     end: Numbers
@@ -65,7 +65,7 @@ def with_own_times(records: pa.Table) -> pa.Table:
 
 
 def no_own_times(count: int) -> OwnTimes:
-    """Those of ``count`` records of which nothing is known."""
+    """Unknown own times for ``count`` records."""
     own, since, elsewhere = (np.zeros(count, np.int64) for _ in range(3))
     return OwnTimes(own, since, elsewhere, np.zeros(count, bool))
 
@@ -121,7 +121,7 @@ def _fill(
 
 
 def _blocked_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
-    """How much of the time before each of ``times`` the union of the intervals has."""
+    """The length of the union of the intervals before each of ``times``."""
     if not len(begin):
         return np.zeros(len(times), np.int64)
     if (np.diff(begin) < 0).any():
@@ -138,7 +138,7 @@ def _blocked_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
 
 
 def _references(group: Numbers, issue: Numbers, end: Numbers) -> Numbers:
-    """Of each record the last earlier one of its group that was waited for when this one was issued; -1 for none."""
+    """For each record the last earlier one of its group whose wait had ended at its issue; -1 for none."""
     references = np.full(len(issue), -1, np.int64)
     for rows in split_by(group, np.arange(len(group))):
         if group[rows[0]] < 0 or len(rows) < 2:
@@ -161,7 +161,7 @@ def _is_rooted(op: pa.ChunkedArray) -> Flags:
 
 
 def _blocked_intervals(records: pa.Table, issue: Numbers) -> _Blocked:
-    """A synchronous call on the CPU holds its program throughout, of others a wait does; on a device what was measured."""
+    """A synchronous CPU call blocks its program throughout, others during a wait; on a device the measured time counts."""
     device = records["device"]
     text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
     on_cpu = pc.fill_null(pc.equal(text, "cpu"), True).to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""The times of every process on one clock: that of rank 0's host, by the offsets that were measured. Pure."""
+"""The times of every process on one clock: that of rank 0's host, by measured offsets. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pyarrow as pa
 from commprof.align.sequences.group_ids import numbered
 
 # What is assumed of two clocks, as fractions of the time that passes:
-WANDER: Final = 2e-6  # between two measurements their rates part from the mean rate by less than this,
-DRIFT_LIMIT: Final = 100e-6  # nothing else being known, they run apart by less than this,
-JUMP: Final = 1e-3  # and what looks like more than this was no drift: a machine was suspended or moved.
+WANDER: Final = 2e-6  # between two measurements their rates differ from the mean rate by less than this,
+DRIFT_LIMIT: Final = 100e-6  # without other knowledge, they drift by less than this,
+JUMP: Final = 1e-3  # and a larger change is no drift: a machine was suspended or moved.
 
 Times = npt.NDArray[np.int64]
 Process = tuple[int, int, int]  # rank, attempt, pid
@@ -53,9 +53,9 @@ class OffsetCurve:
         offset(t) = offset_end + drift d
         error(t)  = error_end + (wander + (error_first + error_last) / (last - first)) d
 
-    or, where that bound is worse or there is one measurement only, drift 0 and DRIFT_LIMIT in the place of the bracket.
-    Where two neighbours differ by more than JUMP allows, nothing is known between them but that the offset is one of
-    the two: the middle, with an error that reaches both.
+    or, where that bound is worse or there is one measurement only, drift 0 and DRIFT_LIMIT instead of the bracket.
+    Where two neighbors differ by more than JUMP allows, the offset between them is one of the two: the middle, with an
+    error that includes both.
     """
 
     times: Times
@@ -111,7 +111,7 @@ class ReferenceClock:
     Args:
         clocks: rows of the ``clocks`` table: which process reads which clock.
         offsets: rows of the ``clock_offsets`` table.
-        one_host: processes that left no clock count as sharing one; otherwise each as having its own.
+        one_host: processes without a recorded clock share one; otherwise each has its own.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ReferenceClock:
         return self._clock_of.get(process, unknown)
 
     def offset(self, process: Process, times: Times) -> Measured | None:
-        """What is to be added to ``times`` of ``process`` to get the reference's; None where that is not known."""
+        """The offset that converts ``times`` of ``process`` to the reference clock; None where it is not known."""
         if self._is_reference(process):
             zero = np.zeros(len(times), np.int64)
             return Measured(zero, zero)
@@ -181,7 +181,7 @@ def _process(row: Mapping[str, Any]) -> Process:
 
 
 def observed_wander(times: Times, offsets: Times, errors: Times) -> float:
-    """How far a measurement is at least from the line between its neighbours, per time to the nearer one; at most JUMP.
+    """How far a measurement is at least from the line between its neighbors, per time to the nearer one; at most JUMP.
 
     A clock daemon that corrects a large error shows here, and then widens the bound everywhere.
     """

@@ -1,4 +1,4 @@
-"""Whether two ranks give the same size to what one of them sends the other in an all_to_all. Pure, standard library only."""
+"""Compares the sizes that sender and receiver state for an all_to_all. Pure, standard library only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How many lines are missing and how many are extra, where equal neighbours leave open which ones. Pure.
+"""Bounds of the numbers of missing and extra lines, where equal neighbors make single ones ambiguous. Pure.
 
-Records and lines between two certain pairs fit each other in several ways. However they are paired, a record beyond the
+Records and lines between two certain pairs match in several ways. However they are paired, a record beyond the
 number of lines with its values has no line, and a line beyond the number of such records has no record.
 """
 
@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
 
     @property
     def missing(self) -> str:
-        """The number of missing lines, or its bounds, in words."""
+        """The number of missing lines, or its bounds, as text."""
         return interval(self.missing_at_least, self.missing_at_most)
 
     @property
@@ -36,9 +36,9 @@ class Bounds(NamedTuple):
 
 
 def interval(least: int, most: int) -> str:
-    """A number, or its lower bound in words.
+    """A number, or its lower bound, as text.
 
-    The upper bound is left to JSON: it takes every ambiguous line for another one, which is possible and never likely.
+    Only JSON has the upper bound: it counts every ambiguous line as a different one, which is possible but unlikely.
     """
     if least == most:
         return f"{least:,}"

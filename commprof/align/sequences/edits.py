@@ -1,4 +1,4 @@
-"""The shortest edit scripts between two sequences, all of them at once: which pairs do they have in common?
+"""All shortest edit scripts between two sequences: which pairs do they have in common?
 
 Myers, "An O(ND) Difference Algorithm and Its Variations", Algorithmica 1 (1986): the cost follows the number of
 differences, not the length. On one diagonal the edit distance from the start never falls and that to the end never

@@ -1,4 +1,4 @@
-"""Rows of a table told apart by some of its columns, as numbers: what is equal is looked at once."""
+"""Numbers the distinct rows of a table by some of its columns, so that equal rows are processed once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEW: Final = 1 << 15
 def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
     """A number for each row, equal where all its columns are, and the first row of each number. By hashing, not sorting.
 
-    Numbers and flags come last: what the texts tell of them need only be compared.
+    Numbers and flags come last: where the texts determine them, a comparison suffices.
     """
     columns = [_one_chunk(column) for column in rows.unify_dictionaries().columns]
     texts = [column for column in columns if not _is_plain(column)]
@@ -38,7 +38,7 @@ def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
 
 
 def _distinguished(codes: Codes, bound: int, column: pa.Array) -> tuple[Codes, int]:
-    """``codes`` (below ``bound``) that differ where the values of ``column`` do as well."""
+    """``codes`` (below ``bound``), refined so that rows with different values of ``column`` differ."""
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     values = len(encoded.dictionary)
     if (values < 2 and not encoded.null_count) or encoded.null_count == len(encoded):
@@ -74,7 +74,7 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 def first_of_each(codes: Codes, count: int) -> Codes:
     """The first row of each of the numbers below ``count``, all of which are among ``codes``."""
     first = np.empty(count, np.int64)
-    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last one written stays: the first row
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last write wins: the first row
     return first
 
 
@@ -102,7 +102,7 @@ def distinct_rows(table: pa.Table, columns: Sequence[str]) -> tuple[Codes, Codes
 
 
 def placed_by(keys: Codes) -> Codes:
-    """The places of ``keys`` in their order, equal ones as they stand."""
+    """The positions of ``keys`` in sorted order; stable."""
     if len(keys) and keys.max() < _FEW and keys.min() >= 0:
         keys = keys.astype(np.int16)  # which are counted, not compared
     return np.argsort(keys, kind="stable")

@@ -1,8 +1,8 @@
-"""Which elements of two sequences belong together when some are missing from either, and which might or might not.
+"""Pairs the elements of two sequences from which some are missing: certain pairs, ambiguous ones, and the rest.
 
-A pair is certain when every longest common subsequence has it (``edits``). What has several equally good
-partners is ambiguous: nothing is guessed. The work is cut into pieces at elements that both sides hold exactly once, and
-at stretches of certain pairs, so that time and memory follow the length and not its square.
+A pair is certain when every longest common subsequence has it (``edits``). An element with several equally good partners is
+ambiguous. The sequences are divided at elements that both sides have exactly once, and at runs of certain pairs, so that
+time and memory are linear in the length, not quadratic.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from commprof.align.sequences.edits import (
 
 UNSEARCHED: Final = -3  # too much differs here for a search
 
-# Elements without partner that one search allows; a longer sequence is searched piece by piece.
+# Elements without partner that one search allows; a longer sequence is searched in chunks.
 SEARCHED_DIFFERENCES: Final = 64
-# A piece ends within a stretch of that many certain pairs.
+# A chunk ends within a run of that many certain pairs.
 _STRETCH: Final = 16
-# Pieces that one alignment may take: what lies behind them differs too much to be told.
-_MOST_PIECES: Final = 400
+# Chunks that one alignment may take: the rest differs too much to be matched.
+_MOST_CHUNKS: Final = 400
 
 
 def find_partners(first: Codes, second: Codes) -> Partners:
@@ -39,7 +39,7 @@ def find_partners(first: Codes, second: Codes) -> Partners:
     b_places = np.flatnonzero(_holds(first, second))
     partners = Partners(np.full(len(first), ALONE, np.int64), np.full(len(second), ALONE, np.int64))
     a, b = first[a_places], second[b_places]
-    cuts_left = _MOST_PIECES
+    cuts_left = _MOST_CHUNKS
     if np.array_equal(a, b):
         partners.first[a_places], partners.second[b_places] = b_places, a_places
         return partners
@@ -56,19 +56,19 @@ def _holds(values: Codes, elements: Codes) -> np.ndarray[tuple[int], np.dtype[np
 
 
 def _put(target: Codes, piece: Codes, places: Codes, partners: Codes) -> None:
-    """Write the verdicts of one piece to where its elements stand in the whole."""
+    """Write the verdicts of one chunk to the positions of its elements in the full sequence."""
     paired = piece >= 0
     target[places[~paired]] = piece[~paired]
     target[places[paired]] = partners[piece[paired]]
 
 
 def _between_anchors(a: Codes, b: Codes) -> Iterator[tuple[int, int, int, int]]:
-    """The pieces between anchors, anchors included: ``a[x0:x1]`` belongs to ``b[y0:y1]``.
+    """The chunks between anchors, anchors included: ``a[x0:x1]`` belongs to ``b[y0:y1]``.
 
-    An anchor stands exactly once in either sequence, and no other such element crosses it.
+    An anchor is exactly once in either sequence, and no other such element crosses it.
     """
     xs, ys = _anchors(a, b)
-    # Neighbouring anchors with nothing between them need no search: only gaps start a new piece.
+    # Adjacent anchors need no search: only gaps start a new chunk.
     gaps = np.flatnonzero((np.diff(xs) > 1) | (np.diff(ys) > 1))
     x0 = y0 = 0
     for gap in gaps:
@@ -97,7 +97,7 @@ def _anchors(a: Codes, b: Codes) -> tuple[Codes, Codes]:
 
 
 def _search(a: Codes, b: Codes, cuts_left: int) -> tuple[Partners, int]:
-    """The verdicts for one piece, cut further where it holds too many differences; how many cuts are left."""
+    """The verdicts for one chunk, divided further where it has too many differences; and how many cuts are left."""
     if len(a) == len(b) and np.array_equal(a, b):
         return Partners(np.arange(len(a)), np.arange(len(b))), cuts_left
     result = Partners(np.full(len(a), UNSEARCHED, np.int64), np.full(len(b), UNSEARCHED, np.int64))
@@ -127,7 +127,7 @@ def _search(a: Codes, b: Codes, cuts_left: int) -> tuple[Partners, int]:
 def one_gap(a: Codes, b: Codes) -> Partners | None:
     """Verdicts where one sequence is the other with one block left out; None where it is not.
 
-    The block may slide over a stretch that repeats with the length of the block. What it may cover is ambiguous.
+    The block may slide over a range that repeats with the length of the block. What it may cover is ambiguous.
     """
     if len(a) < len(b):
         mirrored = one_gap(b, a)
@@ -147,7 +147,7 @@ def one_gap(a: Codes, b: Codes) -> Partners | None:
 
 
 def _cut(a: Codes, b: Codes) -> tuple[int, int]:
-    """Where to end a piece that holds too many differences: as far as half of them lead."""
+    """Where to end a chunk that has too many differences: at half of them."""
     history, _ = furthest_points(a, b, SEARCHED_DIFFERENCES)
     middle = SEARCHED_DIFFERENCES + 1
     half = SEARCHED_DIFFERENCES // 2
@@ -159,7 +159,7 @@ def _cut(a: Codes, b: Codes) -> tuple[int, int]:
 
 
 def _last_certain(part: Partners) -> tuple[int, int] | None:
-    """Where to begin anew: within the last long stretch of certain pairs; None where there is none."""
+    """Where the next chunk begins: within the last long run of certain pairs; None where there is none."""
     paired = part.first >= 0
     straight = np.concatenate(([0], np.cumsum(paired)))
     full = np.flatnonzero(straight[_STRETCH:] - straight[:-_STRETCH] == _STRETCH)

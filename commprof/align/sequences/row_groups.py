@@ -1,4 +1,4 @@
-"""Rows that stand in groups, one group after the other, and what holds for all rows of a group. Pure."""
+"""Consecutive rows in groups, and values over all rows of a group. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 _MOST_LENGTHS: Final = 64
 
 Flags = npt.NDArray[np.bool_]
-Values = Any  # an array of floats or integers, one for each row; what is not known is not-a-number
+Values = Any  # an array of floats or integers, one for each row; unknown values are not-a-number
 
 
 class Groups:
-    """Rows that follow one another with one number, and what holds for all rows of a group.
+    """Groups of consecutive rows, and values over all rows of a group.
 
     Attributes:
         starts: the first row of each group.
@@ -31,11 +31,11 @@ class Groups:
 
     @property
     def size(self) -> Values:
-        """Of each row the rows of its group."""
+        """For each row the number of rows of its group."""
         return self.spread(self.lengths)
 
     def spread(self, values: Values) -> Values:
-        """What there is one of for each group, for each row."""
+        """Spread one value of each group over its rows."""
         return np.repeat(values, self.lengths)
 
     def reduced(self, how: np.ufunc, values: Values) -> Values:
@@ -43,27 +43,27 @@ class Groups:
         return how.reduceat(values, self.starts) if len(self.starts) else values
 
     def smallest(self, values: Values) -> Values:
-        """Of its group, for each row; as the next ones."""
+        """The smallest value of the group, for each row."""
         return self.spread(self.reduced(np.minimum, values))
 
     def largest(self, values: Values) -> Values:
-        """Of its group."""
+        """The largest value of the group, for each row."""
         return self.spread(self.reduced(np.maximum, values))
 
     def all(self, flags: Flags) -> Flags:
-        """Whether it holds for all rows of its group."""
+        """Whether ``flags`` are true in all rows of the group, for each row."""
         every: Flags = self.spread(self.reduced(np.logical_and, flags))
         return every
 
     def mean(self, values: Values) -> Values:
-        """Of the values of its group that are known."""
+        """The mean of the known values of the group, for each row."""
         known = ~np.isnan(values)
         with np.errstate(invalid="ignore"):
             sums = self.reduced(np.add, np.where(known, values, 0.0))
             return self.spread(sums / self.reduced(np.add, known.astype(np.int64)))
 
     def in_order(self, values: Values) -> Values:
-        """The rows by group and ``values``, those of equal value as they stand."""
+        """The rows by group and ``values``, stable for equal values."""
         kinds = np.unique(self.lengths)
         if len(kinds) > _MOST_LENGTHS:
             return np.lexsort((values, self.spread(np.arange(len(self.starts)))))

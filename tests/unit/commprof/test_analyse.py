@@ -151,7 +151,7 @@ def test_pages_of_a_run_whose_records_lie_elsewhere(run, tmp_path, caplog):
         shown[page.path] = str(drawing)
     needing = {path for path, text in shown.items() if "s3a://bucket/run/collectives" in text}
     assert needing == {"/timeline", "/stragglers", "/bandwidth", "/records"} and not caplog.records
-    assert "the records lie at s3a://bucket/run" in shown["/overview"]
+    assert "the records are at s3a://bucket/run" in shown["/overview"]
 
 
 def test_a_damaged_place_of_the_records_is_one_line(run, tmp_path, capsys):

@@ -144,5 +144,5 @@ def test_nothing_can_be_shown_of_a_run_with_lost_records(capsys, tmp_path, monke
     made.write(tmp_path / "run")
     code, said = check(capsys, "[step]\nmax_collectives = 9")
     assert code == 1
-    assert "records: 3 collectives were lost" in said
+    assert "records: 3 collectives were dropped" in said
     assert "the run has no training step" in said
