@@ -1,1 +1,1 @@
-"""NCCL's own log: lines to records, communicators."""
+"""Parses NCCL_DEBUG logs into tables of operations, communicators, topology and tuning."""

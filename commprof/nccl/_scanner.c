@@ -1,8 +1,8 @@
 /* Scanner of NCCL logs: finds the lines of a block, reads the numbers of operation lines, and numbers all other texts.
 
-   commprof/nccl/grammar/lines.py defines what a line means. This file decides nothing that is not certain: it hands heads, messages
-   and the ends of operation lines to Python once for each distinct text, and marks every line that is not regular for the
-   reader of lines. A block is any bytes. No byte outside of it is read. */
+   commprof/nccl/grammar/lines.py defines what a line means. This file decides only what is certain: it passes each distinct head,
+   message and tail of operation lines to Python once, and marks every irregular line for the line reader. A block may
+   have any bytes. No byte outside of it is read. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,8 +13,8 @@
 #define VECTORS 1
 #endif
 
-#define VERSION 1 /* of what commprof/nccl/scan.py expects; counted up with every change of it */
-#define SHAPE_BYTES 300    /* as line_kinds looks at */
+#define VERSION 1 /* that commprof/nccl/scan.py expects; incremented with every change of the interface */
+#define SHAPE_BYTES 300    /* as line_kinds reads */
 #define EXAMPLE_BYTES 240  /* as census shows */
 #define EXAMPLES 3
 #define KINDS 64
@@ -22,7 +22,7 @@
 
 typedef const uint8_t *Place;
 
-/* The first numbers of texts stand for lines without a text. */
+/* The first numbers of texts are for lines without a text. */
 enum { BLANK, FOREIGN, NOT_TEXT, UNREAD, RESERVED };
 
 typedef struct {
@@ -49,16 +49,16 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Buffer lines, operations; /* of the last block */
-    Buffer bytes, texts;      /* the distinct texts, each behind a byte that says what it is */
+    Buffer bytes, texts;      /* the distinct texts, each after a byte with its type */
     uint32_t *slots;          /* a hash table: numbers of texts, 0 for none */
     size_t num_slots;
-    size_t told; /* texts that Python knows */
+    size_t known; /* texts that Python has */
     int busy;
 } Scanner;
 
-/* What the bytes of a line showed. */
+/* The marks found in the bytes of a line. */
 typedef struct {
-    size_t begin, head; /* positions: of the line, and of the space in front of NCCL */
+    size_t begin, head; /* positions: of the line, and of the space before NCCL */
     int heads, controls, high, carriage;
 } Look;
 
@@ -104,7 +104,7 @@ hash_of(char tag, Place text, size_t length)
 {
     uint64_t first = (uint64_t)length * 0x9E3779B97F4A7C15u + (uint8_t)tag, second = 0x9E3779B97F4A7C15u;
     size_t at = 0;
-    for (; at + 16 <= length; at += 16) { /* two chains, which a processor computes side by side */
+    for (; at + 16 <= length; at += 16) { /* two chains, which a processor computes in parallel */
         first = mix(first, word_at(text + at));
         second = mix(second, word_at(text + at + 8));
     }
@@ -146,7 +146,7 @@ grow_slots(Scanner *self, size_t num_slots)
     return 0;
 }
 
-/* The number of a text, which is new or was seen before; -1 without memory. */
+/* The number of a text, new or known; -1 without memory. */
 static int32_t
 number_of(Scanner *self, char tag, Place text, size_t length)
 {
@@ -198,7 +198,7 @@ is_word(uint8_t byte)
     return is_digit(byte) || byte == '_' || ((byte | 32) >= 'a' && (byte | 32) <= 'z');
 }
 
-/* Each of these returns the place behind what it read, NULL where it is something else or `at` is NULL. */
+/* Each of these returns the position after what it read, NULL where it is something else or `at` is NULL. */
 
 static Place
 literal(Place at, Place end, const char *text, size_t length)
@@ -307,7 +307,7 @@ call_fields(Place at, Place end, Operation *found)
     return at != NULL && at < end && *at == ',' ? at : NULL;
 }
 
-/* Whether a mark begins at `at`. Every line that says something without a head holds one. */
+/* Whether a mark begins at `at`. Every line without a head that has a message has one. */
 static int
 is_headless_mark(Place at, Place end)
 {
@@ -325,7 +325,7 @@ is_headless_mark(Place at, Place end)
     }
 }
 
-/* Whether a text without a head may say something. */
+/* Whether a text without a head may have a message. */
 static int
 may_speak_headless(Place text, Place end)
 {
@@ -389,10 +389,10 @@ is_mark(Place at, Place text, Place end)
     }
 }
 
-/* Whether a message of level INFO may say something. Where not, `shape` gets its beginning with all digits alike, and
-   those of hexadecimal numbers behind 0x: what a message is about does not depend on them. */
+/* Whether a message of level INFO may have values. If not, `shape` gets its beginning with all digits as 0, and
+   those of hexadecimal numbers after 0x: the topic of a message does not depend on them. */
 static int
-may_speak(Place text, Place end, uint8_t *shape)
+may_have_values(Place text, Place end, uint8_t *shape)
 {
     size_t length = (size_t)(end - text), at = 0;
     if (LITERAL(text, end, "Channel ") || LITERAL(text, end, "Ring ") || LITERAL(text, end, "Tree")) {
@@ -448,7 +448,7 @@ may_speak(Place text, Place end, uint8_t *shape)
     return 0;
 }
 
-/* Whether a text is UTF-8; a character that is cut at its end is none against it. */
+/* Whether a text is UTF-8; a truncated character at its end is allowed. */
 static int
 is_text(Place at, Place end)
 {
@@ -469,7 +469,7 @@ is_text(Place at, Place end)
     return 1;
 }
 
-/* The last space in front of `at`, or NULL. */
+/* The last space before `at`, or NULL. */
 static Place
 space_before(Place begin, Place at)
 {
@@ -481,14 +481,14 @@ space_before(Place begin, Place at)
     return NULL;
 }
 
-/* Read a line that holds one head, of level INFO or CALL, and no control bytes; -1 without memory. */
+/* Read a line with one head, of level INFO or CALL, and no control bytes; -1 without memory. */
 static int
 read_regular(Scanner *self, Place data, const Look *look, Place end, Line *line)
 {
     Place begin = data + look->begin, nccl = data + look->head;
     int is_call = nccl[6] == 'C';
     Place message = nccl + sizeof(" NCCL INFO ") - 1;
-    /* host:pid:tid [device], or one word in front of CALL; what stands before them, as a time, is not NCCL's */
+    /* host:pid:tid [device], or one word before CALL; text before them, such as a time, is not NCCL's */
     Place head = is_call ? nccl : space_before(begin, nccl);
     head = head == NULL ? NULL : space_before(begin, head);
     head = head == NULL ? begin : head + 1;
@@ -506,7 +506,7 @@ read_regular(Scanner *self, Place data, const Look *look, Place end, Line *line)
         fields = text = message;
         length = (size_t)(end - message);
         tag = is_call ? 'C' : 'I';
-        if (!is_call && !may_speak(message, end, shape)) {
+        if (!is_call && !may_have_values(message, end, shape)) {
             tag = 'S';
             text = shape;
             length = length < SHAPE_BYTES ? length : SHAPE_BYTES;
@@ -620,7 +620,7 @@ scan_block(Scanner *self, Place data, size_t length)
     return look.begin < length ? add_line(self, data, &look, length) : 0;
 }
 
-/* Take the scanner for one call, which may let other threads run. */
+/* Lock the scanner for one call, which may let other threads run. */
 static int
 enter(Scanner *self)
 {
@@ -666,19 +666,19 @@ scanner_scan(Scanner *self, PyObject *block)
     size_t number = num_texts(self);
     lines = PyBytes_FromStringAndSize(self->lines.data, (Py_ssize_t)self->lines.used);
     operations = PyBytes_FromStringAndSize(self->operations.data, (Py_ssize_t)self->operations.used);
-    news = PyList_New((Py_ssize_t)(number - self->told));
+    news = PyList_New((Py_ssize_t)(number - self->known));
     if (lines == NULL || operations == NULL || news == NULL) {
         goto done;
     }
-    for (size_t next = self->told; next < number; next++) {
+    for (size_t next = self->known; next < number; next++) {
         const Text *text = (const Text *)self->texts.data + next;
         PyObject *bytes = PyBytes_FromStringAndSize(self->bytes.data + text->begin, (Py_ssize_t)text->length);
         if (bytes == NULL) {
             goto done;
         }
-        PyList_SET_ITEM(news, (Py_ssize_t)(next - self->told), bytes);
+        PyList_SET_ITEM(news, (Py_ssize_t)(next - self->known), bytes);
     }
-    self->told = number;
+    self->known = number;
     result = PyTuple_Pack(3, lines, operations, news);
 done:
     Py_XDECREF(lines);
@@ -689,7 +689,7 @@ done:
     return result;
 }
 
-/* Add a line to the first ones of its kind that say something of their own; those without a head all do. */
+/* Add a line to the examples of its kind, if its message is new; a line without a head always is. */
 static void
 add_example(const Line **examples, int *count, Place data, const Line *line)
 {
@@ -787,7 +787,7 @@ scanner_forget(Scanner *self, PyObject *Py_UNUSED(none))
     }
     self->bytes.used = 0;
     self->texts.used = RESERVED * sizeof(Text);
-    self->told = RESERVED;
+    self->known = RESERVED;
     memset(self->slots, 0, self->num_slots * sizeof *self->slots);
     self->busy = 0;
     Py_RETURN_NONE;
@@ -815,7 +815,7 @@ scanner_init(Scanner *self, PyObject *args, PyObject *keywords)
     }
     memset(self->texts.data, 0, RESERVED * sizeof(Text));
     self->texts.used = RESERVED * sizeof(Text);
-    self->told = RESERVED;
+    self->known = RESERVED;
     if (grow_slots(self, 1 << 12) < 0) {
         PyErr_NoMemory();
         return -1;

@@ -1,8 +1,8 @@
-"""Logs followed while they are written: files grow, appear, are rotated away or cut to nothing.
+"""Follows logs while they are written: files grow, appear, are rotated or truncated.
 
-What is read while following is counted and thrown away; the tables come from the files as they are in the end, so they are
-those of a plain parse. Only what would be gone by then is kept: each file's text is copied, compressed, beside it in the
-temporary directory, and that copy is read where the file was cut, replaced or removed. Memory holds one piece of one file.
+Lines are only counted while following. The tables come from the final files, so they equal those of a plain parse. Each
+file is also copied, compressed, to the temporary directory, and the copy is read where the file was truncated, replaced or
+removed. Memory holds one block of one file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PIECE_BYTES: Final = 4 << 20
 _FINGERPRINT_BYTES: Final = 64
 _MOST_UNFINISHED_BYTES: Final = 1 << 14
 _LEAST_WAIT_SECONDS: Final = 0.2
-# Looking takes at most a sixth of the time, however many files there are.
+# Polling takes at most a sixth of the time, for any number of files.
 _WAITS_PER_LOOK: Final = 5
 _OPERATION: Final = re.compile(rb": opCount |NCCL CALL nccl(?!Group|Comm|Get|Red)")
 
 
 class Followed(NamedTuple):
-    """What was read so far: whole lines, and those among them that are an operation's."""
+    """What was read so far: complete lines, and operation lines among them."""
 
     files: int
     bytes: int
@@ -43,7 +43,7 @@ _NOTHING: Final = Followed(0, 0, 0, 0)
 
 @dataclass(slots=True)
 class _File:
-    """One file, as long as it is the same one. ``position``: where its last whole line ends, before ``unfinished``."""
+    """One file with one identity. ``position``: where its last complete line ends, before ``unfinished``."""
 
     path: Path
     identity: tuple[int, int]
@@ -58,7 +58,7 @@ class _File:
 
 @dataclass(slots=True)
 class Follower:
-    """Follows logs until :meth:`sources` is asked for what there is.
+    """Follows logs until :meth:`sources` is called.
 
     Attributes:
         paths: files, globs and directories; they need not exist yet.
@@ -72,11 +72,11 @@ class Follower:
     _troubles: list[str] = field(default_factory=list)
 
     def follow(self, idle: float | None, report: Callable[[Followed], None]) -> None:
-        """Read what is written, until nothing was for ``idle`` seconds, or without end for None.
+        """Read new lines until there were none for ``idle`` seconds; forever for None.
 
         Args:
             idle: seconds.
-            report: called after each look that found something.
+            report: called after each poll that found new lines.
 
         Raises:
             LogError: a file cannot be read.
@@ -92,7 +92,7 @@ class Follower:
             time.sleep(max(_LEAST_WAIT_SECONDS, _WAITS_PER_LOOK * (time.monotonic() - begun)))
 
     def look(self) -> bool:
-        """Read what was written since the last look; whether anything was."""
+        """Read what was written since the last poll; return whether there was any."""
         try:
             paths = find_logs(self.paths)
         except LogError:
@@ -114,7 +114,7 @@ class Follower:
         return changed
 
     def sources(self) -> list[LogSource]:
-        """The logs to parse: in the order of a plain parse, and what is gone in front of what took its place.
+        """The logs to parse: in the order of a plain parse, removed files before their replacements.
 
         Raises:
             LogError: no file was found.
@@ -136,7 +136,7 @@ class Follower:
         return [source for source in [*others, *current] if source.path.exists()]
 
     def _settle(self, file: _File) -> bool:
-        """Read on in a file that was known, wherever it is by now."""
+        """Continue in a known file, which may have moved."""
         status = _status(file.path)
         if status is None or _identity(status) != file.identity:
             moved = _find(file)
@@ -151,7 +151,7 @@ class Follower:
         return self._read(file)
 
     def _read(self, file: _File) -> bool:
-        """Read the whole lines behind those that were read; whether there were any, or the file was cut."""
+        """Read the complete lines after those already read; whether there were any, or the file was truncated."""
         try:
             with file.path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -197,7 +197,7 @@ class Follower:
         if file.copy is None:
             return
         try:
-            # A packed file is packed once more: so the copy is unpacked to what the file is.
+            # A compressed file is compressed once more, so that the copy decompresses to the file.
             with file.copy.open("ab") as copy:
                 copy.write(text if file.packed else pa.compress(text, "zstd", asbytes=True))
         except OSError as error:
@@ -208,7 +208,7 @@ class Follower:
             file.copy = None
 
     def _begin_again(self, file: _File) -> None:
-        """``file`` was cut: what it was is one log, and what it becomes another."""
+        """``file`` was truncated: its old and new contents are two logs."""
         self._end(file, "cut")
         copy = self.scratch / f"{len(self._files)}.zst"
         again = _File(file.path, file.identity, copy)
@@ -216,41 +216,41 @@ class Follower:
         self._read(again)
 
     def _end(self, file: _File, how: str) -> None:
-        """``file`` will not be read again: what is behind its last whole line stays as it is."""
+        """``file`` will not be read again: the text after its last complete line remains unread."""
         if file.unfinished:
             self._keep(file, file.unfinished)
         file.gone = how
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """What could not be kept safe, in sentences."""
+        """Sentences about texts that could not be copied."""
         lost = [f for f in self._files if f.gone is not None and f.copy is None and f.position]
         return (
             *self._troubles,
-            *(f"What {f.path} held until it was {f.gone} is lost: there was no copy of it." for f in lost),
+            *(f"The content of {f.path} until it was {f.gone} is lost: it was not copied." for f in lost),
         )
 
 
 def _source(file: _File) -> LogSource:
-    """The log that ``file`` is: its copy, where it is no more."""
+    """The log of ``file``: its copy, if the file is gone."""
     if file.gone is None:
         return LogSource(file.path)
     name = f"{file.path} (until it was {file.gone})"
     source = LogSource(file.copy or file.path.with_name(".gone"), name)
     source.trouble = (
-        f"{file.path} was {file.gone} while it was followed: what it held before is called '{name}'."
+        f"{file.path} was {file.gone} while it was followed: its content until then is called '{name}'."
     )
     return source
 
 
 def _goes_on(stream: BinaryIO, file: _File) -> bool:
-    """Whether what was read last still stands where it stood: a file may be cut and have grown again."""
+    """Whether the last text read is still at its position: a file may be truncated and grow again."""
     stream.seek(file.position - len(file.before))
     return stream.read(len(file.before)) == file.before
 
 
 def _find(file: _File) -> Path | None:
-    """Where a file has been moved to, if it is in the same directory still."""
+    """The new path of a moved file, if it is still in the same directory."""
     try:
         with os.scandir(file.path.parent) as entries:
             for entry in entries:

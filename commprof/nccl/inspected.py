@@ -15,9 +15,9 @@ class Member(NamedTuple):
 
 
 class InspectedCollective(NamedTuple):
-    """One collective of one rank; ``number`` counts those of the operation in the communicator from 0, on every rank alike.
+    """One collective of one rank. ``number`` counts those of the operation in the communicator from 0 on every rank.
 
-    ``part_bytes``: what the plugin calls the message, one rank's part of an all_gather or reduce_scatter.
+    ``part_bytes``: the message of the plugin, one rank's chunk of an all_gather or reduce_scatter.
     """
 
     member: Member

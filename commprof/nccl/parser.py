@@ -1,7 +1,7 @@
-"""NCCL logs as tables: every operation line is one row of ``nccl_ops``, every communicator is named once.
+"""Parses NCCL logs into tables: one row of ``nccl_ops`` per operation line, one entry per communicator.
 
 parsed = parse_logs(["logs/"])
-parsed.ops            table nccl_ops            parsed.communicators   who is who
+parsed.ops            table nccl_ops            parsed.communicators   ranks and sizes
 parsed.counts         what was read, by kind    parsed.notes           what is missing, and what to set next time
 """
 
@@ -48,7 +48,7 @@ _COUNTED_ELSEWHERE = ("files", "bytes", "unknown_op", "overlong")
 
 
 class Counts(NamedTuple):
-    """What the logs held. ``ignored`` counts the lines that say nothing about operations or communicators."""
+    """What was read. ``ignored`` counts the lines that are not about operations or communicators."""
 
     files: int
     bytes: int
@@ -81,7 +81,7 @@ class ParsedLogs:
         counts: lines by kind.
         unknown_ops: lines by operation name, for names that are in no table.
         notes: sentences: what is missing or doubtful, and what to set next time.
-        generated: a log says of itself that it was generated, and is not the output of NCCL.
+        generated: a log is marked as generated, so it is not the output of NCCL.
         files: the log files in order; ``Communicator.file`` counts them.
         tables: ``nccl_communicators``, ``nccl_rings``, ``nccl_trees``, ``nccl_links``, ``nccl_tuning`` and
             ``nccl_messages``, by name.
@@ -120,11 +120,11 @@ def parse_logs(
         paths: files, globs, directories (all files below them), or ``-`` for standard input.
         progress: called with the number of bytes of each block that was read.
         scratch: an existing directory for rows that are too many for memory, by default that for temporary files.
-        careful: read every line by itself, which is many times slower and gives the same. Where the scanner was not
-            compiled, all logs are read so.
+        careful: use the line reader for every line, which is many times slower with the same result. Without the
+            compiled scanner, all logs are read this way.
 
     Raises:
-        LogError: a path that does not exist or cannot be opened. Content never raises: what is not understood is
+        LogError: a path that does not exist or cannot be opened. Content never raises: unrecognized lines are
             counted.
     """
     logs = find_logs([paths] if isinstance(paths, str | Path) else paths)
@@ -145,7 +145,7 @@ def parse_sources(
 
 
 class _Tables(Mapping[str, pa.Table]):
-    """Tables by name, some of which may still be made in a thread."""
+    """Tables by name, some of which a thread may still compute."""
 
     def __init__(self, tables: dict[str, pa.Table | Future[pa.Table]]) -> None:
         self._tables = tables
@@ -162,7 +162,7 @@ class _Tables(Mapping[str, pa.Table]):
 
 
 class _Reader:
-    """One parse: blocks go through the scanner into the assembly, and the whole is put together at the end."""
+    """One parse: blocks go through the scanner into the log state, and the tables are built at the end."""
 
     def __init__(self, careful: bool, scratch: Path | None) -> None:
         self.files: list[str] = []
@@ -201,7 +201,7 @@ class _Reader:
                 yield block
 
     def result(self) -> ParsedLogs:
-        """Join what only the whole log can tell."""
+        """Add what only the complete log shows."""
         assembly, registry = self.assembly, self.assembly.registry
         registry.apply_torch_lines()
         membership = find_families(registry.communicators)
@@ -284,7 +284,7 @@ def _begins(block: Block, mark: bytes) -> bool:
 
 
 def refuse_taken(out_dir: str | Path, csv: bool = False) -> None:
-    """Make sure that :func:`write` would overwrite nothing.
+    """Check that :func:`write` would overwrite no file.
 
     Raises:
         UsageError: a file of that name exists already.
@@ -309,7 +309,7 @@ def write(
 
     Args:
         parsed: what :func:`parse_logs` returned.
-        out_dir: the directory, which is made if need be.
+        out_dir: the directory, which is created if necessary.
         force: replace files of the same names.
         csv: write the same as CSV, too.
 
@@ -347,7 +347,7 @@ def _versions(
 ) -> Versions:
     """The version of each process: its own banner, the only one of its files, of all files, else inferred.
 
-    Up to 2.21 only rank 0 prints a banner, and without a host, so it stands for the other processes of the logs.
+    Up to 2.21 only rank 0 prints a banner, and without a host, so it counts for the other processes of the logs.
     """
     everywhere = set().union(*banners.values())
     forms = {file: set(its_forms) for file, its_forms in forms_by_file.items()}

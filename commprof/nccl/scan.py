@@ -1,8 +1,8 @@
-"""The lines of a log, block by block: by the compiled scanner (``_scanner.c``) where it was built, otherwise line by line.
+"""Scans the lines of a log, block by block: by the compiled scanner (``_scanner.c``), or by the line reader without it.
 
-``lines`` defines what a line means. The scanner finds the regular lines, and each distinct head, message
-and end of an operation line is read once. All other lines are read one by one. What depends on earlier blocks (which hosts
-are known, which communicator an address means) is left to the caller.
+``lines`` defines what a line means. The scanner finds the regular lines, and each distinct head, message and tail of an
+operation line is read once. The line reader reads all other lines. The caller resolves what depends on earlier blocks:
+which hosts are known, which communicator an address means.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from commprof.nccl.tables.bincount import first_of_each, numbered
 from commprof.nccl.tables.census import Example, Tallies, Tally, example_of, headless_example
 from commprof.nccl.tables.op_buffer import Rows
 
-_VERSION: Final = 1  # of _scanner.c, that does what is said here
+_VERSION: Final = 1  # of _scanner.c that this module needs
 MODULE: Final[ModuleType | None] = compiled("commprof.nccl._scanner", _VERSION)
 
 # The compiled scanner forgets texts beyond so many bytes.
@@ -48,7 +48,7 @@ _Tally = Callable[
 
 
 class SlowLine(NamedTuple):
-    """A line that was read by itself: its number in the block and its messages.
+    """A line that the line reader read: its number in the block and its messages.
 
     ``raw`` is set instead where the messages depend on the hosts that earlier blocks know.
     """
@@ -59,20 +59,20 @@ class SlowLine(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What one block says.
+    """The contents of one block.
 
     Attributes:
         lines: how many it has.
         heads: the distinct heads of regular lines, by number.
         operations: columns line, head, tail, opcount, sendbuff, recvbuff and elements, in the order of lines.
         tails: the distinct tails of operation lines, by number.
-        slow: lines that were read by themselves and say something, in order.
+        slow: lines that the line reader read and that have messages, in order.
         hosts: hosts that were seen for certain, with a process: first line, host, pid; in order.
         groups: columns line, head, and step: 1 for ncclGroupStart, -1 for ncclGroupEnd.
         remarks: columns line, head, text and times of lines of topology, tuning and errors: the number of the message
-            in ``texts``, and how often the head says it before a communicator begins or ends.
+            in ``texts``, and how often the head prints it before a communicator begins or ends.
         texts: the distinct messages among them.
-        tallies: lines that gave nothing, by kind, but for those that are ``raw``.
+        tallies: lines without messages, by kind, except those that are ``raw``.
     """
 
     lines: int
@@ -94,11 +94,11 @@ class Scanner(Protocol):
         """The part of the work on a block that another thread can do; one block at a time."""
 
     def read(self, data: bytes, seen: Any) -> Scan:
-        """What the block says; ``seen`` is what :meth:`look` returned for it."""
+        """The contents of the block; ``seen`` is what :meth:`look` returned for it."""
 
 
 def new_scanner(careful: bool = False) -> Scanner:
-    """The compiled scanner, or the reader of lines where ``careful`` asks for it or nothing was compiled."""
+    """The compiled scanner, or the line reader if ``careful`` is set or the scanner was not compiled."""
     return LineScanner() if careful or MODULE is None else CompiledScanner(MODULE)
 
 
@@ -122,7 +122,7 @@ def scan_blocks(blocks: Iterable[Block], careful: bool = False) -> Iterator[Scan
 
 
 class _Witness(KnownHosts):
-    """Notes which hosts lines show, and whether the present line can be read without knowing others."""
+    """Notes the hosts in lines, and whether the current line can be read without knowing others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ _NO_ROWS: Final[dict[str, Rows]] = {
 
 
 class LineScanner:
-    """Reads every line by itself."""
+    """Reads every line with the line reader."""
 
     def look(self, data: bytes) -> None:
         """See :class:`Scanner`."""
@@ -230,7 +230,7 @@ class _Block:
         self.witness, self.tallies = _Witness(), Tallies()
 
     def read(self, tally: _Tally) -> Scan:
-        """Sort the lines into those that are known by their texts and those that are read one by one."""
+        """Separate lines that are known by their texts from lines for the line reader."""
         lexicon = self.lexicon
         meanings = lexicon.meanings[self.text]
         closer = (meanings == MESSAGE) | (lexicon.meanings[self.head] == MESSAGE)
@@ -247,7 +247,7 @@ class _Block:
             closer |= doubtful
             slow = sorted(slow + self._read_lines(doubtful), key=lambda entry: entry.line)
         meanings[closer] = MESSAGE
-        # Several texts may be one head: RCCL puts ranks in front of an operation.
+        # Several texts may be one head: RCCL prints ranks before an operation.
         heads: dict[Head, int] = {}
         self.heads = np.zeros(len(lexicon.meanings), np.int64)
         for number in first:
@@ -291,7 +291,7 @@ class _Block:
         return slow
 
     def _first_lines(self) -> dict[int, int]:
-        """Where each head that is known stands first, by its number."""
+        """The first line of each known head, by its number."""
         first = np.full(len(self.lexicon.meanings), self.size)
         first[self.head[::-1]] = np.arange(self.size)[::-1]
         known = np.array(list(self.lexicon.heads), np.int64)
@@ -348,7 +348,7 @@ class _Block:
         return columns, [self.lexicon.remarks[number] for number in numbers]
 
     def _count_silent(self, tally: _Tally, meanings: npt.NDArray[np.int8]) -> None:
-        """Count the lines that gave nothing by kind."""
+        """Count the lines without messages by kind."""
         kinds = np.where(meanings == IGNORED, self.lexicon.kinds[self.text], np.int8(-1))
         for number, count, lines in tally(self.data, self.lines, kinds):
             self.tallies.add(self.lexicon.kind_names[number], count, [self._example(line) for line in lines])

@@ -27,12 +27,12 @@ _LOOK_BYTES: Final = 1 << 16
 LONGEST_LINE_BYTES: Final = 16 << 20
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# What commprof itself, or a generator, writes beside logs.
+# Files that commprof, or a generator, writes next to logs.
 _NOT_LOGS: Final = frozenset({".csv", ".json", ".jsonl", ".md", ".parquet", ".records", ".events"})
 
 
 def find_logs(paths: Sequence[str | Path]) -> list[Path]:
-    """The log files that ``paths`` mean, in order, each once: files, globs, directories with all files below them.
+    """The log files of ``paths``, in order, each once: files, globs, directories with all files below them.
 
     Raises:
         LogError: a path that does not exist, a glob or a directory without a file.
@@ -61,14 +61,14 @@ def find_logs(paths: Sequence[str | Path]) -> list[Path]:
 def _no_log_text(path: Path, text: str) -> str:
     if path.is_dir():
         return (
-            f"directory {text} holds no log file; NCCL writes one per process with "
+            f"directory {text} has no log file; NCCL writes one per process with "
             "NCCL_DEBUG_FILE=<directory>/%h.%p"
         )
     return f"no file is called or matches {text}; expected an NCCL log, a glob, a directory of logs, or -"
 
 
 class Span(NamedTuple):
-    """Whole lines of a plain file: where they begin, and how many bytes they are."""
+    """Complete lines of a plain file: where they begin, and how many bytes they are."""
 
     path: Path
     begin: int
@@ -79,7 +79,7 @@ Block = Span | bytes
 
 
 def read_block(block: Block) -> bytes:
-    """The bytes of a block; a file that was cut meanwhile gives what is left."""
+    """The bytes of a block; a file that was truncated meanwhile returns the rest."""
     if isinstance(block, bytes):
         return block
     with block.path.open("rb", buffering=0) as stream:
@@ -96,10 +96,10 @@ class LogSource:
     """One log, read once, as blocks of lines.
 
     Attributes:
-        name: what the log is called, by default its path.
+        name: the name of the log, by default its path.
         num_bytes: bytes read so far, after decompression.
         overlong: lines longer than ``LONGEST_LINE_BYTES``, which are skipped.
-        trouble: why reading ended early, None when it did not.
+        trouble: why reading ended early; None if it did not.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -110,7 +110,7 @@ class LogSource:
         self.trouble: str | None = None
 
     def blocks(self) -> Iterator[bytes]:
-        """The log as blocks of whole lines; the last line may lack its newline.
+        """The log as blocks of complete lines; the last line may lack its newline.
 
         Raises:
             LogError: the file cannot be opened.
@@ -125,7 +125,7 @@ class LogSource:
             yield from self._complete_lines(self._raw_blocks(stream))
 
     def is_plain(self) -> bool:
-        """Whether any part of the log can be read by itself: a regular file that is not compressed."""
+        """Whether blocks of the log can be read independently: a regular file that is not compressed."""
         try:
             if not self.path.is_file():
                 return False
@@ -135,7 +135,7 @@ class LogSource:
             return False
 
     def spans(self) -> Iterator[Block]:
-        """The log as spans of whole lines, where :meth:`is_plain`; the same lines as in :meth:`blocks`.
+        """The log as spans of complete lines, where :meth:`is_plain`; the same lines as in :meth:`blocks`.
 
         Raises:
             LogError: the file cannot be opened.
@@ -164,7 +164,7 @@ class LogSource:
             ) from error
 
     def _complete_lines(self, raw_blocks: Iterator[bytes]) -> Iterator[bytes]:
-        """Cut at newlines. A line that is too long leaves an empty one, so that lines keep their numbers."""
+        """Split at newlines. A line that is too long is replaced by an empty one, so that lines keep their numbers."""
         rest: list[bytes] = []
         length, skipping = 0, False
         for block in raw_blocks:
@@ -188,9 +188,11 @@ class LogSource:
     def _raw_blocks(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
         while True:
             try:
-                block = stream.read1(BLOCK_BYTES)  # what a damaged archive still gives, too
+                block = stream.read1(BLOCK_BYTES)  # what a damaged archive still returns, too
             except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-                self.trouble = f"{self.path} could not be read to its end: {error}; what came before is used"
+                self.trouble = (
+                    f"{self.path} could not be read to its end: {error}; the part before it is used"
+                )
                 return
             if not block:
                 return
@@ -223,7 +225,7 @@ def is_packed(stream: BinaryIO) -> bool:
 
 
 def _open(path: Path, opened: ExitStack) -> io.BufferedIOBase:
-    """``path`` as a stream of plain bytes; compression is told by the first bytes, not by the name."""
+    """``path`` as a stream of plain bytes; the first bytes, not the name, show compression."""
     if str(path) == STANDARD_INPUT:
         return sys.stdin.buffer  # type: ignore[return-value]
     stream = opened.enter_context(path.open("rb"))

@@ -1,1 +1,1 @@
-"""The forms of the lines that NCCL prints, from 2.4 to 2.30, and what each says."""
+"""The forms of the lines that NCCL 2.4 to 2.30 prints, and their meanings."""

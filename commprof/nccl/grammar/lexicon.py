@@ -1,4 +1,4 @@
-"""What the texts mean that the compiled scanner numbers: heads, messages and ends of operation lines, each read once."""
+"""The meanings of the texts that the compiled scanner numbers: heads, messages and tails of operation lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commprof.nccl.grammar.topology import Link
 from commprof.nccl.tables.op_buffer import NONE
 from commprof.schema import Op
 
-# MESSAGE: a line with such a text is read by itself.
+# MESSAGE: the line reader reads a line with such a text.
 IGNORED, MESSAGE, OPERATION, GROUP_START, GROUP_END, REMARK, LINK = range(7)
 # Lines without texts have these numbers: blank, of another program, not text; and those that are not regular.
 _WITHOUT_TEXT: Final = (BLANK, NO_HEAD, NOT_TEXT)
@@ -28,7 +28,7 @@ _LEVELS: Final = {b"I": b"INFO", b"S": b"INFO", b"C": b"CALL"}
 
 
 class Head(NamedTuple):
-    """What stands in front of the fields of a regular line: who wrote it, the operation, if it is one, and the level."""
+    """The text before the fields of a regular line: its writer, the operation, if it is one, and the level."""
 
     origin: Origin
     op: Op | None
@@ -36,7 +36,7 @@ class Head(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What the end of an operation line says, with the texts of addresses; NONE for what it does not say."""
+    """The values in the tail of an operation line, with the texts of addresses; NONE for absent ones."""
 
     datatype: int
     reduction: int
@@ -51,8 +51,8 @@ class Lexicon:
     """The meaning of each text by its number.
 
     Attributes:
-        meanings: one of the numbers above; of a head or tail that takes a closer look, and of irregular lines, MESSAGE.
-        kinds: for texts that say nothing, the number of their kind in ``kind_names``.
+        meanings: one of the numbers above; MESSAGE for irregular lines, heads and tails, which the line reader reads.
+        kinds: for texts without values, the number of their kind in ``kind_names``.
         has_form: whether ``forms`` has an entry: kind and form (a key of :data:`commprof.nccl.grammar.versions.FORMS`).
         heads: the heads that are known.
         tails: the ends of operation lines that are known.
@@ -70,7 +70,7 @@ class Lexicon:
         self.remarks: dict[int, bytes] = {}
 
     def learn(self, texts: Sequence[bytes]) -> None:
-        """Read texts that are new; they have the next numbers. The first byte of each says what it is: see the scanner."""
+        """Read texts that are new; they have the next numbers. The first byte of each is its type: see the scanner."""
         first = len(self.meanings)
         meanings = [self._learn(first + place, text[:1], text[1:]) for place, text in enumerate(texts)]
         kinds = [
@@ -104,7 +104,7 @@ class Lexicon:
         return meaning
 
     def _kind(self, number: int, text: bytes) -> int:
-        """The number of the kind of a message that says nothing."""
+        """The number of the kind of a message without values."""
         kind, form = kind_of_message(_LEVELS[text[:1]], text[1:]), form_of_message(text[1:])
         if form is not None:
             self.forms[number] = kind, form
@@ -125,7 +125,7 @@ def _read_body(text: bytes, level: bytes) -> int:
 
 
 def _read_head(text: bytes) -> Head | None:
-    """The head that ``text`` is, up to where the fields begin; None where that takes a closer look."""
+    """The head that ``text`` is, up to where the fields begin; None where the line reader must read it."""
     head = HEAD.search(text)
     if head is None:
         return None
@@ -146,7 +146,7 @@ def _read_head(text: bytes) -> Head | None:
 
 
 def read_tail(text: bytes) -> Tail | None:
-    """What the end of an operation line says, from behind the count; None where a line that ends so is not whole.
+    """The values in the tail of an operation line, after the count; None where the line is truncated.
 
     >>> read_tail(b",7,0,0,0x3,0x4)").datatype
     7

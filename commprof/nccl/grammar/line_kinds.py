@@ -1,7 +1,7 @@
-"""What a line is that says nothing to any table: known and of no use to us, or not understood, and then why.
+"""The kinds of lines that go to no table: recognized messages by topic, and unrecognized lines by reason.
 
-Messages of NCCL 2.4 to 2.30 that have no table, by what they are about, from ``src/`` of NVIDIA/nccl. A message counts as
-known only if it begins like one of these; all others are of unknown form.
+Messages of NCCL 2.4 to 2.30 that have no table, by topic, from ``src/`` of NVIDIA/nccl. A message is recognized only if it
+begins like one of these; all others are of unknown form.
 
 Pure: bytes in, names out.
 """
@@ -32,7 +32,7 @@ NO_HEAD: Final = "line of another program"
 NOT_TEXT: Final = "binary or invalid UTF-8"
 TOO_LONG: Final = "longer than 16 MiB"
 
-# By what they are about: how such messages begin.
+# The beginnings of messages by topic.
 _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
     "operations": (
         rb"Launch mode ",
@@ -134,17 +134,17 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
     "RAS": (rb"RAS ",),
 }
 KNOWN: Final = tuple(_BEGINNINGS)
-"""What messages that are known and have no table are about."""
-# One group for each of them, the only ones in it: one look at a message instead of eleven.
+"""The topics of recognized messages that have no table."""
+# One group for each topic: one match of a message instead of eleven.
 _ANY_KNOWN: Final = re.compile(rb"|".join(rb"(%s)" % rb"|".join(texts) for texts in _BEGINNINGS.values()))
-UNDERSTOOD: Final = frozenset({READ, BLANK, *KNOWN})
+RECOGNIZED: Final = frozenset({READ, BLANK, *KNOWN})
 _LOOKED_AT: Final = 300
 _TORN_LINES: Final = (nccl_lines.TornLine, nccl_lines.FragmentLine)
 _DIGITS_ALIKE: Final = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
 def shape(text: bytes) -> bytes:
-    """``text`` with all digits alike: what a message is about does not depend on them.
+    """``text`` with all digits as 0: the topic of a message does not depend on them.
 
     >>> shape(b"localRank 12 -> 7")
     b'localRank 00 -> 0'
@@ -153,11 +153,11 @@ def shape(text: bytes) -> bytes:
 
 
 def kind_of_message(level: bytes, body: bytes) -> str:
-    """What a message is that no reader wants: what it is about, or why it is not understood.
+    """The kind of a message that goes to no table: its topic, or why it is unrecognized.
 
     Args:
         level: ``INFO``, ``CALL``, ``WARN``, ``ABORT`` or ``TRACE``.
-        body: what stands behind the head; only its beginning is looked at.
+        body: the text after the head; only its beginning is read.
 
     >>> kind_of_message(b"INFO", b"Using network Socket")
     'network and plugins'
@@ -169,23 +169,23 @@ def kind_of_message(level: bytes, body: bytes) -> str:
 
 
 def form_of_message(body: bytes) -> str | None:
-    """The form of such a message, where it tells the version."""
+    """The form of such a message, where it depends on the version."""
     return form_of(shape(body[:_LOOKED_AT]))
 
 
 def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:
-    """What a line is in which no message was read, and the message that says so, None where the line has no head."""
+    """The kind of a line in which no message was read, and the message that decides it; None without a head."""
     line = nccl_lines.clean_line(raw)
     messages = split_messages(line, KnownHosts())
     if messages:
         kinds = [kind_of_message(message.level, message.body) for message in messages]
-        worst = next((n for n, kind in enumerate(kinds) if kind not in UNDERSTOOD), 0)
+        worst = next((n for n, kind in enumerate(kinds) if kind not in RECOGNIZED), 0)
         return kinds[worst], messages[worst].body[:_LOOKED_AT]
     return kind_of_headless(raw), None
 
 
 def kind_of_headless(raw: bytes) -> str:
-    """What a line without a head is."""
+    """The kind of a line without a head."""
     if not raw.strip(b"\r"):
         return BLANK
     if b"\0" in raw or not is_text(raw):
@@ -196,7 +196,7 @@ def kind_of_headless(raw: bytes) -> str:
 
 
 def kind_of_messages(messages: Sequence[nccl_lines.Line]) -> str:
-    """What a line is in which these messages were read."""
+    """The kind of a line in which these messages were read."""
     if any(isinstance(message, _TORN_LINES) for message in messages):
         return TORN
     if any(isinstance(message, nccl_lines.UnknownOpLine) for message in messages):
@@ -205,7 +205,7 @@ def kind_of_messages(messages: Sequence[nccl_lines.Line]) -> str:
 
 
 def is_text(data: bytes) -> bool:
-    """Whether ``data`` is UTF-8; a character that is cut at its end is none against it."""
+    """Whether ``data`` is UTF-8; a truncated character at its end is allowed."""
     if data.isascii():
         return True
     try:

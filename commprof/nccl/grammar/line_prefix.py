@@ -1,6 +1,6 @@
-"""The ``host:pid:tid [device] NCCL INFO`` in front of every message, and where one message ends and the next begins.
+"""Splits a line into messages at the heads ``host:pid:tid [device] NCCL INFO`` of messages.
 
-Writer: ``src/debug.cc`` of NVIDIA/nccl. The form is the same in all versions; what stands before it is not NCCL's.
+Writer: ``src/debug.cc`` of NVIDIA/nccl. The form is the same in all versions; text before it is not NCCL's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEAD: Final = re.compile(
 
 
 class Origin(NamedTuple):
-    """The ``host:pid:tid [device]`` in front of a message; ``clean`` when it is certain where the host begins."""
+    """The ``host:pid:tid [device]`` before a message; ``clean`` when the beginning of the host is certain."""
 
     host: bytes
     pid: int
@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 class Piece(NamedTuple):
     """One message of a physical line: where its head starts, the head, its level, and the text.
 
-    ``source`` is what stands between the device and the level: the place in NCCL's source, for warnings.
+    ``source`` is the text between the device and the level: the position in NCCL's source, for warnings.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class KnownHosts:
-    """Hosts that were seen with nothing glued to their left, and the processes that they have."""
+    """Hosts that were seen at a certain beginning, and their processes."""
 
     def __init__(self) -> None:
         self._hosts: set[bytes] = set()
@@ -60,10 +60,10 @@ class KnownHosts:
 
 
 def split_messages(line: bytes, hosts: KnownHosts) -> list[Piece]:
-    """The messages of one physical line, split in front of each head.
+    """The messages of one physical line, split before each head.
 
-    Where a message is glued to the end of another, letters of the first may look like letters of the host: then a
-    host that is known from elsewhere decides.
+    Where two messages are interleaved, the end of the first may look like the beginning of the host: then a host that
+    is known from other lines decides.
     """
     if line.count(b" NCCL ") == 1:
         head_match = HEAD.search(line)
@@ -83,7 +83,7 @@ def split_messages(line: bytes, hosts: KnownHosts) -> list[Piece]:
 
 
 def _origin(line: bytes, head: re.Match[bytes], hosts: KnownHosts, *, glued: bool) -> tuple[int, Origin]:
-    """Where the head's host begins, and the head as a record; ``glued``: another message stands in front."""
+    """Where the head's host begins, and the head as a record; ``glued``: another message precedes it."""
     host, pid, tid, device = head["host"], head["pid"], head["tid"], head["device"]
     start, number = head.start(), int(pid)
     clean = not glued and (start == 0 or line[start - 1 : start].isspace())

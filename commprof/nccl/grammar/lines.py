@@ -1,10 +1,10 @@
-"""The lines of an NCCL debug log that say something about operations and communicators, as immutable records.
+"""The line reader: parses lines about operations and communicators into immutable records.
 
 Formats of NCCL 2.4 to 2.30 and RCCL, from ``src/debug.cc``, ``src/enqueue.cc`` and ``src/init.cc`` of NVIDIA/nccl.
-Everything is searched, nothing is anchored at the start of the line: launchers, agents and terminals put text in
-front. A stdout that several processes share, or one that is flushed in blocks, tears lines; so two messages may stand
-in one line, and a message may lack its head or its tail. A message that begins like an operation and does not parse
-whole is a :class:`TornLine`. It is never repaired.
+Messages are searched, not anchored at the start of the line: launchers, agents and terminals write text before
+them. Where processes share a stdout, or flush it in blocks, lines are interleaved or truncated: a line may have two
+messages, and a message may lack its head or its tail. A message that begins like an operation and does not parse
+completely is a :class:`TornLine`. It is never repaired.
 
 Pure: bytes in, tuples out. Text fields stay bytes, as they are repeated millions of times; numbers are ints.
 """
@@ -71,16 +71,16 @@ class InitLine(NamedTuple):
     parent: bytes | None
     split: bytes | None  # splitCount or childCount: equal on all ranks of one split
     color: int | None
-    form: str  # which versions print the line so: a key of versions.FORMS
+    form: str  # a key of versions.FORMS: which versions print this form
 
 
 class EndLine(NamedTuple):
-    """A communicator is gone: ``how`` is destroy or abort. Its address may be handed out again."""
+    """A communicator ends: ``how`` is destroy or abort. Its address may be reused."""
 
     origin: Origin
     how: str
     comm: bytes
-    form: str | None = None  # which versions print the line so: a key of versions.FORMS
+    form: str | None = None  # a key of versions.FORMS: which versions print this form
 
 
 class VersionLine(NamedTuple):
@@ -91,7 +91,7 @@ class VersionLine(NamedTuple):
 
 
 class TorchCommLine(NamedTuple):
-    """torch's own line that ties a communicator's address to a process group."""
+    """torch's line that names the process group of a communicator's address."""
 
     comm: bytes
     pg: bytes | None
@@ -100,7 +100,7 @@ class TorchCommLine(NamedTuple):
 
 
 class TornLine(NamedTuple):
-    """A message that begins like an operation and is not whole; ``origin`` is None when its head is missing."""
+    """A message that begins like an operation and is truncated; ``origin`` is None when its head is missing."""
 
     origin: Origin | None
     op: Op
@@ -121,15 +121,15 @@ class GroupLine(NamedTuple):
 
 
 class RemarkLine(NamedTuple):
-    """A line of topology or tuning, or a warning: what it says, without naming a communicator."""
+    """A line of topology or tuning, or a warning, which names no communicator."""
 
     origin: Origin
     record: Topology | TuningLine | TuningModelLine | Message
-    form: str | None = None  # which versions print the line so: a key of versions.FORMS
+    form: str | None = None  # a key of versions.FORMS: which versions print this form
 
 
 class FragmentLine(NamedTuple):
-    """A part of an operation's line where no message begins: its fields without its name, or its name without a head."""
+    """A fragment of an operation's line without a beginning: its fields without its name, or its name without a head."""
 
 
 Line = (
@@ -173,7 +173,7 @@ _CALL = re.compile(
 )
 _CALL_BEGIN = re.compile(rb"nccl(\w{1,40}+)\(")
 _NAMES = b"|".join(sorted(OPERATIONS, reverse=True))
-# An operation that is named in a place where no message begins: what stood in front of it was torn.
+# An operation that is named where no message begins: its head is missing.
 _MENTION = re.compile(rb"(?<!\w)(?:" + _NAMES + rb"): opCount |NCCL CALL nccl(?:" + _NAMES + rb")\(")
 _COMM = re.compile(
     rb"(?P<marked>\[Rank \d+\] )?(?:(?P<api>\w+) )?comm (?P<comm>" + _ADDRESS + rb") rank (?P<rank>\d{1,9})"
@@ -208,7 +208,7 @@ _NO_OPERATIONS: Final = (InitLine, EndLine, VersionLine, TorchCommLine, GroupLin
 
 
 def clean_line(line: bytes) -> bytes:
-    """``line`` without terminal colours, control bytes and whatever a carriage return has overwritten."""
+    """``line`` without terminal colors, control bytes and text that a carriage return has overwritten."""
     line = line.rstrip(b"\r")
     if b"\r" in line:
         line = line.rpartition(b"\r")[2]
@@ -218,9 +218,9 @@ def clean_line(line: bytes) -> bytes:
 
 
 def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
-    """The messages of one physical line that say something about operations and communicators, in order.
+    """The messages of one physical line about operations and communicators, in order.
 
-    Text in front of the first head is a launcher's label or the rest of a torn line.
+    Text before the first head is a launcher's label or the rest of a truncated line.
     """
     messages = split_messages(line, hosts)
     lines: list[Line] = []
@@ -233,18 +233,18 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
 
 
 def read_piece(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> list[Line]:
-    """What stands behind one head, up to the next one: a message, and what is glued behind it."""
+    """The text after one head, up to the next one: a message, and what is interleaved with it."""
     message = read_message(origin, body, level, source)
     if message is None:
         return []
-    # glued behind it, or within
+    # interleaved after or within it
     if isinstance(message, _NO_OPERATIONS) and _MENTION.search(body):
         return [message, FragmentLine()]
     return [message]
 
 
 def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> Line | None:
-    """The message behind one head, None when it says nothing that goes to a table."""
+    """The message after one head, None when it goes to no table."""
     message = _call(origin, body) if level == b"CALL" else _info(origin, body)
     if message is None and _MENTION.search(body):
         return FragmentLine()
@@ -262,7 +262,7 @@ def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"")
 
 
 def read_headless(text: bytes) -> list[Line]:
-    """What stands in front of the first head: banners, torch's lines, and lines that lost their head."""
+    """The messages before the first head: banners, torch's lines, and lines that lost their head."""
     lines: list[Line] = []
     lines.extend(VersionLine(None, banner[1].decode()) for banner in _VERSION.finditer(text))
     if created := _TORCH.search(text):
@@ -281,7 +281,7 @@ def _torn(origin: Origin | None, name: bytes, kind: str) -> TornLine | UnknownOp
 
 
 def _info(origin: Origin, body: bytes) -> Line | None:
-    """A message of level INFO (or one that stands like one)."""
+    """A message of level INFO (or in its form)."""
     match = _COLL.match(body)
     if match:
         name, opcount, sendbuff, recvbuff, count, datatype, reduction, root, comm, nranks, stream, rank = (
@@ -324,7 +324,7 @@ def _comm(origin: Origin, body: bytes) -> Line | None:
         return EndLine(origin, "destroy", match["comm"], "end_complete")
     if event.endswith(b"Abort COMPLETE"):
         return EndLine(origin, "abort", match["comm"], "end_complete")
-    # Only 2.4.2 prints the start of a communicator without saying so.
+    # Only 2.4.2 prints the start of a communicator without "Init START".
     stage = "complete" if event.endswith(b"COMPLETE") else "start"
     color = match["color"]
     return InitLine(
@@ -395,6 +395,6 @@ def _call(origin: Origin, body: bytes) -> Line | None:
 
 
 def _color(text: bytes) -> int | None:
-    """The color of a split; None for a number that NCCL's int does not hold, which only damage makes."""
+    """The color of a split; None for a number that NCCL's int does not hold, as in damaged lines."""
     color = int(text)
     return color if -(2**31) <= color < 2**31 else None

@@ -1,7 +1,7 @@
-"""How NCCL spells operations, element types and reductions, mapped once to the terms of the tables.
+"""Maps NCCL's names of operations, element types and reductions to the terms of the tables.
 
 Numbers are those of ``nccl.h``: the types 0 to 9 are equal in all versions since bfloat16 came (2.10), 10 and 11 are
-the two float8 types of 2.24. RCCL numbers its float8 types alike in size, which is all that is used of them.
+the two float8 types of 2.24. RCCL's float8 types have the same sizes, and only the sizes are used.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DATATYPES: Final[tuple[Datatype, ...]] = (
 REDUCTIONS: Final[tuple[str, ...]] = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
 # Numbers from 5 on are made by ncclRedOpCreatePreMulSum; they are mixed with a hash of the communicator's address, so
-# they differ from rank to rank and only the kind can be told.
+# they differ from rank to rank and only the kind is known.
 PRE_MULTIPLIED: Final = "PREMUL_SUM"
 
 REDUCING: Final = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})

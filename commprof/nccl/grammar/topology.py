@@ -1,8 +1,8 @@
-"""The lines of a log that say how NCCL joined the ranks of a communicator: rings, trees, and the link of each pair.
+"""Parses the lines about how NCCL connects the ranks of a communicator: rings, trees, and the link of each pair.
 
 Formats of NCCL 2.4 to 2.30, from ``src/init.cc``, ``src/graph/connect.cc`` and ``src/transport/*.cc`` of NVIDIA/nccl.
-RCCL appends the communicator's address to some of them. A message fits a form from its first byte to its last, or it is
-none of ours: torn ones leave nothing. :mod:`commprof.nccl.tables.topology_tables` collects them.
+RCCL appends the communicator's address to some of them. A message matches a form completely or
+not at all: truncated ones are dropped. :mod:`commprof.nccl.tables.topology_tables` collects them.
 
 Pure: bytes in, tuples out. ``-1`` in a tree or a ring means that there is no such rank, and becomes None.
 """
@@ -69,7 +69,7 @@ _TREES_ENTRY = re.compile(
     rb"|(?P<old_above>-?\d{1,9})->(?P<old_rank>\d{1,9})->(?P<old_below>" + _BELOW + rb"))(?= |$)"
 )
 _TAIL = re.compile(_RCCL_TAIL)
-# The transports are spelled out, so that one that was cut is not taken for another.
+# The transports are listed, so that a truncated one does not match another.
 _TRANSPORT = (
     rb"P2P/(?:direct pointer|direct|IPC|CUMEM|MNNVL|indirect/\d{1,9}\[[0-9a-f]{1,16}\])(?:/read)?(?:/CE)?"
     rb"|SHM(?:/(?:direct|CE)){0,2}|direct shared memory"
@@ -82,10 +82,10 @@ _LINK = re.compile(
 
 
 def read_topology(body: bytes) -> Topology | None:
-    """The ring, trees or link of one message; None for any other, and for one that is not whole.
+    """The ring, trees or link of one message; None for any other, and for a truncated one.
 
     Args:
-        body: the text behind ``NCCL INFO ``.
+        body: the text after ``NCCL INFO ``.
 
     >>> read_topology(b"Ring 00 : 1 -> 0 -> 1")
     RingNeighbours(channel=0, previous=1, rank=0, next=1)
@@ -126,7 +126,7 @@ def _ring_order(body: bytes) -> RingOrder | None:
     if match is None:
         return None
     ranks = tuple(map(int, match[3].split()))
-    # A ring holds every rank once; one that does not was cut.
+    # A ring has every rank once; another one is truncated.
     if sorted(ranks) != list(range(len(ranks))):
         return None
     return RingOrder(int(match[1]), None if match[2] is None else int(match[2]), ranks)

@@ -1,4 +1,4 @@
-"""The lines of a log that say which algorithm NCCL chose for an operation, and the table of its model.
+"""Parses the lines about which algorithm NCCL chose for an operation, and the table of its model.
 
 Formats of ``src/enqueue.cc`` and ``src/graph/tuning.cc`` of NVIDIA/nccl. One line per operation exists since 2.20.3. Up to
 2.23 it gives the bytes of the whole operation and a time that the model predicts, which is no measurement; from 2.24 on
@@ -70,10 +70,10 @@ _THRESHOLDS = re.compile(rb"(threadThresholds) ((?:[\d/]{1,40}+(?: \| )?+)++)")
 
 
 def read_tuning(body: bytes) -> TuningLine | TuningModelLine | None:
-    """The choice, or the row of the model, in one message; None for any other, and for one that is not whole.
+    """The choice, or the row of the model, in one message; None for any other, and for a truncated one.
 
     Args:
-        body: the text behind ``NCCL INFO ``.
+        body: the text after ``NCCL INFO ``.
 
     >>> read_tuning(b"262144 Bytes -> Algo 0 proto 1 time 54.7").algorithm
     'TREE'
@@ -154,7 +154,7 @@ class TuningRows:
         lines: int = 1,
         tid: int | None = None,
     ) -> None:
-        """Add one line; ``process`` and ``file`` by number. Rows of the model are in no table and are not kept.
+        """Add one line; ``process`` and ``file`` by number. Rows of the model are in no table and are dropped.
 
         :func:`commprof.nccl.state.tuning_attribution.attribute_tuning` tells the communicator, once all lines are read.
         """

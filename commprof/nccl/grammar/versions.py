@@ -1,4 +1,4 @@
-"""Which NCCL wrote a log: the banner, or the releases that print lines of the forms that were seen.
+"""Determines the NCCL version of a log: by its banner, or by the releases that print the forms of its lines.
 
 The table of forms is read off the release tags of NVIDIA/nccl (``src/init.cc``, ``src/enqueue.cc``, ``src/graph/``,
 ``src/transport/``).
@@ -80,7 +80,7 @@ FORMS: Final[dict[str, tuple[Release, Release]]] = {
 }
 
 _LINK = rb"[\d/]{1,9} : \d{1,9}(?:\[\w{1,16}\])? -> \d{1,9}(?:\[\w{1,16}\])? (?:\[\w{4,7}\] )?via "
-# What a message begins with, and the forms that such messages have; the first that fits is it.
+# Beginnings of messages and their forms; the first match counts.
 _SHAPES: Final[tuple[tuple[bytes, tuple[tuple[str, re.Pattern[bytes]], ...]], ...]] = tuple(
     (begin, tuple((form, re.compile(pattern)) for form, pattern in shapes))
     for begin, shapes in (
@@ -143,10 +143,10 @@ BYTE_TYPED_OPS: Final = frozenset({Op.ALL_GATHER, Op.BROADCAST})
 
 
 def form_of(body: bytes) -> str | None:
-    """The form of a message that is neither an operation nor an Init line; None where it tells no version.
+    """The form of a message that is neither an operation nor an Init line; None where it does not depend on the version.
 
     Args:
-        body: the text behind ``NCCL INFO ``.
+        body: the text after ``NCCL INFO ``.
 
     >>> form_of(b"Launch mode Parallel")
     'launch_mode'
@@ -214,7 +214,7 @@ def _text(release: Release) -> str:
 
 
 def prints_bytes(version: Release | None, possible: frozenset[Release]) -> bool:
-    """Whether int8 on an AllGather or Broadcast line may stand for any type.
+    """Whether int8 on an AllGather or Broadcast line may be any type.
 
     Args:
         version: from the banner, None without one.

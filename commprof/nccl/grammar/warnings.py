@@ -1,4 +1,4 @@
-"""Warnings of NCCL, and the lines by which an error climbs from the function that met it to the one that was called.
+"""Parses warnings of NCCL, and the trace lines of an error from the failing function up to the called one.
 
 Formats of ``src/debug.cc`` and ``src/include/checks.h`` of NVIDIA/nccl. Pure: bytes in, tuples out.
 """
@@ -34,16 +34,16 @@ _TRACE = re.compile(
 
 
 def read_warning(head_extra: bytes, body: bytes, level: str = "warn") -> Message | None:
-    """The warning behind a head of level WARN (or ABORT).
+    """The warning after a head of level WARN (or ABORT).
 
     Args:
-        head_extra: what stands between ``[device]`` and ``NCCL WARN``: ``init.cc:123`` or ``init.cc:123 (function)``;
-            empty for what a plugin prints.
-        body: the text behind ``NCCL WARN ``.
+        head_extra: the text between ``[device]`` and ``NCCL WARN``: ``init.cc:123`` or ``init.cc:123 (function)``;
+            empty for a plugin.
+        body: the text after ``NCCL WARN ``.
         level: ``warn`` or ``abort``.
 
     Returns:
-        None where ``head_extra`` is neither: then the head is torn.
+        None where ``head_extra`` is neither: then the head is damaged.
     """
     where = _WHERE.fullmatch(head_extra.strip())
     if where is None and head_extra.strip():
@@ -58,7 +58,7 @@ def read_warning(head_extra: bytes, body: bytes, level: str = "warn") -> Message
 
 
 def read_trace(body: bytes) -> Message | None:
-    """The trace of an error: ``init.cc:1234 -> 3``, with the thread's kind where it is not the caller's.
+    """The trace of an error: ``init.cc:1234 -> 3``, with the kind of the thread if it is not the caller's.
 
     >>> read_trace(b"misc/socket.cc:47 -> 3").result
     3
@@ -93,7 +93,7 @@ class MessageRows:
         tid: int | None = None,
         device: int | None = None,
     ) -> None:
-        """Add one line; ``process`` and ``file`` by number. A message belongs to no communicator: it is not kept."""
+        """Add one line; ``process`` and ``file`` by number. A message belongs to no communicator."""
         del communicator
         self._rows.extend([(process, tid, device, file, line, record)] * lines)
 

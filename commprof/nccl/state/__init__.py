@@ -1,1 +1,1 @@
-"""What a log means as it goes by: communicators, their ranks, calls of groups, choices of algorithms."""
+"""The state while a log is parsed: communicators, their ranks, grouped calls, choices of algorithms."""

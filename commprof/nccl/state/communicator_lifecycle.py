@@ -1,7 +1,7 @@
-"""The lives of communicators, told to the registry in the order of the log.
+"""Follows the lives of communicators in the order of the log and updates the registry.
 
 Operations that name one address between two events of that address belong to one communicator, so the registry is
-asked once for each such stretch and not for each line.
+queried once for each such set of rows and not for each line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from commprof.nccl.tables.bincount import numbered
 from commprof.nccl.tables.op_buffer import NONE, WHOLE, Rows
 from commprof.nccl.tables.topology_tables import TopologyRows
 
-# A place is the line times this, plus the number of the message in the line.
+# The place of a message: its line times this, plus its number in the line.
 PER_LINE: Final = 1 << 12
 Numbers = npt.NDArray[np.int64]
 _NOBODY: Final = Origin(b"", 0, 0, None, True)
@@ -35,7 +35,7 @@ _PLACES: Final = 1 << 40  # no place in a block is larger
 
 
 class Event(NamedTuple):
-    """A message that is no whole operation, and where it stands in its block."""
+    """A message that is not a complete operation, and its place in its block."""
 
     place: int
     message: nccl_lines.Line
@@ -52,7 +52,7 @@ class _CommunicatorRows(NamedTuple):
 
 
 class _Remark(NamedTuple):
-    """A warning or a trace, or a line of topology or tuning that was read by itself."""
+    """A warning or a trace, or a line of topology or tuning from the line reader."""
 
     place: int
     origin: Origin
@@ -72,7 +72,7 @@ class _Links(NamedTuple):
 
 
 class _RemarksOfTexts:
-    """What the distinct remarks of a block say, by number; None where they are of another kind."""
+    """The distinct remarks of a block by number, in lists by kind; None where a remark is of another kind."""
 
     def __init__(self, remarks: Sequence[nccl_lines.RemarkLine | None]) -> None:
         self.forms = [None if remark is None else remark.form for remark in remarks]
@@ -108,7 +108,7 @@ class Chronicle:
         self._remark_of_text: dict[bytes, nccl_lines.RemarkLine | None] = {}
 
     def begin_block(self, file: int, lines: int) -> None:
-        """The block to come stands in ``file`` behind so many lines."""
+        """The next block is in ``file`` after ``lines`` lines."""
         self.file, self.lines = file, lines
 
     def _messages(self, scan: Scan, heads: list[Origin], remarks: _RemarksOfTexts) -> list[_Remark]:
@@ -123,7 +123,7 @@ class Chronicle:
     def _writers(
         self, head: Numbers, text: Numbers, heads: list[Origin], remarks: _RemarksOfTexts
     ) -> dict[int, Process]:
-        """The processes of some heads, by number of the head. What they say tells of their version."""
+        """The processes of some heads, by number of the head. Their forms limit the NCCL version."""
         writers = {number: self.registry.process(heads[number], self.file) for number in numbered(head)[0]}
         for code in numbered(head * len(remarks.forms) + text)[0]:
             form = remarks.forms[code % len(remarks.forms)]
@@ -132,7 +132,7 @@ class Chronicle:
         return writers
 
     def _tune(self, scan: Scan, heads: list[Origin], remarks: _RemarksOfTexts) -> None:
-        """Keep all remarks about tuning, which no communicator's life has to do with."""
+        """Add all remarks about tuning, which do not depend on the lives of communicators."""
         line, head, text, times = _rows(scan, remarks.tuning)
         if not len(line):
             return
@@ -154,7 +154,7 @@ class Chronicle:
         )
 
     def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
-        """What a message says, whoever prints it."""
+        """The remark in a message, from any process."""
         if text not in self._remark_of_text:
             if len(self._remark_of_text) >= _MOST_REMEMBERED:
                 self._remark_of_text.clear()
@@ -170,13 +170,13 @@ class Chronicle:
         scan: Scan,
         heads: list[Origin],
     ) -> Numbers:
-        """The communicator of each row, after the registry was told everything in the order of the log.
+        """The communicator of each row, after the registry was updated in the order of the log.
 
         Args:
             columns: rows of a block.
             comms: addresses of communicators by text, with the numbers that the rows have for them.
             events: the other messages of the block.
-            scan: the block, of which the remarks are kept.
+            scan: the block, whose remarks are added.
             heads: its heads.
         """
         remarks_of_texts = _RemarksOfTexts([self._remark(text) for text in scan.texts])
@@ -218,7 +218,7 @@ class Chronicle:
         return communicator
 
     def _keep(self, remark: _Remark, line: int) -> None:
-        """Put a remark where those of its kind are collected."""
+        """Add a remark to the table of its kind."""
         process, tid = self.registry.process(remark.origin, self.file), remark.origin.tid
         record, times, file = remark.record, remark.times, self.file
         if remark.form is not None:
@@ -231,7 +231,7 @@ class Chronicle:
             self.tuning.add(process.index, None, record, file, line, times, tid)
         else:
             self.counts["topology"] += times
-            owner = self.registry.current_initialisation(process, tid, record)
+            owner = self.registry.current_initialization(process, tid, record)
             number = None if owner is None else owner.index
             self.topology.add(process.index, number, record, file, line, times, tid)
 
@@ -254,7 +254,7 @@ class Chronicle:
     def _rows_of_communicators(
         self, columns: Rows, comms: Mapping[bytes, int], lives: list[Event]
     ) -> list[_CommunicatorRows]:
-        """The rows of each communicator, cut where it may become another one."""
+        """The rows of each communicator, divided where it may become another one."""
         rows = np.flatnonzero(columns["state"] == WHOLE)
         if not len(rows):
             return []
@@ -263,14 +263,14 @@ class Chronicle:
         rows, key = rows[order], key[order]
         place, nranks = columns["place"][rows], columns["nranks"][rows]
         cut = np.append(True, key[1:] != key[:-1])
-        # Where the rows of its address go on behind each life, by one number for address and row.
+        # The first row of its address after each life, by one number for address and row.
         step = len(columns["place"]) + 1
         wanted = np.array([self._address(event, comms) for event in lives], np.int64)
         behind = np.searchsorted(columns["place"], np.array([event.place for event in lives], np.int64))
         at = np.searchsorted(key * step + rows, (wanted * step + behind)[wanted >= 0])
         at = at[at < len(key)]
         cut[at] = True
-        # CALL lines do not say how many ranks there are: they go with the COLL line in front of them.
+        # CALL lines do not have the number of ranks: they take that of the COLL line before them.
         with_size = np.where(cut | (nranks != NONE), np.arange(len(rows)), 0)
         size = nranks[np.maximum.accumulate(with_size)]
         cut[1:] |= size[1:] != size[:-1]
@@ -288,7 +288,7 @@ class Chronicle:
 
 
 class _Topology:
-    """The lines of topology of a block, whose communicators are those that begin when they stand there."""
+    """The lines of topology of a block; they belong to communicators that begin at the same time."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class _Topology:
     ) -> None:
         """
         Args:
-            chronicle: what they are kept in.
+            chronicle: receives them.
             scan: the block.
             heads: its heads.
             remarks: its remarks.
@@ -335,19 +335,19 @@ class _Topology:
         ]
 
     def find_owners(self, links: _Links) -> None:
-        """Find the communicator of some lines; call it when all that stands before them was told to the registry."""
+        """Find the communicator of some lines; call it after the registry has all lines before them."""
         registry = self._chronicle.registry
-        running = registry.running_initialisation(links.process, links.tid)
+        running = registry.running_initialization(links.process, links.tid)
         if running is not None:
             self._owner[links.begin : links.end] = running.index
             return
         for place in range(links.begin, links.end):
             record = self._remarks.topology[self._text[place]]
-            owner = registry.current_initialisation(links.process, links.tid, record)
+            owner = registry.current_initialization(links.process, links.tid, record)
             self._owner[place] = -1 if owner is None else owner.index
 
     def keep(self) -> None:
-        """Put all of them where they are collected."""
+        """Add all of them to the tables."""
         if not len(self._line):
             return
         chronicle = self._chronicle

@@ -1,7 +1,7 @@
 """Communicators as the log shows them: intervals in which one address means one communicator in one process.
 
-NCCL never prints a rank beside an operation. The only bridge is the address: an Init line of the same process says
-which rank and how many ranks it stands for, until the communicator is destroyed or the address is handed out again.
+NCCL never prints a rank with an operation. The only link is the address: an Init line of the same process has its rank
+and number of ranks, which hold until the communicator is destroyed or the address is reused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Process:
-    """One process of one file, by host and pid, and what its lines tell about the NCCL that wrote them.
+    """One process of one file, by host and pid, and what its lines show about the NCCL version.
 
     ``namesake`` is the first process of the same host and pid, itself if there is none before it: containers on one
-    machine share host names and pids, and so do the parts of a log that was rotated.
+    machine share host names and pids, and so do the files of a rotated log.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Process:
 
 
 class Place(NamedTuple):
-    """Where a line stands: number of the file, number of the line, and the thread that printed it."""
+    """The position of a line: number of the file, number of the line, and the thread that printed it."""
 
     file: int
     line: int
@@ -53,7 +53,7 @@ class Place(NamedTuple):
 class Communicator:
     """One use of one communicator address in one process.
 
-    ``epoch`` counts the earlier uses of the address in the process. ``rank`` is None when no line said it.
+    ``epoch`` counts the earlier uses of the address in the process. ``rank`` is None when no line has it.
     """
 
     index: int
@@ -88,7 +88,7 @@ class Communicator:
 
 
 class Registry:
-    """Follows the life of every communicator while the lines of a log go by, in the order of the log."""
+    """Follows the life of every communicator while a log is parsed, in the order of the log."""
 
     def __init__(self) -> None:
         self.processes: list[Process] = []
@@ -103,7 +103,7 @@ class Registry:
         self._initialising: dict[int, list[tuple[int, Communicator]]] = {}
 
     def process(self, origin: Origin, file: int) -> Process:
-        """The process that wrote a message: host and pid within one file, until a file is seen to go on with another."""
+        """The process that wrote a message: host and pid within one file, until a file turns out to continue another."""
         process = self._by_file.get((origin.host, origin.pid, file))
         if process is None:
             process = Process(len(self.processes), origin.host.decode("utf-8", "replace"), origin.pid)
@@ -130,10 +130,10 @@ class Registry:
         return communicator
 
     def init(self, process: Process, line: InitLine, file: int, number: int) -> Communicator:
-        """Open a communicator, or add to the one that an earlier line of the same initialisation opened."""
+        """Open a communicator, or add to the one that an earlier line of the same initialization opened."""
         comm_id = None if line.comm_id is None else line.comm_id.decode()
         communicator = self._open.get((self._number(process), line.comm))
-        if communicator is None or not _same_initialisation(communicator, line, comm_id):
+        if communicator is None or not _same_initialization(communicator, line, comm_id):
             communicator = self._begin(process, line.comm, file, number)
         communicator.stages.add(line.stage)
         self._follow(communicator, Place(file, number, line.origin.tid), line.stage)
@@ -156,22 +156,22 @@ class Registry:
         process.forms.add(line.form)
         return communicator
 
-    def current_initialisation(
+    def current_initialization(
         self, process: Process, tid: int, record: Topology | None = None
     ) -> Communicator | None:
-        """The communicator that a line of topology belongs to, which names none; None where that is not certain.
+        """The communicator of a line of topology, which names none; None where it is not certain.
 
-        It is the initialisation that began last in that thread and has not completed, else the only one open in the
-        process. Connections that are made late come from any thread, after the initialisation: then it is the only
-        communicator of a process that prints when an initialisation starts, or the only one in which this process has a
+        It is the initialization that began last in that thread and has not completed, else the only one open in the
+        process. Connections that are made late come from any thread, after the initialization: then it is the only
+        communicator of a process that prints when an initialization starts, or the only one in which this process has a
         rank that the line names.
 
         Args:
             process: the process that printed the line.
             tid: the thread that printed it.
-            record: what the line says; without it only a communicator without rivals is given.
+            record: the content of the line; without it only an unambiguous communicator is returned.
         """
-        communicator = self.running_initialisation(process, tid)
+        communicator = self.running_initialization(process, tid)
         if communicator is not None:
             return communicator
         running = self._initialising.get(self._number(process), [])
@@ -184,15 +184,15 @@ class Registry:
         fitting = [communicator for communicator in rivals if _may_print(communicator, record)]
         return fitting[0] if len(fitting) == 1 else None
 
-    def running_initialisation(self, process: Process, tid: int) -> Communicator | None:
-        """The initialisation that began last in a thread and has not completed."""
+    def running_initialization(self, process: Process, tid: int) -> Communicator | None:
+        """The initialization that began last in a thread and has not completed."""
         for thread, communicator in reversed(self._initialising.get(self._number(process), [])):
             if thread == tid:
                 return communicator
         return None
 
     def _follow(self, communicator: Communicator, place: Place, stage: str) -> None:
-        """Keep track of which initialisations are running in which thread."""
+        """Keep track of which initializations are running in which thread."""
         running = self._initialising.setdefault(communicator.process, [])
         if stage == "start":
             running.append((place.tid, communicator))
@@ -211,11 +211,11 @@ class Registry:
             self._forget(communicator)
 
     def torch_line(self, line: TorchCommLine, file: int) -> None:
-        """Keep torch's word on an address until all lines are read: it names no process."""
+        """Store torch's group of an address until all lines are read: the line names no process."""
         self._torch.setdefault((file, line.comm), []).append(line)
 
     def apply_torch_lines(self) -> None:
-        """Give communicators the process group that torch named, where address and order leave no choice."""
+        """Give communicators the process group that torch named, where address and order are unambiguous."""
         by_address: dict[tuple[int, bytes], list[Communicator]] = {}
         for communicator in self.communicators:
             by_address.setdefault((communicator.file, communicator.comm.encode()), []).append(communicator)
@@ -227,14 +227,14 @@ class Registry:
                 _apply_torch_line(communicator, line)
 
     def _number(self, process: Process) -> int:
-        """Number of the process that this one is, where its file was seen to go on with that of another."""
+        """Number of the process that this one is, where its file continues that of another."""
         return self._continued.get(process.index, process.index)
 
     def _find(self, process: Process, comm: bytes) -> Communicator | None:
         """The communicator that is open at this address.
 
-        A process that names an address which only a namesake in an earlier file has initialised is that namesake: its
-        log goes on in this file.
+        A process that names an address which only a namesake in an earlier file has initialized is that namesake: its
+        log continues in this file.
         """
         communicator = self._open.get((self._number(process), comm))
         if communicator is not None or process.namesake == process.index:
@@ -248,7 +248,7 @@ class Registry:
         return open_at_address[0]
 
     def _continue(self, process: Process, earlier: int) -> None:
-        """Take ``process`` for ``earlier``, with whatever it has begun."""
+        """Merge ``process`` into ``earlier``, with all that it has begun."""
         late = self._number(process)
         for number, known in self._continued.items():
             if known == late:
@@ -277,7 +277,7 @@ class Registry:
         return communicator
 
     def _forget(self, communicator: Communicator) -> None:
-        """Take a communicator whose address is free again out of the lists of what lives."""
+        """Remove a communicator whose address is free again from the lists of open ones."""
         self._alive.get(communicator.process, {}).pop(communicator.comm.encode(), None)
         running = self._initialising.get(communicator.process, [])
         running[:] = [entry for entry in running if entry[1] is not communicator]
@@ -286,7 +286,7 @@ class Registry:
 class Completions:
     """Initialisations that print their end and not their start (2.4.6 to 2.18.1), by thread.
 
-    What such a thread prints up to the end of an initialisation belongs to it, if nothing else was begun there.
+    Lines of such a thread up to the end of an initialization belong to it, if no other one began there.
     """
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
@@ -301,14 +301,14 @@ class Completions:
             ends.sort()
 
     def owners(self, process: int, tid: int, file: int, lines: np.ndarray) -> np.ndarray:
-        """For each of ``lines``, the number of the communicator whose initialisation is the next to end there; else -1."""
+        """For each of ``lines``, the number of the communicator whose initialization is the next to end there; else -1."""
         ends = self._ends.get((process, tid, file), [])
         numbers = np.array([*(communicator for _, communicator in ends), -1], np.int64)
         return numbers[np.searchsorted(np.array([line for line, _ in ends], np.int64), lines)]
 
 
 def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> None:
-    """Remember what an operation line tells about the version of NCCL.
+    """Note what an operation line shows about the version of NCCL.
 
     Args:
         process: the process that wrote it.
@@ -324,7 +324,7 @@ def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> Non
 
 
 def _may_print(communicator: Communicator, record: Topology | None) -> bool:
-    """Whether this rank of ``communicator`` prints such a line: each rank prints its own place, and its own links."""
+    """Whether this rank of ``communicator`` prints such a line: each rank prints its own position and links."""
     rank, nranks = communicator.rank, communicator.nranks
     if record is None or rank is None or nranks is None:
         return True
@@ -341,13 +341,13 @@ def _may_print(communicator: Communicator, record: Topology | None) -> bool:
     return all(tree.rank == rank for tree in record)
 
 
-def _same_initialisation(communicator: Communicator, line: InitLine, comm_id: str | None) -> bool:
-    """Whether ``line`` belongs to the initialisation that opened ``communicator``, and not to a later one."""
+def _same_initialization(communicator: Communicator, line: InitLine, comm_id: str | None) -> bool:
+    """Whether ``line`` belongs to the initialization that opened ``communicator``, and not to a later one."""
     if not communicator.stages or communicator.operations or line.stage in communicator.stages:
         return False
     if (communicator.rank, communicator.nranks) != (line.rank, line.nranks):
         return False
-    # A new start means a new communicator, whatever the address had been promised to.
+    # A new start means a new communicator, whatever the address had been assigned to.
     if line.stage == "start":
         return False
     return comm_id is None or communicator.comm_id is None or communicator.comm_id == comm_id

@@ -1,4 +1,4 @@
-"""What belongs together among the operation lines of one thread: the two lines of one call, and the calls of a group.
+"""Joins operation lines of one thread: the two lines of one call, and the calls of a group.
 
 COLL and CALL lines of one call follow each other directly. Between ``ncclGroupStart`` and the ``ncclGroupEnd`` that
 closes it, all operations of a thread are launched together.
@@ -17,12 +17,12 @@ from commprof.nccl.tables.op_buffer import CALL, COLL, WHOLE
 
 Numbers = npt.NDArray[np.int64]
 
-# What the two lines of one call have in common.
+# The values that the two lines of one call share.
 _SAME: Final = ("op", "sendbuff", "recvbuff", "elements", "datatype", "reduction", "root", "comm", "stream")
 
 
 class _Last(NamedTuple):
-    """The last operation line of a thread in what was read so far."""
+    """The last operation line of a thread so far."""
 
     row: int
     line: int
@@ -108,7 +108,7 @@ class Launches:
 
         Args:
             threads: the number of each row's thread.
-            places: where each row stands in the block.
+            places: the position of each row in the block.
             groups: the lines that begin and end groups, in order.
         """
         launches = np.full(len(threads), -1, np.int64)
@@ -121,7 +121,7 @@ class Launches:
             step = np.append(np.zeros(len(rows), np.int64), groups.steps[marks])[order]
             line = np.append(np.full(len(rows), -1), groups.lines[marks])[order]
             level = depth + np.cumsum(step)
-            # An end without a start, in a log that begins late, counts for nothing.
+            # An end without a start, in a log that begins late, is ignored.
             level -= np.minimum(np.minimum.accumulate(level), 0)
             began = (step > 0) & (level == 1)
             number = np.maximum.accumulate(np.where(began, line, current))

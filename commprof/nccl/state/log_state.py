@@ -1,4 +1,4 @@
-"""Blocks put together in the order of the log: processes and threads numbered, rows completed, counted and kept."""
+"""The state of a parse: numbers processes and threads, completes, counts and stores the rows of blocks in log order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Assembly:
         self.lines = 0
 
     def begin_file(self) -> None:
-        """The blocks to come are those of the next log."""
+        """The next blocks are of the next log."""
         self.file += 1
         self.lines = 0
         self._twins.forget()
@@ -94,7 +94,7 @@ class Assembly:
         operations: list[tuple[int, OperationLine]],
         events: list[Event],
     ) -> None:
-        """Number the processes in the order in which they say something."""
+        """Number the processes in the order of their first lines."""
         met: list[tuple[int, Origin]] = []
         for columns in (scan.operations, scan.groups, scan.remarks):
             used, first, _ = first_of_each(columns["head"])
@@ -110,12 +110,12 @@ class Assembly:
             self.registry.process(origin, self.file)
 
     def _resolved(self, origin: Origin) -> Origin:
-        """``origin`` with the host that is known, where it is not certain where the host begins."""
+        """``origin`` with a known host, where the beginning of the host is uncertain."""
         known = None if origin.clean else self.hosts.end_of(origin.host, origin.pid, any_process=False)
         return origin if known is None else origin._replace(host=known, clean=True)
 
     def _messages(self, scan: Scan) -> tuple[list[tuple[int, OperationLine]], list[Event]]:
-        """The messages of lines that were read by themselves: operations, and all others; hosts become known."""
+        """The messages from the line reader: operations, and all others; adds their hosts."""
         operations: list[tuple[int, OperationLine]] = []
         events: list[Event] = []
         hosts = iter([*scan.hosts, (scan.lines, b"", 0)])
@@ -160,7 +160,7 @@ class Assembly:
         return columns
 
     def _by_tail(self, tails: list[Tail]) -> dict[str, Numbers]:
-        """What a tail says, as columns by its number."""
+        """The values of tails, as columns by number."""
         columns = {
             name: np.array([getattr(tail, name) for tail in tails], np.int64)
             for name in ("datatype", "reduction", "root", "nranks", "global_rank")
@@ -171,7 +171,7 @@ class Assembly:
         return columns
 
     def _by_head(self, scan: Scan, heads: list[Origin]) -> dict[str, Numbers]:
-        """What a head says, as columns by its number."""
+        """The values of heads, as columns by number."""
         speaking = [scan.operations["head"], scan.groups["head"], scan.remarks["head"]]
         used = set(numbered(np.concatenate(speaking))[0])
         processes = [self._process(head) if number in used else -1 for number, head in enumerate(heads)]
@@ -192,7 +192,7 @@ class Assembly:
         return -1 if process < 0 else self._threads.setdefault((process, origin.tid), len(self._threads))
 
     def _row(self, place: int, line: OperationLine) -> dict[str, int]:
-        """A line that was read by itself, as a row of columns."""
+        """A line from the line reader, as a row of columns."""
         torn = isinstance(line, nccl_lines.TornLine)
         origin = line.origin
         process = -1 if origin is None else self._process(origin)
@@ -219,7 +219,7 @@ class Assembly:
         return row
 
     def _count(self, columns: Rows, events: list[Event], groups: int) -> None:
-        """Count messages by kind, and keep what belongs to no communicator."""
+        """Count messages by kind, and store those that belong to no communicator."""
         is_complete = columns["state"] == WHOLE
         self.counts["coll"] += int((is_complete & (columns["kind"] == COLL)).sum())
         self.counts["call"] += int((is_complete & (columns["kind"] == CALL)).sum())
@@ -243,13 +243,13 @@ class Assembly:
                     self.counts[_COUNT_OF[type(message)]] += 1
 
     def hides_types(self, prints_bytes: Sequence[bool]) -> bool:
-        """Whether some operation line says int8 where that may stand for any type."""
+        """Whether some operation line has int8 where that may be any type."""
         return any(prints_bytes[process] for process in self._int8)
 
     def _note_forms(
         self, scan: Scan, heads: list[Origin], operations: list[tuple[int, OperationLine]]
     ) -> None:
-        """Remember what operation lines tell about the version of NCCL."""
+        """Note what operation lines show about the version of NCCL."""
         fast = scan.operations
         typed = np.array([tail.datatype != 0 for tail in scan.tails], bool)[fast["tail"]]
         combined = fast["head"].astype(np.int64) * 4 + typed * 2 + (fast["sendbuff"] == 0)

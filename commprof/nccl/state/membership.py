@@ -1,8 +1,8 @@
-"""Which communicators are one and the same on different ranks, and which rank of the job each process is.
+"""Groups the communicators of all ranks into families, and finds the rank of each process in the job.
 
 A family is one communicator of the job: its members are the uses of it in each process. The world is the largest
-family that holds every process once; its ranks are the global ranks. Nothing is guessed: communicators that fit two
-families stay without one, with the reason.
+family that has every process once; its ranks are the global ranks. Communicators that match two families get none, with
+the reason.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from commprof.nccl.state.communicators import Communicator
 
 FamilyKey = tuple[object, ...]
 
-LOOK_ALIKE: Final = "other communicators of as many ranks look alike, and no commId tells them apart"
+LOOK_ALIKE: Final = "other communicators of as many ranks look alike, and no commId distinguishes them"
 REPEATED: Final = "two processes claim one rank with one commId: a log may be there twice"
-INCOMPLETE: Final = "not every rank of it is in the logs, and no commId tells who else is in it"
+INCOMPLETE: Final = "not every rank of it is in the logs, and no commId shows its other members"
 NO_PARENT: Final = "the communicator that it was split from has no init line"
 PARENT_UNKNOWN: Final = "the family of the communicator that it was split from is not known"
 RENUMBERED: Final = (
     "two communicators hold every process and number them differently: the job may have restarted"
 )
 CUT_OUT: Final = "the largest communicator of the job was split from one that the logs do not show"
-CROWDED: Final = "several ranks share a process and a device, so which is which cannot be told"
+CROWDED: Final = "several ranks share a process and a device, so they cannot be distinguished"
 
 
 class Membership(NamedTuple):
-    """What :func:`find_families` found: members of each family, and the indices that fit more than one."""
+    """The result of :func:`find_families`: members of each family, and the indices that match more than one."""
 
     families: tuple[tuple[int, ...], ...]
     ambiguous: tuple[int, ...]
 
 
 class _Logs(NamedTuple):
-    """What all communicators together tell: the processes that have a rank, the largest size, starts of the job.
+    """Facts from all communicators together: the processes that have a rank, the largest size, starts of the job.
 
     A restart puts a new process on a card that an earlier process of the same file had: ``attempts`` counts the
     earlier ones, by process. Two processes that live at one time have two cards.
@@ -47,7 +47,7 @@ class _Logs(NamedTuple):
 
     @classmethod
     def of(cls, communicators: Sequence[Communicator]) -> _Logs:
-        """Gather it from the communicators of the logs, in their order."""
+        """Collect them from the communicators of the logs, in their order."""
         ranked = [communicator for communicator in communicators if communicator.rank is not None]
         cards: dict[tuple[object, ...], int] = {}
         attempts: dict[int, int] = {}
@@ -67,7 +67,7 @@ class _Logs(NamedTuple):
 def find_families(communicators: Sequence[Communicator]) -> Membership:
     """Group communicators into families, set ``family`` on each member, or ``family_reason``.
 
-    By commId where there is one; by parent, number of the split and colour for split communicators; else by size and
+    By commId where there is one; by parent, number of the split and color for split communicators; else by size and
     order of appearance within each process, where every rank is there exactly once. Two members with one rank in a family
     mean that communicators look alike: then none of them gets a family, nor does what was split from them.
     """
@@ -114,7 +114,7 @@ def _objection(
     if len(ranks) < len(group):
         return REPEATED if identity[0] == "id" else LOOK_ALIKE
     if identity[0] in ("plain", "grow") and not _is_complete(group):
-        # The first and largest communicator of every process of the logs is taken for one, as the remarks say.
+        # The first and largest communicator of every process of the logs is assumed to be one, as the notes say.
         if key[2] == 0 and group[0].nranks == logs.largest and {c.process for c in group} == logs.processes:
             return None
         return INCOMPLETE
@@ -142,11 +142,11 @@ def _is_complete(group: Sequence[Communicator]) -> bool:
 def _family_key(
     communicator: Communicator, keys: dict[int, FamilyKey], earlier: dict[FamilyKey, int]
 ) -> FamilyKey | None:
-    """What is equal in all members of one family, and differs between families; None where that is not known."""
+    """A key that is equal in all members of one family and differs between families; None where it is not known."""
     if communicator.rank is None or communicator.nranks is None:
         return None
     if communicator.api == "ncclCommGrow":
-        # Old members name a parent, new ones the id that they came by.
+        # Older versions print the parent, newer ones a commId.
         identity: FamilyKey = ("grow",)
     elif communicator.comm_id is not None:
         identity = ("id", communicator.comm_id)
@@ -157,7 +157,7 @@ def _family_key(
         identity = ("split", keys[communicator.parent], communicator.split, communicator.color)
     else:
         identity = ("plain",)
-    # A process may hold several ranks, hence the rank; and a split with the same colour repeats its commId.
+    # A process may have several ranks, hence the rank; and a split with the same color repeats its commId.
     use = ("use", communicator.process, communicator.rank, communicator.nranks, identity)
     nth = earlier.get(use, 0)
     earlier[use] = nth + 1
@@ -178,7 +178,7 @@ Seat = tuple[int, int | None, str | None]
 def find_global_ranks(communicators: Sequence[Communicator], membership: Membership) -> tuple[World, ...]:
     """Set ``global_rank`` wherever it can be known, else ``global_rank_reason``; returns the world of each job in the logs.
 
-    Processes that share a family belong to one job. A process with several ranks is told apart by device and bus.
+    Processes that share a family belong to one job. Device and bus distinguish the ranks of a process with several ranks.
     Namesakes (equal host and pid in two files) are two processes where a family holds both, else one.
     """
     seats = _seats(communicators, membership)
@@ -212,8 +212,8 @@ def _by_rank(family: Sequence[Communicator]) -> list[Communicator]:
     return sorted(family, key=lambda communicator: communicator.rank or 0)
 
 
-def _persons(communicators: Sequence[Communicator], membership: Membership) -> dict[int, int]:
-    """For each process the one that it is: its namesake, unless a family holds two of that name."""
+def _identities(communicators: Sequence[Communicator], membership: Membership) -> dict[int, int]:
+    """The identity of each process: its namesake, unless a family has two of that name."""
     names = {c.process: c.namesake for c in communicators}
     distinct = set()
     for family in membership.families:
@@ -225,18 +225,18 @@ def _persons(communicators: Sequence[Communicator], membership: Membership) -> d
 
 def _seats(communicators: Sequence[Communicator], membership: Membership) -> dict[int, Seat]:
     """The seat of each communicator, by index."""
-    persons = _persons(communicators, membership)
+    identities = _identities(communicators, membership)
     seat_counts = Counter(
-        (number, persons[communicators[index].process])
+        (number, identities[communicators[index].process])
         for number, family in enumerate(membership.families)
         for index in family
     )
     crowded = {process for (_, process), count in seat_counts.items() if count > 1}
     return {
         c.index: (
-            (persons[c.process], c.cuda_device, c.bus_id)
-            if persons[c.process] in crowded
-            else (persons[c.process], None, None)
+            (identities[c.process], c.cuda_device, c.bus_id)
+            if identities[c.process] in crowded
+            else (identities[c.process], None, None)
         )
         for c in communicators
     }
@@ -253,8 +253,8 @@ def _is_crowded(job: Sequence[Communicator], membership: Membership, seats: Mapp
 
 def _jobs(communicators: Sequence[Communicator], membership: Membership) -> list[list[Communicator]]:
     """The communicators of each job: processes joined by families."""
-    persons = _persons(communicators, membership)
-    joined = {person: person for person in persons.values()}
+    identities = _identities(communicators, membership)
+    joined = {person: person for person in identities.values()}
 
     def root(process: int) -> int:
         while joined[process] != process:
@@ -263,12 +263,12 @@ def _jobs(communicators: Sequence[Communicator], membership: Membership) -> list
         return process
 
     for family in membership.families:
-        first = root(persons[communicators[family[0]].process])
+        first = root(identities[communicators[family[0]].process])
         for index in family[1:]:
-            joined[root(persons[communicators[index].process])] = first
+            joined[root(identities[communicators[index].process])] = first
     jobs: dict[int, list[Communicator]] = {}
     for communicator in communicators:
-        jobs.setdefault(root(persons[communicator.process]), []).append(communicator)
+        jobs.setdefault(root(identities[communicator.process]), []).append(communicator)
     return list(jobs.values())
 
 
@@ -278,7 +278,7 @@ def _worlds(
     membership: Membership,
     seats: Mapping[int, Seat],
 ) -> list[list[Communicator]]:
-    """The families of ``job`` that hold every seat once and are the largest, the earliest first."""
+    """The families of ``job`` that have every seat once and are the largest, the earliest first."""
     taken = {seats[c.index] for c in job if c.rank is not None or seats[c.index][1:] == (None, None)}
     numbers = sorted({c.family for c in job if c.family is not None})
     complete: list[list[Communicator]] = []

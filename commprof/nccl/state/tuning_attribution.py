@@ -1,4 +1,4 @@
-"""Which operation each printed choice of an algorithm belongs to: NCCL names neither it nor its communicator."""
+"""Attributes each printed choice of an algorithm to an operation: NCCL prints neither it nor its communicator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class _Keys(NamedTuple):
-    """What a choice and its operation have in common: the run, the operation, and bytes."""
+    """The keys that a choice and its operation share: the run, the operation, and bytes."""
 
     run: Numbers
     op: Numbers
@@ -29,13 +29,13 @@ class _Keys(NamedTuple):
 
 
 def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
-    """``tuning`` with ``comm`` and ``op_line`` filled where order and bytes leave no choice.
+    """``tuning`` with ``comm`` and ``op_line`` filled where order and bytes are unambiguous.
 
     A thread prints the COLL lines of one launch, then the choices for them: so its lines fall into runs, of operations
     followed by choices. Within a run a choice belongs to the operation of its name and bytes. Bytes are those of the
     whole collective where a time is printed (up to 2.23), else those of one rank's count. Only rank 0 of a communicator
-    prints choices, except for symmetric kernels. Where several operations fit, their communicator is known if they
-    share one, and the operation is not.
+    prints choices, except for symmetric kernels. Where several operations match, only a communicator that
+    they share is known, not the operation.
 
     Args:
         tuning: table ``nccl_tuning``.
@@ -59,7 +59,7 @@ def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
     for column, of_size in (("message_bytes", of_whole_collective), ("bytes", ~of_whole_collective)):
         size = numbers_of(ops[column], _NONE)[chosen]
         calls = _Keys(call_runs, op, size)
-        # A call whose bytes are not known fits no choice.
+        # A call whose bytes are not known matches no choice.
         for is_named, of_name in ((True, names >= 0), (False, names < 0)):
             for any_rank, of_rank in ((True, every_rank), (False, ~every_rank)):
                 wanted = np.flatnonzero(of_size & of_name & of_rank)
@@ -132,11 +132,11 @@ def _pair(
     """The communicator and the line of the operation of each choice, -1 where that is not known.
 
     Args:
-        choices: what is sought.
-        calls: the operations that it may be.
+        choices: the choices to attribute.
+        calls: the candidate operations.
         comm: the communicators of these, by number.
         line: their lines.
-        by_name: whether the choices say the operation.
+        by_name: whether the choices name the operation.
     """
     number = len(choices.run)
     key = _mixed(np.concatenate([choices.run, calls.run]), np.concatenate([choices.size, calls.size]))

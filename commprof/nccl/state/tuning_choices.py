@@ -1,4 +1,4 @@
-"""Attribution of tuning lines while operations go by, so that neither has to be in memory whole."""
+"""Attributes tuning lines in windows of operations, so that neither table must fit into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from commprof.nccl.state.tuning_attribution import attribute_tuning
 from commprof.nccl.tables.arrow_columns import codes_of, numbers_of
 
-# A choice stands close behind its operation: this many operations before a window are looked at again.
+# A choice follows its operation closely: so many operations before a window are searched again.
 _OVERLAP: Final = 4096
 NEEDED: Final = (
     "op", "kind", "state", "host", "pid", "tid", "file", "line", "rank", "comm", "bytes", "message_bytes",
@@ -45,7 +45,7 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
 
 
 def _attributed(tuning: pa.Table, begin: int, end: int, operations: pa.Table) -> pa.Table:
-    """The choices from ``begin`` to ``end``, attributed to ``operations``, of which earlier choices take their own."""
+    """The choices from ``begin`` to ``end``, attributed to ``operations``, after earlier choices have taken theirs."""
     first = max(begin - _OVERLAP, 0)
     return attribute_tuning(tuning.slice(first, end - first), operations).slice(begin - first)
 

@@ -1,1 +1,1 @@
-"""The rows of a log's tables, and what the log lacks."""
+"""The tables of a log, and notes on its missing evidence."""

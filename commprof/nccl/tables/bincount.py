@@ -1,4 +1,4 @@
-"""Numbers that occur again and again, counted without sorting them where they are small."""
+"""Counts repeated numbers, without sorting where they are small."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _DENSE: Final = 16  # as many numbers for each key are counted faster than keys 
 
 
 def numbered(codes: Positions) -> tuple[list[int], Positions]:
-    """The numbers that occur in ``codes``, and for each code its place among them."""
+    """The numbers that occur in ``codes``, and for each code its position among them."""
     occurs = np.bincount(codes) > 0
     return np.flatnonzero(occurs).tolist(), (np.cumsum(occurs) - 1)[codes]
 
 
 def first_of_each(keys: Positions) -> tuple[Positions, Positions, Positions]:
-    """The distinct keys, where each stands first, and how often it occurs."""
+    """The distinct keys, the first position of each, and how often it occurs."""
     if not len(keys) or int(keys.max()) > _DENSE * len(keys):
         return np.unique(keys, return_index=True, return_counts=True)
     times = np.bincount(keys)

@@ -1,4 +1,4 @@
-"""The census of a log: each physical line is of exactly one kind, and the kinds that no table has show examples."""
+"""The census of a log: each physical line has exactly one kind, and kinds without a table have examples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from commprof.nccl.grammar import line_kinds
-from commprof.nccl.grammar.line_kinds import BLANK, READ, TOO_LONG, UNDERSTOOD
+from commprof.nccl.grammar.line_kinds import BLANK, READ, RECOGNIZED, TOO_LONG
 from commprof.nccl.grammar.lines import clean_line
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 class Tally(NamedTuple):
     """How many lines of a block are of one kind, and the first of them whose messages differ.
 
-    ``forms`` are keys of :data:`commprof.nccl.grammar.versions.FORMS`: what these lines tell about the version of NCCL.
+    ``forms`` are keys of :data:`commprof.nccl.grammar.versions.FORMS`: which limit the version of NCCL.
     """
 
     lines: int
@@ -38,7 +38,7 @@ class Tally(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An example as it is shown: file, line, and the text, shortened, with nothing in it that a terminal would obey."""
+    """An example for display: file, line, and the text, shortened, without control characters."""
 
     file: str
     line: int
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class LineKind(NamedTuple):
-    """Lines of one kind. ``understood``: they say what no table has; otherwise it is not known what they say."""
+    """Lines of one kind. ``understood``: they are recognized; otherwise their form is unknown."""
 
     kind: str
     understood: bool
@@ -74,7 +74,7 @@ class Tallies:
         self._forms: dict[str, set[str]] = {}
 
     def note(self, kind: str, form: str | None) -> None:
-        """Remember what a message of this kind tells about the version."""
+        """Note the form of a message of this kind, which limits the version."""
         if form is not None:
             self._forms.setdefault(kind, set()).add(form)
 
@@ -110,7 +110,7 @@ class Tallies:
         self._examples[kind] = chosen[:MOST_EXAMPLES]
 
     def _has_earlier(self, kind: str, line: int) -> bool:
-        """Whether enough examples of a kind stand in front of a line."""
+        """Whether there are enough examples of a kind before a line."""
         known = self._examples.get(kind, ())
         return len(known) == MOST_EXAMPLES and known[-1].line < line
 
@@ -123,14 +123,14 @@ class Tallies:
 
 
 class Census:
-    """Adds up the tallies of blocks, in any number of files; ``forms`` tells, by file, of the version."""
+    """Adds up the tallies of blocks, in any number of files; ``forms`` has, by file, the forms of lines."""
 
     def __init__(self) -> None:
         self._by_file: dict[int, Tallies] = {}
         self.forms: dict[int, set[str]] = {}
 
     def add(self, tallies: Mapping[str, Tally], file: int, lines_before: int) -> None:
-        """Add a block of ``file`` in front of which that file has ``lines_before`` lines."""
+        """Add a block of ``file`` after its first ``lines_before`` lines."""
         known = self._by_file.setdefault(file, Tallies())
         for kind, tally in tallies.items():
             moved = [example._replace(line=example.line + lines_before + 1) for example in tally.examples]
@@ -138,13 +138,13 @@ class Census:
             self.forms.setdefault(file, set()).update(tally.forms)
 
     def add_line(self, raw: bytes, messages: Sequence[nccl_lines.Line], file: int, line: int) -> None:
-        """Add a line, counted from 1, that was read apart from its block."""
+        """Add a line, counted from 1, that was read outside of its block."""
         alone = Tallies()
         alone.add_line(raw, messages, line - 1)
         self.add(alone.tallies(), file, 0)
 
     def kinds(self, files: Sequence[str], lines: int, overlong: int = 0) -> tuple[LineKind, ...]:
-        """All kinds: what was read first, what was understood next, then what was not, each the most frequent first.
+        """All kinds: lines in tables first, then recognized, then unrecognized ones, each by falling frequency.
 
         Args:
             files: the files by number.
@@ -163,7 +163,7 @@ class Census:
         counts[TOO_LONG] += overlong
         counts[BLANK] -= overlong
         kinds = [
-            LineKind(kind, kind in UNDERSTOOD, count, tuple(examples.get(kind, ())[:MOST_EXAMPLES]))
+            LineKind(kind, kind in RECOGNIZED, count, tuple(examples.get(kind, ())[:MOST_EXAMPLES]))
             for kind, count in counts.items()
             if count
         ]
@@ -171,7 +171,7 @@ class Census:
 
 
 def printable(text: bytes, letters: int = _SHOWN_LETTERS) -> str:
-    """``text`` with everything escaped that is not printable, cut after some letters.
+    """``text`` with everything escaped that is not printable, truncated to some characters.
 
     >>> printable(bytes([27]) + b"[31mred" + bytes([255]))
     '\\\\x1b[31mred\\\\xff'

@@ -1,4 +1,4 @@
-"""What a log lacks, said in sentences, with what to set next time."""
+"""Notes on what a log lacks, with what to set next time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ASK: Final = {
 
 
 class Findings(NamedTuple):
-    """What a parse found that a person should know."""
+    """The findings of a parse that become notes."""
 
     operations: int
     torn: int
@@ -55,11 +55,11 @@ class Findings(NamedTuple):
 
 
 def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> tuple[str, ...]:
-    """The sentences for ``findings``, the gravest first.
+    """The notes for ``findings``, the most severe first.
 
     Args:
-        findings: what the parse found.
-        communicators: after families and global ranks were sought: the reasons that they carry are told.
+        findings: of the parse.
+        communicators: after families and global ranks were determined: their reasons become notes.
     """
     communicators = tuple(communicators)
     notes = list(findings.troubles)
@@ -68,7 +68,9 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
     if findings.empty:
         notes.append("The log is empty.")
     if findings.operations == 0:
-        notes.append(f"No whole operation line was found. NCCL prints none by default: {ASK_FOR_OPERATIONS}.")
+        notes.append(
+            f"No complete operation line was found. NCCL prints none by default: {ASK_FOR_OPERATIONS}."
+        )
     if findings.without_init:
         notes.append(
             f"{_without_init(findings.without_init, findings.communicators)} no init line, so ranks are not known there: "
@@ -92,7 +94,7 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
             "NCCL_DEBUG_SUBSYS next time."
         )
     notes.extend(
-        f"Global ranks are those of the largest communicator, of {world.nranks} ranks, of which the logs hold "
+        f"Global ranks are those of the largest communicator, of {world.nranks} ranks, of which the logs have "
         f"{world.members}: they are right if no larger communicator existed."
         for world in findings.partial_worlds
     )
@@ -121,12 +123,14 @@ def _without_init(number: int, communicators: int) -> str:
 
 def _torn(number: int) -> str:
     return (
-        "1 operation line is torn; it is" if number == 1 else f"{number} operation lines are torn; they are"
+        "1 operation line is truncated; it is"
+        if number == 1
+        else f"{number} operation lines are truncated; they are"
     )
 
 
 def _unknown_families(communicators: Iterable[Communicator]) -> list[str]:
-    """A sentence for each reason why a family or a global rank is not known, with the number it holds for."""
+    """A note for each reason why a family or a global rank is not known, with the number of communicators."""
     communicators = tuple(communicators)
     families = Counter(c.family_reason for c in communicators if c.family is None and c.family_reason)
     ranks = Counter(
@@ -148,6 +152,6 @@ def _communicators(count: int) -> str:
 
 
 def _is_call_only(communicators: Iterable[Communicator]) -> bool:
-    """Whether every communicator that a line began is known from CALL lines alone."""
+    """Whether every communicator that has an Init line is known from CALL lines alone."""
     stages = [c.stages for c in communicators if c.stages]
     return bool(stages) and all(stage == {"call"} for stage in stages)

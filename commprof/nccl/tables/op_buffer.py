@@ -1,4 +1,4 @@
-"""Rows of operation lines as they are read: numbers only, in memory while they are few and on disk when they are many."""
+"""Buffers the rows of operation lines as numbers: few rows in memory, many on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from commprof.errors import LogError
 from commprof.nccl.tables.arrow_columns import Column, as_arrow, as_numpy
 from commprof.schema import Op
 
-# Ops are numbered by their place here.
+# Ops are numbered by their position here.
 OPS: Final[tuple[Op, ...]] = tuple(Op)
 OP_NUMBER: Final = {op: number for number, op in enumerate(OPS)}
 COLL, CALL = range(2)
 KINDS: Final = ("coll", "call")
 WHOLE, TORN = range(2)
 STATES: Final = ("whole", "torn")
-# What stands for a number that a line does not have: no line prints it in any of these places.
+# The number for an absent value: no line prints it in any of these fields.
 NONE: Final = -(2**31)
 
 ROW_TYPES: Final[dict[str, pa.DataType]] = {
@@ -51,7 +51,7 @@ Rows = dict[str, Column]
 
 
 class RowStore:
-    """Keeps batches of rows in order; beyond some ten thousand of them, in a file that is gone with the store."""
+    """Keeps batches of rows in order; beyond some ten thousand of them, in a file that is deleted with the buffer."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         """
@@ -80,7 +80,7 @@ class RowStore:
             self._spill()
 
     def set_twin(self, row: int, line: int) -> None:
-        """Say afterwards which line is the twin of a row that is in the store already."""
+        """Set the twin line of a row that is already in the buffer."""
         self._late[row] = line
 
     def batches(self) -> Iterator[Rows]:
@@ -121,7 +121,9 @@ class RowStore:
     def _path(self) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="commprof-", dir=self._scratch))
-            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)  # goes with the rows
+            weakref.finalize(
+                self, shutil.rmtree, self._directory, ignore_errors=True
+            )  # removed with the rows
         return self._directory / "rows.arrow"
 
     def _spill(self) -> None:

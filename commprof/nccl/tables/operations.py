@@ -1,7 +1,7 @@
 """Operation lines as rows of the ``nccl_ops`` table.
 
-Rows come as numbers, some ten thousand at a time. What only the whole log can tell (ranks, versions, sizes of
-communicators) is joined to them here, by the number of the communicator.
+Rows come as numbers, some ten thousand at a time. Ranks, versions and sizes of communicators, which only the
+complete log shows, are joined here by the number of the communicator.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Versions(NamedTuple):
-    """By process: the version as text, and whether int8 on AllGather and Broadcast may stand for any type."""
+    """By process: the version as text, and whether int8 on AllGather and Broadcast may be any type."""
 
     texts: Sequence[str | None]
     prints_bytes: Sequence[bool]
 
 
 class OperationTable:
-    """The table ``nccl_ops`` out of rows of numbers, some ten thousand rows at a time.
+    """Makes the table ``nccl_ops`` from rows of numbers, some ten thousand rows at a time.
 
     Strings are dictionaries: they are few, and repeated millions of times.
     """
@@ -78,7 +78,7 @@ class OperationTable:
         return pa.table({name: columns[name] for name in names})
 
     def _places(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """Where a line stands and who printed it."""
+        """The position of a line and its writer."""
         del owner
         processes = self._processes
         return {
@@ -97,7 +97,7 @@ class OperationTable:
         }
 
     def _owners(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """What follows from the communicator."""
+        """Columns of the communicator."""
         del process
         communicators = self._communicators
         ranks = _numbers([c.rank for c in communicators])[owner]
@@ -115,7 +115,7 @@ class OperationTable:
         }
 
     def _printed(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """What the line says, and how it is called."""
+        """Columns of the printed values, with names for numbers."""
         op, code = rows["op"], _type_codes(rows)
         bytewise = np.array([*self._versions.prints_bytes, False], bool)[process]
         hidden = bytewise & (code == 0) & _IS_BYTE_TYPED[op]
@@ -139,7 +139,7 @@ class OperationTable:
         return {"bytes": _nullable(sizes, pa.int64()), "message_bytes": _nullable(messages, pa.int64())}
 
     def _sizes(self, rows: Rows, owner: Numbers) -> tuple[Numbers, Numbers]:
-        """Bytes that a line prints, and bytes of the whole message; NONE where they are not known."""
+        """Bytes that a line prints, and bytes of the full message; NONE where they are not known."""
         code = _type_codes(rows)
         sizes = np.where(code >= 0, rows["elements"] * _ITEM_BYTES[code], NONE)
         factor = np.where(_IS_COUNTED_PER_RANK[rows["op"]], self._nranks[owner], 1)
@@ -148,13 +148,13 @@ class OperationTable:
         return sizes, np.where(fits, sizes * np.where(fits, factor, 1), NONE)
 
     def add_up(self, rows: Rows, lines: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]) -> None:
-        """Add whole lines, and the bytes of their messages where they are known, by operation and kind of line."""
+        """Add complete lines, and the bytes of their messages where they are known, by operation and kind of line."""
         complete_rows = np.flatnonzero(rows["state"] == WHOLE)
         _, messages = self._sizes(rows, rows["communicator"].astype(np.int64))
         size = np.maximum(messages[complete_rows], 0)
         key = rows["op"][complete_rows].astype(np.int64) * len(KINDS) + rows["kind"][complete_rows]
         times = np.bincount(key)
-        # In parts, as the sums of floating point numbers are exact only so far.
+        # In partial sums, as sums of floating point numbers are exact only up to 2 ** 53.
         partial_sums = [np.bincount(key, (size >> shift) & _PART).astype(np.int64) for shift in _SHIFTS]
         for number in np.flatnonzero(times).tolist():
             name = str(OPS[number // len(KINDS)]), KINDS[number % len(KINDS)]
@@ -187,7 +187,7 @@ class Operations:
             yield self._table.table(rows, names)
 
     def calls(self, processes: Sequence[int], names: Sequence[str]) -> Iterator[pa.Table]:
-        """The whole COLL lines of some processes, by number, in order."""
+        """The complete COLL lines of some processes, by number, in order."""
         wanted = np.array(processes, np.int64)
         for rows in self._rows.batches():
             chosen = (rows["kind"] == COLL) & (rows["state"] == WHOLE) & np.isin(rows["process"], wanted)
@@ -195,7 +195,7 @@ class Operations:
                 yield self._table.table({name: column[chosen] for name, column in rows.items()}, names)
 
     def totals(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-        """Whole lines, and bytes of whole messages where they are known, by operation and kind of line."""
+        """Complete lines, and bytes of full messages where they are known, by operation and kind of line."""
         if self._totals is None:
             self._totals = Counter(), Counter()
             for rows in self._rows.batches():
@@ -237,7 +237,7 @@ class Operations:
 
 
 def _one_ahead(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """``batches``, each made while the one before it is used."""
+    """``batches``, each computed while the one before it is used."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches, None)
         while (batch := coming.result()) is not None:
@@ -252,7 +252,7 @@ def _type_codes(rows: Rows) -> Numbers:
 
 
 def _numbers(values: Sequence[int | None]) -> Numbers:
-    """``values`` and, for the number -1 of nobody, one entry more; NONE for what is not known."""
+    """``values`` with one more entry for the number -1; NONE for unknown values."""
     return np.array([*(NONE if value is None else value for value in values), NONE], np.int64)
 
 
@@ -282,4 +282,4 @@ _REDUCTION_NAMES: Final = (*REDUCTIONS, PRE_MULTIPLIED)
 
 NO_INIT_LINE: Final = "no init line for this communicator: NCCL_DEBUG_SUBSYS had COLL without INIT"
 NO_WORLD: Final = "no communicator of the log holds every process once, so no rank in it is a rank of the job"
-TORN_LINE: Final = "the line is torn"
+TORN_LINE: Final = "the line is truncated"

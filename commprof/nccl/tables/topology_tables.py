@@ -1,6 +1,6 @@
 """The tables of rings, trees and links, from the lines that :mod:`commprof.nccl.grammar.topology` reads.
 
-A log may hold millions of such lines. Equal records are kept once, and each line takes a few numbers.
+A log may hold millions of such lines. Equal records are stored once, and each line takes a few numbers.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class TopologyRows:
 
         Args:
             process: its number in the registry.
-            communicator: number of the communicator that it belongs to; None where that is not known yet: then the
+            communicator: number of the communicator that it belongs to; None where it is not known yet: then the
                 thread decides once all lines are read (see :class:`commprof.nccl.state.communicators.Completions`).
             record: what :func:`commprof.nccl.grammar.topology.read_topology` returned.
             file: number of the file.
             line: number of the line in it.
-            lines: how many lines say the same.
+            lines: how many equal lines.
             tid: the thread that printed it.
         """
         owner, thread = _NONE if communicator is None else communicator, _NONE if tid is None else tid
@@ -104,7 +104,7 @@ def _of_kind(records: Sequence[Topology], kinds: type | tuple[type, ...], rows: 
 
 
 def _first_of_each(rows: _Rows, records: int) -> tuple[_Rows, Numbers]:
-    """The first row of each record of a process and communicator, and the number of lines that say it."""
+    """The first row of each record of a process and communicator, and the number of its lines."""
     owners = int(rows["owner"].max(initial=0)) + 2
     key = (rows["process"] * owners + rows["owner"] + 1) * max(records, 1) + rows["record"]
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
@@ -130,7 +130,7 @@ def _rings(
     orders = [record.ranks if isinstance(record, RingOrder) else None for record in records]
     lengths = np.array([_NONE if order is None else len(order) for order in orders], np.int64)
     size, number = sizes[rows["owner"]], rows["record"]
-    # NCCL cuts long lines, and the first ranks of a ring in natural order look like a smaller ring.
+    # NCCL truncates long lines, and the first ranks of a ring in natural order look like a smaller ring.
     ordered = np.where((size == _NONE) | (size == lengths[number]), number, _NONE)
     columns = _fields(records, pa.int64(), ("channel", "channels", "rank", "previous", "next"), number)
     texts = [None if order is None else _join(order) for order in orders]
@@ -140,7 +140,7 @@ def _rings(
 def _trees(
     rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
 ) -> tuple[_Rows, dict[str, pa.Array]]:
-    """One row per tree and rank of a communicator, however many lines and forms say it."""
+    """One row per tree and rank of a communicator, for any number of lines and forms."""
     del communicators
     numbers: dict[TreeLine, int] = {}
     members: list[list[int]] = []
@@ -162,7 +162,7 @@ def _trees(
 def _links(
     rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
 ) -> tuple[_Rows, dict[str, pa.Array]]:
-    """One row per link of a communicator, with the number of lines that say it."""
+    """One row per link of a communicator, with the number of its lines."""
     del communicators
     link_rows, times = _first_of_each(_of_kind(records, Link, rows), len(records))
     number = link_rows["record"]

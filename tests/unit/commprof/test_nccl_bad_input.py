@@ -63,7 +63,7 @@ def test_what_is_no_log_gives_no_row(tmp_path, data, lines):
     assert states(parsed) == (0, 0, 0)
     assert parsed.counts.bytes == len(data)
     assert parsed.counts.lines == (data.count(b"\n") + (not data.endswith(b"\n")) if lines is None else lines)
-    assert any("No whole operation line was found" in note for note in parsed.notes)
+    assert any("No complete operation line was found" in note for note in parsed.notes)
 
 
 def test_rows_survive_among_bytes_that_mean_nothing(tmp_path):

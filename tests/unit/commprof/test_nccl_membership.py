@@ -266,7 +266,7 @@ def test_lines_of_topology_belong_to_the_initialisation_of_their_thread():
     first = log.init(10, 0x10, 0, 2, "0xa", stages=("start",), tid=7)
     second = log.init(10, 0x20, 0, 2, "0xb", stages=("start",), tid=8)
     _, process = log.process(10)
-    current = log.registry.current_initialisation
+    current = log.registry.current_initialization
     assert current(process, 7) is first
     assert current(process, 8) is second
     assert current(process, 9) is None
@@ -296,7 +296,7 @@ def test_a_late_connection_belongs_to_the_only_communicator_in_which_the_process
     _, process = log.process(10)
 
     def owner(text: bytes):
-        return log.registry.current_initialisation(process, 9, read_topology(text))
+        return log.registry.current_initialization(process, 9, read_topology(text))
 
     assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is world
     assert owner(b"Channel 00/0 : 1[3] -> 0[2] via P2P/CUMEM") is pair
@@ -314,7 +314,7 @@ def test_before_starts_were_printed_no_line_of_topology_is_given_away_early():
     log = Log()
     log.init(10, 0x10, 0, 2, stages=("complete",), tid=7)
     _, process = log.process(10)
-    assert log.registry.current_initialisation(process, 7) is None
+    assert log.registry.current_initialization(process, 7) is None
 
 
 def notes(log: Log) -> str:
