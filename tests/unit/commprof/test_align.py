@@ -197,7 +197,7 @@ def test_splits_that_no_record_holds_are_reported_and_not_guessed(tmp_path):
     reasons = {row["reason"] for row in report.matches.to_pylist() if row["state"] == "missing"}
     assert report.unclear == 4
     assert (report.matched, report.missing, report.extra) == (2, 4, 0)
-    assert all("sizes the record does not hold" in reason for reason in reasons)
+    assert all("sizes the record does not have" in reason for reason in reasons)
 
 
 def plant_exchanges(run, sent, method):

@@ -257,7 +257,7 @@ def test_two_groups_that_nothing_separates_are_ambiguous_altogether(tmp_path):
     assert (report.matched, report.missing, report.extra) == (0, 0, 0)
     assert report.ambiguous == 2 * 40 + 2 * 39
     assert set(report.comm_matches["confidence"].to_pylist()) == {"none"}
-    assert all("nothing tells" in reason for reason in report.comm_matches["reason"].to_pylist())
+    assert all("nothing distinguishes" in reason for reason in report.comm_matches["reason"].to_pylist())
 
 
 def test_torch_s_own_line_decides_between_equal_groups(tmp_path):
