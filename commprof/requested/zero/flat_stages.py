@@ -65,6 +65,7 @@ def flat_expectations(
         else None,
     )
     rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
+    # Three cases: stage 0 without shards, one message for each flat buffer, and buckets or bands.
     if not configuration.partitions:
         gradients = replicated_gradients(configuration, parameters)
         rows += [

@@ -97,6 +97,7 @@ def expected(
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
+    # A warm-up sends uncompressed, so the rows depend on the step.
     configuration = _without_idle_compression(configuration, config, world_size, iteration, host_ranks)
     not_partitioned: frozenset[str] = frozenset()
     if configuration.partitions and runtime == "zero_runtime":
@@ -119,6 +120,7 @@ def expected(
         rows = flat_expectations(
             configuration, parameters, world_size, gradient_order, backend, runtime, not_partitioned
         )
+    # DeepSpeed ignores the keys below. Each of them changes the rows of the one before.
     if runtime != "zero_runtime":
         return rows
     if configuration.partitions and optimizer_type(config) == "lamb":
@@ -128,6 +130,7 @@ def expected(
     rows = late_sums(
         rows, count(section(config, "communication"), "bounded_delay", 0, least=0) or 0, world_size
     )
+    # The topology comes last: it divides any message among the axes of the grid.
     sizes = torus.sizes_of(config, world_size, host_ranks, grid)
     own = configuration.model_dtype or (parameters[0].dtype if parameters else "float32")
     items = {
