@@ -201,7 +201,7 @@ def test_without_room_for_copies_it_goes_on_and_says_what_is_lost(logs):
 def test_nothing_at_all_is_an_error_once_it_ends(logs):
     follower = follower_of(logs)
     follower.follow(0.0, lambda count: None)
-    with pytest.raises(LogError, match="holds no log file"):
+    with pytest.raises(LogError, match="has no log file"):
         follower.sources()
 
 
