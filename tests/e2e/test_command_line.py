@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from support.command import ROOT, environment
+from support.command import ROOT, commprof, environment
 
 EXAMPLE = [
     str(ROOT / "examples" / "train_gpt.py"),
@@ -29,24 +29,13 @@ COMMPROF = [sys.executable, "-m", "commprof"]
 def recorded(tmp_path_factory):
     """A directory in which one run of the example was recorded, and what it printed."""
     directory = tmp_path_factory.mktemp("main-job")
-    done = subprocess.run(
-        [*COMMPROF, "run", "--nproc", "2", *EXAMPLE],
-        cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = commprof("run", "--nproc", "2", *EXAMPLE, cwd=directory)
     assert done.returncode == 0, done.stderr
     return directory, done
 
 
 def output(directory: Path, *words: str) -> str:
-    done = subprocess.run(
-        [*COMMPROF, *words],
-        cwd=directory,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = commprof(*words, cwd=directory)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support import command
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     name: value
@@ -41,13 +43,8 @@ dist.destroy_process_group()
 """
 
 
-def commprof(*words: str, cwd: Path, **options) -> subprocess.CompletedProcess:
-    options.setdefault("env", ENVIRONMENT)
-    options.setdefault("input", "typed")
-    return subprocess.run(
-        [sys.executable, "-m", "commprof", *words],
-        cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options,
-    )  # fmt: skip
+def commprof(*words: str, cwd: Path, env=ENVIRONMENT, input="typed") -> subprocess.CompletedProcess:
+    return command.commprof(*words, cwd=cwd, env=env, input=input, timeout=120)
 
 
 def write(path: Path, text: str) -> Path:

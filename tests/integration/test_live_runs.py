@@ -3,11 +3,11 @@
 import os
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from commprof.trace.process import start_ticks
+from support import command
 from support.rank_files import write_rank
 
 LOG = (
@@ -32,10 +32,7 @@ def live(tmp_path_factory):
 
 
 def commprof(cwd, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", "commprof", *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=60,
-        check=False, env=dict(os.environ, COMMPROF_OPTIONS=""),
-    )  # fmt: skip
+    done = command.commprof(*words, cwd=cwd, env=dict(os.environ, COMMPROF_OPTIONS=""))
     return done.returncode, done.stderr
 
 

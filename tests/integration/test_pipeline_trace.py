@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 
 import zero_runtime
 from commprof.analysis import api
+from support.command import output
 from support.recording import calls, record
 
 pytestmark = pytest.mark.ranks
@@ -72,13 +71,8 @@ def test_idle_shares_and_the_loss_are_recorded(tmp_path):
     assert facts["steps"] == STEPS and facts["final_loss"] is not None
 
 
-def commprof(*words, cwd, expected=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "commprof", *words],
-        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == expected, done.stdout + done.stderr
-    return done.stdout
+def commprof(*words, cwd):
+    return output(*words, cwd=cwd, env=ENVIRONMENT)
 
 
 SCRIPT = str(ROOT / "examples" / "train_pipeline.py")

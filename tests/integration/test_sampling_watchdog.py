@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from commprof.sampling.processes import RankProcess, State, state_of
 from commprof.sampling.watchdog import Watchdog
 from commprof.trace.reader import open_run
+from support import command
 from support.hanging import all_reduces, await_records, await_stillness, hanging_ranks, load_batch
 
 ROOT = Path(__file__).parents[2]
@@ -117,10 +116,7 @@ def test_commprof_run_samples_watches_and_hands_on_the_exit_code(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
 
     def commprof(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "commprof", *words],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=environment,
-        )  # fmt: skip
+        return command.commprof(*words, cwd=tmp_path, env=environment, timeout=120)
 
     samplers = ("--sample", "proc,stacks", "--sample-every", "0.2")
     done = commprof("run", "--nproc", "2", "--out", "run", "--watchdog", "4", *samplers, "train.py")

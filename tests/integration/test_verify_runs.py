@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import command
 
 ENVIRONMENT = {
     name: value
@@ -75,10 +76,7 @@ LONG = ("stage-0", "stage-1", "stage-2-exchange-bf16-twice", "stage-3-all-reduce
 
 
 def commprof(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "commprof", *words],
-        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return command.commprof(*words, cwd=cwd, env=ENVIRONMENT, timeout=120)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,14 @@ The expected bytes are written here by hand, from gloo's algorithms, and not tak
 """
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from support import hosts as network
+from support.command import commprof
 
 WHY_NOT = network.why_impossible()
 TOLERANCE = 0.02
@@ -97,8 +99,7 @@ def record(folder, machines, words, **variables):
     finally:
         for process in ranks:
             process.kill()
-    words = [sys.executable, "-m", "commprof", "verify", "run", "--json"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = commprof("verify", "run", "--json", cwd=folder, env=dict(os.environ))
     assert "Traceback" not in done.stderr
     return codes, json.loads(done.stdout)
 

@@ -16,6 +16,7 @@ import pytest
 
 from commprof.trace.reader import open_run
 from support import hosts as network
+from support.command import commprof, output
 
 ROOT = Path(__file__).parents[2]
 HOSTS = 4
@@ -121,8 +122,7 @@ def sent_until(run, host):
 
 def verify(run):
     """Exit code and text, in one line, of ``commprof verify``."""
-    words = [sys.executable, "-m", "commprof", "verify", str(run)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = commprof("verify", run, cwd=run.parent, env=dict(os.environ))
     assert "Traceback" not in done.stderr
     return done.returncode, " ".join(done.stdout.split())
 
@@ -231,10 +231,9 @@ def run_each(directory, machines, launch, *arguments, program=SENDS):
 
 def reported(run):
     """Host -> megabytes that ``commprof report`` prints as sent through eth0, and all of its text."""
-    words = [sys.executable, "-m", "commprof", "report", str(run), "--json"]
-    rows = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout)
+    rows = json.loads(output("report", run, "--json", cwd=run.parent, env=dict(os.environ)))
     moved = [row for row in rows["moved"] if row["device"] == network.INTERFACE]
-    text = subprocess.run([*words[:-1]], capture_output=True, text=True, check=True, timeout=120).stdout
+    text = output("report", run, cwd=run.parent, env=dict(os.environ))
     return {row["host"]: row["sent_bytes"] for row in moved}, " ".join(text.split())
 
 

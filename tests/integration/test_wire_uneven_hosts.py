@@ -4,6 +4,7 @@ The expected bytes are written here by hand, from gloo's algorithms, and not tak
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support import hosts as network
+from support.command import commprof
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.02
@@ -155,8 +157,7 @@ def record(directory, machines, script, *arguments, **planted):
         network.run_on_each(machines, [sys.executable, *words], directory)
     said = []
     for options in ([], ["--json"]):
-        words = [sys.executable, "-m", "commprof", "verify", str(run), *options]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        done = commprof("verify", run, *options, cwd=directory, env=dict(os.environ))
         assert "Traceback" not in done.stderr
         said.append(done)
     return said[0].returncode, " ".join(said[0].stdout.split()), json.loads(said[1].stdout)
@@ -282,12 +283,7 @@ def test_ranks_of_one_host_do_not_pass_its_interface_to_each_other(tmp_path):
             for rank in range(4)
         ]
         assert [process.wait(timeout=200) for process in ranks] == [0] * 4
-    done = subprocess.run(
-        [sys.executable, "-m", "commprof", "verify", str(run), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = commprof("verify", run, "--json", cwd=tmp_path, env=dict(os.environ))
     verdict = json.loads(done.stdout)
     assert len(verdict["moved"]) == 2
     for row in verdict["moved"]:

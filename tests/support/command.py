@@ -1,12 +1,17 @@
-"""The commprof command as a user gives it: a process of its own, in a directory and an environment of its own."""
+"""The commprof command as a user gives it: a process of its own, in a directory and an environment of its own.
+
+:func:`commprof` forks the process from the warm test process (``support.warm``), which saves its imports. What tests the
+start itself (entry point, imports, signals) calls :func:`execute` with ``[sys.executable, "-m", "commprof", ...]``.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -29,13 +34,19 @@ def execute(words: list[str], cwd: Path, **options: Any) -> subprocess.Completed
     return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, **given)
 
 
-def commprof(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command with ``words``, and how it ended."""
-    return execute([sys.executable, "-m", "commprof", *words], cwd, **options)
+def commprof(
+    *words: str,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    timeout: float = 200.0,
+    input: str | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """The command with ``words``, and how it ended; ``input`` is typed on its standard input."""
+    return warm.commprof([*map(str, words)], Path(cwd), environment() if env is None else env, timeout, input)
 
 
-def output(*words: str, cwd: Path, expected: int = 0) -> str:
+def output(*words: str, cwd: Path, expected: int = 0, **options: Any) -> str:
     """What the command with ``words`` prints; it has to end with exit code ``expected``."""
-    done = commprof(*words, cwd=cwd)
+    done = commprof(*words, cwd=cwd, **options)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout

@@ -1,0 +1,206 @@
+"""A commprof command in a process that is forked from the warm test process: its imports are there already.
+
+The child has the arguments, directory, environment, standard streams, exit code and process id that ``python -m commprof``
+would have. What pytest and other tests have changed in this process is undone in it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import gc
+import importlib
+import io
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NoReturn, TextIO
+
+from commprof.analysis.relations import engine
+from commprof.analysis.storage import answer_cache, answer_files
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+# Which engine and which parts in C are taken is decided while modules are imported.
+_READ_AT_IMPORT: Final = ("COMMPROF_COMPILED",)
+_IMPORT: Final = builtins.__import__
+_CACHE_DIRECTORY: Final = answer_files.cache_directory
+# DuckDB's engines of the test process: their threads are not in the child, and to close one there would wait for them.
+_ENGINES: Final[list[Any]] = []
+
+
+def commprof(
+    words: list[str], cwd: Path, env: dict[str, str], timeout: float, text: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``commprof WORDS`` in ``cwd`` with exactly the variables ``env``; ``text`` is typed on its standard input.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended, or not closed its output, within ``timeout`` seconds; it is killed.
+    """
+    command = [sys.executable, "-m", "commprof", *words]
+    if any(env.get(name) for name in _READ_AT_IMPORT):
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout=timeout,
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    _import_all()
+    ends = [os.pipe(), os.pipe()]
+    typed = None if text is None else _typed(text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _child(words, cwd, env, typed, [write for _, write in ends])
+    for _, write in ends:
+        os.close(write)
+    if typed is not None:
+        os.close(typed)
+    try:
+        out, err = _read([read for read, _ in ends], time.monotonic() + timeout)
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+        raise subprocess.TimeoutExpired(command, timeout) from None
+    finally:
+        for read, _ in ends:
+            os.close(read)
+        _, status = os.waitpid(pid, 0)
+    return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status), out, err)
+
+
+@cache
+def _import_all() -> None:
+    """What commands import while they run: once in this process in place of once in each."""
+    import pandas  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+
+    import commprof.analysis.api
+    import commprof.trace.finaliser  # noqa: F401
+    from commprof.cli import application
+
+    application.build()
+    for package in ("sections", "verbs"):
+        for module in (ROOT / "commprof" / "cli" / package).glob("[a-z]*.py"):
+            importlib.import_module(f"commprof.cli.{package}.{module.stem}")
+
+
+def _typed(text: str) -> int:
+    """A descriptor from which ``text`` is read."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.seek(0)
+        return os.dup(file.fileno())
+
+
+def _read(ends: list[int], deadline: float) -> list[str]:
+    """What comes out of each of ``ends`` until all are closed."""
+    chunks: dict[int, list[bytes]] = {end: [] for end in ends}
+    open_ends = list(ends)
+    while open_ends:
+        left = deadline - time.monotonic()
+        ready = select.select(open_ends, [], [], max(0.0, left))[0]
+        if not ready:
+            raise TimeoutError
+        for end in ready:
+            chunk = os.read(end, 1 << 16)
+            if chunk:
+                chunks[end].append(chunk)
+            else:
+                open_ends.remove(end)
+    texts = [b"".join(chunks[end]).decode() for end in ends]
+    return [
+        text.replace("\r\n", "\n").replace("\r", "\n") for text in texts
+    ]  # as text=True of subprocess does
+
+
+def _child(
+    words: list[str], cwd: Path, env: dict[str, str], typed: int | None, outputs: list[int]
+) -> NoReturn:
+    code = 1
+    try:
+        if typed is not None:
+            os.dup2(typed, 0)
+        for number, end in enumerate(outputs, start=1):
+            os.dup2(end, number)
+            os.close(end)
+        gc.freeze()  # or the first collection copies every page of the test process
+        _as_started(words, cwd, env)
+        code = _run(words)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _as_started(words: list[str], cwd: Path, env: dict[str, str]) -> None:
+    """Undo what a new interpreter would not have."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    time.tzset()
+    sys.argv = [str(ROOT / "commprof" / "__main__.py"), *words]
+    sys.orig_argv[:] = [sys.executable, "-m", "commprof", *words]
+    sys.path.insert(0, str(cwd))
+    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+    faulthandler.disable()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    builtins.__import__ = _IMPORT
+    warnings.resetwarnings()
+    for category in (ImportWarning, PendingDeprecationWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _show_warning
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
+    answer_files.cache_directory = _CACHE_DIRECTORY
+    _ENGINES.extend([engine._connection, *vars(answer_cache.answer_cache).values()])
+    engine._connection = type(engine._connection)()
+    answer_cache.answer_cache.__init__()
+
+
+def _stream(number: int, mode: str) -> TextIO:
+    raw = os.fdopen(number, mode + "b", closefd=False)
+    errors = "backslashreplace" if number == 2 else "strict"
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=number == 2)
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _run(words: list[str]) -> int:
+    """The exit code of ``commprof WORDS``; what its threads and streams still have to say is said."""
+    from commprof.cli import main
+
+    code: object = 0
+    try:
+        main(words)
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return int(code) if isinstance(code, int) else int(code is not None)
