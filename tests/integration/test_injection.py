@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from commprof.trace.reader import open_run
-from support import command
 
 ROOT = Path(__file__).parents[2]
 _LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
@@ -65,7 +64,7 @@ def execute(words, cwd, environment, **more) -> subprocess.CompletedProcess:
 
 
 def commprof(*words, cwd, environment, **more):
-    return command.commprof(*words, cwd=cwd, env={**environment, **more}, timeout=100)
+    return execute([sys.executable, "-m", "commprof", *words], cwd, environment, **more)
 
 
 def recorded(run: Path) -> list[tuple[int, int]]:
