@@ -78,7 +78,7 @@ def test_each_launcher_writes_the_file_of_its_host(tmp_path):
     path = tmp_path / "run"
     run = open_run(path)
     assert run.health.ranks_recorded == 4 and not run.pending, said
-    files = host_files.held(path)
+    files = host_files.valid_files(path)
     assert len(files) == 2 == len(list((path / HOSTS_DIRECTORY).iterdir())), said
     assert {file.host for file in files} == {entry["host"] for entry in run.manifest.ranks}
     assert sorted(len(file.stems) for file in files) == [2, 2]

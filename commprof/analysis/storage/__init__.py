@@ -1,1 +1,1 @@
-"""Answers that are evaluated once and stored: the index, summaries, files of hosts, caches."""
+"""Stored answers: the index, summaries, files of hosts, and caches."""

@@ -1,4 +1,4 @@
-"""A run evaluated into a directory of its own, which opens as that run: its summaries, small tables and provenance.
+"""Analysis directories: the summaries, small tables and provenance of a run, which open as that run.
 
 The records are not copied: ``collectives`` is a link to those of the run, for the answers that need every record.
 """
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from commprof import __version__
 from commprof.analysis.storage import summaries
-from commprof.analysis.storage.index_sums import process_times, standing_of
+from commprof.analysis.storage.index_sums import exposures_from, process_times
 from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, OPERATIONS
 from commprof.analysis.storage.run_totals import SUMMARISED, summary_tables
 from commprof.analysis.time.stalls import COLUMNS as STALL_COLUMNS
@@ -32,7 +32,7 @@ PROVENANCE: Final = "analysis.json"
 
 
 def check_target(out: Path, force: bool) -> None:
-    """See that ``out`` is free, or holds an earlier analysis that ``force`` replaces.
+    """Check that ``out`` is free, or holds an earlier analysis that ``force`` replaces.
 
     Raises:
         UsageError: it is taken.
@@ -46,9 +46,9 @@ def check_target(out: Path, force: bool) -> None:
 
 
 def analyse_place(place: str, out: Path, session: SparkSession, force: bool = False) -> dict[str, int]:
-    """Evaluate the summaries of the run at ``place``, which Spark reads and this machine does not: see :func:`analyse`.
+    """Evaluate the summaries of a run that only Spark can read, at ``place``: see :func:`analyse`.
 
-    Its records stay there. An answer that needs every record says so and where they are.
+    The records stay there. An answer that needs every record fails and names their place.
 
     Args:
         place: URL of the run (``s3a://...``).
@@ -68,7 +68,7 @@ def analyse_place(place: str, out: Path, session: SparkSession, force: bool = Fa
 def analyse(
     run: Run, out: Path, session: SparkSession | None = None, force: bool = False, place: str | None = None
 ) -> dict[str, int]:
-    """Evaluate the summaries of ``run``, and put them with its small tables into directory ``out``, all or nothing.
+    """Evaluate the summaries of ``run`` and write them with its small tables into directory ``out``, all or nothing.
 
     Args:
         session: of Spark (:func:`commprof.analysis.relations.spark.start`); default: DuckDB evaluates.
@@ -113,7 +113,7 @@ def analyse(
 
 
 def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table]:
-    """What is evaluated from records, by the keys of the summaries; the rest follows from it."""
+    """The summaries that need records, evaluated by Spark, by key; the others follow from them."""
     from commprof.analysis.relations.spark import relations_of
 
     relations = relations_of(session, run)
@@ -121,7 +121,7 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
     steps, stalls = run.table("steps"), run.table("stalls")
     times = relations.of_processes(STALL_COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
     tables = {(OPERATIONS, *SUMMARISED): operations}
-    tables |= {(name,): rows for name, rows in standing_of(times, steps, stalls).items()}
+    tables |= {(name,): rows for name, rows in exposures_from(times, steps, stalls).items()}
     if len(run.table("buckets")):
         flushes = relations.table(BUCKET_FLUSHES, known={OPERATIONS: operations})
         tables[BUCKET_FLUSHES,] = buckets.in_order(flushes)
@@ -129,7 +129,7 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
 
 
 def _copy(path: Path, target: Path) -> None:
-    """The manifest and the small tables of the run at ``path``, and a link to its records."""
+    """Copy the manifest and the small tables of the run at ``path``, and link its records."""
     target.mkdir()
     for file in sorted(path.iterdir()):
         if (

@@ -1,7 +1,7 @@
-"""The one cache of answers in memory: by the state of a run and the question. The least recently used answers go.
+"""The cache of answers in memory, by the state of a run and the question. It evicts the least recently used answers.
 
-The state of a run is the key of its fingerprint, so an answer about files that have changed is not found again. A run that
-is being written has no such key: each time that it is opened is a state of its own.
+The state of a run is the key of its fingerprint, so the cache never returns an answer about files that have changed. A run
+that is being written has no such key: each opening is a state of its own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Answer = TypeVar("Answer")
 _LEAST_BYTES: Final = 256 << 20
 _SHARE: Final = 8
 _MOST_ANSWERS: Final = 4096
-_OTHER_BYTES: Final = 200  # that what is neither a table nor an array is taken to have
+_OTHER_BYTES: Final = 200  # assumed for a value that is neither a table nor an array
 
 
 class AnswerCache:
-    """Answers by state and question, for several threads.
+    """A cache of answers by state and question, safe for several threads.
 
     Args:
-        most_bytes: that are held; default: an eighth of what the engine may take, and 256 MiB at least. The newest answer
-            is held, however large it is.
-        most_answers: that are held.
+        most_bytes: the limit of the sizes of all answers; default: an eighth of the engine's memory limit, and 256 MiB at
+            least. The newest answer is cached whatever its size.
+        most_answers: the limit of their number.
     """
 
     def __init__(self, most_bytes: int | None = None, most_answers: int = _MOST_ANSWERS) -> None:
@@ -46,12 +46,12 @@ class AnswerCache:
         answer: Callable[[], Answer],
         is_final: Callable[[Answer], bool] | None = None,
     ) -> Answer:
-        """What ``answer`` says to ``question`` about a run in ``state``, unless it is held already.
+        """The cached answer to ``question`` about a run in ``state``, else what ``answer`` returns.
 
         Args:
-            state: a text, or texts; any other object stands for itself, and its answers go with it.
-            question: what is asked, and whatever else the answer depends on.
-            is_final: whether an answer may be held; default: all may. None never is: it is not known yet.
+            state: a text or texts; of any other object its identity counts, and its answers are dropped with it.
+            question: the question and everything else that the answer depends on.
+            is_final: whether an answer may be cached; default: all may. None is never cached: it means not known yet.
         """
         key = (state if isinstance(state, str | tuple) else ref(state), question)
         with self._lock:
@@ -71,14 +71,14 @@ class AnswerCache:
         answer: Callable[[], Answer],
         is_final: Callable[[Answer], bool] | None = None,
     ) -> Answer:
-        """:meth:`get` of directories, by their files as they are now; of a run that is being written nothing is held."""
+        """:meth:`get` for run directories, by the state of their files. Runs that are being written are not cached."""
         states = [fingerprint(run) for run in runs]
         if not all(state.is_still for state in states):
             return answer()
         return self.get(tuple(state.key for state in states), question, answer, is_final)
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Remove all answers."""
         with self._lock:
             self._entries: OrderedDict[tuple[Any, Hashable], tuple[Any, int]] = OrderedDict()
             self._bytes = 0
@@ -105,7 +105,7 @@ class AnswerCache:
 
 
 def bytes_of(answer: Any) -> int:
-    """About how many bytes ``answer`` takes: those of its tables, frames and arrays."""
+    """The approximate size of ``answer`` in bytes: its tables, frames and arrays."""
     if hasattr(answer, "memory_usage"):
         return int(answer.memory_usage().sum())
     if hasattr(answer, "nbytes"):

@@ -1,10 +1,10 @@
-"""Small answers about runs as files in the user's cache directory, so that a command need not work them out again.
+"""Small answers about runs, stored as files in the user's cache directory so that later commands need not compute them.
 
-A file is named by what it answers: the question, the runs with the names, sizes and times of all their files, and those of
-commprof itself and of the directory that packages are installed into. If any of them changes, another name is looked for.
+The name of a file is a hash of all that the answer depends on: the question; names, sizes and times of all files of the
+runs; the same of commprof itself and of the directory of installed packages. If any of them changes, so does the name.
 
-They are no table of the index of the run. Only runs of 300,000 records and more have an index, and DuckDB lets no process
-write to a database that another one, as the dashboard, has open.
+They are not tables of the index of the run for two reasons. Only runs of 300,000 records and more have an index, and DuckDB
+lets no process write to a database that another process, such as the dashboard, has open.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MOST_FILES: Final = 512
 
 
 def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[Any, bool]]) -> Any:
-    """What ``answer`` says of ``runs``, or what it said when it was asked last and the files were what they are now.
+    """The stored answer about ``runs`` if their files are unchanged, else what ``answer`` returns.
 
     Args:
-        question: what is asked; with ``runs``, all that the answer depends on.
-        answer: gives values of JSON, and whether they hold for as long as the files of the runs are the same.
+        question: with ``runs``, all that the answer depends on.
+        answer: returns JSON values, and whether they stay valid while the files of the runs are unchanged.
     """
     before = _name(question, runs)
     directory = cache_directory()
@@ -41,7 +41,7 @@ def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[A
         return answer()[0]
     try:
         return json.loads((directory / before).read_bytes())
-    except (OSError, ValueError):  # there is none, or it cannot be read: the next one takes its place
+    except (OSError, ValueError):  # missing or unreadable: the new one replaces it
         pass
     new_answer, holds = answer()
     if holds and _name(question, runs) == before:
@@ -50,12 +50,12 @@ def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[A
 
 
 def cache_directory() -> Path | None:
-    """Where answers lie: in the user's cache directory; None where there is none."""
+    """The directory of stored answers, in the user's cache directory; None if there is none."""
     return user_cache("answers")
 
 
 def user_cache(kind: str) -> Path | None:
-    """The directory for ``kind`` of files in the user's cache directory (XDG specification); None where there is none."""
+    """The directory for files of ``kind`` in the user's cache directory (XDG specification); None if there is none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path(os.environ.get("HOME", ""), ".cache")
@@ -63,7 +63,7 @@ def user_cache(kind: str) -> Path | None:
 
 
 def _name(question: str, runs: Sequence[Path]) -> str | None:
-    """The name of the answer's file; None where a run is being written, or cannot be read."""
+    """The name of the answer's file; None if a run is being written or cannot be read."""
     fingerprints = [fingerprint(run) for run in runs]
     if not all(each.is_still for each in fingerprints):
         return None
@@ -72,7 +72,7 @@ def _name(question: str, runs: Sequence[Path]) -> str | None:
 
 
 def _code() -> tuple[Any, ...]:
-    """The state of what works an answer out: the files of commprof, and the directory of the installed packages."""
+    """The state of the code that computes answers: the files of commprof and the directory of installed packages."""
     packages = Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
     installed = packages.stat().st_mtime_ns if packages.is_dir() else 0
     sources = [each for each in fingerprint(_PACKAGE).files if each[0].endswith(_SOURCES)]
@@ -80,7 +80,7 @@ def _code() -> tuple[Any, ...]:
 
 
 def _store(file: Path, answer: Any) -> None:
-    """Write ``answer``; where that is not possible, it is worked out again the next time."""
+    """Write ``answer``. If that fails, the next command computes it again."""
     text = json.dumps(answer, allow_nan=False).encode()
     if len(text) > _LARGEST:
         return
@@ -99,7 +99,7 @@ def _store(file: Path, answer: Any) -> None:
 
 
 def _prune(directory: Path) -> None:
-    """Remove the oldest files down to half of the limits, where there are more than these."""
+    """If the files exceed the limits, remove the oldest ones down to half of the limits."""
     files = []
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -1,13 +1,13 @@
-"""The files of hosts: what the ranks of one host issued and waited, summed, one small Parquet file for each host of a run.
+"""Files of hosts: one small Parquet file for each host, with sums of what its ranks issued and how long they waited.
 
 The launcher of each host writes the file of that host when its ranks have ended (``RUN/hosts/``), so that the first answers
-about a run of many hosts read these files instead of all records. They hold nothing that the records do not, and may be
-deleted. A file counts while the files of records that it was made from are what they were. What a missing one would say is
+about a run of many hosts read these files instead of all records. They contain only what follows from the records, and may
+be deleted. A file is valid while the files of records that it was made from are unchanged. The content of a missing file is
 evaluated from the records.
 
-A file has a row for each row of several tables, told apart by the column ``part``, in one row group for each kind of them:
-the relations host_operations and step_sums, for each of :data:`EXPOSURES` sums of the exposed time and the number of
-ranks that have part in it, and the arrivals of some steps (:mod:`commprof.analysis.stragglers.arrival_sample`).
+A file holds the rows of several tables, distinguished by the column ``part``, with one row group for each table: the
+relations host_operations and step_sums; for each of :data:`EXPOSURES` the sums of exposed time and the number of ranks
+in them; and the arrivals of some steps (:mod:`commprof.analysis.stragglers.arrival_sample`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class HostFile(NamedTuple):
     """A file of a host.
 
     Attributes:
-        stems: size and time of each file of records behind it. ``messages``: sends and recvs.
-        sample: what is known of its sample of arrivals beside the rows.
+        stems: size and time of each file of records that it was made from. ``messages``: sends and recvs.
+        sample: facts about its sample of arrivals, beside the rows.
     """
 
     path: Path
@@ -112,10 +112,10 @@ def _summed(rows: pa.Table, by: Sequence[str], measures: Sequence[str]) -> pa.Ta
 
 
 def write(path: Path, host: str, stems: Mapping[str, Sequence[int]], tables: Tables) -> None:
-    """Write the file of ``host``, whole or not at all.
+    """Write the file of ``host`` atomically.
 
     Args:
-        stems: the files of records behind it: see :func:`record_files`.
+        stems: the files of records that it was made from: see :func:`record_files`.
 
     Raises:
         OSError: it cannot be written.
@@ -184,8 +184,9 @@ def keep(run: Run, host: str, entries: Iterable[Mapping[str, Any]]) -> None:
 def keep_host(path: Path, host: str) -> None:
     """Write the file of ``host`` beside the records of the run at ``path``, when the ranks there have ended.
 
-    Other hosts may still work: the records of these ranks are made Parquet first. A run on one host gets no such file, and
-    neither does a host with many records of a short job, the end of which it would delay: :func:`keep_missing` makes it.
+    Ranks of other hosts may still run, so this first converts the records of the ranks here to Parquet. A run on one host
+    gets no such file. Neither does a host with many records of a short job, because writing would delay its end:
+    :func:`keep_missing` writes that file later.
 
     Raises:
         TraceError: a file of the run is damaged, or cannot be written. OSError: the file cannot be written.
@@ -201,7 +202,7 @@ def keep_host(path: Path, host: str) -> None:
         world = max(trace.entry.get("world_size") or 0 for trace in traces)
         tables = tables_of(_scan(path, stems), of_steps, stalls, len(traces), world)
         write(file_of(path, stems), host, {stem: present[stem] for stem in stems}, tables)
-    elif not rank_files(path):  # who speaks for the job was quicker
+    elif not rank_files(path):  # the process that finalises the job was quicker
         run = open_run(path)
         mine = [entry for entry in run.manifest.ranks if entry.get("host") == host]
         records = sum(entry.get("records") or 0 for entry in mine)
@@ -214,7 +215,7 @@ def keep_missing(path: Path) -> int:
     """Write the files of the hosts of the run at ``path`` that have none, however many records these have.
 
     Returns:
-        How many were written: none of a run on one host, of one that still works, and of hosts with damaged records.
+        How many were written: none for a run on one host, for one that still runs, and for hosts with damaged records.
 
     Raises:
         TraceError: the run cannot be read. OSError: a file cannot be written.
@@ -223,7 +224,9 @@ def keep_missing(path: Path) -> int:
     if run.pending or len({entry.get("host") for entry in run.manifest.ranks}) < 2:
         return 0
     written = 0
-    for host, entries in _without_file(run, {stem for file in held(path) for stem in file.stems}).items():
+    for host, entries in _without_file(
+        run, {stem for file in valid_files(path) for stem in file.stems}
+    ).items():
         with suppress(TraceError):
             keep(run, host, entries)
             written += 1
@@ -231,7 +234,7 @@ def keep_missing(path: Path) -> int:
 
 
 def file_of(run: Path, stems: Iterable[str]) -> Path:
-    """Where the file of a host lies, by the files of records of its ranks: named by the first of them."""
+    """The path of the file of a host: its name is that of the first file of records of the host."""
     return run / HOSTS_DIRECTORY / f"{min(stems)}.parquet"
 
 
@@ -251,8 +254,8 @@ def _scan(run: Path, stems: Iterable[str]) -> pa.Table | Scan:
     return scan
 
 
-def held(run: Path) -> list[HostFile]:
-    """The files of hosts of ``run`` that count: undamaged, of this version, and their ranks' files are what they were."""
+def valid_files(run: Path) -> list[HostFile]:
+    """The valid files of hosts of ``run``: undamaged, of this version, and made from files of records that are unchanged."""
     folder = run / HOSTS_DIRECTORY
     files = sorted(folder.glob("rank-*.parquet")) if folder.is_dir() else []
     if not files:
@@ -269,7 +272,7 @@ def held(run: Path) -> list[HostFile]:
 
 
 def _read(file: Path, present: Mapping[str, tuple[int, int]]) -> HostFile | None:
-    """What ``file`` says of itself; None where it does not count, beside the files of records ``present``."""
+    """The header of ``file``; None if it is not valid, given the files of records ``present``."""
     try:
         facts = json.loads((pq.read_schema(file).metadata or {})[_KEY])
         this = HostFile(file, facts["host"], facts["files"], facts["messages"], facts["sample"])
@@ -282,10 +285,11 @@ def _read(file: Path, present: Mapping[str, tuple[int, int]]) -> HostFile | None
 
 
 def answers(run: Run) -> dict[tuple[str, ...], pa.Table]:
-    """What most questions begin with, from the files of the hosts of ``run``, by the keys of its summaries.
+    """The summaries of ``run`` from the files of its hosts, by key.
 
-    Of hosts without a file it is evaluated from their records. Empty where no host has one, or the run still works.
-    Without the operations where the ranks do not agree on them, or sent messages: these pair by the order of the records.
+    The part of a host without a file is evaluated from its records. Empty if no host has a file or the run still runs.
+    Without the operations if the ranks disagree about them or sent messages, because messages pair by the order of the
+    records.
 
     Raises:
         TraceError: the records of a host without a file cannot be read.
@@ -303,8 +307,8 @@ def sample(run: Run) -> pa.Table | None:
 
 
 def _of_files(run: Run, ask: Callable[[duckdb.DuckDBPyConnection, Sequence[HostFile]], T]) -> T | None:
-    """What ``ask`` gives of an engine with the rows of all hosts (host_rows), and their files; None without files."""
-    files = held(run.path)
+    """The result of ``ask`` on an engine with the rows of all hosts (host_rows), and on their files; None without files."""
+    files = valid_files(run.path)
     if not files or run.pending:
         return None
     with tempfile.TemporaryDirectory(prefix="commprof-hosts-") as folder, closing(connect()) as engine:
@@ -324,7 +328,7 @@ def _of_files(run: Run, ask: Callable[[duckdb.DuckDBPyConnection, Sequence[HostF
 
 
 def _without_file(run: Run, present: set[str]) -> dict[str, list[Mapping[str, Any]]]:
-    """The ranks of ``run`` by host whose records are there and not behind a file of a host (``present``)."""
+    """The ranks of ``run``, by host, that have records and are in no valid file of a host (``present``)."""
     files = record_files(run.path)
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for entry in run.manifest.ranks:
@@ -335,7 +339,7 @@ def _without_file(run: Run, present: set[str]) -> dict[str, list[Mapping[str, An
 
 
 def _missing(run: Run, present: set[str], folder: Path) -> Iterator[HostFile]:
-    """Files of the hosts that have none, made in ``folder``."""
+    """Write the missing files of hosts into ``folder``."""
     files = record_files(run.path)
     for number, (host, entries) in enumerate(_without_file(run, present).items()):
         stems = {entry["file"]: files[entry["file"]] for entry in entries}
@@ -395,7 +399,7 @@ def _ask(engine: duckdb.DuckDBPyConnection, part: str, question: str) -> pa.Tabl
 
 
 def _lengths(sums: pa.Table) -> pa.Table:
-    """The table steps with a row for each of ``sums``, as far as the exposed time depends on it: how long a step lasted."""
+    """A table of steps with a row for each of ``sums`` and what the exposed time depends on: the duration of the step."""
     schema = arrow_schema("steps")
     has_ended = pc.equal(sums["ended"], sums["processes"])
     known: dict[str, Any] = {
@@ -436,7 +440,7 @@ def _exposure(
 
 
 def _operations(run: Run, engine: duckdb.DuckDBPyConnection) -> pa.Table | None:
-    """The relation operations of all hosts, evaluated from their host_operations; None where that takes the records."""
+    """The relation operations of all hosts, evaluated from their host_operations; None if that needs the records."""
     names = _listed(_columns(_ISSUED))
     engine.execute(f"create temp view issued as select {names} from host_rows where {_PART} = '{_ISSUED}'")
     of_groups = statement("agreement", COLUMNS, known={"rank_operations": "issued"})

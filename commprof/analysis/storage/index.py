@@ -1,13 +1,13 @@
-"""The index of a run: its records in order of time on one clock, and how busy each rank was, in a DuckDB file beside them.
+"""The index of a run: a DuckDB file with its records in order of time on one clock, and how busy each rank was.
 
-It holds nothing that the run does not, so it may be deleted at any time and is built again when a file of the run
-changes. Where the directory cannot be written to, it lies in the user's cache directory. That of a small run, of one that is
-still going, and whenever nobody asked for a file, is held in memory.
+It contains only what follows from the run, so it may be deleted at any time; it is rebuilt when a file of the run changes.
+It lies in the run directory, or in the user's cache directory if the former is read-only. The index of a small run, or of
+one that still runs, stays in memory, as does any index that was not requested as a file.
 
 Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.spans`), ``kinds``, ``lanes`` (groups of ranks,
 ``lanes``), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only what is not 0), ``bands``
 (steps and phases), ``facts``;
-in a file also the sums that other questions begin with (:mod:`commprof.analysis.storage.index_sums`).
+in a file also sums that other answers use (:mod:`commprof.analysis.storage.index_sums`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from commprof.analysis.relations.engine import connect
 from commprof.analysis.relations.memory import engine_settings
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.storage.answer_files import user_cache
-from commprof.analysis.storage.index_sums import fill_sums, standing
+from commprof.analysis.storage.index_sums import exposure_tables, fill_sums
 from commprof.analysis.storage.index_tables import Laid, fill, fill_overview, fill_records
 from commprof.analysis.storage.index_totals import keep_operations
 from commprof.errors import TraceError
@@ -47,24 +47,24 @@ from commprof.trace.reader import Run, open_run
 
 MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
 _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
-_KEPT: Final = 8  # indexes that stay open
+_MOST_OPEN: Final = 8  # indexes that stay open
 _MOST_CACHED: Final = 16  # files in the user's cache directory; the oldest go
-_LIVE_SECONDS: Final = 2.0  # how old the picture of a run that is still going may be
+_LIVE_SECONDS: Final = 2.0  # the maximum age of an index of a run that still runs
 _MOST_MEMORY: Final = (
     400 << 20
-)  # that the engine takes while it builds an index; what does not fit goes to files
-_CORRUPT: Final = "Corrupt database file"  # begins what the engine says of a block whose checksum is another
+)  # the engine's memory limit while it builds an index; the rest spills to files
+_CORRUPT: Final = "Corrupt database file"  # how the engine's message about a wrong checksum begins
 
 Progress = Callable[[int, int], None]
 Answer = TypeVar("Answer")
 
 
 class Index:
-    """An opened index. Questions are asked one at a time.
+    """An opened index. It answers one question at a time.
 
     Attributes:
         run: the run directory.
-        facts: records, begin_ns, end_ns, ranks, lanes (how many; 0: groups are not told apart), ops, unknown_clocks,
+        facts: records, begin_ns, end_ns, ranks, lanes (how many; 0: groups are not distinguished), ops, unknown_clocks,
             levels (bin width and number of bins of each).
         path: its file; None for one in memory.
         stamp: the ``inputs`` of the :func:`fingerprint` of the run that it was made from.
@@ -81,13 +81,13 @@ class Index:
             _one(engine, "select value from facts where name = 'facts'")
         )
         self.born = time.monotonic()
-        self.seconds = 0.0  # that opening or building it took
+        self.seconds = 0.0  # how long opening or building it took
 
     def ask(self, sql: str, values: Sequence[Any] = ()) -> pa.Table:
-        """The answer to ``sql``, with ``values`` in the place of its question marks.
+        """The answer to ``sql``, with ``values`` substituted for its question marks.
 
         Raises:
-            TraceError: a block of the file is damaged. The file is removed then, so that the next question finds none.
+            TraceError: a block of the file is damaged. The file is then removed, so that the next question builds a new one.
         """
         with self._lock:
             try:
@@ -115,7 +115,7 @@ class Index:
         return self._opened
 
     def close(self) -> None:
-        """Close it, once nobody asks it anything."""
+        """Close it after the question that it is answering."""
         with self._lock:
             self._engine.close()
 
@@ -129,11 +129,11 @@ class _Shelf:
         self._building: dict[Path, threading.Lock] = {}
 
     def take(self, run: Path, make: Callable[[], Index]) -> Index:
-        """The index of ``run``: the one that is open, where it still holds, else what ``make`` gives."""
+        """The open index of ``run`` if it is still valid, else the one that ``make`` returns."""
         run = run.resolve()
         with self._lock:
             building = self._building.setdefault(run, threading.Lock())
-        with building:  # ten tabs wait for one build
+        with building:  # ten browser tabs wait for one build
             with self._lock:
                 open_index = self._open.get(run)
                 if open_index is not None:
@@ -141,19 +141,19 @@ class _Shelf:
                     if open_index.stamp == fingerprint(run).inputs and (young or not _is_live(run)):
                         self._open.move_to_end(run)
                         return open_index
-                    # A file that is open under the same name would be found in the place of the new one.
+                    # DuckDB would return the open file of the same name instead of the new one.
                     self._open.pop(run).close()
             begin = time.monotonic()
             index = make()
             index.seconds = time.monotonic() - begin
             with self._lock:
                 self._open[run] = index
-                while len(self._open) > _KEPT:
+                while len(self._open) > _MOST_OPEN:
                     self._open.popitem(last=False)[1].close()
             return index
 
     def holds(self, run: Path) -> bool:
-        """Whether the index of ``run`` is open, and still that of its files."""
+        """Whether the index of ``run`` is open and matches its files."""
         with self._lock:
             open_index = self._open.get(run.resolve())
             return open_index is not None and open_index.stamp == fingerprint(run).inputs
@@ -170,14 +170,14 @@ _shelf: Final = _Shelf()
 
 
 def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: bool = False) -> Index:
-    """The index of ``run``, opened; it is built first where there is none that holds.
+    """The opened index of ``run``; it is built first if there is no valid one.
 
     Args:
-        progress: told how many records of how many are done, now and then, while it is built.
-        write: into a file, where the run is large and has ended; else it is held in memory.
+        progress: called while it is built, with the number of records done and of all records.
+        write: write it to a file if the run is large and has ended; else it stays in memory.
 
     Raises:
-        TraceError: the run cannot be read; or it is too large to be held in memory and is not, or cannot be, written.
+        TraceError: the run cannot be read; or its index is too large for memory and is not, or cannot be, written.
     """
     path = run.path if isinstance(run, Run) else resolve(run)
     opened_run = run if isinstance(run, Run) else None
@@ -185,7 +185,7 @@ def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: 
 
 
 def index_if_there(run: Path) -> Index | None:
-    """The index of ``run``, opened, where its file is there and holds; nothing is built."""
+    """The opened index of ``run`` if a valid file of it exists, else None; nothing is built."""
     path = run.resolve()
     files = [file for file in _places(path) if file.is_file()]
     if not files or _is_live(path) or not (_shelf.holds(path) or _holds(path, files)):
@@ -200,10 +200,10 @@ def by_index(
     otherwise: Callable[[], Answer],
     question: Hashable = None,
 ) -> Answer:
-    """What ``indexed`` says of the index of ``run`` where one is there and holds, else what ``otherwise`` gives.
+    """The answer of ``indexed`` if ``run`` has a valid index, else that of ``otherwise``.
 
     Args:
-        question: what the answer of the index is held under; default: it is not held.
+        question: the key under which the answer of the index is cached; default: it is not cached.
     """
 
     def ask() -> Answer | None:
@@ -215,7 +215,7 @@ def by_index(
 
 
 def has_index(run: Path) -> bool:
-    """Whether questions about ``run`` are answered at once: it is small, still going, or its index is there and holds."""
+    """Whether ``run`` answers without building an index: it is small, still runs, or has a valid index."""
     path = resolve(run)
     if _shelf.holds(path) or _is_live(path):
         return True
@@ -226,7 +226,7 @@ def has_index(run: Path) -> bool:
 
 
 def _places(run: Path) -> list[Path]:
-    """Where the file of the index may lie: beside the run, else in the user's cache directory."""
+    """The places for the file of the index: in the run directory, else in the user's cache directory."""
     places = [run / INDEX_NAME]
     cache = user_cache("indexes")
     if cache is not None:
@@ -261,7 +261,7 @@ def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index
         )
     try:
         with _locked(path):
-            index = _existing(path, files)  # somebody else may have built it meanwhile
+            index = _existing(path, files)  # another process may have built it meanwhile
             if index is None:
                 _write(run, files, progress)
     except OSError as error:
@@ -276,7 +276,7 @@ def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index
 
 
 def _existing(run: Path, files: Sequence[Path]) -> Index | None:
-    """The index in the first of ``files`` that holds one of this run, as it is; None where none does."""
+    """The first valid index of this run among ``files``; None if there is none."""
     for file in files:
         index = _read(run, file)
         if index is not None:
@@ -285,7 +285,7 @@ def _existing(run: Path, files: Sequence[Path]) -> Index | None:
 
 
 def _read(run: Path, file: Path) -> Index | None:
-    """The index in ``file``; None where there is none, or another run's, or half of one."""
+    """The index in ``file``; None if there is none, or it is that of another run or incomplete."""
     if not file.is_file():
         return None
     engine = None
@@ -314,7 +314,7 @@ def _in_memory(run: Run, progress: Progress) -> Index:
 
 
 def _write(run: Run, files: Sequence[Path], progress: Progress) -> None:
-    """Write the index, whole or not at all, to the first of ``files`` that can be written. OSError: none can."""
+    """Write the index atomically to the first of ``files`` that can be written. OSError: none can."""
     for file in files:
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -337,19 +337,19 @@ def _remove_oldest(cache: Path) -> None:
 
 
 def _write_to(file: Path, run: Run, progress: Progress) -> None:
-    for left in file.parent.glob(f".{file.name}-*"):  # of a process that was killed; its lock is ours now
+    # Remains of a process that was killed: we hold its lock now.
+    for left in file.parent.glob(f".{file.name}-*"):
         _remove(left)
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-", ignore_cleanup_errors=True) as folder:
         temporary = Path(folder) / file.name
         try:
             settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
             with (
-                ThreadPoolExecutor(
-                    1
-                ) as beside,  # what need not wait for the rest fills what that leaves idle
+                # Tables that do not depend on the records use the processor time that sorting them leaves idle.
+                ThreadPoolExecutor(1) as beside,
                 connect(str(temporary), **settings) as engine,
             ):
-                exposures = beside.submit(standing, run)
+                exposures = beside.submit(exposure_tables, run)
                 laid = fill_records(engine, run, lambda done, of: progress(done // 2, of))
                 facts, records = {"fingerprint": fingerprint(run.path).inputs}, run.health.records
                 overview_done = beside.submit(_fill_overview, engine, run, facts, laid)
@@ -369,7 +369,7 @@ def _write_to(file: Path, run: Run, progress: Progress) -> None:
 
 
 def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
-    """:func:`fill_overview` on another thread than that which uses ``engine``."""
+    """:func:`fill_overview` on another thread than the one that uses ``engine``."""
     with engine.cursor() as cursor:
         fill_overview(cursor, run, facts, laid)
 
@@ -381,12 +381,11 @@ def _remove(left: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    """Alone with ``run`` among those who build an index; a lock on the directory leaves no file behind."""
+    """Hold the lock for building an index of ``run``; a lock on the directory leaves no file behind."""
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: the rename keeps the file whole anyway
+        # A file system may have no locks. The rename makes the write atomic anyway.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

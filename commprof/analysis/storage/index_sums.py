@@ -1,6 +1,6 @@
-"""What stands in the index of a run beside its records: sums and answers, so that no question reads every record again.
+"""Sums and answers in the index of a run, so that no question reads every record again.
 
-Whatever is asked of whole collectives is worked out part by part (:mod:`commprof.analysis.time.partitions`).
+What needs all records of a collective is computed one partition after another (:mod:`commprof.analysis.time.partitions`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ EXPOSURES: Final = {  # by these columns
 _COLUMNS: Final = columns_of(NEEDED, transfers.ALSO)
 _WORKERS: Final = 2
 _FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
-_AHEAD: Final = 2  # parts that are worked on at once
+_AHEAD: Final = 2  # partitions that are evaluated at once
 
 Progress = Callable[[int, int], None]
 
 
-class _Found(NamedTuple):
-    """What one part says."""
+class _PartAnswer(NamedTuple):
+    """The answer of one partition."""
 
     times: pa.Table
     arrived: pa.Table
@@ -61,12 +61,12 @@ def fill_sums(
     """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
 
     Args:
-        exposures: the future answer of :func:`standing`.
+        exposures: the future answer of :func:`exposure_tables`.
         operations_done: done when the operations and buckets are written (``index_totals.keep_operations``).
-        progress: told how many parts of how many are done.
+        progress: called with the number of partitions done and of all partitions.
 
     Returns:
-        What is to stand among the facts.
+        Entries for the table of facts.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
@@ -80,7 +80,7 @@ def fill_sums(
             collector.add(straggling.apart(part_answer.arrived, number))
             times.add(part_answer.times)
         times.end()
-        give_back()  # what the parts took is left for what follows
+        give_back()  # frees the memory of the partitions for the next stage
         straggler_answer = pool.submit(collector.answer)
         operations_done.result()
         facts = _keep_straggling(engine, straggler_answer.result())
@@ -92,18 +92,18 @@ def fill_sums(
 
 def _parts(
     engine: duckdb.DuckDBPyConnection, run: Run, pool: ThreadPoolExecutor, progress: Progress
-) -> Iterator[_Found]:
-    """What the parts say, in their order; some are worked on while the one before is kept."""
+) -> Iterator[_PartAnswer]:
+    """The answers of the partitions in order; the next ones are evaluated while the caller stores one."""
     aligned = arrivals.aligned(run, transfers.ALSO)
     indexed_parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
 
-    def work(condition: str) -> _Found:
+    def work(condition: str) -> _PartAnswer:
         with engine.cursor() as cursor:
             rows = indexed_parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
         arrived = aligned(rows)
-        return _Found(transfers.timed(arrived), arrived)
+        return _PartAnswer(transfers.timed(arrived), arrived)
 
-    under_way: deque[Future[_Found]] = deque()
+    under_way: deque[Future[_PartAnswer]] = deque()
     for number, condition in enumerate(indexed_parts.conditions):
         under_way.append(pool.submit(work, condition))
         if len(under_way) > _AHEAD:
@@ -113,29 +113,29 @@ def _parts(
         yield under_way.popleft().result()
 
 
-def standing(run: Run) -> dict[str, pa.Table]:
-    """What collectives cost in time, by the columns of :data:`EXPOSURES`.
+def exposure_tables(run: Run) -> dict[str, pa.Table]:
+    """Exposed and overlapped time by the columns of each of :data:`EXPOSURES`, by the name of the table.
 
     Raises:
         TraceError: a file of the run is damaged.
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
     stalls = run.table("stalls")
-    exposures = standing_of(process_times(collectives, of_steps, stalls), of_steps, stalls)
-    give_back()  # what it took of each file is not needed again
+    exposures = exposures_from(process_times(collectives, of_steps, stalls), of_steps, stalls)
+    give_back()  # the columns that were read are not needed again
     return exposures
 
 
 def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
-    """What :func:`standing_of` is made of. Those of several processes are those of each, one after the other."""
+    """The input of :func:`exposures_from`. For several processes: the tables of each, concatenated."""
     return [
         *standstills(collectives, of_steps, list(EXPOSURES), stalls),
         exposure.counts(collectives, max(EXPOSURES, key=len), stalls),
     ]
 
 
-def standing_of(times: list[pa.Table], of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
-    """:func:`standing`, from the :func:`process_times` of all processes."""
+def exposures_from(times: list[pa.Table], of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
+    """:func:`exposure_tables`, from the :func:`process_times` of all processes."""
     *stall_times, counted = times
     unused = empty_table("collectives")
     return {

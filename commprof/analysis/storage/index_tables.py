@@ -1,4 +1,4 @@
-"""What stands in the index of a run: its tables, filled from the run's files."""
+"""The tables of the index of a run, filled from the run's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROWS_AT_A_TIME: Final = 500_000
 _MOST_BINS: Final = 1 << 15
 _MOST_CELLS: Final = 1 << 19  # ranks x bins
 _FEWEST_BINS: Final = 1 << 9
-FOLD: Final = 16  # bins of the fine level that are one of the coarse level
+FOLD: Final = 16  # fine bins in each coarse bin
 
 _RECORDS: Final = "create table records as select * from spans"
 _BUSY: Final = """
@@ -57,7 +57,7 @@ Progress = Callable[[int, int], None]
 
 
 class Laid(NamedTuple):
-    """What was learned while the records were put in order: a clock of None is that of all processes."""
+    """Facts learned while the records were sorted; ``clock`` is None if all processes share one clock."""
 
     clock: ReferenceClock | None
     unknown_clocks: int
@@ -73,7 +73,7 @@ def fill(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], 
 
 
 def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress) -> Laid:
-    """The first of them: the records in order of time, and their kinds.
+    """Fill the first tables: the records in order of time, and their kinds.
 
     Raises:
         TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
@@ -83,7 +83,7 @@ def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress
     try:
         engine.execute(_RECORDS if source.is_in_order else f"{_RECORDS} order by {', '.join(ORDER)}")
     except duckdb.Error:
-        if source.failure is not None:  # which the engine tells as a failure of its own
+        if source.failure is not None:  # the engine reports it as its own failure
             raise source.failure from None
         raise
     finally:
@@ -95,7 +95,7 @@ def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress
 
 
 def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
-    """The others, which follow from the records: lanes, density, bands, facts.
+    """Fill the tables that follow from the records: lanes, density, bands, facts.
 
     Raises:
         duckdb.Error: the database cannot be written.
@@ -136,7 +136,7 @@ def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:
 def _fill_density(
     engine: duckdb.DuckDBPyConnection, ranks: list[int], begin: int, end: int, records: int
 ) -> list[dict[str, int]]:
-    """Fill the table of what each rank, lane and operation has in each bin; gives the levels, the coarse one first."""
+    """Fill the table of busy and exposed time by rank, lane, operation and bin; returns the levels, the coarse one first."""
     engine.execute(
         "create table density (level integer, rank integer, lane integer, op text, bin integer, busy_ns bigint, "
         "still_ns bigint)"
@@ -146,7 +146,7 @@ def _fill_density(
     if not ranks:
         return []
     lanes = len(set(zip(cells.rank.tolist(), cells.lane.tolist(), strict=True)))
-    # The more lanes the fewer bins, so that they take no more memory nor room.
+    # More lanes get fewer bins, which bounds memory and file size.
     bins = _bins(max(lanes, -(-len(cells.rank) // len(OPS))), records)
     width = max(1, -(-(end - begin) // bins))
     busy, still = (np.zeros((len(cells.rank), bins), np.int64) for _ in range(2))
@@ -163,13 +163,13 @@ def _fill_density(
 
 
 def _bins(ranks: int, records: int) -> int:
-    """How many fine bins: a power of two, so that the coarse ones are whole."""
+    """The number of fine bins: a power of two, so that coarse bins hold equally many."""
     most = min(_MOST_BINS, max(_FEWEST_BINS, min(_MOST_CELLS // ranks, records)))
     return 1 << (most.bit_length() - 1)
 
 
 def numbers_of_ops(names: Sequence[str]) -> Numbers:
-    """The place of each of ``names`` among the operations."""
+    """The index of each of ``names`` among the operations."""
     unknown = sorted({*names} - {*OPS})
     if unknown:
         raise TraceError(
@@ -181,7 +181,7 @@ def numbers_of_ops(names: Sequence[str]) -> Numbers:
 def _keep_level(
     engine: duckdb.DuckDBPyConnection, level: int, cells: Cells, busy: Numbers, still: Numbers
 ) -> None:
-    """Keep one level of the density in order of bin, rank, lane and operation."""
+    """Write one level of the density in order of bin, rank, lane and operation."""
     place, cell = np.nonzero(np.ascontiguousarray(((busy | still) != 0).T))
     if not len(cell):
         return
@@ -203,7 +203,7 @@ def _keep_level(
 
 
 def _fill_steps(engine: duckdb.DuckDBPyConnection, run: Run, clock: ReferenceClock | None) -> None:
-    """The steps of the lowest rank of each attempt as bands."""
+    """Write the steps of the lowest rank of each attempt as bands."""
     steps = run.table("steps")
     if not len(steps):
         return

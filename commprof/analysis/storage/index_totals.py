@@ -1,4 +1,4 @@
-"""Tables of an index that are filled part by part: operations added up, and how long collectives took."""
+"""Tables of an index that are filled one partition after another: summed operations and durations of collectives."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ MEASURES: Final = {
 }
 SUMS: Final = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
 _TIMES_OWN: Final = ("attempt", "step", "error_ns", "time_ns")
-_TOLD: Final = TIMES.names[: TIMES.names.index("time_source") + 1]  # the others follow from these
+_STORED: Final = TIMES.names[: TIMES.names.index("time_source") + 1]  # the others follow from these
 _NUMBERS: Final = {"group_size": pa.int32(), "payload_bytes": pa.int64()}
 _TIMES_KINDS: Final = pa.schema(
-    [(name, _NUMBERS.get(name, pa.string())) for name in _TOLD if name not in _TIMES_OWN]
+    [(name, _NUMBERS.get(name, pa.string())) for name in _STORED if name not in _TIMES_OWN]
 )
 _FEWEST_SCANNED: Final = 100_000  # rows that the engine reads from the files
-_ROWS_AT_ONCE: Final = 200_000  # that are kept: an engine writes fewer twice
+_ROWS_AT_ONCE: Final = 200_000  # written together: the engine writes smaller batches twice
 
 
 def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
@@ -102,7 +102,7 @@ def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
 
 
 class TransferTimes:
-    """How long collectives took (:func:`commprof.analysis.time.transfers.timed`); what repeats once for each combination."""
+    """Writes the durations of collectives (:func:`commprof.analysis.time.transfers.timed`), repeated values once."""
 
     def __init__(self, engine: duckdb.DuckDBPyConnection) -> None:
         self._engine = engine
@@ -110,7 +110,7 @@ class TransferTimes:
         self._pending: list[pa.Table] = []
 
     def add(self, times: pa.Table) -> None:
-        """Take those of one part."""
+        """Add the rows of one partition."""
         kind = pa.array(self._kinds.number(times), pa.int32())
         self._pending.append(times.select(_TIMES_OWN).append_column(KIND, kind))
         if sum(map(len, self._pending)) >= _ROWS_AT_ONCE:
@@ -121,11 +121,11 @@ class TransferTimes:
         self._pending.clear()
 
     def end(self) -> None:
-        """Keep what is left."""
+        """Write the remaining rows."""
         if self._pending:
             self._keep()
         append(self._engine, "transfer_kinds", self._kinds.table())
-        columns = ", ".join(f"{'t' if name in _TIMES_OWN else 'k'}.{name}" for name in _TOLD)
+        columns = ", ".join(f"{'t' if name in _TIMES_OWN else 'k'}.{name}" for name in _STORED)
         self._engine.execute(
             f"create view {BANDWIDTH_TIMES} as select {columns} from transfer_times t join transfer_kinds k using ({KIND})"
         )
@@ -134,7 +134,7 @@ class TransferTimes:
 def append(
     engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table, sql: str = "select * from rows_to_add"
 ) -> None:
-    """Put ``rows``, or what ``sql`` makes of them, into table ``name``, which is created by the first of them."""
+    """Append ``rows``, or the result of ``sql`` over them, to table ``name``; the first call creates it."""
     engine.register("rows_to_add", rows)
     try:
         engine.execute(f"create table if not exists {name} as {sql} limit 0")
@@ -144,5 +144,5 @@ def append(
 
 
 def rows_of(frame: pd.DataFrame) -> pa.Table:
-    """A frame as a table, without what pandas adds."""
+    """A frame as a table, without the metadata of pandas."""
     return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

@@ -1,7 +1,7 @@
 """Totals of a run that most answers use: operations summed, exposed time and duration of each step.
 
-The index of the run answers where it is there and holds, else the summaries beside the run, the files of its hosts, or its
-records. Answers are held in the cache (:mod:`commprof.analysis.storage.answer_cache`).
+Sources in this order: a valid index, the summaries beside the run, the files of its hosts, its records. Answers are stored
+in the cache (:mod:`commprof.analysis.storage.answer_cache`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commprof.analysis.relations.engine import ask, query_text
 from commprof.analysis.storage import host_files, summaries
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.storage.index import by_index
-from commprof.analysis.storage.index_sums import EXPOSURES, standing
+from commprof.analysis.storage.index_sums import EXPOSURES, exposure_tables
 from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, BUCKET_MEANS, OPERATIONS, SUMS, rows_of
 from commprof.analysis.storage.index_totals import HELD_COLUMNS as HELD_COLUMNS
 from commprof.analysis.stragglers import arrival_sample
@@ -40,7 +40,7 @@ from commprof.trace.directory import elsewhere
 from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import Run, Scan, open_run
 
-_FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are held anyway
+_FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are read into memory
 SUMMARISED: Final = tuple(
     dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS))
 )  # of a summary of operations
@@ -50,9 +50,9 @@ _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nul
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
-    """The operations of ``run``, added up by ``columns`` at least: rows of it are sums, and sums of them hold.
+    """The operations of ``run``, summed by ``columns`` at least; its rows may be summed further.
 
-    What NCCL ran for them is taken from the alignment with its log that the run keeps.
+    What NCCL ran for them comes from the stored alignment of the run with its log.
     """
     return _with_nccl(run, _operations(run, tuple(dict.fromkeys((*columns, "op", "backend")))))
 
@@ -79,7 +79,7 @@ def _executed_factors(run: Run) -> dict[str, float]:
 
 
 def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
-    """The operations by the columns ``wanted`` at least, as the records alone tell."""
+    """The operations by the columns ``wanted`` at least, from the records alone."""
     if not set(wanted) <= set(HELD_COLUMNS):
         return _from_files(run, (OPERATIONS, *wanted))
     by = ", ".join((*sorted(wanted), "wire_ranks"))
@@ -88,7 +88,7 @@ def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
 
 
 def _from_files(run: Run, key: tuple[str, ...]) -> pa.Table:
-    """A summary of ``run`` by its name and columns, with these columns at least: it is evaluated where there is none."""
+    """A summary of ``run`` by name and columns, with these columns at least; evaluated if none is stored."""
     name, *columns = key
     present = _summaries(run)
     for other, *stored_columns in sorted(present, key=len):
@@ -118,11 +118,11 @@ def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
 
 
 def summarise(path: Path) -> bool:
-    """Evaluate what most answers about the run at ``path`` begin with, and keep it beside the records.
+    """Evaluate the summaries of the run at ``path``, which most answers use, and write them beside the records.
 
     Returns:
-        Whether that was done: a large run of a short job gets none (it gets an index on demand), and neither does one that
-        still works, or cannot be read or written.
+        Whether they were written: a large run of a short job gets none (it gets an index on demand), and neither does one
+        that still runs, or cannot be read or written.
     """
     try:
         run, stamp = open_run(path), fingerprint(path).inputs
@@ -141,7 +141,8 @@ def summary_tables(
     """The summaries of ``run`` by name and columns.
 
     Args:
-        evaluated: those that another engine has evaluated from the records; default: what summaries and files of hosts say.
+        evaluated: those that another engine has evaluated from the records; default: from stored summaries and files of
+            hosts.
 
     Raises:
         TraceError: a file of the run is damaged.
@@ -151,7 +152,7 @@ def summary_tables(
     if summed is None:
         summed = _evaluated(run, (OPERATIONS, *SUMMARISED))
     if not all((name,) in tables for name in EXPOSURES.values()):
-        tables |= {(name,): rows for name, rows in standing(run).items()}
+        tables |= {(name,): rows for name, rows in exposure_tables(run).items()}
     if (STEP_TIMES,) not in tables:
         exposed = tables[EXPOSURES[_STEP],]
         tables[STEP_TIMES,] = steps.answer(run.table("steps"), exposed, _with_nccl(run, summed))
@@ -172,7 +173,7 @@ def _step_times(run: Run) -> pa.Table:
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
-    """What collectives cost ``run`` in time: see :func:`commprof.analysis.api.exposure`."""
+    """Exposed and overlapped time of ``run``: see :func:`commprof.analysis.api.exposure`."""
     wanted = tuple(dict.fromkeys(by))
     if wanted not in EXPOSURES:
         return exposure_module.exposure(
@@ -182,14 +183,14 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
 
 
 def exposure_rows(run: Run, by: tuple[str, ...]) -> pa.Table:
-    """What collectives cost by one of :data:`EXPOSURES`."""
+    """Exposed and overlapped time by the columns of one of :data:`EXPOSURES`."""
     key = (EXPOSURES[by],)
     text = f"select * from {EXPOSURES[by]} order by {', '.join(by)}"
     return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), key)
 
 
 def sample_of_arrivals(run: Run) -> Sample | None:
-    """The arrivals of some steps that the files of the hosts of ``run`` have; None without any."""
+    """The arrivals of some steps from the files of the hosts of ``run``; None without such files."""
     key, known = (host_files.SAMPLE,), _summaries(run)
     rows = known[key] if key in known else host_files.sample(run)
     return arrival_sample.of_table(rows) if rows is not None and len(rows) else None
@@ -225,13 +226,13 @@ def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFra
 
 
 def _nccl_factors(run: Run) -> dict[str, float]:
-    """:func:`_executed_factors`, where all groups of ``run`` are of gloo or NCCL, so that what is not of gloo is of NCCL."""
+    """:func:`_executed_factors` if all groups of ``run`` use gloo or NCCL, so that all but gloo's operations are NCCL's."""
     names = set(run.table("groups")["backend"].to_pylist())
     return _executed_factors(run) if NCCL in names and names <= {GLOO, NCCL} else {}
 
 
 def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
-    """Buckets with what NCCL ran for them, by the alignment with its log that the run keeps; of gloo it is known."""
+    """Buckets with what NCCL ran for them, from the stored alignment with its log; for gloo it is known."""
     if not buckets_found[EXECUTED].isna().any():
         return buckets_found
     factors = buckets_found["op"].map(_nccl_factors(run)).astype("float64")
@@ -241,7 +242,7 @@ def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
-    """All buckets of a run, from its operations where it has any."""
+    """All buckets of a run, from its operations if it has buckets."""
     rows = run.scan("buckets", _FEWEST_SCANNED)
     if isinstance(rows, Scan) or len(rows):
         return buckets_module.bucket_flushes(run, summed())
@@ -249,12 +250,12 @@ def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
 
 
 def bucket_steps(run: Run) -> pd.DataFrame:
-    """The buckets of each step of ``run`` added up: see :func:`commprof.analysis.api.bucket_steps`."""
+    """The summed buckets of each step of ``run``: see :func:`commprof.analysis.api.bucket_steps`."""
     return from_arrow(_bucket_steps(run, ""), BUCKET_STEPS.columns)
 
 
 def buckets_per_step(run: Run) -> pd.DataFrame:
-    """What a step of ``run`` has of buckets: see :func:`commprof.analysis.api.buckets_per_step`."""
+    """The buckets of a typical step of ``run``: see :func:`commprof.analysis.api.buckets_per_step`."""
     return buckets_module.per_step(_bucket_steps(run, "attempt, ").to_pandas(), step_times(run))
 
 
@@ -282,9 +283,9 @@ def bucket_means(run: Run) -> pd.DataFrame:
 
 
 def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
-    """The records of ``run`` among which are those that reduced ``bucket``; of an index no others.
+    """Records of ``run`` that include those that reduced ``bucket``; from an index exactly those.
 
-    None where the records lie elsewhere: the operations of the bucket are not listed then.
+    None if the records lie elsewhere: then the operations of the bucket are not listed.
     """
     here = run if elsewhere(run.path) is None else run.without_records()
     text = (

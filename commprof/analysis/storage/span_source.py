@@ -1,8 +1,8 @@
-"""The spans of a run as a stream: in order of time, where the files of its processes are.
+"""The spans of a run as a stream, in order of time if each file of a process is in order.
 
-A process writes its records as it issues them, so that its file is in order; several files are put together as they are
-read. Where some are not in order (imported traces, clocks that were set back), or are too many to be read at once, the
-engine has to sort what comes.
+A process writes its records as it issues them, so its file is in order. Reading merges the files of several processes. If
+some files are not in order (imported traces, clocks that were set back) or are too many to be read at once, the engine
+sorts the stream.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _ROWS_AT_ONCE: Final = 1 << 19  # of all files together
 _MOST_ROWS: Final = 1 << 16  # of one file
 _ROWS_IN_ORDER: Final = (
     1 << 13
-)  # of one file that are put in order with the others': few stay in the processor's caches
+)  # rows of one file that are merged at a time: few stay in the processor's caches
 
 Progress = Callable[[int, int], None]
 
 
 class _Source(NamedTuple):
-    """The records of some processes: what is told from all of them, and the records themselves, some at a time."""
+    """The records of some processes, and what needs all of them at once (``own``)."""
 
     own: Own
     key: tuple[int, ...]
     is_in_order: bool
-    rows: Callable[[int], Iterator[pa.Table]]  # of so many rows each
+    rows: Callable[[int], Iterator[pa.Table]]  # iterates over batches of so many rows
 
 
 class SpanSource:
-    """The spans of a run as a stream, and what is learned on the way.
+    """The spans of a run as a stream, and facts learned while reading.
 
     Attributes:
         is_in_order: whether they come in :data:`ORDER`.
@@ -99,7 +99,7 @@ class SpanSource:
 
 
 def in_time_order(streams: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
-    """The rows of ``streams``, of which each is in order of begin_ns, in that order; equal ones in that of the streams."""
+    """Merge ``streams``, each in order of begin_ns; equal rows keep the order of the streams."""
     open_streams = dict(enumerate(streams))
     unread_rows: dict[int, pa.Table] = {}
 
@@ -119,7 +119,7 @@ def in_time_order(streams: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
     while open_streams:
         last = {number: unread_rows[number]["begin_ns"][-1].as_py() for number in open_streams}
         slowest = min(last, key=lambda number: last[number])
-        ready = []  # what begins before anything that is still to come
+        ready = []  # rows that begin before any row that is still unread
         for number, rows in sorted(unread_rows.items()):
             count = int(np.searchsorted(rows["begin_ns"].to_numpy(), last[slowest]))
             ready.append(rows.slice(0, count))
@@ -169,7 +169,7 @@ def _is_in_order(begin: npt.NDArray[np.int64], seq: npt.NDArray[np.int64]) -> bo
 
 
 def _clock(run: Run) -> ReferenceClock | None:
-    """The clock of the run; None where all its processes read one, and nothing need be added to any time."""
+    """The clock of the run; None if all its processes share one clock and no time needs an offset."""
     clock = ReferenceClock(
         run.table("clocks").to_pylist(),
         run.table("clock_offsets").to_pylist(),

@@ -1,10 +1,10 @@
-"""The records of a run as spans of time on one clock, part by part: what the index of a run is made of.
+"""Spans of time on one clock, one for each record: the input of the index of a run.
 
-A span is a record from its issue until the last that is known of it: it returned, its wait ended, the device was done.
-Spans of one process overlap. For what a moment was spent on, each has a part of its own, ``busy_ns``: its end, as far as no
-span that began before it reaches. These parts overlap nowhere, so their lengths add up to the time that anything was under
-way.
-``still_ns`` is the same of the times that the program stood still (``exposed_ns``, up to ``held_end_ns``).
+A span lasts from the issue of a record to its last known time: its return, the end of its wait, or the end on the device.
+Spans of one process overlap. To attribute each moment to one span, each has an own part, ``busy_ns``: its end that no
+span that began earlier covers. Own parts do not overlap, so their lengths add up to the time in which any collective was
+under way.
+``still_ns`` is the same for the exposed time (``exposed_ns``, up to ``held_end_ns``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from commprof.schema import COLLECTIVES
 
 Numbers = npt.NDArray[np.int64]
 
-# What differs from record to record; the other columns, which repeat, are kept once for each of their combinations.
+# Columns that differ from record to record. Each combination of the others is stored once.
 OWN_COLUMNS: Final = (
     *(
         "rank",
@@ -58,31 +58,31 @@ TIME_COLUMNS: Final = tuple(
         ("rank", "attempt", "pid", "seq", "issue_ns", *_ENDS, "exposed_ns", "device", *own_times.SOURCES)
     )
 )
-# No clock is beyond, nor a wall clock (imported runs have its times) before 2043; a damaged time counts as this, so that
+# Beyond any clock; a wall clock, which imported runs use, reaches it in 2043. Damaged times are clipped to it, so that
 # differences fit 64 bits.
 _FARTHEST: Final = 1 << 61
 
 
 class Spans(NamedTuple):
-    """When each of some records began and ended, and until when it held its program; a number for each record."""
+    """Begin and end of each record, and the end of its exposed time; arrays with an element for each record."""
 
     begin: Numbers
     end: Numbers
     held_end: Numbers
     is_held: npt.NDArray[np.bool_]  # the others have no held_end
-    unknown_clocks: int  # rows whose clock was never compared with the reference: their times are their own
+    unknown_clocks: int  # rows whose clock was never compared with the reference: their times are not shifted
 
 
 class Own(NamedTuple):
-    """What follows from all spans of a process: their parts that no earlier one reaches, of the whole and of what held the
-    program; and the time between them that was the program's own."""
+    """What needs all spans of a process: own parts of the spans (``busy``) and of their exposed time (``still``), and the
+    program's own time between them (``times``)."""
 
     busy: npt.NDArray[np.unsignedinteger]
     still: npt.NDArray[np.unsignedinteger]
     times: own_times.OwnTimes
 
     def of(self, rows: slice) -> Own:
-        """Of some of the records."""
+        """The same for some of the records."""
         return Own(self.busy[rows], self.still[rows], self.times.of(rows))
 
 
@@ -90,7 +90,7 @@ def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
     """The spans of ``records`` (:data:`TIME_COLUMNS`); ``clock`` None: all processes read one clock."""
     shift, unknown = _shift(records, clock)
     issue = _filled(records["issue_ns"], 0)
-    held_end, _, is_held = _held(records)
+    held_end, _, is_held = _exposed(records)
     return Spans(issue + shift, _end(records, issue) + shift, held_end + shift, is_held, unknown)
 
 
@@ -101,7 +101,7 @@ def begins(records: pa.Table, clock: ReferenceClock | None) -> Numbers:
 
 
 def _shift(records: pa.Table, clock: ReferenceClock | None) -> tuple[Numbers | int, int]:
-    """What is to be added to the times of each record; and of how many that is not known."""
+    """The offset to add to the times of each record, and for how many records it is not known."""
     if clock is None or not len(records):
         return 0, 0
     readings = clock.readings(records)
@@ -112,7 +112,7 @@ def own(records: pa.Table) -> Own:
     """The own parts of all ``records`` (:data:`TIME_COLUMNS`) of some processes."""
     issue = _filled(records["issue_ns"], 0)
     end = _end(records, issue)
-    held_end, exposed, is_held = _held(records)
+    held_end, exposed, is_held = _exposed(records)
     process, first = numbered(records.select(["rank", "attempt", "pid"]))
     busy, still = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
     rows = np.arange(len(records))
@@ -124,7 +124,7 @@ def own(records: pa.Table) -> Own:
 
 
 def _end(records: pa.Table, issue: Numbers) -> Numbers:
-    """The last time that is known of each record."""
+    """The last known time of each record."""
     end = issue.copy()
     for name in _ENDS:
         np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
@@ -132,12 +132,12 @@ def _end(records: pa.Table, issue: Numbers) -> Numbers:
 
 
 def _narrow(lengths: Numbers) -> npt.NDArray[np.unsignedinteger]:
-    """``lengths`` in half the room, if they fit: those of all records are held at once."""
+    """``lengths`` in 32 bits if they fit: those of all records are in memory at once."""
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 1 << 32 else np.uint64)
 
 
 def with_spans(records: pa.Table, part_spans: Spans, own: Own, kinds: Combinations) -> pa.Table:
-    """Some ``records`` as the index holds them: the columns of :data:`SPANS`."""
+    """``records`` as rows of the index: the columns of :data:`SPANS`."""
     added = [
         pa.array(kinds.number(records).astype(np.int32)),
         pa.array(part_spans.begin),
@@ -151,8 +151,8 @@ def with_spans(records: pa.Table, part_spans: Spans, own: Own, kinds: Combinatio
     return pa.table([*columns, *added], schema=SPANS)
 
 
-def _held(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
-    """Until when a record held its program, for how long, and whether it is known to (docs/times.md)."""
+def _exposed(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
+    """End and length of the exposed time of each record, and whether it is known and above 0 (docs/times.md)."""
     device = records["device"]
     text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
     on_host = pc.or_(pc.is_null(text), pc.fill_null(pc.equal(text, "cpu"), True))
@@ -163,9 +163,9 @@ def _held(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
 
 
 def own_parts(begin: Numbers, end: Numbers) -> Numbers:
-    """Of each span the length of its end that no span which began before it reaches.
+    """The length of each span's own part: its end that no span that began earlier covers.
 
-    Spans are taken in order of their begin, those that begin together in the order given. The lengths add up to that of the
+    Spans count in order of their begin, and in the given order if they begin together. The lengths add up to that of the
     union of the spans: each part is ``[end - length, end)``, and no two of them overlap.
     """
     if not (begin[1:] < begin[:-1]).any():

@@ -1,7 +1,7 @@
-"""The summaries of a run: small tables that most answers begin with, evaluated once when the run has ended.
+"""Summaries of a run: small tables that most answers use, evaluated once when the run has ended.
 
-They lie beside the records, one Parquet file each (``RUN/relations/``), and hold nothing that the records do not, so they
-may be deleted at any time. A summary counts only while its stamp is that of the :func:`fingerprint` of the run.
+Each is a Parquet file in ``RUN/relations/``. They contain only what follows from the records, so they may be deleted at any
+time. A summary is valid only while its stamp equals the :func:`fingerprint` of the run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from commprof.trace.tables import write_parquet
 
 _STAMP: Final = b"commprof.fingerprint"
 _KEY: Final = b"commprof.key"
-_SMALL: Final = 300_000  # records, whatever the job took
-_RECORD_NS: Final = (
-    6_000  # CPU time that a record takes at most; measured 4.3 us where each is a row of its own
-)
-_SHARE: Final = 0.005  # of the time of a job that its end may take longer
+_SMALL: Final = 300_000  # records, however long the job took
+# CPU time of a record at most; measured 4.3 us where each record is a row of its own.
+_RECORD_NS: Final = 6_000
+_SHARE: Final = 0.005  # the part of a job's time by which its end may be delayed
 
 
 def is_affordable(records: int, lasted_ns: int) -> bool:
@@ -34,7 +33,7 @@ def is_affordable(records: int, lasted_ns: int) -> bool:
 
 
 def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> None:
-    """Put ``tables``, by name and columns, beside the run at ``path``, all of them or none.
+    """Write ``tables``, by name and columns, beside the run at ``path``, all or none.
 
     Args:
         stamp: the ``inputs`` of the :func:`fingerprint` of the run that they were made from.
@@ -42,7 +41,7 @@ def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> 
     Raises:
         TraceError, OSError: they cannot be written.
     """
-    for left in path.glob(f".{SUMMARIES_DIRECTORY}-*"):  # of a process that was killed
+    for left in path.glob(f".{SUMMARIES_DIRECTORY}-*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     folder = Path(mkdtemp(prefix=f".{SUMMARIES_DIRECTORY}-", dir=path))
     try:
@@ -58,7 +57,7 @@ def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> 
 
 
 def read(path: Path) -> dict[tuple[str, ...], pa.Table]:
-    """The summaries of the run at ``path``, by name and columns; empty where none hold or a file of them is damaged."""
+    """The summaries of the run at ``path``, by name and columns; empty if none is valid or a file is damaged."""
     files = sorted((path / SUMMARIES_DIRECTORY).glob("*.parquet"))
     summaries_by_key: dict[tuple[str, ...], pa.Table] = {}
     stamp = fingerprint(path).inputs.encode() if files else b""

@@ -133,7 +133,7 @@ def test_a_host_without_a_file_that_counts_is_evaluated_from_its_records(tmp_pat
         os.utime(path / COLLECTIVES_DIRECTORY / f"{file.stem}.parquet")
     spoil_records(path, "node-0")
     spoil_records(path, "node-2")
-    assert len(host_files.held(path)) == 2
+    assert len(host_files.valid_files(path)) == 2
     assert_same(answers(path), expected)
 
 
@@ -151,14 +151,14 @@ def test_a_host_that_cannot_be_evaluated_is_named(tmp_path, capsys):
 def test_the_launcher_of_a_host_keeps_its_file_alone_and_none_of_many_records(tmp_path, monkeypatch):
     path = planted(tmp_path / "run", 4, hosts=2)
     host_files.keep_host(path, "node-1")
-    assert [file.host for file in host_files.held(path)] == ["node-1"]
+    assert [file.host for file in host_files.valid_files(path)] == ["node-1"]
     monkeypatch.setattr(summaries, "_SMALL", 5)
     monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     host_files.keep_host(path, "node-0")
-    assert [file.host for file in host_files.held(path)] == ["node-1"]
+    assert [file.host for file in host_files.valid_files(path)] == ["node-1"]
     monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # so that the job was long enough
     host_files.keep_host(path, "node-0")
-    assert sorted(file.host for file in host_files.held(path)) == ["node-0", "node-1"]
+    assert sorted(file.host for file in host_files.valid_files(path)) == ["node-0", "node-1"]
     monkeypatch.undo()
     alone = planted(tmp_path / "alone", 4, hosts=1)
     host_files.keep_host(alone, "node-0")
@@ -175,7 +175,7 @@ def test_finalise_makes_the_files_that_are_missing_whatever_the_records(tmp_path
     monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     assert execute(["finalise", str(path)]) == 0
     assert "finalised, 2 files of hosts written: 9 ranks" in capsys.readouterr().err
-    assert len(host_files.held(path)) == 3
+    assert len(host_files.valid_files(path)) == 3
     spoil_records(path)
     assert_same(answers(path), expected)
     assert execute(["finalise", str(path)]) == 0
@@ -186,7 +186,7 @@ def test_finalise_makes_the_files_of_the_other_hosts_where_records_of_one_are_da
     path = planted(tmp_path / "run", 2)
     spoil_records(path, "node-1")
     assert host_files.keep_missing(path) == 2
-    assert {file.host for file in host_files.held(path)} == {"node-0", "node-2"}
+    assert {file.host for file in host_files.valid_files(path)} == {"node-0", "node-2"}
 
 
 @pytest.mark.parametrize("seed", range(3))
