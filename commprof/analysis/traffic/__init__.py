@@ -1,4 +1,4 @@
-"""What was sent: operations, pairs of ranks, gradient buckets, and the four levels."""
+"""Traffic: operations, pairs of ranks, gradient buckets, and the four levels."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """What the module had that was ``commprof.analysis.traffic``."""
+    """Names of the former module ``commprof.analysis.traffic``."""
     return attribute(__name__, name)

@@ -1,7 +1,7 @@
-"""Which algorithm and protocol NCCL chose for the collectives of a run, where a log that is aligned with it says so.
+"""The algorithm and protocol that NCCL chose for the collectives of a run, from logs that are aligned with it.
 
-Two sources: the lines of an NCCL log in which it prints its choices, through the alignment of that log with the records, and
-the NCCL Inspector, whose log was imported, or aligned with the run.
+Two sources: lines of an NCCL log that print the choices, through the alignment of that log with the records; and the log of
+the NCCL Inspector, imported or aligned with the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def algorithms(run: Run) -> pd.DataFrame:
 
 
 def _printed(run: Run) -> pd.DataFrame:
-    """The choices in the NCCL log of the run, each with the record whose line it belongs to."""
+    """The choices in the NCCL log of the run, each with the record that its line is aligned with."""
     tuning = run.table("nccl_tuning")
     tuning = tuning.filter(pc.and_(tuning["op_line"].is_valid(), tuning["algorithm"].is_valid()))
     if not len(tuning):
@@ -73,7 +73,7 @@ def _printed(run: Run) -> pd.DataFrame:
 
 
 def _plain(part: pa.Table) -> pa.Table:
-    """``part`` with its texts as texts, which may be numbers into distinct values."""
+    """``part`` with dictionary-encoded texts as plain texts."""
     for place, field in enumerate(part.schema):
         if pa.types.is_dictionary(field.type):
             part = part.set_column(place, field.name, part.column(place).cast(pa.string()))

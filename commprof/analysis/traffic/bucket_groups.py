@@ -1,7 +1,7 @@
-"""Which ranks reduce gradient buckets together, so that buckets of one number in several groups are distinguished. Pure.
+"""The ranks that reduce gradient buckets together, which distinguish buckets of equal number in several groups. Pure.
 
-Stages of a pipeline and shards of tensors number their buckets alike, and reduce them in groups of their own. A bucket that
-is reduced along several axes one after the other is one bucket of all their ranks: groups that share a rank are joined.
+Pipeline stages and tensor-parallel ranks number their buckets alike and reduce them in separate groups. A bucket that is
+reduced along several axes in turn is one bucket of all their ranks, so groups that share a rank are joined.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from commprof.schema import format_ranks, parse_ranks
 
 
 def bucket_groups(reducing: pa.Table) -> pa.Table:
-    """Each rank that reduces buckets (attempt, rank), with the text of all ranks that it reduces them with (group_ranks).
+    """For each rank that reduces buckets (attempt, rank), the text of all ranks that it reduces them with (group_ranks).
 
     Args:
         reducing: attempt and ``group_ranks`` of the collectives that reduce buckets (``queries/reducing_groups.sql``).

@@ -1,4 +1,4 @@
-"""Gradient buckets: what each holds, how full it was, why it was sent, how it was reduced, and how long that took."""
+"""Gradient buckets: contents, fill, reason of the flush, reduction, and duration."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def _names(rows: pd.DataFrame, name: str, key: list[str]) -> pd.DataFrame:
 
 
 def bucket_means(flushes: pd.DataFrame) -> pd.DataFrame:
-    """The buckets of a training step, each the mean over the steps in which it holds what it holds in most of them.
+    """The buckets of a training step, each the mean over the steps in which it has its most frequent contents.
 
-    DDP, for one, builds its buckets anew after the first step: a mean over different buckets would be that of none, and a
-    bucket of the first step alone is in no mean step (``steady_steps``). What is sent, and times, leave out
-    the first step of each attempt, which warms up, where there are others. What is sent is that of the steps that send what
-    most of them do. Where no value is that of most, all of them count.
+    DDP, for example, rebuilds its buckets after the first step: a mean over different buckets would describe none of them,
+    and a bucket of the first step alone is in no mean step (``steady_steps``). Bytes and times leave out the first step of
+    each attempt, which warms up, if there are others. Bytes are those of the steps that send the most frequent amount. If no
+    value has a majority, all steps count.
 
     Args:
         flushes: the answer of :func:`bucket_flushes`.
@@ -106,23 +106,21 @@ def bucket_means(flushes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _recurring(flushes: pd.DataFrame) -> pd.DataFrame:
-    """The rows of buckets that come back in training steps; those of one-off buckets are in no mean."""
+    """The rows of buckets that recur in training steps; one-off buckets are in no mean."""
     moments = flushes[["attempt", "step"]].drop_duplicates()
     ended_steps = [(int(attempt), int(step)) for attempt, step in moments.itertuples(index=False)]
     warm = pd.DataFrame(warm_steps(ended_steps), columns=["attempt", "step"])
     number = flushes.groupby(_MEAN_KEY, dropna=False).ngroup()
     present = flushes[["attempt", "step"]].assign(number=number).drop_duplicates().merge(warm)["number"]
     times = present.value_counts().reindex(number.unique(), fill_value=0)
-    rest = set(
-        times.index[2 * times < len(warm)]
-    )  # in fewer than half of the steps: perhaps in every k-th of them
+    rest = set(times.index[2 * times < len(warm)])  # in fewer than half of the steps: perhaps in every k-th
     rows = _plain(flushes.assign(number=number)[number.isin(rest)])
     rest -= {row["number"] for row in steady(rows, ["number"], ended_steps).per_step}
     return flushes[~number.isin(rest)]
 
 
 def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
-    """Which rows hold what most rows of their bucket do; what the newest of such holds, where that is a tie."""
+    """Which rows have the most frequent contents of their bucket; in a tie, those of the newest row."""
     content = steps.groupby([*_MEAN_KEY, "numel", "parameters"], dropna=False).ngroup()
     kinds = steps[_MEAN_KEY].assign(content=content, place=range(len(steps)))
     counted = kinds.groupby([*_MEAN_KEY, "content"], as_index=False, dropna=False).agg(
@@ -133,7 +131,7 @@ def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
 
 
 def _of_most(warm: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows send what most rows of their bucket do; all of a bucket where no value is that of most."""
+    """Which rows send what most rows of their bucket do; all rows of a bucket without a majority."""
     rows = warm.groupby(_MEAN_KEY, dropna=False)["bucket"].transform("size")
     alike = warm.groupby([*_MEAN_KEY, *_COUNTS], dropna=False)["bucket"].transform("size")
     of_most = 2 * alike > rows
@@ -141,10 +139,10 @@ def _of_most(warm: pd.DataFrame) -> pd.Series[bool]:
 
 
 def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """What a training step has of buckets, by why they were sent (:mod:`commprof.analysis.traffic.steady_steps`).
+    """The buckets of a training step by the reason of their flush (:mod:`commprof.analysis.traffic.steady_steps`).
 
     Args:
-        of_steps: the buckets of each attempt and step added up by that.
+        of_steps: the buckets of each attempt and step, summed by that reason.
         times: columns attempt, step and duration_ns of the training steps.
     """
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
@@ -155,7 +153,7 @@ def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of ``frame`` with None for what is null."""
+    """The rows of ``frame`` with None for null."""
     return [
         {str(name): None if pd.isna(value) else value for name, value in row.items()}
         for row in frame.to_dict("records")
@@ -167,7 +165,7 @@ def _text(value: Any) -> str | None:
 
 
 def content(bucket: pd.Series[Any], parameters: pa.Table, collectives: pa.Table | Scan) -> BucketContent:
-    """What one bucket holds and how it was reduced.
+    """The contents of one bucket and its reduction.
 
     Args:
         bucket: its row of :func:`bucket_flushes`.
@@ -192,7 +190,8 @@ def _parameters(bucket: pd.Series[Any], parameters: pa.Table) -> pd.DataFrame:
         )
         begin += published.get("numel") or 0
     if begin != bucket["numel"] or any(row["numel"] is None for row in rows):
-        for row in rows:  # slices of parameters, padding, or names that nobody published: no place is certain
+        # The bucket has shards of parameters, padding, or parameters whose sizes were not published: no place is certain.
+        for row in rows:
             row["first_element"] = None
     return from_rows(rows, BUCKET_PARAMETERS.columns)
 

@@ -1,4 +1,4 @@
-"""What a run's config asked for, by the rules of ``commprof.requested``: the level that no collective is read for."""
+"""The requested level of a run: what its config should send, by the rules of ``commprof.requested``, without records."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
 
 
 class Requested(NamedTuple):
-    """``op``: what the config asks for to reduce gradients, or None and ``reason``: why that is not known.
+    """``op``: the gradient reduction that the config requests, or None and ``reason``: why it is not known.
 
-    ``explanation`` is a clause: which words ask for it, and what a runtime sends in its place.
+    ``explanation`` is a clause: the keys that request it, and what a runtime sends instead.
     """
 
     op: str | None
@@ -34,7 +34,7 @@ class Requested(NamedTuple):
 def requested_reduction(
     config: Mapping[str, Any] | None, effective: Mapping[str, Any] | None = None
 ) -> Requested:
-    """The operation that the words of the config ask for to reduce gradients.
+    """The gradient reduction that the keys of the config request.
 
     Args:
         config: the config as the user wrote it.
@@ -50,9 +50,10 @@ def requested_reduction(
 
 
 def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:
-    """What the config of ``run`` should send, one row per purpose (:data:`answers.REQUESTED`), and why there is none.
+    """What the config of ``run`` should send, one row per purpose (:data:`answers.REQUESTED`), and the reason if there is
+    none.
 
-    The rules are those of the runtime that the run used, as in its ledger.
+    The rules are those of the runtime that the run used, as in the ledger.
     """
     request = request_of(run)
     rows = [] if request.reason is not None else request.rows()

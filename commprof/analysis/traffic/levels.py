@@ -1,4 +1,4 @@
-"""The four levels of reducing gradients, by setting, out of the ledgers of the runs. Pure."""
+"""The four levels of gradient reduction by setting, from the ledgers of the runs. Pure."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Ledger(NamedTuple):
 
 
 def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
-    """By operation, what a rank of the job sends to reduce gradients of what a ledger adds up over the groups.
+    """By operation, the share of a ledger's gradient bytes, summed over groups, that one rank of the job sends.
 
-    It is the number of ranks that send over those of the job, the mean over groups by their wire bytes: 1 where the group is
-    the job, and 1/2 where two groups of half of the ranks reduce half of the model each.
+    The share is the number of sending ranks over the ranks of the job, averaged over groups by wire bytes: 1 if the group is
+    the job, and 1/2 if two groups of half of the ranks reduce half of the model each.
 
     Args:
         operations: :func:`commprof.analysis.storage.run_totals.operations` by purpose, op, step and group_size at least.
@@ -102,9 +102,9 @@ def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
 
 
 def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
-    """What reduces gradients in a step, by operation: the values of :func:`comparison.traffic_by_setting`.
+    """The gradient reductions of a step by operation: the values of :func:`comparison.traffic_by_setting`.
 
-    ``executed_wire_bytes_per_step``: of what the backend runs, None where that is not known.
+    ``executed_wire_bytes_per_step``: of what the backend runs; None if not known.
     """
     steps = sum(each.steps for each in totals)
     sums: dict[tuple[str, str | None], dict[str, float | None]] = {}
@@ -129,7 +129,7 @@ def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
 
 
 def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the backend ran for ``issued``: its operation out of the ledger, and its bytes from there where only it knows."""
+    """What the backend ran for ``issued``: operations from the ledger, and bytes too if only the ledger has them."""
     ran = {row.issued_op: row for row in gradients if row.executed_op and row.executed_wire_bytes is not None}
     rows = []
     for level in issued:
@@ -148,7 +148,7 @@ def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]
 
 
 def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
-    """What is asked for in a step: of the steps that what is issued is of, and by the same rule."""
+    """What is requested per step, over the same steps and by the same rule as what is issued."""
     steps = sum(len(ledger.ended_steps) for ledger in repeats)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for ledger in repeats:
@@ -175,9 +175,9 @@ def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
 
 
 def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Mean over the repeats of what all hosts sent; of a step where all were read at steps, else of the run.
+    """Mean over the repeats of what all hosts sent: per step if all counters were read at steps, else per run.
 
-    What a step sent is without what evaluations and checkpoints between the readings sent by the model.
+    The bytes of a step leave out the modelled bytes of evaluations and checkpoints between the readings.
     """
     counted = [verdict.moved for verdict in verdicts if verdict.moved]
     if not counted:

@@ -1,16 +1,16 @@
-"""Which rank sends how much to which: the wire bytes of two models, put on pairs of ranks.
+"""The bytes that each rank sends to each other rank, by two models.
 
-``wire_bytes`` is of the operations as issued. The model says what all ranks of a group send together (``schema.wire_bytes``
-times the size of the group). Between whom it flows is modelled as well (the relation matrix), so that each row and column
-adds up to exactly what the model says of its rank:
+``wire_bytes`` is of the operations as issued. The model gives what all ranks of a group send together (``schema.wire_bytes``
+times the size of the group). The pairs are modelled as well (the relation matrix), so that each row and column adds up to
+the modelled bytes of its rank:
 
 * reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in equal parts;
 * all_to_all: between each pair, by the splits of its records, or in equal parts;
 * all_reduce, reduce_scatter, all_gather: around a ring in the order of the group, each rank to the next;
 * send: from the sender to the receiver, as recorded.
 
-``executed_wire_bytes`` is of what the backend runs for them. Who sends what is known of gloo
-(:mod:`commprof.ledger.records.backends`) and of messages; of anything else it is null.
+``executed_wire_bytes`` is of what the backend runs. The pairs are known for gloo (:mod:`commprof.ledger.records.backends`)
+and for messages; for anything else it is null.
 
 ``between_hosts_bytes`` is the part of ``wire_bytes`` of pairs of ranks on two hosts.
 """
@@ -45,7 +45,12 @@ Shares: TypeAlias = npt.NDArray[np.float64]
 EVERY_STEP: Final[Steps] = (-(2**31), 2**31 - 1)
 _UNTAGGED: Final = "untagged"
 _UNLOCATED: Final = "unlocated"
-_ROUTE: Final = ("op", "group_ranks", "root", "call_bytes")  # what decides between whom gloo sends
+_ROUTE: Final = (
+    "op",
+    "group_ranks",
+    "root",
+    "call_bytes",
+)  # the columns that determine the pairs between which gloo sends
 
 
 RING: Final = "around a ring in the order of the group"
@@ -73,11 +78,11 @@ EXECUTED_MODELS: Final[dict[str, str]] = MODELS | {
     Op.BROADCAST: "along a binomial tree from the root",
 }
 _LIKE_ISSUED: Final = frozenset(op for op in MODELS if MODELS[op] == EXECUTED_MODELS[op])
-_PROBED_BYTES: Final = 1024  # of a rank's segment: any for which gloo's parts are equal
+_PROBED_BYTES: Final = 1024  # of a rank's segment: any value for which gloo's segments are equal
 
 
 class _Pairs(NamedTuple):
-    """Pairs of ranks and what each has of one flow; without any where it cannot be told between whom it went."""
+    """Pairs of ranks and the share of one flow that each has; empty if the pairs are not known."""
 
     senders: Ranks
     receivers: Ranks
@@ -99,7 +104,7 @@ def matrix(
     """Bytes from each rank to each other, for each combination of ``by``: see :func:`commprof.analysis.api.matrix`.
 
     Args:
-        groups: the table of this name, which knows the hosts of the ranks.
+        groups: the table of this name, which has the hosts of the ranks.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -153,7 +158,7 @@ def matrix(
 
 
 def _repeated(by: Sequence[str], flows: Sequence[Mapping[str, Any]], cells: int) -> dict[str, Any]:
-    """The columns ``by`` of the cells of ``flows``, which are equally many of each."""
+    """The columns ``by`` of the cells of ``flows``; each flow has equally many cells."""
     count = len(flows) and cells // len(flows)
     return {name: np.repeat(np.array([flow[name] for flow in flows], object), count) for name in by}
 
@@ -163,7 +168,7 @@ def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dic
 
 
 def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
-    """What each rank owns and receives of reduces: see :func:`commprof.analysis.api.owners`."""
+    """What each rank owns and receives in reduces: see :func:`commprof.analysis.api.owners`."""
     rows_by_rank: dict[int, dict[str, Any]] = {}
     rows = evaluate("rank_hosts", {"groups": groups}).to_pylist()
     hosts = {(row["attempt"], row["rank"]): row["host"] for row in rows}
@@ -193,7 +198,7 @@ def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) ->
 
 
 def columns(by: Sequence[str]) -> tuple[str, ...]:
-    """The columns of the operations that :func:`matrix` and :func:`owners` ask for."""
+    """The columns of the operations that :func:`matrix` and :func:`owners` need."""
     known = (name for name in by if name in MATRIX_BY)
     of_groups = ("group_ranks", "group_size", "backend", "call_bytes")
     return ("attempt", "step", "op", "purpose", *of_groups, "root", "sender", "receiver", *known)
@@ -245,14 +250,14 @@ def _flows(operations: pa.Table, by: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _executed_bytes(flow: Mapping[str, Any], pairs: _Pairs) -> float:
-    """How many bytes the backend sends for ``flow`` along ``pairs``."""
+    """The bytes that the backend sends for ``flow`` along ``pairs``."""
     if flow["op"] == Op.REDUCE and len(pairs.senders):  # the part of this root is known
         return float(pairs.shares.sum()) * float(flow["collectives"])
     return float(flow["executed_bytes"])
 
 
 def _executed_pairs(flow: Mapping[str, Any]) -> _Pairs:
-    """Between whom gloo sends for ``flow``, where that is not as issued."""
+    """The pairs between which gloo sends for ``flow``, if they differ from those of the issued operation."""
     members: Ranks = np.array(parse_ranks(flow["group_ranks"]), np.int64)
     places = np.flatnonzero(members == flow["root"])
     if flow["op"] in (Op.REDUCE, Op.BROADCAST) and not len(places):
@@ -272,7 +277,7 @@ def _on_gloo(op: str, size: int, ranks: int, root: int | None) -> _Pairs:
 
 
 class _Blocks:
-    """Neighbouring ranks taken together, so that there are ``most`` at most; a block is known by its first rank."""
+    """Blocks of neighbouring ranks, ``most`` at most; the first rank names the block."""
 
     def __init__(self, ranks: Sequence[int], most: int | None) -> None:
         self.width = 1 if most is None else max(1, -(-len(ranks) // most))
@@ -284,7 +289,7 @@ class _Blocks:
         return pa.table({"rank": pa.array(self._ranks, pa.int32()), "first": pa.array(first, pa.int32())})
 
     def of_pairs(self, pairs: _Pairs, executed_bytes: Shares) -> dict[str, npt.NDArray[Any]]:
-        """The cells of flows over ``pairs``, one flow after the other; ``executed_bytes``: of each flow."""
+        """The cells of flows over ``pairs``, flow by flow; ``executed_bytes``: of each flow."""
         count = -(-len(self._ranks) // self.width)
         places = [np.searchsorted(self._ranks, side) // self.width for side in pairs[:2]]
         cells, which = np.unique(places[0] * count + places[1], return_inverse=True)
@@ -303,7 +308,7 @@ def _added_up(
     by: Sequence[str],
     unknown: Collection[tuple[Any, ...]],
 ) -> pd.DataFrame:
-    """The cells of all flows; ``unknown``: the combinations of ``by`` in which what ran is not known."""
+    """The summed cells of all flows; ``unknown``: the combinations of ``by`` for which the executed bytes are not known."""
     columns = (*(MATRIX_BY[name] for name in by), *MATRIX.columns)
     keys = [*by, "sender", "receiver"]
     frame = pd.DataFrame(
@@ -313,7 +318,7 @@ def _added_up(
     summed[BETWEEN_HOSTS] = summed[BETWEEN_HOSTS].mask(summed[_UNLOCATED] > 0)
     if unknown:
         named = zip(*(summed[name] for name in by), strict=True) if by else [()] * len(summed)
-        # null is not equal to itself: it is None among the combinations
+        # null is not equal to itself, so the combinations have None instead
         plain = [tuple(None if pd.isna(value) else value for value in values) for values in named]
         summed[_EXECUTED] = summed[_EXECUTED].mask(np.array([one in unknown for one in plain]))
         summed = summed[(summed["wire_bytes"] != 0) | summed[_EXECUTED].notna()]

@@ -1,4 +1,4 @@
-"""How the ranks of a job share its model: the groups along which activations travel. Pure."""
+"""Model parallelism of a job: the process groups that exchange activations. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pyarrow.compute as pc
 from commprof.schema import Op, Purpose
 
 _SHARING: Final = (Purpose.ACTIVATION, Purpose.PIPELINE)
-# What any program issues beside its training, and commprof has a name for by itself.
+# Purposes of any program beside its training, which commprof itself assigns.
 _BESIDE: Final = (
     *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
     Purpose.PARAMETER_ACCESS,
 )
-_NAMELESS: Final = ("", "default_pg", "undefined")  # what torch calls a group whose program gave it no name
+_NAMELESS: Final = ("", "default_pg", "undefined")  # torch's description of a group without a name
 
 
 def shape(operations: pa.Table) -> str:
-    """Name and size of the groups of the training steps that share a model, such as ``model 2, pipe 4``; else nothing.
+    """Names and sizes of the groups that share a model in training steps, such as ``model 2, pipe 4``; else empty.
 
-    Replicas of a model, and pieces of its state, are no such groups: however they are divided, a rank does the same work. Of
-    a program of whose training nobody says what it sends, all groups but the largest count, as it cannot be told what for.
+    Groups of replicas and of shards of their state do not count: their size does not change the work of a rank. If no
+    collective of the training has a purpose, all groups but the largest count, since their purpose is not known.
 
     Args:
         operations: ``run_totals.operations`` by step, op, purpose, group_desc and group_size at least.
@@ -47,6 +47,6 @@ def shape(operations: pa.Table) -> str:
 
 
 def _name(desc: str | None, purpose: str | None) -> str:
-    """What a group is called; what it carries where it has no name."""
+    """The name of a group; what it carries if it has no name."""
     name = desc or ""
     return (purpose or "groups of") if name in _NAMELESS else name

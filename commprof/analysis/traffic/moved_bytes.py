@@ -1,4 +1,4 @@
-"""What moved: the machine's own counters, and nothing else."""
+"""The moved level: the interface counters of the hosts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ONE_READING: Final = "the counters were read only once, so no difference can be 
 def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
     """Bytes that each interface of each host moved during the run (``queries/moved.sql``).
 
-    The counters are those of the whole host: other processes and other traffic are in them. ``frame.attrs["reason"]``
-    says why there is no sum over all hosts for the whole run; None where there is one.
+    The counters are those of the whole host: other processes and other traffic are in them. ``frame.attrs["reason"]`` is the
+    reason why there is no sum over all hosts for the whole run; None if there is one.
 
     Args:
-        uncovered: host -> what its readings leave out of the run; see :mod:`commprof.trace.coverage`.
+        uncovered: host -> the part of the run that its readings leave out; see :mod:`commprof.trace.coverage`.
     """
     rows = ask("moved", {"wire": wire})
     texts = [uncovered.get(host) for host in rows["host"].to_pylist()]
@@ -36,9 +36,10 @@ def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
 
 
 def moved_per_step(frame: pd.DataFrame, steps: int) -> float | None:
-    """What the hosts of a run sent over its ``steps``, by :func:`moved`; None where that is not the whole run of every host.
+    """The bytes that the hosts of a run sent per step, by :func:`moved`; None unless the readings cover the run on every
+    host.
 
-    On one host that is what passed its loopback interface, on several what passed the others.
+    On one host these are the bytes of its loopback interface, on several those of the others.
     """
     if frame.attrs["reason"] is not None or not steps:
         return None

@@ -1,4 +1,4 @@
-"""What was sent, counted once for each collective, in the two measures that need no counters: payload and wire."""
+"""Sums over deduplicated collectives: payload bytes, wire bytes and times."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver", "call_bytes")
 
 
 def operations(tables: Mapping[str, pa.Table | Scan], columns: Sequence[str] = EVERY_COLUMN) -> pa.Table:
-    """Every collective once, and every message once, from the records of all ranks, summed by ``columns``.
+    """Deduplicated collectives and messages from the records of all ranks, summed by ``columns``.
 
-    The fewer the columns the quicker, and the less memory (``relations/operations.sql``).
+    Fewer columns take less time and memory (``relations/operations.sql``).
 
     Args:
         tables: collectives, aggregates and groups.

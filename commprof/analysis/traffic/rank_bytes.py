@@ -1,4 +1,4 @@
-"""What each rank sends and receives in a training step, by setting: rooted operations load ranks unevenly. Pure."""
+"""Bytes that each rank sends and receives per training step, by setting: rooted operations load ranks unevenly. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_ROOTS: Final = "the roots of its operations were not kept, so it is not known
 
 
 class Directions(NamedTuple):
-    """Bytes of a step by rank, and those of which it is not known between whom they go."""
+    """Bytes of a step by rank; ``unplaced``: those whose sender and receiver are not known."""
 
     sent: Mapping[int, float]
     received: Mapping[int, float]
@@ -29,10 +29,10 @@ class Directions(NamedTuple):
 
 
 class RankTotals(NamedTuple):
-    """What the ranks of one run send and receive in a step; ``steps``: how many it has, which repeats count by.
+    """What the ranks of one run send and receive in a step; ``steps``: their number, by which repeats are weighted.
 
-    ``issued``: by the model of the operations as issued; ``between_hosts``: of it between ranks on two hosts, not a number
-    where a host is not known. ``executed``: of what the backend runs; None: not known.
+    ``issued``: by the model of the operations as issued; ``between_hosts``: its part between ranks on two hosts, NaN if a
+    host is not known. ``executed``: by what the backend runs; None: not known.
     """
 
     label: str
@@ -43,7 +43,7 @@ class RankTotals(NamedTuple):
 
 
 def rank_totals(label: str, totals: StepTotals, operations: pa.Table, groups: pa.Table) -> RankTotals:
-    """What each rank sends in the step that ``totals`` are the sums of, by the models of ``matrix.py``."""
+    """What each rank sends and receives in a step of ``totals``, by the models of ``matrix.py``."""
     if not totals.steps or totals.weights is None:
         return RankTotals(label, 0, Directions({}, {}, 0.0), Directions({}, {}, 0.0), None)
     weighted = ask("weighted_operations", {"operations": operations, "weights": totals.weights})
@@ -65,9 +65,9 @@ def _directions(cells: pd.DataFrame, measure: str, unplaced: float) -> Direction
 
 
 def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
-    """One row per setting and rank (:data:`setting_answers.RANK_BYTES`); repeats count by their steps.
+    """One row per setting and rank (:data:`setting_answers.RANK_BYTES`); repeats are weighted by their steps.
 
-    ``frame.attrs["reasons"]`` has, by label, why the ranks of a setting cannot be told.
+    ``frame.attrs["reasons"]``: by label, why the bytes by rank of a setting are not known.
     """
     of_label: dict[str, list[RankTotals]] = defaultdict(list)
     for one in totals:
@@ -99,7 +99,7 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
 def _columns(
     weighted_totals: Sequence[tuple[Directions, int]], prefix: str
 ) -> dict[str, Mapping[int, float | None]]:
-    """The columns of one model, by rank: the mean over the steps of all repeats, and that over the mean of the ranks."""
+    """The columns of one model by rank: the mean over the steps of all repeats, and its ratio to the mean of the ranks."""
     columns: dict[str, Mapping[int, Any]] = {}
     for direction, means in _means(weighted_totals).items():
         mean = fmean(means.values()) if means else 0.0

@@ -1,12 +1,12 @@
-"""What comes back in every training step, and what was sent once: the one rule for figures per step.
+"""Recurring and one-off traffic of training steps: the rule behind all figures per step.
 
-It is asked of the warm steps: those that ended, without the first of each attempt where there are others. What was sent by
-one operation, for one purpose, in one group
+The rule uses the warm steps: those that ended, without the first of each attempt if there are others. The traffic of one
+operation, purpose and group
 
-* in each of them is steady: its value is that of most steps, and what single steps sent beyond it is one-off. Where no value
-  is that of most, it varies, and its value is the mean;
-* in every k-th of them counts as a k-th part in each;
-* in at least half of them comes and goes: its value is the mean over all;
+* in each warm step is steady: its value is the most frequent one, and what single steps sent beyond it is one-off. Without a
+  majority it varies, and its value is the mean;
+* in every k-th warm step counts as a k-th part in each;
+* in at least half of them is irregular: its value is the mean over all;
 * in fewer of them is one-off, and so is what only the first step sent. One-off traffic is in no mean.
 """
 
@@ -22,7 +22,7 @@ from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS, PADDING
 
 COUNTED: Final = ("collectives", "payload_bytes", "wire_bytes")
 EXECUTED: Final = "executed_wire_bytes"
-PARTLY_KNOWN: Final = (EXECUTED, BETWEEN_HOSTS)  # not known of a sum unless it is of all
+PARTLY_KNOWN: Final = (EXECUTED, BETWEEN_HOSTS)  # a sum is known only if all its terms are
 BESIDE: Final = (*PARTLY_KNOWN, PADDING)  # bytes that may not be known
 TRAFFIC_KEY: Final = ("purpose", "op", "intended_op", "group_desc", "group_ranks")
 _TRAFFIC_MEANS: Final = ("records", "host_ns", *BESIDE)
@@ -35,11 +35,11 @@ class Steady(NamedTuple):
     """Rows with the columns of the key and the measures.
 
     Attributes:
-        warm: the steps that were asked.
-        per_step: what a step sends; ``every``: of how many steps one sends it, null where that is not regular.
-        one_offs: beyond that: what one ``attempt`` and ``step`` sent.
-        weights: of each row of ``per_step`` the steps that it is made of. The sum over them of weight times what the step
-            sent is what a step sends, in any measure.
+        warm: the warm steps.
+        per_step: what a step sends; ``every``: k if every k-th step sends it, null if it is irregular.
+        one_offs: what one ``attempt`` and ``step`` sent beyond that.
+        weights: for each row of ``per_step`` the steps behind it. The sum over them of weight times what the step sent is
+            what a step sends, in any measure.
     """
 
     warm: list[Step]
@@ -49,7 +49,7 @@ class Steady(NamedTuple):
 
 
 def warm_steps(ended_steps: Sequence[Step]) -> list[Step]:
-    """The steps without the first of each attempt, where there are others."""
+    """The steps without the first of each attempt, if there are others."""
     first: dict[int, int] = {}
     for attempt, step in ended_steps:
         first[attempt] = min(step, first.get(attempt, step))
@@ -59,11 +59,11 @@ def warm_steps(ended_steps: Sequence[Step]) -> list[Step]:
 def steady(
     rows: Sequence[Row], key: Sequence[str], ended_steps: Sequence[Step], means: Sequence[str] = ()
 ) -> Steady:
-    """What of ``rows`` comes back in each step.
+    """The recurring and the one-off part of ``rows``.
 
     Args:
-        rows: ``attempt``, ``step``, the key and the measures of operations; several of one key and step are added up.
-        key: the columns that tell operations apart.
+        rows: ``attempt``, ``step``, the key and the measures of operations; several of one key and step are summed.
+        key: the columns that identify an operation.
         ended_steps: attempt and step of the steps that ended.
         means: measures beside :data:`COUNTED`, such as times: their means over the steps that count.
     """
@@ -87,12 +87,12 @@ def steady(
 
 
 def steady_traffic(traffic: Sequence[Row], times: Sequence[Row]) -> Steady:
-    """What of ``traffic`` comes back in each training step, and what does not.
+    """The recurring and the one-off part of ``traffic`` in training steps.
 
     Args:
         traffic: rows of :func:`commprof.analysis.api.traffic` by attempt, step, group_size and :data:`TRAFFIC_KEY` at
-            least, with None for what is null.
-        times: attempt, step and duration_ns of the training steps; None for that of one that did not end.
+            least, with None for null.
+        times: attempt, step and duration_ns of the training steps; None if the step did not end.
     """
     ended_steps = sorted((row["attempt"], row["step"]) for row in times if row["duration_ns"] is not None)
     inside = [row for row in traffic if row["step"] >= 0]
@@ -130,7 +130,7 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], ans
 def _beyond(
     name: str, sent: float | None, value: Mapping[str, Any] | None, every: int | None
 ) -> float | None:
-    """The bytes ``name`` of a step beyond those of each step; None where one of them is not known."""
+    """The bytes ``name`` of a step beyond the recurring ones; None if one of them is not known."""
     usual = 0.0 if value is None else value[name]
     if sent is None or sent != sent or usual is None:
         return None
@@ -147,7 +147,7 @@ def _is_of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any
 
 
 def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> Sequence[Step]:
-    """The steps that send what most do; all, where no value is that of most."""
+    """The steps that send the most frequent amount; all steps without a majority."""
     if not _is_of_most(present, by_step):
         return present
     most, _ = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
@@ -155,7 +155,7 @@ def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]])
 
 
 def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any]]) -> dict[str, Any]:
-    """What one step sends on average. The weights are equal: a sum is divided once, so that whole numbers stay whole."""
+    """What one step sends on average. The weights are equal, so a sum is divided once: integers stay exact."""
     divisor = round(1 / next(iter(weights.values())))
     means: dict[str, Any] = {}
     for name in by_step[next(iter(weights))]:
@@ -166,7 +166,7 @@ def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any
 
 
 def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:
-    """k, where every k-th of the warm steps is among ``present``, at least two; else null."""
+    """k if every k-th warm step is among ``present``, at least two; else None."""
     places = [number for number, step in enumerate(warm) if step in set(present)]
     if len(places) < 2:
         return None
@@ -176,7 +176,7 @@ def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:
 
 
 def when(rows: Sequence[Row]) -> str:
-    """``step 0``, ``steps 0, 3`` or ``steps 0-2``: of the attempts together."""
+    """``step 0``, ``steps 0, 3`` or ``steps 0-2``: of all attempts."""
     steps = sorted({int(row["step"]) for row in rows})
     ranges: list[list[int]] = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""The places of a program that issue collectives without a purpose. Pure."""
+"""Call sites that issue collectives without a purpose. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pandas as pd
 from commprof.analysis.columns.detailed_answers import UNTAGGED
 from commprof.analysis.columns.frames import from_rows
 
-BY: Final = ("purpose", "phase", "op", "api", "call_site")  # what traffic() is to be asked by
+BY: Final = (
+    "purpose",
+    "phase",
+    "op",
+    "api",
+    "call_site",
+)  # the grouping columns of traffic() that this needs
 
 
 def none() -> pd.DataFrame:
@@ -18,7 +24,7 @@ def none() -> pd.DataFrame:
 
 
 def untagged(traffic: pd.DataFrame) -> pd.DataFrame:
-    """Those rows of ``traffic`` by :data:`BY` that have no purpose, the most payload first."""
+    """The rows of ``traffic`` by :data:`BY` without a purpose, in order of payload, largest first."""
     untagged_rows = traffic[traffic["purpose"].isna()]
     untagged_rows = untagged_rows.sort_values(
         ["payload_bytes", "collectives", "call_site"], ascending=[False, False, True], kind="stable"
