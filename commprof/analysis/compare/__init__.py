@@ -1,1 +1,1 @@
-"""Settings side by side: how runs differ, what each cost, and the advice."""
+"""Comparison of settings: how runs differ, what each cost, and the advice."""

@@ -1,16 +1,16 @@
-"""What to set, and why: rules over the settings that were measured. Pure; the words are in ``recommendation.py``.
+"""The rules that choose a setting among those that were measured. Pure; the sentences are in ``recommendation.py``.
 
 The rules, in this order:
 
-1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss. Where the
-   ranks of the jobs share a model in unlike ways (``shapes.py``), a rank's work and the links of its bytes are not alike,
-   and nothing is recommended.
-2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least. They are those of
-   what the backends run, where that is known of all settings; else of what was issued, of all of them.
-3. Not slower: of those that count, the settings than which none has a measurably shorter step (``differences.py``).
-4. Recommended are those with least bytes that are not slower; where there are none, of the not slower ones those with
-   the least bytes.
-5. Where that is all that count, nothing is recommended: there is no measurable difference, or it cannot be told.
+1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss. If the
+   jobs use different model parallelism (``model_sharding.py``), the work of a rank and the links that it uses differ, and
+   nothing is recommended.
+2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least. The bytes
+   are those that the backends run if that is known for all settings, else those issued, for all settings.
+3. Not slower: of those that count, the settings for which no other has a measurably shorter step (``significance.py``).
+4. Recommended are those with least bytes that are not slower; if there are none, those that are not slower with the
+   least bytes among them.
+5. If these are all settings that count, nothing is recommended: there is no measurable difference, or it cannot be told.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from commprof.analysis.columns.setting_answers import ADVICE
 from commprof.analysis.compare import significance as differences
 from commprof.analysis.compare.comparison import Measured, by_label
 
-SAME_BYTES: Final = 0.001  # padding of partitions differs by less
+SAME_BYTES: Final = 0.001  # the padding of partitions differs by less
 SAME_LOSS: Final = 0.01
 
 RECOMMENDED: Final = "recommended"
 NO_DIFFERENCE: Final = "no measurable difference"
 CANNOT_TELL: Final = "cannot tell"
 
-# Keys that change what is trained, so that bytes and times of two settings are not those of one task.
+# Keys that change what is trained: bytes and times of two settings then belong to different tasks.
 _WORK: Final = ("script", "world_size", "gradient_accumulation_steps", "gradient_clipping")
 _WORK_SUFFIXES: Final = ("batch_size", "micro_batch_size_per_gpu")
 _WORK_SECTIONS: Final = ("arguments.", "optimizer.", "scheduler.")
 
 
 class Candidate(NamedTuple):
-    """One setting, as far as the rules weigh it: ``medians`` and ``losses`` hold a value for each run that has one.
+    """One setting as the rules see it: ``medians`` and ``losses`` have a value for each run that has one.
 
-    ``wire_bytes`` are of what the backend runs where ``executed``, else as issued.
+    ``wire_bytes`` are those that the backend runs if ``executed``, else those issued.
     """
 
     label: str
@@ -70,19 +70,17 @@ class Candidate(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What the rules made of the candidates. ``left_out``: why, by label; ``shorter``: by label, those measurably faster."""
+    """The result of the rules. ``left_out``: reasons by label; ``shorter``: by label, those measurably faster."""
 
     answer: str
     candidates: Sequence[Candidate]  # the least wire bytes first
     left_out: Mapping[str, str]
     work: Sequence[str]  # keys that differ and change the work
-    shapes: Sequence[str]  # how the ranks of the jobs share their models, where that is not alike in all
+    shapes: Sequence[str]  # the model parallelism of the jobs, if it differs
     least: Sequence[str]
     not_slower: Sequence[str]
     recommended: Sequence[str]
-    keys: Mapping[
-        str, str
-    ]  # what all recommended settings share and no other has; empty where that tells nothing
+    keys: Mapping[str, str]  # keys and values that exactly the recommended settings share; may be empty
     pairs: pd.DataFrame
 
     def of(self, label: str) -> Candidate:
@@ -90,7 +88,7 @@ class Weighed(NamedTuple):
         return next(one for one in self.candidates if one.label == label)
 
     def verdict(self, label: str, other: str) -> str:
-        """Of the step time of ``other`` beside that of ``label``."""
+        """The verdict on the step time of ``other`` relative to that of ``label``."""
         return _verdicts(self.pairs)[label, other]
 
 
@@ -100,8 +98,8 @@ class Advice(NamedTuple):
     Attributes:
         answer: ``recommended``, ``no measurable difference`` or ``cannot tell``.
         sentences: the advice first, then its reasons, then warnings.
-        settings: what was weighed (:data:`setting_answers.ADVICE`).
-        pairs: each two settings (:data:`setting_answers.STEP_TIME_PAIRS`).
+        settings: the evidence by setting (:data:`setting_answers.ADVICE`).
+        pairs: each pair of settings (:data:`setting_answers.STEP_TIME_PAIRS`).
     """
 
     answer: str
@@ -111,7 +109,7 @@ class Advice(NamedTuple):
 
 
 def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> list[Candidate]:
-    """One for each setting of ``runs``; ``rows`` are those of :func:`comparison.compare` over the same runs."""
+    """A candidate for each setting of ``runs``; ``rows`` are those of :func:`comparison.compare` over the same runs."""
     of_label = by_label(runs)
     executed = all(
         row["executed_wire_bytes_per_step"] is not None
@@ -237,7 +235,7 @@ def _left_out(settings: Sequence[Candidate]) -> dict[str, str]:
 
 
 def _is_higher(losses: Sequence[float], lowest: Sequence[float]) -> bool:
-    """Higher by more than 1 %, and, where there are repeats of both, by more than these differ."""
+    """Higher by more than 1 %, and by more than the repeats differ if both have repeats."""
     loss, low = fmean(losses), fmean(lowest)
     if not isfinite(loss):
         return True
@@ -254,7 +252,7 @@ def _sends_least(one: Candidate, among: Sequence[Candidate]) -> bool:
 
 
 def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
-    """Of the second beside the first, for both orders of each pair."""
+    """The verdict on the second relative to the first, for both orders of each pair."""
     turned = {differences.SHORTER: differences.LONGER, differences.LONGER: differences.SHORTER}
     by_pair: dict[tuple[str, str], str] = {}
     for label, other, verdict in zip(pairs["label"], pairs["other"], pairs["verdict"], strict=True):
@@ -264,9 +262,9 @@ def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def _telling_keys(settings: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
-    """The keys to set: those by which exactly the settings ``best`` are told from all others.
+    """The keys to set: keys and values that exactly the settings ``best`` have.
 
-    Where there are none, the one key and value that only settings of ``best`` have, and the most of them; else nothing.
+    If there are none, the key and value that only settings of ``best`` have, and most of them; else empty.
     """
     mine = [one.values for one in settings if one.label in best]
     if not mine:

@@ -1,4 +1,4 @@
-"""Settings side by side: what each run asked for, issued and took, and the repeats of a setting merged into one row."""
+"""The comparison of settings: requested, issued, bytes and times, with the repeats of a setting merged into one row."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NO_PURPOSES: Final = (
 
 
 class Measured(NamedTuple):
-    """One run, as far as a comparison needs it.
+    """The values of one run that a comparison needs.
 
-    ``durations`` are of the steps after the first, in ns; ``shape`` is what :func:`shapes.shape` says;
-    ``moved_bytes`` what the counters of all hosts saw sent in the whole run, over its whole steps.
+    ``durations`` are of the steps after the first, in ns; ``shape`` is the answer of
+    :func:`model_sharding.shape`; ``moved_bytes`` is what all hosts sent in the run, divided by its steps that ended.
     """
 
     name: str
@@ -54,7 +54,7 @@ def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
 
 
 def _merged(runs: Sequence[Measured], key: Sequence[str] = _PURPOSE_KEY) -> StepTotals:
-    """The steps of all repeats together by ``key``, so that a longer repeat counts for as many steps as it has."""
+    """The steps of all repeats together by ``key``: each repeat is weighted by its number of steps."""
     totals = pd.concat([run.step_totals.totals for run in runs], ignore_index=True)
     by = totals.groupby(list(key), dropna=False, as_index=False, sort=False)
     sums: dict[str, Any] = {"groups": "max", **dict.fromkeys(_MEASURES, "sum")}
@@ -67,7 +67,7 @@ def _if_all_known(values: pd.Series[Any]) -> float | None:
 
 
 def _known(values: pd.Series[Any]) -> float | None:
-    """The sum of those that are known; None where none is, and there are some."""
+    """The sum of the known values; None if there are values and none is known."""
     return None if len(values) and values.isna().all() else float(values.sum())
 
 
@@ -77,7 +77,7 @@ def _per_step(totals: pd.DataFrame, measure: str, steps: int) -> float | None:
 
 
 def _listed(gradients: pd.DataFrame, column: str) -> str | None:
-    """The operations of ``column``, the most wire bytes first; those that send nothing by their payload."""
+    """The operations of ``column`` in order of wire bytes, largest first; without wire bytes, of payload."""
     sums = gradients.dropna(subset=[column]).groupby(column)[["wire_bytes", "payload_bytes"]].sum()
     ordered = sums.sort_values(["wire_bytes", "payload_bytes"], ascending=False)
     return ", ".join(ordered.index) or None
@@ -86,7 +86,7 @@ def _listed(gradients: pd.DataFrame, column: str) -> str | None:
 def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
     steps, totals, _ = _merged(runs)
     gradients = totals[totals["purpose"] == Purpose.GRADIENT_REDUCE]
-    # A program that does not say what reduces its gradients still has its question answered, as far as can be told.
+    # A program that does not tag its gradient reductions still gets an answer, as far as one is possible.
     nameless = totals[totals["purpose"].isna() & (totals["op"] != Op.BARRIER)]
     untagged = not len(gradients) and len(nameless) > 0
     issued = nameless if untagged else gradients
@@ -133,17 +133,17 @@ def compare(runs: Sequence[Measured]) -> pd.DataFrame:
 
 
 def framed(rows: Sequence[Mapping[str, Any]], runs: Sequence[Measured]) -> pd.DataFrame:
-    """The :func:`rows` of ``runs`` as the frame that :func:`compare` gives."""
+    """The :func:`rows` of ``runs`` as the frame of :func:`compare`."""
     return from_rows(rows, _columns(runs[0].setting.values if runs else {}))
 
 
 def traffic_by_setting(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting and operation, in the form that a chart wants; a run without whole steps gives none."""
+    """One row per setting and operation, in long form for charts; a run in which no step ended has none."""
     return from_rows(_long(runs, _PURPOSE_KEY), TRAFFIC_BY_SETTING.columns)
 
 
 def traffic_by_group(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting, kind of group and operation; the wire bytes of a setting add up to those of :func:`compare`."""
+    """One row per setting, kind of group and operation; the wire bytes of a setting add up to those in :func:`compare`."""
     rows = _long(runs, _GROUP_KEY)
     order = {label: place for place, label in enumerate(by_label(runs))}
     rows.sort(key=lambda row: (order[row["label"]], *(str(row[name] or "") for name in _GROUP_KEY)))

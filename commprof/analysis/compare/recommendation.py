@@ -1,4 +1,4 @@
-"""The advice in sentences: what to set, why, and what to know before doing so. Pure."""
+"""The advice in sentences: what to set, why, and warnings. Pure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
 
 
 def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
-    """The keys that tell what to set, else the settings by their labels."""
+    """The keys to set, else the labels of the settings."""
     if not weighed.keys:
         more = "" if len(best) <= _MOST_NAMED else f", or one of {len(best) - _MOST_NAMED} more"
         return "; or ".join(one.label for one in best[:_MOST_NAMED]) + more
@@ -93,7 +93,7 @@ def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
 
 
 def _as_good(weighed: Weighed) -> list[str]:
-    """What is recommended as well, and has not the keys that are named."""
+    """Recommended settings that lack the keys that are named."""
     if not weighed.keys:
         return []
     rest = [
@@ -105,14 +105,14 @@ def _as_good(weighed: Weighed) -> list[str]:
 
 
 def _moves_more(one: Candidate, other: Candidate) -> bool:
-    """Whether the counters saw more of ``one`` than of ``other``, beyond what headers and other programs explain."""
+    """Whether the counters saw more bytes of ``one`` than of ``other``, beyond what headers and other programs explain."""
     if one.moved_bytes is None or other.moved_bytes is None:
         return False
     return one.moved_bytes > other.moved_bytes * (1 + MOVED_ALIKE)
 
 
 def _moved(weighed: Weighed) -> list[str]:
-    """What the counters say against the recommendation: another setting moved less than one that is to be set."""
+    """Evidence of the counters against the recommendation: another setting moved fewer bytes than a recommended one."""
     counted = [one for one in _counted(weighed) if one.moved_bytes is not None]
     for one in counted:
         less = [other for other in counted if _moves_more(one, other)]
@@ -200,7 +200,7 @@ def _losses(weighed: Weighed) -> list[str]:
 
 
 def _warnings(weighed: Weighed) -> list[str]:
-    """Of each setting to be set, or of all where none is, what it asked for and did not get."""
+    """For each recommended setting, or for all if none is: an operation that it requests and does not issue."""
     wanted = weighed.recommended or [one.label for one in weighed.candidates]
     sentences = []
     for one in sorted(weighed.candidates, key=lambda one: one.label):

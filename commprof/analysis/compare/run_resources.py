@@ -1,4 +1,4 @@
-"""What one run needed: memory, time that it stood still, and the samples that it got through in a second. Pure."""
+"""Resources of one run: memory, exposed communication, and samples per second. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONFIG: Final = "config"
 
 
 class Usage(NamedTuple):
-    """What one run needed: a value for each step after the first, as far as known.
+    """Resources of one run: a value for each step after the first, as far as known.
 
-    ``rates`` are samples per second, ``rates_from`` where the samples of a step are from.
+    ``rates`` are samples per second, ``rates_from`` the source of the number of samples.
     """
 
     rss: Sequence[int]
@@ -30,9 +30,9 @@ class Usage(NamedTuple):
 
 
 def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int | None) -> Usage:
-    """What the steps of a run needed, from its :data:`answers.STEP_TIMES`.
+    """Resources of the steps of a run, from its :data:`answers.STEP_TIMES`.
 
-    Samples are those that the program published as its metric ``samples``; else the batch size that its config names.
+    The samples are those of the program's metric ``samples``, else the batch size of its config.
     """
     first = times.groupby("attempt")["step"].transform("min")
     later = times[times["step"] > first]
@@ -59,7 +59,7 @@ def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int
 
 
 def batch_size(config: Mapping[str, Any] | None, world_size: int | None) -> int | None:
-    """Samples in a training step of all ranks, by DeepSpeed's words; None where the config does not tell.
+    """Samples in a training step of all ranks, by DeepSpeed's configuration keys; None if the config lacks them.
 
     >>> batch_size({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 3)
     24

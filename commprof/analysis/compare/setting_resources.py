@@ -1,4 +1,4 @@
-"""Memory, time stood still and samples per second of each setting. Pure."""
+"""Memory, exposed communication and samples per second of each setting. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def resources(runs: Sequence[Measured]) -> pd.DataFrame:
 
 
 def _exposed(steps: Sequence[pd.DataFrame]) -> dict[str, float | None]:
-    """Exposed time of a step, over the warm steps of all repeats, as :func:`exposure.medians` has it of one run."""
+    """Exposed time of a step over the warm steps of all repeats, by the rule of :func:`exposure.medians`."""
     return medians(pd.concat(steps, ignore_index=True), EXPOSED) if steps else {}
 
 

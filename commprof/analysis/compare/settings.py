@@ -1,6 +1,6 @@
-"""How runs differ: the keys of their configs, and of what ran them, whose values are not the same everywhere.
+"""How runs differ: the keys of their configs, scripts and environments that have different values.
 
-Pure: manifests in, text out. A sweep says itself which keys it varied, so its point gives keys and order.
+Pure: manifests in, text out. A sweep records which keys it varied, so the point of each run gives keys and order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pandas as pd
 from commprof.analysis.columns.frames import TEXT
 from commprof.trace.manifest import Manifest
 
-_MOST_NAMED: Final = 4  # keys in a label, where fewer tell the settings apart as well
+_MOST_NAMED: Final = 4  # keys in a label, if so many distinguish the settings
 ABSENT: Final = "(absent)"
 SAME: Final = "same settings"
 
-# Last parts of keys that say where a run writes or what it is called, not how it trains.
+# Last parts of keys that name a run or its output, and do not change the training.
 _NAMES_OF_PLACES: Final = ("path", "dir", "directory", "folder", "file", "filename", "job_name", "run_name")
-# Alone these say nothing: `enabled` needs the section that it enables.
+# Ambiguous alone: `enabled` needs the section that it enables.
 _NEEDS_SECTION: Final = frozenset({"enabled", "type", "device", "name", "params", "verbose", "dtype"})
 
 
@@ -61,7 +61,7 @@ def value_text(value: Any) -> str:
 
 
 def _identity(value: Any) -> str:
-    """Equal exactly for equal values; the text "true" is not the value true."""
+    """A text that is equal exactly for equal values; the text "true" differs from the value true."""
     return json.dumps(value) if isinstance(value, str) else value_text(value)
 
 
@@ -71,7 +71,7 @@ def _says_how(key: str) -> bool:
 
 
 def script_arguments(command: Sequence[str], script: str | None) -> dict[str, Any]:
-    """The options of ``script`` in ``command``, by name with their dashes; words without an option by their position.
+    """The options of ``script`` in ``command``, by name with dashes; positional arguments by their position.
 
     >>> script_arguments(["python", "train.py", "data", "--layers", "4", "--lr=0.1", "--fast"], "train.py")
     {'1': 'data', '--layers': '4', '--lr': '0.1', '--fast': True}
@@ -94,7 +94,7 @@ def script_arguments(command: Sequence[str], script: str | None) -> dict[str, An
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    """What else makes two runs different experiments: script, its arguments, ranks, and NCCL's tuning variables."""
+    """What distinguishes two runs beside the config: script, arguments, ranks, and NCCL's tuning variables."""
     facts: dict[str, Any] = {}
     if manifest.script is not None:
         facts["script"] = PurePath(manifest.script).name
@@ -103,7 +103,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     if manifest.world_size is not None:
         facts["world_size"] = manifest.world_size
     for name, value in script_arguments(manifest.command, manifest.script).items():
-        # The config's file name differs in every run of a sweep; what is in it is compared key by key.
+        # The name of the config file differs in every run of a sweep; its contents are compared key by key.
         if name != manifest.config_argument and _says_how(name.replace("-", "_")):
             facts[f"arguments.{name}"] = value
     for name, value in manifest.environment.items():
@@ -118,12 +118,12 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def _is_empty_section(key: str, of_runs: Iterable[Mapping[str, Any]]) -> bool:
-    """``key`` is a section that some run leaves empty and another fills: its keys tell the difference."""
+    """``key`` is a section that some run leaves empty and another fills: the keys in it are the difference."""
     return any(other.startswith(f"{key}.") for values in of_runs for other in values)
 
 
 def differing_keys(of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values are not the same in all runs, in the order in which the runs name them."""
+    """The keys whose values differ between runs, in the order in which the runs name them."""
     keys = dict.fromkeys(key for values in of_runs for key in values)
     missing = object()
     differing = []
@@ -158,7 +158,7 @@ def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
 
 
 def _swept_keys(manifests: Sequence[Manifest]) -> list[str]:
-    """The keys that one sweep varied, where all the runs are of it; else none."""
+    """The keys that a sweep varied if all runs belong to it; else none."""
     points = [(manifest.sweep or {}).get("point") for manifest in manifests]
     names = {(manifest.sweep or {}).get("name") for manifest in manifests}
     if len(names) != 1 or not all(points):
@@ -171,7 +171,7 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
     swept = _swept_keys(manifests)
     if not swept:
         return differing
-    # What a sweep did not vary only follows from what it did; the ranks and the script are the caller's mixture.
+    # Other differences within a sweep follow from its keys. The ranks and the script may differ by the caller's choice.
     facts = {key for manifest in manifests for key in _facts(manifest)}
     shown = [key for key in swept if key in differing] + [key for key in differing if key in facts]
     return shown or swept
@@ -180,7 +180,8 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
 def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Setting]:
     """The setting of each run. ``names`` are the runs' names, for a label where there is only one of them.
 
-    Runs of unlike scripts differ in many keys: a label then names those that tell the settings apart, ``values`` has all.
+    Runs of different scripts differ in many keys: a label then names those that distinguish the settings, ``values`` has
+    all.
     """
     of_runs = [_values(manifest) for manifest in manifests]
     keys = _keys_to_show(manifests, of_runs)
@@ -198,7 +199,7 @@ def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Set
 
 
 def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> list[str]:
-    """The label of each run. A key that it lacks is left out, unless nothing would be left."""
+    """The label of each run. A key that the run lacks is left out, unless the label would be empty."""
     labels = []
     for each in texts:
         named = {key: text for key, text in each.items() if text != ABSENT} or each
@@ -207,9 +208,9 @@ def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> lis
 
 
 def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
-    """Of the keys of ``texts``, in their order, a few by whose values all that differ are told apart.
+    """A few keys of ``texts``, in their order, whose values distinguish all that differ.
 
-    Each is the one that tells most of what the ones before left together apart; of equal ones the first.
+    Greedy: each key is the one that separates most of what the keys before do not; among equal ones the first.
 
     >>> telling_keys([{"lr": "1", "stage": "1", "script": "a"}, {"lr": "1", "stage": "2", "script": "b"}])
     ['stage']
@@ -227,7 +228,7 @@ def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def in_order(manifests: Sequence[Manifest]) -> list[int]:
-    """Positions of the runs in the order to show them: as given; those of one sweep as they were started."""
+    """Positions of the runs in display order: as given; runs of one sweep in the order in which they started."""
     positions = list(range(len(manifests)))
     if _swept_keys(manifests):
         positions.sort(key=lambda position: manifests[position].started_realtime_ns or 0)

@@ -1,9 +1,8 @@
 """Whether the step times of two settings differ by more than their repeats do. Pure.
 
-Repeats of one setting vary, and two settings that are the same differ as well. A difference is measurable where Welch's t
-over the medians of the repeats says that chance makes it in less than 5 % of such comparisons, by Holm's correction over all
-pairs: of settings that are all alike, no pair is called different in 95 % of the sweeps. One repeat tells nothing of how
-runs vary.
+Repeats of one setting vary, so two equal settings differ as well. A difference is measurable if Welch's t-test over the
+medians of the repeats gives a probability below 5 %, with Holm's correction over all pairs: among equal settings, no pair is
+called different in 95 % of the sweeps. One repeat does not show how runs vary.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CANNOT_TELL: Final = "cannot tell"
 
 
 class Difference(NamedTuple):
-    """Mean of the second less that of the first, with its 95 % interval and the probability of it by chance."""
+    """Mean of the second minus that of the first, its 95 % interval, and its probability by chance."""
 
     value: float
     low: float
@@ -54,7 +53,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The probabilities of several tests, corrected so that all of them together err as rarely as one (Holm 1979).
+    """The probabilities of several tests, corrected for their number (Holm 1979).
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -68,7 +67,7 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def pairs(medians: Mapping[str, Sequence[float]]) -> pd.DataFrame:
-    """Each two settings (:data:`setting_answers.STEP_TIME_PAIRS`).
+    """Each pair of settings (:data:`setting_answers.STEP_TIME_PAIRS`).
 
     Args:
         medians: for each setting the median step time of each of its runs that has one, in ns.

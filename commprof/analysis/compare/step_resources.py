@@ -1,4 +1,4 @@
-"""What a run used over its steps: memory, processors, and the share of the time that went into communication. Pure."""
+"""Resources of a run by step: memory, processors, and the share of communication in the step time. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def resource_use(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         times: :data:`answers.STEP_TIMES`.
-        samples: the table ``samples``; those of a GPU count where they are of one host, whose clock the steps are on.
+        samples: the table ``samples``; samples of GPUs count only for a run on one host, since the steps are on its clock.
     """
     readings = samples[samples["name"] == GPU_UTILISATION].sort_values("time_ns")
     moments, values = readings["time_ns"].tolist(), readings["value"].astype(float).tolist()

@@ -1,4 +1,4 @@
-"""One run in a few plain values: what ran, what was sent, what it took, what is missing."""
+"""The overview of one run as plain values: software, traffic, times, and what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commprof.analysis.traffic.expectation import requested_reduction
 from commprof.analysis.traffic.steady_steps import PARTLY_KNOWN
 from commprof.trace.reader import Run
 
-# Of the operations: what overview asks for, and what a report of the run asks for next.
+# Columns of the operations that overview needs, and those that a report of the run needs next.
 COLUMNS: Final = ("attempt", "step", "op", "backend", "purpose", "intended_op", "group_ranks")
 
 
@@ -39,7 +39,7 @@ def _joined(names: Iterable[str]) -> str | None:
 
 
 def wall_ns(run: Run) -> int | None:
-    """How long the run lasted by the real-time clock: as its manifest says, else between two clock readings."""
+    """How long the run lasted by the real-time clock: from its manifest, else between two clock readings."""
     began, ended = run.manifest.started_realtime_ns, run.manifest.ended_realtime_ns
     if began and ended and ended > began:
         return ended - began
@@ -50,7 +50,7 @@ def wall_ns(run: Run) -> int | None:
 
 
 def recorder_ns(run: Run) -> int | None:
-    """Time that a rank spent in the recorder, mean over the ranks that say so."""
+    """Time that a rank spent in the recorder, mean over the ranks that recorded it."""
     spent = [entry.get("recorder_ns") for entry in run.manifest.ranks]
     known = [value for value in spent if value is not None]
     return round(sum(known) / len(known)) if known else None
@@ -63,17 +63,17 @@ def overview(
 
     Args:
         run: the run.
-        operations: each of its collectives once.
+        operations: its deduplicated collectives.
         times: its step_times.
-        totals: its traffic, grouped by nothing.
-        moved: what its counters moved.
+        totals: its traffic in one row.
+        moved: its moved bytes.
     """
     manifest, health = run.manifest, run.health
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
     reason = moved.attrs.get("reason")
     idle = idle_shares(run.table("metrics"))
     requested = requested_reduction(manifest.config, manifest.effective_config)
-    # Column by column: a row of a frame turns its integers to floats.
+    # Column by column, since a row of a frame turns integers into floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
     executed, between, padding = (
         None if pd.isna(sums[name]) else float(sums[name]) for name in (*PARTLY_KNOWN, PADDING)
@@ -135,5 +135,5 @@ def overview(
 
 
 def script_name(script: str | None) -> str | None:
-    """The script as a list shows it."""
+    """The script as lists of runs show it."""
     return None if script is None else PurePath(script).name
