@@ -1,6 +1,6 @@
 -- What collectives cost the program in time, and what they hid behind its work, for each combination of the grouping columns.
 --
--- Input:  standstill (see standstill.py, grouped by the same columns), counts (see exposure_counts.sql, by these columns
+-- Input:  stall_times (see stalls.py, grouped by the same columns), counts (see exposure_counts.sql, by these columns
 --         at least; without the column member it may be that of several hosts), participating (see exposure_ranks.sql), steps
 -- Times are means over the ranks that have part in the combination, whatever the step; a step takes as long as its slowest
 -- rank. exposed_share is the part of the training steps that ended, so what lies outside of them counts in exposed_ns and not
@@ -37,7 +37,7 @@ joined as (
         case when exists_ns is null then 0 else exposed_ns end as inside_ns
     from (
         select s.*, d.step_ns as exists_ns
-        from standstill s
+        from stall_times s
         left join durations d on d.attempt = s.attempt and d.step = s.step {and_rank}
     ) x
     union all

@@ -2,7 +2,7 @@
 --
 -- Input: collectives, stalls
 -- Put in: the columns to group by, each followed by a comma, and them of table c. Sums of these sums are those of fewer columns.
--- bounded: no wait was seen, but C++ waited for it in an interval of stalls (see standstill.py); it has ended by the end of that.
+-- bounded: no wait was seen, but C++ waited for it in an interval of stalls (see stalls.py); it has ended by the end of that.
 with counted as (
     select
         {by}

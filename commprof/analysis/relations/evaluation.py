@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from commprof.analysis.relations import graph
 from commprof.analysis.relations.engine import MADE, connect, keep_agreement, made_of, query_text, register
-from commprof.analysis.time.stalls import standstill
+from commprof.analysis.time.stalls import stall_times
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run, Scan
@@ -86,7 +86,7 @@ class RunViews:
         elif name == "process_exposure":
             steps, stalls = (self._run.table(each) for each in ("steps", "stalls"))
             self.engine.register(
-                name, standstill(self._run.scan("collectives", _MOST_IN_MEMORY), steps, ("purpose",), stalls)
+                name, stall_times(self._run.scan("collectives", _MOST_IN_MEMORY), steps, ("purpose",), stalls)
             )
         elif name in graph.MADE:
             self.engine.register(name, _made(self._run, name))

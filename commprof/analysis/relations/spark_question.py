@@ -17,7 +17,7 @@ from commprof.analysis.relations import graph
 from commprof.analysis.relations.engine import MADE
 from commprof.analysis.relations.evaluation import BY
 from commprof.analysis.relations.spark import SparkRelations, first_line
-from commprof.analysis.time.stalls import COLUMNS, standstill
+from commprof.analysis.time.stalls import COLUMNS, stall_times
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
@@ -101,7 +101,7 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
 
 def process_exposure(collectives: pa.Table, steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
     """The relation of this name, of the records of some processes. Runs in a worker of Spark."""
-    return [standstill(collectives, steps, ("purpose",), stalls)]
+    return [stall_times(collectives, steps, ("purpose",), stalls)]
 
 
 def _unanswered(reason: str) -> str:

@@ -50,7 +50,7 @@ _ISSUED: Final = "host_operations"
 _STEPS: Final = "step_sums"
 SAMPLE: Final = "arrival_sample"
 _RANKS: Final = "ranks_of_"  # and the name of an exposure
-_STOOD: Final = {  # columns of standstill, which have other meanings in other parts
+_STALL_SUMS: Final = {  # columns of stall_times, which have other meanings in other parts
     "exposed_ns": "blocked_ns",
     "low_ns": "blocked_low_ns",
     "high_ns": "blocked_high_ns",
@@ -97,7 +97,7 @@ def tables_of(
         SAMPLE: arrival_sample.of_host(collectives, ranks, world),
     }
     for (by, name), rows in zip(EXPOSURES.items(), stood, strict=True):
-        times = _summed(rows, by, tuple(_STOOD)).rename_columns([*by, *_STOOD.values()])
+        times = _summed(rows, by, tuple(_STALL_SUMS)).rename_columns([*by, *_STALL_SUMS.values()])
         numbers = _summed(counted, by, _COUNTS)
         tables[name] = pa.concat_tables([numbers, times], promote_options="default")
         partition = [column for column in by if column != "step"]
@@ -433,7 +433,7 @@ def _exposure(
         _RANKS + name,
         f"select {_listed(partition)}, sum(ranks) as ranks from {{part}} group by {_listed(partition)}",
     )
-    stood = summed({column: called for called, column in _STOOD.items()})
+    stood = summed({column: called for called, column in _STALL_SUMS.items()})
     counted = summed({column: column for column in _COUNTS})
     unused = empty_table("collectives")
     return exposure.answer(unused, lengths, by, empty_table("stalls"), stood, counted, ranks)

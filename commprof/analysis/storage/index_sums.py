@@ -21,7 +21,7 @@ from commprof.analysis.storage.index_totals import TransferTimes, append, rows_o
 from commprof.analysis.stragglers import arrivals, straggling
 from commprof.analysis.time import exposure, transfers
 from commprof.analysis.time.partitions import IndexedParts, columns_of
-from commprof.analysis.time.stalls import standstills
+from commprof.analysis.time.stalls import stall_times_by
 from commprof.trace.reader import Run, Scan
 from commprof.trace.tables import empty_table
 
@@ -129,7 +129,7 @@ def exposure_tables(run: Run) -> dict[str, pa.Table]:
 def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
     """The input of :func:`exposures_from`. For several processes: the tables of each, concatenated."""
     return [
-        *standstills(collectives, of_steps, list(EXPOSURES), stalls),
+        *stall_times_by(collectives, of_steps, list(EXPOSURES), stalls),
         exposure.counts(collectives, max(EXPOSURES, key=len), stalls),
     ]
 

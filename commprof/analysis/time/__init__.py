@@ -1,1 +1,1 @@
-"""What collectives cost in time: steps, exposed and overlapped communication, transfers, bandwidth."""
+"""Times: steps, exposed and overlapped communication, transfers, bandwidth."""

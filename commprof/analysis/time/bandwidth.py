@@ -1,6 +1,6 @@
-"""Bandwidth: what collectives reached, beside what the machine can reach, by the definitions of nccl-tests.
+"""Bandwidth of collectives and the ceiling of the machine, by the definitions of nccl-tests.
 
-What a time means, and what is left out, is stated in :mod:`commprof.analysis.time.transfers` and ``docs/calibration.md``.
+:mod:`commprof.analysis.time.transfers` and ``docs/calibration.md`` define the times and what is left out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FAST: Final = "fast"
 IMPOSSIBLE: Final = "impossible"
 UNTIMED: Final = "untimed"
 
-# The logarithm of an outlier has a modified z-score beyond this (Iglewicz and Hoaglin, 1993).
+# An outlier: the modified z-score of its logarithm is beyond this (Iglewicz and Hoaglin, 1993).
 _OUTLYING: Final = 3.5
-_LEAST_COLLECTIVES: Final = 8  # to tell outliers among
+_LEAST_COLLECTIVES: Final = 8  # needed in a bin to find outliers
 _SIGMA_OF_MAD: Final = 1.4826
 _BIN: Final = ["op", "backend", "group_ranks", "group_size", "payload_bytes"]
 _CURVE_POINTS: Final = 49
@@ -46,14 +46,14 @@ Floats = npt.NDArray[np.float64]
 
 
 class Bandwidths(NamedTuple):
-    """Both forms of one answer: by size, and every collective by itself."""
+    """Bandwidth by size, and of each single collective."""
 
     sizes: pd.DataFrame
     collectives: pd.DataFrame
 
 
 def bandwidths(times: pa.Table, calibration: Calibration | None, hosts: Sequence[str] = ()) -> Bandwidths:
-    """What every collective reached, and what those of one operation, group and size did typically.
+    """The bandwidth of each collective, and the typical one by operation, group and size.
 
     Args:
         times: see :func:`commprof.analysis.time.transfers.timed`.
@@ -76,14 +76,14 @@ def _with_rates(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _factors(frame: pd.DataFrame) -> Floats:
-    """The bus factor of each row; not a number where there is none."""
+    """The bus factor of each row; NaN if there is none."""
     kinds, kind = _kinds(frame, ["op", "group_size"])
     factors = [bus_factor(op, size) for op, size in kinds]
     return np.array([np.nan if factor is None else factor for factor in factors], np.float64)[kind]
 
 
 def _with_ceilings(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
-    """``frame`` with the time that the machine needs, and the shortest that its interval allows."""
+    """``frame`` with the time at the ceiling, and the shortest time within its interval."""
     kinds, kind = _kinds(frame, ["op", "backend", "group_size", "payload_bytes"])
     time, low = np.full(len(kinds), np.nan), np.full(len(kinds), np.nan)
     same = np.zeros(len(kinds), bool)
@@ -94,13 +94,13 @@ def _with_ceilings(frame: pd.DataFrame, calibration: Calibration | None) -> pd.D
         predicted = ceilings.predict(op, payload, group_size)
         if predicted is not None:
             time[place], low[place] = predicted.time_ns, predicted.low_ns
-            # Those of send_recv go both ways at once: a message that has the links to itself may be faster.
+            # send_recv was calibrated in both directions at once: a single message may be faster.
             same[place] = group_size == calibration.world_size and op != Op.SEND
     return frame.assign(ceiling_ns=time[kind], ceiling_low_ns=low[kind], is_calibrated=same[kind])
 
 
 def _kinds(frame: pd.DataFrame, names: list[str]) -> tuple[list[tuple[Any, ...]], npt.NDArray[np.int64]]:
-    """The distinct combinations of the columns ``names``, and for each row which of them it is."""
+    """The distinct combinations of the columns ``names``, and the number of the combination of each row."""
     distinct = frame[names].drop_duplicates()
     numbers = frame.groupby(names, dropna=False, sort=False).ngroup()
     which: npt.NDArray[np.int64] = np.asarray(numbers, np.int64)
@@ -108,7 +108,7 @@ def _kinds(frame: pd.DataFrame, names: list[str]) -> tuple[list[tuple[Any, ...]]
 
 
 def _with_verdicts(times: pd.DataFrame) -> pd.DataFrame:
-    """Which times stand for what the machine does: ``verdict``. What cannot be is told before what is unusual."""
+    """Adds ``verdict``: which times represent the machine. Impossible times are marked before outliers."""
     took = np.asarray(times["time_ns"].astype("float64"), np.float64)
     error = times["error_ns"].astype("float64").to_numpy(na_value=0.0)
     verdict = np.full(len(times), OK, dtype=object)
@@ -130,7 +130,7 @@ def _with_verdicts(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _scores(times: pd.DataFrame, took: Floats, usable: npt.NDArray[np.bool_]) -> Floats:
-    """How far the logarithm of each usable time lies from the median of its bin, in robust standard deviations."""
+    """The distance of the logarithm of each usable time from the median of its bin, in robust standard deviations."""
     score = np.zeros(len(times))
     if not usable.any():
         return score
@@ -163,7 +163,7 @@ def _by_size(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_bin(first: dict[str, Any], took: Floats, verdict: Any, source: Any) -> dict[str, Any]:
-    """The row of one operation, group and size; ``first``: of its first collective."""
+    """The row of one operation, group and size; ``first``: the row of its first collective."""
     ceiling, payload = first.pop("ceiling_ns"), int(first["payload_bytes"])
     good = verdict == OK
     row = first | {name: int((verdict == name).sum()) for name in (SLOW, FAST, IMPOSSIBLE, UNTIMED)}
@@ -187,7 +187,7 @@ def _of_bin(first: dict[str, Any], took: Floats, verdict: Any, source: Any) -> d
 
 
 def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[str]) -> list[str]:
-    """What a reader should know before comparing: of the times, and of the ceiling. In sentences."""
+    """Sentences on the limits of the times and of the ceiling."""
     sentences = []
     untimed, total = int(sizes["untimed"].sum()), int(sizes["collectives"].sum())
     if untimed:
@@ -229,11 +229,11 @@ def _few(names: Sequence[str]) -> str:
 def ceiling(
     calibration: Calibration, group_size: int | None = None, low: int | None = None, high: int | None = None
 ) -> pd.DataFrame:
-    """The curves of a calibration, and the times that they were fitted to.
+    """The curves of a calibration and the times that they were fitted to.
 
     Args:
-        group_size: of the groups to hold to it; default: as many ranks as were calibrated.
-        low, high: payload in bytes, from and to; default: as were measured.
+        group_size: of the groups to compare; default: the world size of the calibration.
+        low, high: smallest and largest payload in bytes; default: the measured range.
     """
     ranks = calibration.world_size if group_size is None else group_size
     ceilings, rows = calibration.ceilings(), []
@@ -288,7 +288,7 @@ def ceiling_fits(calibration: Calibration) -> pd.DataFrame:
 
 
 def calibrations_below(directory: Path) -> pd.DataFrame:
-    """The files ``calibration*.json`` in and below ``directory``, the newest first; links that lead out of it count not."""
+    """The files ``calibration*.json`` in and below ``directory``, newest first; links that lead out of it are ignored."""
     rows = []
     base = directory.resolve()
     for path in sorted(directory.rglob(FILE_PATTERN)):

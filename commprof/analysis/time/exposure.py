@@ -1,8 +1,8 @@
-"""What collectives cost the program in time (exposed), and what they hid behind its work (overlapped).
+"""Exposed and overlapped communication.
 
-Both are lengths of time on each rank, in which every moment counts once: see :mod:`commprof.analysis.time.stalls`. What a
-training step has of them (:func:`per_step`) is defined here and nowhere else: medians over the warm steps of means over the
-ranks; the share is that of the median duration of the same steps.
+Both are lengths of time on each rank, in which every moment counts once: see :mod:`commprof.analysis.time.stalls`. This
+module alone defines the figures of a training step (:func:`per_step`): medians over the warm steps of means over the ranks.
+The share is relative to the median duration of the same steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 from commprof.analysis.columns.answers import EXPOSURE, EXPOSURE_BY, EXPOSURE_PER_STEP
 from commprof.analysis.columns.frames import from_arrow, from_rows
 from commprof.analysis.relations.engine import ask
-from commprof.analysis.time.stalls import standstill
+from commprof.analysis.time.stalls import stall_times
 from commprof.analysis.time.warm_steps import warm_steps
 from commprof.errors import UsageError
 from commprof.trace.reader import Scan
@@ -25,7 +25,7 @@ from commprof.trace.reader import Scan
 _COUNTS = ("records", "timed", "sampled", "unwaited", "bounded")
 EXPOSED = ("exposed_ns", "exposed_low_ns", "exposed_high_ns")
 _OVERLAPPED = ("overlapped_ns", "overlapped_at_most_ns")
-_OF_DURATIONS = ("attempt", "rank", "step")  # a step lasts differently long by these
+_OF_DURATIONS = ("attempt", "rank", "step")  # the duration of a step may differ between these
 
 
 def exposure(
@@ -41,7 +41,7 @@ def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
 
 
 def counts(collectives: pa.Table | Scan, by: Sequence[str], stalls: pa.Table) -> pa.Table:
-    """What the records of each rank know of their times, by the columns ``by`` (``queries/exposure_counts.sql``)."""
+    """How many records of each rank have which times, by the columns ``by`` (``queries/exposure_counts.sql``)."""
     tables = {"collectives": collectives, "stalls": stalls}
     return ask("exposure_counts", tables, by=_listed(by), of_row=_listed(by, "c."))
 
@@ -51,7 +51,7 @@ def answer(
     steps: pa.Table,
     by: Sequence[str],
     stalls: pa.Table,
-    standing: pa.Table | None = None,
+    stall_rows: pa.Table | None = None,
     counted: pa.Table | None = None,
     participating: pa.Table | None = None,
 ) -> pa.Table:
@@ -59,9 +59,9 @@ def answer(
 
     Args:
         stalls: the intervals in which C++ waited.
-        standing: what :func:`standstill` says by these columns, where that is known.
-        counted: :func:`counts` by these columns at least, where they are known.
-        participating: how many ranks have part in each combination without the step, where that is known.
+        stall_rows: the rows of :func:`stall_times` by these columns, if known.
+        counted: :func:`counts` by these columns at least, if known.
+        participating: how many ranks have part in each combination without the step, if known.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -84,7 +84,7 @@ def answer(
     return ask(
         "exposure",
         {
-            "standstill": standstill(collectives, steps, by, stalls) if standing is None else standing,
+            "stall_times": stall_times(collectives, steps, by, stalls) if stall_rows is None else stall_rows,
             "counts": counted,
             "participating": participating,
             "steps": steps,
@@ -109,7 +109,7 @@ def _listed(names: Sequence[str], table: str = "") -> str:
 
 
 def per_step(by_purpose: pd.DataFrame, by_step: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """Exposed and overlapped time of a training step, by purpose and, in the last row, altogether.
+    """Exposed and overlapped time of a training step, by purpose and, in the last row, in total.
 
     Args:
         by_purpose: exposure by attempt, step and purpose.
@@ -129,33 +129,33 @@ def per_step(by_purpose: pd.DataFrame, by_step: pd.DataFrame, times: pd.DataFram
             rows.append(_typical(None if pd.isna(purpose) else str(purpose), _over_ranks(joined, every)))
     rows.sort(
         key=lambda row: (-(row["exposed_low_ns"] or 0), row["purpose"] or "~")
-    )  # what has no purpose comes last
+    )  # rows without a purpose come last
     return from_rows([*rows, _typical("all", every)], EXPOSURE_PER_STEP.columns)
 
 
 def _over_ranks(part: pd.DataFrame, by_step: pd.DataFrame) -> pd.DataFrame:
-    """``part``, whose means are over the ranks with part in it, as means over all ranks of ``by_step``: none exceeds it."""
+    """``part`` with means over all ranks of ``by_step``, not over the participating ones: none exceeds that of the step."""
     factor = part["ranks"].astype(float) / by_step["ranks"].astype(float)
     means = {name: part[name].astype(float) * factor for name in (*EXPOSED, *_OVERLAPPED)}
     return part.assign(**{name: values.mask(part["records"].isna(), 0.0) for name, values in means.items()})
 
 
 def _typical(purpose: str | None, part: pd.DataFrame) -> dict[str, Any]:
-    """A row of :func:`per_step`, from the warm steps and what one purpose, or all, has in each."""
+    """A row of :func:`per_step`, from the values of one purpose, or of all, in each warm step."""
     idle = part["records"].isna()
     part = part.assign(**{name: part[name].astype(float).mask(idle, 0.0) for name in _OVERLAPPED})
     row: dict[str, Any] = {"purpose": purpose, "steps": len(part)}
     row |= {name: int(part[name].fillna(0).sum()) for name in _COUNTS}
     row |= medians(part, (*EXPOSED, *_OVERLAPPED))
-    if not row["records"]:  # nothing was issued, or only sums are kept
+    if not row["records"]:  # nothing was issued, or only sums are stored
         row |= dict.fromkeys(_OVERLAPPED)
     return row
 
 
 def medians(steps: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
-    """The medians of the columns ``names`` over ``steps``, of their duration, and the share of it that is exposed.
+    """Medians over ``steps`` of the columns ``names`` and of the duration, and the exposed share of the duration.
 
-    What is not known in one of the steps is not known; a lower bound counts as nothing there.
+    A column that is null in one step has no median; a lower bound that is null counts as 0.
     """
     row: dict[str, Any] = {"step_ns": _median(steps["duration_ns"])}
     for name in names:
@@ -170,7 +170,7 @@ def _median(values: pd.Series[Any]) -> int | None:
 
 
 def share(exposed_ns: float | None, step_ns: float | None) -> float | None:
-    """Exposed time as part of the step that it was spent in; None where one of them is not known.
+    """Exposed time as a share of its step; None if one of them is not known.
 
     >>> share(25, 100), share(None, 100), share(25, 0)
     (0.25, None, None)

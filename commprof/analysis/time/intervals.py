@@ -48,7 +48,7 @@ def over_steps(durations: Sequence[int]) -> Interval:
         return Interval(None, None, None, None)
     ordered = sorted(durations)
     center = round(median(ordered))
-    # Only the middle matters beyond some thousand steps, and comb() of all of them would be slow.
+    # Beyond some thousand steps the normal approximation is exact enough, and comb() would be slow.
     rank = order_statistic_rank(len(ordered)) if len(ordered) <= 2000 else _normal_rank(len(ordered))
     if rank is None:
         return Interval(center, None, None, None)

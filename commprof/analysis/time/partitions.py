@@ -1,8 +1,8 @@
-"""The records of a run in parts that each hold whole collectives and whole messages.
+"""Partitions of the records of a run: each has all records of its collectives and messages.
 
-What is asked of every collective by itself can so be asked of one part after another, in the memory of one. The members of a
-collective share their number in the group, so a part has all records of some numbers; a message is a send and a recv, so
-a part has all that some ranks receive.
+So a question about single collectives is answered one partition after another, in the memory of one. The records of a
+collective share their number in the group, so a partition has all records of a range of numbers. A message is a send and a
+recv, so a partition has all messages to a range of ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 from commprof.trace.tables import read_columns
 
-MOST_ROWS: Final = 100_000  # of a part, unless one number has more
-_MOST_SCANNED: Final = 600_000  # of one out of files, each of which is a scan of all
-_FINEST: Final = 16  # stretches of numbers that a part is made of
+MOST_ROWS: Final = 100_000  # rows of a partition, unless one number has more
+_MOST_SCANNED: Final = 600_000  # rows of a partition of files, since each partition scans all of them
+_FINEST: Final = 16  # ranges of numbers that are counted for each partition
 _IS_MESSAGE: Final = "op in ('send', 'recv')"
 _PROCESS: Final = ("rank", "attempt", "pid")
 _RECEIVER: Final = "case when op = 'send' then peer else rank end"
@@ -43,11 +43,11 @@ Ask = Callable[[str], pa.Table]
 
 
 def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]:
-    """The parts of ``relation``, each as a condition on its rows; every row fits exactly one.
+    """The partitions of ``relation`` as SQL conditions; every row fits exactly one.
 
     Args:
-        ask: answers a question in SQL.
-        relation: what stands after FROM: columns pg_seq, op, peer and rank.
+        ask: evaluates SQL.
+        relation: a table expression with the columns pg_seq, op, peer and rank.
     """
     extent = ask(
         f"select count(*) as rows, min(pg_seq) as low, max(pg_seq) as high from {relation} where not {_IS_MESSAGE}"
@@ -61,7 +61,7 @@ def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]
             f"select (coalesce(pg_seq, 0) - ({low})) // {width} as place, count(*) as rows from {relation} "
             f"where not {_IS_MESSAGE} group by place order by place"
         )
-        for first, last in _stretches(counted, most_rows):
+        for first, last in _ranges(counted, most_rows):
             ends = f"{low + first * width} and {low + (last + 1) * width - 1}"
             clauses.append(f"not {_IS_MESSAGE} and coalesce(pg_seq, 0) between {ends}")
     counted = ask(
@@ -69,13 +69,13 @@ def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]
     )
     clauses += [
         f"{_IS_MESSAGE} and {_RECEIVER} between {first} and {last}"
-        for first, last in _stretches(counted, most_rows)
+        for first, last in _ranges(counted, most_rows)
     ]
     return clauses
 
 
-def _stretches(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
-    """First and last place of neighbours that together have few enough rows, or are one."""
+def _ranges(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
+    """First and last number of ranges with at most ``most_rows`` rows, or of one number."""
     first = last = None
     row_count = 0
     for place, rows in zip(counted["place"].to_pylist(), counted["rows"].to_pylist(), strict=True):
@@ -91,7 +91,7 @@ def _stretches(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
 def of_scan(
     collectives: pa.Table | Scan, columns: Sequence[str], engine: duckdb.DuckDBPyConnection
 ) -> Iterator[pa.Table]:
-    """The parts of a table, or of what lies in files; a table that is held anyway is one part.
+    """The partitions of a table or of files; a table in memory is one partition.
 
     Args:
         columns: of the table ``collectives``, and :data:`OWN_COLUMNS`.
@@ -121,7 +121,7 @@ def of_scan(
 
 
 class _OwnTimesOfFiles:
-    """The own times of all records, which follow from all records of a process: of a part they are looked up."""
+    """The own times of all records, which need all records of a process; partitions look them up."""
 
     def __init__(self, collectives: Scan) -> None:
         self._numbers: dict[tuple[int, ...], Numbers] = {}  # of each process, in order
@@ -135,7 +135,7 @@ class _OwnTimesOfFiles:
                 self._numbers[process], self._times[process] = seq[mine], times.of(mine)
 
     def beside(self, rows: pa.Table) -> pa.Table:
-        """``rows`` with :data:`OWN_COLUMNS`."""
+        """``rows`` with the columns :data:`OWN_COLUMNS`."""
         own_times = no_own_times(len(rows))
         seq = rows["seq"].to_numpy()
         for process, mine in _by_process(rows):
@@ -156,11 +156,11 @@ def _by_process(rows: pa.Table) -> Iterator[tuple[tuple[int, ...], Numbers]]:
 
 
 class IndexedParts:
-    """The parts of an index: its ``records``, with the columns of its ``kinds`` beside them as numbers into their values.
+    """The partitions of an index: its ``records`` joined with its ``kinds``, whose columns are dictionary-encoded.
 
     Args:
-        ask: answers a question to the index in SQL.
-        columns: of the table ``collectives``, those that are wanted.
+        ask: evaluates SQL on the index.
+        columns: the columns of the table ``collectives`` to read.
     """
 
     def __init__(self, ask: Ask, columns: Sequence[str]) -> None:
@@ -202,5 +202,5 @@ def _taken(values: pa.Array, kind: Any) -> pa.Array:
 
 
 def columns_of(*needs: Iterable[str]) -> tuple[str, ...]:
-    """The columns that any of ``needs`` names, each once."""
+    """The union of the columns in ``needs``, in order."""
     return tuple(dict.fromkeys(name for need in needs for name in need))

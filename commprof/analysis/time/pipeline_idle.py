@@ -1,4 +1,4 @@
-"""How much of a step the first stage of a pipeline stands idle, measured, and by its schedule."""
+"""The idle share of the first pipeline stage in a step, measured and by the schedule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MEASURED, _EXPECTED = "pipeline_bubble", "pipeline_bubble_expected"
 
 
 class IdleShares(NamedTuple):
-    """Shares of a step; None where the run is no pipeline, or its runtime does not say."""
+    """Shares of a step; None if the run is no pipeline or its runtime does not publish them."""
 
     measured: float | None
     expected: float | None
 
 
 def idle_shares(metrics: pa.Table) -> IdleShares:
-    """The medians over the steps after the first, of rank 0: its stage begins every step and ends it.
+    """The medians over the steps after the first of rank 0, whose stage begins and ends every step.
 
     Args:
         metrics: of the run; ``pipeline_bubble`` is the measured share, ``pipeline_bubble_expected`` that of the schedule.

@@ -1,17 +1,17 @@
-"""For how long the program of each rank stood still for collectives, and for how long they ran beside it, by step.
+"""Exposed and overlapped time of each rank by step: unions of the intervals of its collectives.
 
-A collective that the program stood still for held it until ``wait_end_ns``, on a device until ``device_end_ns``, for
-``exposed_ns``. It ran from ``issue_ns`` (``device_begin_ns``) until its end: ``device_end_ns`` where that is known, else
-``wait_end_ns``. Exposed is the length of the union of the times in which any held the program, overlapped that of the union
-of all times in which any held it or ran, less the former. So two threads that wait at the same time count once, and what was
-issued in one step and waited for in the next counts where the time was spent.
+A collective blocks the program for ``exposed_ns`` until ``wait_end_ns``, on a device until ``device_end_ns``. It is under
+way from ``issue_ns`` (``device_begin_ns``) until its end: ``device_end_ns`` if known, else ``wait_end_ns``. Exposed time is
+the length of the union of the blocked intervals. Overlapped time is the length of the union of all intervals, blocked or
+under way, minus the exposed time. So concurrent waits count once, and a collective that is issued in one step and waited for
+in the next counts where the time was spent.
 
-Where C++ waits (the table ``stalls``), no single wait is seen. In each of these intervals the program was blocked for a time
-between two bounds, on the records that no wait was seen for and that were issued since ``since_ns``; they ran until its end
-at most. The bounds are added to what is known otherwise.
+If C++ waits (the table ``stalls``), no single wait is recorded. In each of these intervals the program was blocked for a
+time between two bounds, on records without a recorded wait that were issued since ``since_ns``. Those records were under way
+until the end of the interval at most. The bounds are added to the known exposed time.
 
-This is no SQL: to sort the times of one process after another in arrays takes a part of the time of window frames over all
-of them, and the memory of one process.
+This is not SQL: sorting the times of each process in arrays takes a fraction of the time of window frames over all
+processes, and the memory of one process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 PROCESS: Final = ("attempt", "rank", "pid")
 _TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
-COLUMNS: Final = ("step", "purpose", "layer", "device", "is_async", *_TIMES)  # of records, besides PROCESS
-_FURTHEST: Final = 1 << 61  # sums and differences of two such times are integers still
+COLUMNS: Final = (
+    "step",
+    "purpose",
+    "layer",
+    "device",
+    "is_async",
+    *_TIMES,
+)  # columns of records, beside PROCESS
+_FURTHEST: Final = 1 << 61  # sums and differences of two such times fit 64 bits
 _SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
 _MEASURES: Final = (("step", pa.int32()), *((name, pa.int64()) for name in _SUMS))
 _OF_STALLS: Final = ("since_ns", "begin_ns", "end_ns", "exposed_low_ns", "exposed_high_ns")
-_BEFORE: Final = -1  # the step of what lies before the first one
+_BEFORE: Final = -1  # the step before the first one
 
 
 class Known(NamedTuple):
@@ -52,7 +59,7 @@ class Known(NamedTuple):
 
 
 class _Intervals(NamedTuple):
-    """Times from ``starts`` to ``stops``, each of a record, in order of their start."""
+    """Intervals from ``starts`` to ``stops``, one for each of ``records``, in order of their start."""
 
     records: Numbers
     starts: Numbers
@@ -60,7 +67,7 @@ class _Intervals(NamedTuple):
 
 
 class _Stalls(NamedTuple):
-    """The intervals of one process in which C++ waited, in order of their end; and which record each bounds.
+    """The intervals of one process in which C++ waited, in order of their end, and the records that each bounds.
 
     ``records[i]`` is bounded by the interval numbered ``of_record[i]``.
     """
@@ -74,33 +81,33 @@ class _Stalls(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """The moments of one process at which a step begins or ends, and the step from each on; null after an end."""
+    """The times of one process at which a step begins or ends, and the step from each on; null after an end."""
 
     times: Numbers
     steps: pa.Array
 
 
-def standstill(
+def stall_times(
     collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] = (), stalls: pa.Table | None = None
 ) -> pa.Table:
     """One row per process, step and combination of the columns ``by``: exposed_ns, low_ns, high_ns, overlapped_ns.
 
-    exposed_ns is what the waits of the records say, low_ns and high_ns bound what C++ waited beside them (``stalls``), and
-    overlapped_ns is at most so much. The step is -1 before the first step, null after the last and between steps.
+    exposed_ns is from the waits of the records; low_ns and high_ns bound what C++ waited in addition (``stalls``);
+    overlapped_ns is an upper bound. The step is -1 before the first step, null after the last and between steps.
 
     Raises:
-        TraceError: a file cannot be read, or holds times that cannot be added up.
+        TraceError: a file cannot be read, or has times that cannot be summed.
     """
-    return standstills(collectives, steps, [by], stalls)[0]
+    return stall_times_by(collectives, steps, [by], stalls)[0]
 
 
-def standstills(
+def stall_times_by(
     collectives: pa.Table | Scan,
     steps: pa.Table,
     several: Sequence[Sequence[str]],
     stalls: pa.Table | None = None,
 ) -> list[pa.Table]:
-    """:func:`standstill` by each of ``several`` lists of columns, with one look at the records."""
+    """:func:`stall_times` by each of ``several`` lists of columns, reading the records once."""
     several = [[name for name in by if name not in (*PROCESS, "step")] for by in several]
     stalled = {} if stalls is None else {key: rows for rows, key in by_process(stalls)}
     stall_columns = ("is_async", "layer", "purpose") if stalled else ()
@@ -125,12 +132,12 @@ def _as_one(by: Sequence[str], tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Table]:
-    """The rows in parts; all those of a process are in one."""
+    """The rows in batches; all rows of a process are in one."""
     if not isinstance(collectives, Scan):
         yield collectives.select(columns)
         return
     of_process: dict[tuple[str, ...], list[Path]] = {}
-    for file in collectives.files:  # rank, attempt, process, and a number where it recorded more than once
+    for file in collectives.files:  # rank, attempt, process, and a number if it recorded more than once
         of_process.setdefault(tuple(file.stem.split("-")[:4]), []).append(file)
     for files in of_process.values():
         yield pa.concat_tables([read_columns(file, columns) for file in files])
@@ -138,7 +145,7 @@ def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Tabl
 
 
 def by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
-    """The rows of each process, and which it is."""
+    """The rows of each process and its key."""
     if not len(rows):
         return
     keys = [rows[name].to_numpy() for name in PROCESS]
@@ -173,7 +180,7 @@ def _of_process(
     stalls: pa.Table | None,
     several: Sequence[Sequence[str]],
 ) -> list[pa.Table]:
-    blocked, covered = _held_and_covered(rows)
+    blocked, covered = _blocked_and_covered(rows)
     stalled = None if stalls is None else _stalled(rows, stalls, blocked)
     if stalled is not None:
         issue = _known(rows, "issue_ns").values[stalled.records]
@@ -193,7 +200,7 @@ def _by(
     stalled: _Stalls | None,
 ) -> pa.Table:
     codes, firsts = _combinations(rows, by)
-    places = len(cuts.steps)  # what lies before the first moment is the first of them
+    places = len(cuts.steps)  # an interval before the first time belongs to the first step entry
     exposed = _lengths(times_held, codes, cuts, places)
     covered = _lengths(times_covered, codes, cuts, places)
     bounds = {} if stalled is None else _bounds(stalled, codes, cuts, places)
@@ -209,23 +216,22 @@ def _by(
         (exposed.get(cell, 0), *bounds.get(cell, (0, 0)), covered.get(cell, 0)) for cell in cells.tolist()
     ]
     values = np.array(sums, np.int64).reshape(-1, len(_SUMS))
-    # what is surely exposed does not overlap
+    # what is certainly exposed does not overlap
     values[:, -1] = np.maximum(0, values[:, -1] - values[:, 0] - values[:, 1])
     columns |= {name: pa.array(values[:, place]) for place, name in enumerate(_SUMS)}
     return _added_up(pa.table(columns), [*by, *PROCESS, "step"])
 
 
 def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
-    """One row per combination: null stands in several places, between any two steps."""
+    """One row per combination: the step null occurs between any two steps."""
     sums = table.group_by(keys).aggregate([(name, "sum") for name in _SUMS])
     return sums.rename_columns([*keys, *_SUMS]) if len(sums) else table
 
 
 def _stalled(rows: pa.Table, stalls: pa.Table, blocked: _Intervals) -> _Stalls | None:
-    """The ``stalls`` of a process, and the records that no wait was seen for and that each bounds.
+    """The ``stalls`` of a process, and the records without a recorded wait that each bounds.
 
-    What is known to have held the program at the same time, and what the interval before has counted, is not counted again
-    in the lower bound.
+    The lower bound leaves out time that is known to be exposed, and time that the interval before has counted.
     """
     since, begins, ends, low, high = (
         values[np.argsort(stalls["end_ns"].to_numpy(), kind="stable")]
@@ -248,7 +254,7 @@ def _stalled(rows: pa.Table, stalls: pa.Table, blocked: _Intervals) -> _Stalls |
 
 
 def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numbers) -> Numbers:
-    """How much of the intervals, of which no two overlap, lies before each moment; ``edges``: their lengths, added up."""
+    """The length of disjoint intervals before each moment; ``edges``: their cumulated lengths."""
     before = np.searchsorted(starts, moments, "right")
     if not len(starts):
         return np.zeros(len(moments), np.int64)
@@ -258,7 +264,7 @@ def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numb
 
 
 def _unseen_waits(rows: pa.Table) -> Flags:
-    """The records on the host that C++ may have waited for: no wait was seen, and C++ issued them or reduces with them."""
+    """The records on the host that C++ may have waited for: no recorded wait, and issued or used for reductions by C++."""
     device, layer, purpose = (rows[name].cast(pa.string()) for name in ("device", "layer", "purpose"))
     of_reducer = pc.or_kleene(pc.equal(layer, "c10d"), pc.equal(purpose, "gradient_reduce"))
     unseen = pc.and_(pc.fill_null(of_reducer, False), pc.fill_null(pc.equal(device, "cpu"), True))
@@ -270,8 +276,8 @@ def _unseen_waits(rows: pa.Table) -> Flags:
 def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict[int, tuple[int, int]]:
     """Low and high by combination x ``places`` + place.
 
-    Which of several combinations an interval held the program for is not known: each has all of its upper bound, and none of
-    the lower one. Of an interval across a step's end, each side has what the other cannot take.
+    It is not known for which of several combinations an interval blocked the program: each gets the whole upper bound and
+    none of the lower one. Of an interval across the end of a step, each side gets what the other cannot take.
     """
     width = int(codes.max(initial=0)) + 1
     pairs = np.unique(stalled.of_record * width + codes[stalled.records])
@@ -298,8 +304,8 @@ def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:
     return numbered(rows.select(list(by))) if by else (np.zeros(len(rows), np.int64), np.zeros(1, np.int64))
 
 
-def _held_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
-    """When each record held the program; and that together with when it ran, as far as that does not lie within."""
+def _blocked_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
+    """The blocked intervals of the records; and these together with the intervals under way that extend beyond them."""
     device = rows["device"].combine_chunks()
     on_host = pc.fill_null(pc.equal(device.cast(pa.string()), "cpu"), True).to_numpy(zero_copy_only=False)
     issue, wait_end, device_begin, device_end, exposed = (_known(rows, name) for name in _TIMES)
@@ -317,7 +323,7 @@ def _held_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
 
 
 def _in_order(intervals: _Intervals) -> _Intervals:
-    order = np.argsort(intervals.starts, kind="stable")  # quick where times are nearly in order
+    order = np.argsort(intervals.starts, kind="stable")  # fast if times are nearly in order
     return _Intervals(*(values[order] for values in intervals))
 
 
@@ -330,7 +336,7 @@ def _either(first: Flags, these: Known, those: Known) -> Known:
 
 
 def _cuts(steps: pa.Table | None) -> _Steps:
-    """Where time is cut. The greatest of what is at one moment holds: a beginning, not an end."""
+    """The times at which intervals are cut. At equal times a begin of a step takes precedence over an end."""
     moments: dict[int, int | None] = {}
     rows = [] if steps is None else steps.select(["step", "begin_ns", "end_ns"]).to_pylist()
     rows = sorted((row for row in rows if row["step"] >= 0), key=lambda row: int(row["step"]))
@@ -373,7 +379,7 @@ def _lengths(intervals: _Intervals, code: Numbers, cuts: _Steps, places: int) ->
 
 
 def _union(intervals: _Intervals, codes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """What each interval adds to the union of the earlier ones of its combination: code, start, stop. No two overlap."""
+    """The part of each interval that earlier ones of its combination do not cover: code, start, stop. These are disjoint."""
     _, starts, stops = intervals
     if not len(starts):
         return codes, starts, stops
@@ -396,5 +402,5 @@ def _union(intervals: _Intervals, codes: Numbers) -> tuple[Numbers, Numbers, Num
 
 
 def _shift(codes: Numbers, width: int) -> Numbers:
-    """A multiple of ``width`` for each of the sorted ``codes``, so that the numbers of two codes do not meet."""
+    """A multiple of ``width`` for each of the sorted ``codes``, so that the ranges of two codes do not overlap."""
     return np.concatenate(([0], np.cumsum(np.diff(codes) != 0))) * width

@@ -1,4 +1,4 @@
-"""Training steps: when they ran, how long they took, what they sent together."""
+"""Training steps: times, durations, and the sums of what they sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commprof.analysis.columns.frames import from_arrow, from_rows
 from commprof.analysis.relations.engine import ask, evaluate
 from commprof.analysis.traffic.steady_steps import BESIDE, COUNTED, Steady, Step, steady
 
-COLUMNS: Final = ("attempt", "step", "op")  # of the operations that step_times asks for
+COLUMNS: Final = ("attempt", "step", "op")  # columns of the operations that step_times needs
 
 
 def step_times(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pd.DataFrame:
@@ -42,7 +42,7 @@ def answer_of_sums(sums: pa.Table, exposure: pa.Table, operations: pa.Table) -> 
 
 
 def durations_after_first(times: pd.DataFrame) -> list[int]:
-    """Step durations in ns, without the first step of each attempt (it warms up) and without those that never ended."""
+    """Step durations in ns, without the first step of each attempt (it warms up) and without steps that did not end."""
     later = times["step"] > times.groupby("attempt")["step"].transform("min")
     return [int(value) for value in times.loc[later, "duration_ns"].dropna()]
 
@@ -54,12 +54,12 @@ def final_loss(times: pd.DataFrame) -> float | None:
 
 
 class StepTotals(NamedTuple):
-    """What ``steps`` whole training steps sent together, as far as it comes back in them (``steady_steps``).
+    """What ``steps`` training steps sent together, without one-offs (``steady_steps``).
 
-    ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: how many groups, and their
-    collectives, payload_bytes and wire_bytes; the last are those of a rank of the job, the mean over all of them.
-    Divided by ``steps`` they are those of a step. They are not rounded: a mean of 3.5 collectives over two warm steps is
-    10.5 in three steps. ``weights``: how often what a step sent counts in the mean step, by attempt, step and that key.
+    ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: the number of groups, and their
+    collectives, payload_bytes and wire_bytes; the last are means over the ranks of the job. Divided by ``steps`` they are
+    those of a step. They are not rounded: a mean of 3.5 collectives over two warm steps is 10.5 in three steps.
+    ``weights``: the weight of what a step sent in the mean step, by attempt, step and that key.
     """
 
     steps: int
@@ -88,7 +88,7 @@ def step_totals(
 ) -> StepTotals:
     """Sums over the whole training steps (``queries/step_totals.sql``), for means of a step.
 
-    A step that a killed run was in is left out, and so is what was sent once.
+    The unfinished step of a killed run and one-off traffic are left out.
 
     Args:
         world_size: ranks of the job; None: as many as the largest group has.

@@ -1,18 +1,17 @@
-"""How long each collective and each message took, from when it could begin until it had ended. Pure.
+"""Durations of collectives and messages, from the time when data could flow to the end. Pure.
 
-Times of the ranks of a collective are counted from the first arrival, on one clock (lateness_ns). Waiting for a rank that
-comes late is no part of the transfer, so it begins when the last of those has come (and on a device: has begun) without whom
-no data can flow::
+Times of the ranks of a collective count from the first arrival, on one clock (lateness_ns). Waiting for a straggler is no
+part of the transfer. So the transfer begins when the last of the ranks that it needs has arrived (on a device: has begun)::
 
     all_reduce, reduce_scatter, all_gather, all_to_all   all ranks;                end: the last rank has its result
     reduce, gather                                       all ranks;                end: the root has it
     broadcast, scatter                                   the root and a receiver;  end: it has it; the longest counts
     messages                                             sender and receiver;      end: the receiver has it
 
-The end of a record is the best that is known: by the device, by the backend (sampled), by a wait that was real, or by the
-return of a synchronous call on the CPU, which includes the transfer. On a GPU the host's times say nothing of it.
+The end of a record comes from the best source: the device, the backend (sampled), a wait that blocked, or the return of a
+synchronous call on the CPU, which includes the transfer. On a GPU the host's times do not show it.
 
-This is no SQL: arrivals stand in the order of their collectives, so that all this takes a look at each column.
+This is not SQL: arrivals are in the order of their collectives, so one pass over each column is enough.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from commprof.align.sequences.row_groups import Flags, Groups
 from commprof.analysis.columns.dictionary_encoding import among, ranked
 from commprof.schema import Op, Status
 
-ALSO: Final = (  # columns of the records that times are told from
+ALSO: Final = (  # columns of the records that the times need
     *("backend", "dtype", "payload_bytes", "status", "device", "is_async"),
     *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
 )
@@ -53,7 +52,7 @@ _NEEDED: Final = (
 _ONE_TO_ALL: Final = (Op.BROADCAST, Op.SCATTER)
 _ALL_TO_ONE: Final = (Op.REDUCE, Op.GATHER)
 _SOURCES: Final = ("device", "host", "sampled", "wait")
-_UNTOLD, _DEVICE, _HOST, _SAMPLED, _WAIT = range(-1, 4)
+_NO_SOURCE, _DEVICE, _HOST, _SAMPLED, _WAIT = range(-1, 4)
 _UNKNOWN: Final = -(1 << 62)  # earlier than any time
 
 Numbers = npt.NDArray[np.int64]
@@ -63,7 +62,7 @@ def timed(arrived: pa.Table) -> pa.Table:
     """One row per collective or message with a payload, among two ranks or more: the first of ``answers.BANDWIDTH_TIMES``.
 
     Args:
-        arrived: see ``arrivals.aligned``, with the columns :data:`ALSO`; of whole collectives.
+        arrived: see ``arrivals.aligned``, with the columns :data:`ALSO` and all records of each collective.
     """
     rows = _among_several(arrived.select(_NEEDED))
     groups = Groups(_numbers(rows, "attempt"), _numbers(rows, "collective"))
@@ -110,7 +109,7 @@ def _among_several(rows: pa.Table) -> pa.Table:
 
 
 def _took(rows: pa.Table, groups: Groups, is_message: Flags) -> tuple[Numbers, Numbers]:
-    """The time of each collective, unknown where nobody says it; and what said so."""
+    """The time of each collective, unknown without a source, and its source."""
     arrival, issue, begin = (_numbers(rows, name) for name in ("lateness_ns", "issue_ns", "device_begin_ns"))
     ready = arrival + np.where(_known(rows, "device_begin_ns"), np.maximum(begin - issue, 0), 0)
     is_root = np.where(
@@ -121,15 +120,15 @@ def _took(rows: pa.Table, groups: Groups, is_message: Flags) -> tuple[Numbers, N
     root_ready = groups.largest(np.where(is_root, ready, _UNKNOWN))
     could_begin = np.where(one_to_all, np.maximum(ready, root_ready), groups.largest(ready))
     source, end = _end(rows)
-    counts = (source != _UNTOLD) & np.where(one_to_all, ~is_root, is_root | ~all_to_one)
+    counts = (source != _NO_SOURCE) & np.where(one_to_all, ~is_root, is_root | ~all_to_one)
     took = np.where(counts, arrival + end - issue - could_begin, _UNKNOWN)
     longest = groups.reduced(np.maximum, took)
-    time_source = np.where(took == groups.spread(longest), source, _UNTOLD)
+    time_source = np.where(took == groups.spread(longest), source, _NO_SOURCE)
     return longest, groups.reduced(np.maximum, time_source)
 
 
 def _end(rows: pa.Table) -> tuple[Numbers, Numbers]:
-    """What says of each record when it had ended, and when that was."""
+    """The source of the end of each record, and that time."""
     device_ended, waited, returned = (
         _known(rows, name) for name in ("device_end_ns", "wait_end_ns", "return_ns")
     )
@@ -148,15 +147,15 @@ def _end(rows: pa.Table) -> tuple[Numbers, Numbers]:
             is_async & really_waited,
             ~is_async & (waited | returned),
         ],
-        [_UNTOLD, _SAMPLED, _DEVICE, _UNTOLD, _WAIT, _HOST],
-        _UNTOLD,
+        [_NO_SOURCE, _SAMPLED, _DEVICE, _NO_SOURCE, _WAIT, _HOST],
+        _NO_SOURCE,
     )
     end = np.where(waited, wait_end, _numbers(rows, "return_ns"))
     return source, np.where(device_ended, _numbers(rows, "device_end_ns"), end)
 
 
 def _last_text(column: pa.ChunkedArray, groups: Groups) -> pa.Array:
-    """Of each group the last of the texts that any row has."""
+    """For each group the last of the texts of its rows."""
     texts = ranked(column)
     last_codes = groups.reduced(np.maximum, pc.fill_null(texts.indices, -1).to_numpy())
     return pa.DictionaryArray.from_arrays(pa.array(last_codes, mask=last_codes < 0), texts.dictionary)

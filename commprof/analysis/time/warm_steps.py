@@ -1,4 +1,4 @@
-"""Which training steps a typical one is made of. Pure."""
+"""Warm steps: the training steps behind the figures of a typical step. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pandas as pd
 
 
 def warm_steps(times: pd.DataFrame) -> pd.DataFrame:
-    """The steps that ended, without the first of each attempt, which warms up; those first ones where there are no others.
+    """The steps that ended, without the first of each attempt, which warms up; the first ones if there are no others.
 
     Args:
         times: columns attempt, step and duration_ns.

@@ -11,7 +11,7 @@ import pytest
 from commprof.align.ranks.arrivals import arrivals
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.stragglers.rank_lateness import RankLateness
-from commprof.analysis.time.stalls import standstill
+from commprof.analysis.time.stalls import stall_times
 from commprof.analysis.time.transfers import ALSO, timed
 from commprof.analysis.traffic.operation_totals import EVERY_COLUMN, operations, traffic
 from commprof.ledger.records.backends import execution
@@ -125,7 +125,7 @@ def test_times_in_arrays_are_those_of_the_plain_question(seed: int, count: int, 
         clauses = {"by": listed(named), "of_extent": listed(named, "e."), "of_cut": listed(named, "c.")}
         expected = oracle("standstill", {"collectives": records, "steps": steps}, **clauses)
         for given in (records, spread):
-            found = standstill(given, steps, by)
+            found = stall_times(given, steps, by)
             assert rows_of(found, expected.column_names) == rows_of(expected, expected.column_names)
 
 
