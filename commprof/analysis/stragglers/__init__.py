@@ -1,1 +1,1 @@
-"""Who comes late: arrivals, lateness, slow paths, and the verdict on them."""
+"""Stragglers: arrivals, lateness, slow paths, and the verdict on them."""

@@ -1,11 +1,11 @@
-"""The arrivals of some steps, the same steps on every host: who comes late, where nobody can read all records of a run.
+"""A sample of arrivals from the same steps on every host, for runs whose records are too many to read.
 
-Steps are chosen by a hash of their number. Each host keeps the records of the steps with the lowest hashes, as many as its
-part of :data:`MOST_ROWS` allows, and says below which hash it has them all. So the steps below the lowest bound of any host
-are there with the records of all ranks, and are compared as the records of a whole run are. Where fewer steps fit than
-:data:`_FEWEST_STEPS`, a half, a quarter, ... of their collectives is kept, chosen by a hash of their number in the group.
-Messages, and what lies outside of steps, are not in the sample. What a rank did between two collectives (its own time) is
-worked out from all of its records before.
+A hash of the step number chooses the steps. Each host stores the records of the steps with the lowest hashes, as many as its
+share of :data:`MOST_ROWS` allows, and the bound below which it has all of them. So the steps below the lowest bound of all
+hosts have the records of all ranks, and are compared like the records of a whole run. If fewer than :data:`_FEWEST_STEPS`
+steps fit, a half, a quarter, ... of their collectives is stored, chosen by a hash of their number in the group. Messages and
+records outside of steps are not in the sample. The own time of a rank between two collectives is computed from all of its
+records before sampling.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.int64]
 MOST_ROWS: Final = 400_000  # of all hosts: comparing them takes 3 s
 _MOST_OF_HOST: Final = 20_000
 _FEWEST_STEPS: Final = 8
-_MOST_OF_PART: Final = 100_000  # that is compared at once, unless one step has more
+_MOST_OF_PART: Final = 100_000  # rows that are compared at once, unless one step has more
 _MOST_HALVINGS: Final = 20
 _ALL: Final = 1 << 64  # above any hash
 _KEY: Final = b"commprof.sample"
@@ -40,13 +40,13 @@ _COUNTED: Final = ("attempt", "step", "issue_ns", "group_size", "pg_seq", "op", 
 
 
 class Sample(NamedTuple):
-    """What a host, or all of them, have of the arrivals.
+    """The sample of one host, or of all.
 
     Attributes:
         rows: records of collectives, with OWN_COLUMNS.
         below: all steps with a lower hash are in it.
-        halvings: how often the collectives of these steps were halved.
-        steps: of how many training steps.
+        halvings: how often the number of collectives of these steps was halved.
+        steps: the number of training steps in all.
         span_ns: from the first collective to the last.
     """
 
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Which part of the collectives of its steps are in it."""
+        """The share of the collectives of its steps that are in it."""
         return 0.5**self.halvings
 
 
@@ -74,7 +74,7 @@ def schema() -> pa.Schema:
 
 
 def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
-    """The sample of the ``ranks`` ranks of a host of ``world`` in all, with what else is known of it in its schema.
+    """The sample of a host with ``ranks`` ranks of ``world`` in all; its schema has the facts of :class:`Sample`.
 
     Raises:
         TraceError: a file cannot be read.
@@ -111,24 +111,24 @@ def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
 
 
 def as_table(sample: Sample) -> pa.Table:
-    """The rows of ``sample``, with what else is known of it in their schema."""
+    """The rows of ``sample``, with its facts in their schema."""
     facts = {name: value for name, value in sample._asdict().items() if name != "rows"}
     return sample.rows.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
 
 
 def of_table(table: pa.Table) -> Sample:
-    """The sample that :func:`as_table` made ``table`` of."""
+    """The sample in a ``table`` of :func:`as_table`."""
     return Sample(table, **facts_of(table))
 
 
 def facts_of(sample: pa.Table) -> dict[str, Any]:
-    """What the schema of a sample says beside its rows: what :func:`joined` needs of each host."""
+    """The facts in the schema of a sample: what :func:`joined` needs of each host."""
     facts: dict[str, Any] = json.loads(sample.schema.metadata[_KEY])
     return facts
 
 
 def joined(rows: pa.Table, facts: Sequence[Mapping[str, Any]]) -> Sample:
-    """The sample of a run, of the ``rows`` of all its hosts: the steps that all of these have.
+    """The sample of a run from the ``rows`` of all its hosts: the steps that all hosts have.
 
     Args:
         facts: of each host.
@@ -142,7 +142,7 @@ def joined(rows: pa.Table, facts: Sequence[Mapping[str, Any]]) -> Sample:
 
 
 def parts_of(sample: Sample) -> Iterator[pa.Table]:
-    """The rows of ``sample`` in parts of whole steps, as the records that they are of."""
+    """The rows of ``sample`` as records, in partitions of whole steps."""
     rows = sample.rows.combine_chunks()
     for name in _CONSTANT:
         rows = rows.append_column(name, pa.repeat(pa.scalar(False), len(rows)))
@@ -165,7 +165,7 @@ def steps_in(sample: Sample) -> int:
 
 
 def _processes(collectives: pa.Table | Scan, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """The records in parts; all those of a process are in one."""
+    """The records in batches; all records of a process are in one."""
     if not isinstance(collectives, Scan):
         yield collectives.select(columns)
         return
@@ -196,7 +196,7 @@ def _counts(rows: pa.Table) -> tuple[Numbers, Numbers]:
 
 
 def _of_steps(rows: pa.Table, below: int, halvings: int) -> pa.Table:
-    """The rows of the steps with a hash below ``below``; of their collectives those that are left after ``halvings``."""
+    """The rows of the steps with a hash below ``below``, and of the collectives that remain after ``halvings``."""
     codes = _codes(rows)
     chosen = _hashes(codes) < np.uint64(below) if below < _ALL else np.ones(len(rows), bool)
     if halvings:
@@ -206,7 +206,7 @@ def _of_steps(rows: pa.Table, below: int, halvings: int) -> pa.Table:
 
 
 def _hashes(numbers: Numbers | Hashes) -> Hashes:
-    """The hash of each number (splitmix64): as good as drawn by lot, and the same everywhere."""
+    """The hash of each number (splitmix64): pseudorandom, and equal on all hosts."""
     mixed = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -214,7 +214,7 @@ def _hashes(numbers: Numbers | Hashes) -> Hashes:
 
 
 def _bound(steps: Numbers, counts: Numbers, most: int) -> int:
-    """The hash below which ``steps``, with ``counts`` rows each, have at most so many rows."""
+    """The hash below which ``steps``, with ``counts`` rows each, have at most ``most`` rows."""
     hashes = _hashes(steps)
     order = np.argsort(hashes)
     beyond = np.flatnonzero(np.cumsum(counts[order]) > most)

@@ -1,4 +1,4 @@
-"""The collectives whose ranks came furthest apart, told one by one."""
+"""The single collectives with the largest arrival skew."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TIME_OF: Final = dict(zip(CAUSES, ("waiting_ns", "launch_ns", "transfer_ns"), s
 
 
 def worst(arrived: pa.Table, limit: int) -> pa.Table:
-    """The rows of the ``limit`` collectives and messages whose ranks came furthest apart; of equal ones the earliest.
+    """The rows of the ``limit`` collectives and messages with the largest arrival skew; among equal ones the earliest.
 
-    The rows of ``arrived`` stand in the order of their collectives.
+    The rows of ``arrived`` are in the order of their collectives.
     """
     comparable = (arrived["members"].to_numpy() > 1) & arrived["lateness_ns"].is_valid().to_numpy()
     groups = Groups(arrived["collective"].to_numpy())
@@ -36,7 +36,7 @@ def worst(arrived: pa.Table, limit: int) -> pa.Table:
 
 
 def late_collectives(arrived: pa.Table, limit: int) -> pd.DataFrame:
-    """The collectives and messages whose ranks came furthest apart, one row each, the worst first."""
+    """The collectives and messages with the largest arrival skew, one row each, largest first."""
     worst_arrivals = from_arrow(worst(arrived, limit), ARRIVALS.columns)
     times = worst_arrivals[list(_TIME_OF.values())]
     times_ns = times.fillna(0).astype("int64")

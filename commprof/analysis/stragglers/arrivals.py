@@ -1,4 +1,4 @@
-"""Arrivals: when each rank came to each collective, on one clock, and which rank the others wait for."""
+"""Arrivals: when each rank issued each collective, on one clock, and which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hosts_of(run: Run) -> dict[int, str]:
 
 
 def aligned(run: Run, also: Sequence[str] = ()) -> Callable[[pa.Table], pa.Table]:
-    """From records of ``run`` (whole collectives) to their arrivals (:func:`commprof.align.ranks.arrivals.arrivals`)."""
+    """A function from records of ``run`` to their arrivals (:func:`commprof.align.ranks.arrivals.arrivals`)."""
     clock = reference_clock(run)
     return lambda records: align(records, clock, also)
 
@@ -49,7 +49,7 @@ def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
 
 
 def incomparable(arrived: pa.Table) -> int:
-    """Collectives of several recorded ranks whose times could not be compared."""
+    """How many collectives of several recorded ranks have times that cannot be compared."""
     unknown = pc.is_null(arrived["lateness_ns"])
     if not pc.any(unknown).as_py():
         return 0

@@ -1,4 +1,4 @@
-"""Which ranks come late by their own time: who came last, collective by collective, and what that proves. Pure."""
+"""Stragglers by own delay: which rank came last in each collective, and what that proves. Pure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-_WORTH: Final = 0.02  # of the time: a culprit costs so much at least
-_MOST_OF_IT: Final = 0.8  # of the waiting: that is where culprits are looked for
+_WORTH: Final = 0.02  # of the time: the least cost of a culprit
+_MOST_OF_IT: Final = 0.8  # of the waiting: its most expensive part, which is searched for culprits
 _HIDDEN_BESIDE: Final = 0.1  # of the delay of the rank that hides it
-_CHANCE: Final = 0.01  # that among equal ranks any looks like a culprit
-_FEWEST: Final = 3  # times that are enough of a rank that alone makes most of the waiting, where that is
+_CHANCE: Final = 0.01  # the probability that among equal ranks any looks like a culprit
+_FEWEST: Final = 3  # collectives that are enough for a rank that alone causes most of the waiting
 _MUCH: Final = 0.05  # of the time
-_EXACT: Final = 300  # events up to which the binomial tail is added up
-_TOGETHER: Final = 0.5  # of the lead of the last but one: with a smaller one the last came together with it
+_EXACT: Final = 300  # events up to which the binomial tail is summed
+_TOGETHER: Final = 0.5  # of the lead of the second last rank: below it the last two came together
 _MORE: Final = 1.25  # times as often as among equal ranks
-_TURNS: Final = 0.05  # of the time that ranks cost who are late in turn
+_TURNS: Final = 0.05  # of the cost of ranks that are late in turn
 
 _NUMBERS: Final = (
     *(
@@ -47,13 +47,14 @@ _FLAGS: Final = {"is_timed": "others_waited_ns", "is_known": "own_lead_ns"}
 
 
 class LateRank(NamedTuple):
-    """A rank that comes late by its own time.
+    """A straggler by own delay.
 
     Attributes:
-        cost_ns: what the others waited for its own time alone; of a hidden one what they would wait without the others.
-        collectives: of the compared ones, those in which it cost most of that; ``steps``: in how many steps.
+        cost_ns: how long the others waited for its own delay alone; for a hidden one, how long they would wait without the
+            other stragglers.
+        collectives: the compared ones that make most of the cost; ``steps``: in how many steps.
         is_hidden: another rank comes later still.
-        is_seen: the waits of the others were recorded; without, the cost is the time that it alone was missing.
+        is_seen: the waits of the others were recorded; if not, the cost is the time in which it alone was missing.
     """
 
     rank: int
@@ -65,16 +66,16 @@ class LateRank(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What the last ranks of all collectives say, without warm-up.
+    """The evidence of the last ranks of all collectives, without warm-up.
 
     Attributes:
-        late: the ranks that come late by themselves, the costliest first.
-        compared: collectives; ``steps``: the training steps of the run, 0 where it has none.
-        own_ns: what all waited for the own time of whoever was last; ``turns``: of that by rank, where ranks take turns.
-        inherited: by rank, what the others waited for it because the collective before had ended late for it.
-        elsewhere: by rank, what they waited because waits in other groups or for messages had held it longer.
-        untold: by rank, the waits of which none of this can be told: some wait was not recorded.
-        share: which part of the collectives of the steps were compared.
+        late: the stragglers by own delay, in order of cost, largest first.
+        compared: compared collectives; ``steps``: training steps of the run, 0 if it has none.
+        own_ns: the waiting for the own delay of the last rank, in all; ``turns``: by rank, if ranks are late in turn.
+        inherited: by rank, the waiting for it because the collective before had ended late for it.
+        elsewhere: by rank, the waiting for it because waits in other groups or for messages had blocked it longer.
+        untold: by rank, the waiting of unknown cause, since some wait was not recorded.
+        share: the share of the collectives of the steps that were compared.
     """
 
     late: list[LateRank]
@@ -89,10 +90,10 @@ class Findings(NamedTuple):
 
 
 class LastRanks:
-    """Takes the rows of those who came last, part by part.
+    """Collects the rows of the last ranks, one partition after another.
 
     Attributes:
-        steps: of the run, each with its attempt as one number.
+        steps: the steps of the run, each with its attempt as one number.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class LastRanks:
         self.steps: set[int] = set()
 
     def add(self, arrived: pa.Table, rows: Numbers) -> None:
-        """Take ``rows`` of arrivals: of collectives in which all wait for all, the ranks that came last."""
+        """Add ``rows`` of arrivals: the last ranks of collectives in which all wait for all."""
         last = np.flatnonzero(pc.fill_null(arrived["is_last"], False).to_numpy())
         attempt, step = (arrived[name].to_numpy()[last].astype(np.int64) for name in ("attempt", "step"))
         self.steps.update(np.unique(((attempt << 32) + step)[step >= 0]).tolist())
@@ -108,17 +109,18 @@ class LastRanks:
         part = {name: pc.fill_null(taken[name], 0).to_numpy().astype(np.int64) for name in _NUMBERS}
         part |= {flag: taken[name].is_valid().to_numpy().astype(np.int64) for flag, name in _FLAGS.items()}
         certain = pc.fill_null(arrived["certain"].take(pa.array(rows)), False).to_numpy()
-        # Which of two ranks was last need not be certain where it is that all others came before them.
+        # It need not be certain which of two ranks was last if all others certainly came before them.
         is_told = certain | ((part["members"] > 2) & (part["second_lead_ns"] > part["lateness_error_ns"]))
         part["is_certain"] = certain.astype(np.int64)
         part = {name: values[is_told] for name, values in part.items()}
         self._batches.append(part)
 
     def findings(self, span_ns: int, least_share: float = 0.0) -> Findings:
-        """What follows from all of them, in a run of ``span_ns``.
+        """The evidence of all rows, in a run of ``span_ns``.
 
         Args:
-            least_share: of a rank by chance. Where roots hold ranks, these cannot come late: few are left who can.
+            least_share: the least probability of a rank to be last by chance. Ranks that wait for roots cannot come late, so
+                few ranks remain that can.
         """
         events = _Events(self._batches)
         steps = warm_steps(self.steps)
@@ -149,7 +151,7 @@ class LastRanks:
 
 
 class _Events:
-    """The rows of all parts, and what they say together."""
+    """The rows of all partitions, and what follows from them together."""
 
     def __init__(self, batches: list[dict[str, Numbers]]) -> None:
         names = (*_NUMBERS, *_FLAGS, "is_certain")
@@ -166,18 +168,18 @@ class _Events:
         return (self["attempt"] << 32) + self["step"]
 
     def together(self) -> tuple[Flags, Numbers]:
-        """Where the last two came together; and what the others waited for the two of them."""
+        """In which rows the last two ranks came together, and how long the others waited for both."""
         is_close = ~self.is_certain | (self["lead_ns"] < _TOGETHER * self["second_lead_ns"])
         both = (self["members"] > 2) & is_close
         return both, np.where(both, self["second_waited_ns"], 0)
 
     def second_share(self) -> Floats:
-        """Which part of its lead the last but one has by its own time."""
+        """The share of its lead that the second last rank has by its own delay."""
         share: Floats = self["second_own_lead_ns"] / np.maximum(self["second_lead_ns"], 1)
         return share
 
     def of(self, steps: set[int]) -> Flags:
-        """The rows of some steps; all where there are none."""
+        """The rows of some steps; all rows if there are no steps."""
         if not steps:
             return np.ones(len(self["step"]), bool)
         chosen: Flags = np.isin(self.step_codes(), np.fromiter(steps, np.int64)) & (self["step"] >= 0)
@@ -185,7 +187,7 @@ class _Events:
 
 
 def warm_steps(steps: set[int]) -> set[int]:
-    """Without warm-up: of an attempt with several steps all after the first."""
+    """The steps without warm-up: of an attempt with several steps all after the first."""
     by_attempt: dict[int, list[int]] = {}
     for code in steps:
         by_attempt.setdefault(code >> 32, []).append(code)
@@ -193,7 +195,7 @@ def warm_steps(steps: set[int]) -> set[int]:
 
 
 def _by_rank(rank: Numbers, values: Numbers) -> dict[int, int]:
-    """The sum of each rank; of waits that are too short to be told from waking up, nothing."""
+    """The sum of each rank, without waits that are as short as waking up."""
     values = _beyond_resolution(values)
     sums = {each: int(values[rank == each].sum()) for each in np.unique(rank).tolist()}
     return {each: total for each, total in sums.items() if total > 0}
@@ -204,24 +206,24 @@ def _beyond_resolution(waits: Numbers) -> Numbers:
 
 
 def _rounded(values: Floats) -> Numbers:
-    """As integers, the sum of which is the same in any order."""
+    """As integers, whose sum does not depend on the order."""
     return np.rint(values).astype(np.int64)
 
 
 def _late_ranks(
     events: _Events, all_costs: Numbers, known: Flags, span_ns: int, least_share: float
 ) -> tuple[list[LateRank], int, dict[int, int]]:
-    """The culprits, one after the other: each is taken out, and who was hidden behind it stands in its place."""
+    """The culprits in turn: each is removed, and the rank that was hidden behind it takes its place."""
     both, of_both = events.together()
     shared = np.flatnonzero(known & both)
     rows = np.concatenate((np.flatnonzero(known), shared))
     half = _rounded(of_both * events.second_share() / 2)
-    # The last one may have come from waits elsewhere, such as the root of a reduce after its last sender.
+    # The last rank may have been blocked elsewhere, such as the root of a reduce after its last sender.
     of_last = np.minimum(events.second_share(), events["own_delay_ns"] / np.maximum(events["lateness_ns"], 1))
     blamed, cost = events["rank"][rows].copy(), (all_costs + _rounded(of_both * of_last / 2))[rows]
     seconds = np.arange(len(rows)) >= len(rows) - len(shared)
     blamed[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
-    # Who was hidden behind the last one: nobody, where the two came together.
+    # The rank that was hidden behind the last one: none, if the two came together.
     behind, behind_cost = events["second_rank"][rows], np.where(both, 0, events["second_own_lead_ns"])[rows]
     members = events["members"][rows].copy()
     seen, codes = events.is_timed[rows], events.step_codes()[rows]
@@ -250,12 +252,12 @@ def _late_ranks(
         cost[np.isin(blamed, [each.rank for each in late])] = 0
     turns = {} if late or own_ns < _TURNS * span_ns else _by_rank(blamed, cost)
     if max(turns.values(), default=0) > _MOST_OF_IT * sum(turns.values()):
-        turns = {}  # one rank, too seldom to be told from chance
+        turns = {}  # one rank, too seldom to exclude chance
     return late, own_ns, turns
 
 
 def heaviest(cost: Numbers) -> Numbers:
-    """The fewest rows that make most of the cost, and all that cost as much as the last of them."""
+    """The fewest rows that make most of the cost, and all rows that cost as much as the cheapest of them."""
     falling = np.sort(cost)[::-1]
     total = np.cumsum(falling)
     if not len(total) or total[-1] <= 0:
@@ -273,7 +275,7 @@ def _culprit(
     late: list[LateRank],
     least_share: float,
 ) -> int | None:
-    """The rank that costs most, where that is worth a sentence and more than chance explains."""
+    """The rank that costs most, if the cost is worth a sentence and above chance."""
     if not len(heavy):
         return None
     ranks = np.unique(who[heavy])
@@ -296,7 +298,7 @@ def _culprit(
 
 
 def binomial_tail(times: int, of: int, share: float) -> float:
-    """The probability that an event of probability ``share`` happens so often or more."""
+    """The probability that an event of probability ``share`` happens ``times`` or more in ``of`` trials."""
     if share >= 1:
         return 0.0
     if of <= _EXACT:

@@ -1,4 +1,4 @@
-"""Rooted collectives: a root that its receivers wait for, a sender that the root waits for, late by own time. Pure."""
+"""Stragglers in rooted collectives: a late root or a late sender, by own delay. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commprof.analysis.stragglers.late_ranks import binomial_tail, heaviest, war
 
 Numbers = npt.NDArray[np.int64]
 
-_CHANCE: Final = 0.01  # that equal ranks come in such an order so often
+_CHANCE: Final = 0.01  # the probability that equal ranks come so often in such an order
 _WORTH: Final = 0.02  # of the time
 _NUMBERS: Final = (
     *("attempt", "step", "rank", "peer", "group_size"),
@@ -27,8 +27,8 @@ class LateRoot(NamedTuple):
 
     Attributes:
         op: the operation. ``is_root``: the rank is the root, else a sender that the root waits for.
-        cost_ns: what those that wait for it waited for its own time.
-        collectives: in so many of ``compared`` it came late by its own time.
+        cost_ns: how long other ranks waited for its own delay.
+        collectives: those of ``compared`` in which it came late by its own delay.
     """
 
     rank: int
@@ -40,13 +40,13 @@ class LateRoot(NamedTuple):
 
 
 class RootedCollectives:
-    """Takes arrivals, part by part."""
+    """Collects arrivals of rooted collectives, one partition after another."""
 
     def __init__(self) -> None:
         self._tables: list[pa.Table] = []
 
     def add(self, arrived: pa.Table) -> None:
-        """Take the rows of the ranks that others wait for."""
+        """Add the rows of the ranks that others wait for."""
         names = [*_NUMBERS, "op", "group_ranks"]
         if arrived["awaited_own_ns"].null_count < len(arrived):
             some = arrived.select(names).filter(arrived["awaited_own_ns"].is_valid())
@@ -57,7 +57,7 @@ class RootedCollectives:
         return bool(self._tables)
 
     def costs(self, steps: set[int]) -> dict[int, int]:
-        """What others waited in all for the own time of each rank, whether chance explains it or not."""
+        """How long others waited in all for the own delay of each rank, whether above chance or not."""
         every = self._warm(steps)
         if every is None:
             return {}
@@ -76,10 +76,10 @@ class RootedCollectives:
         return every
 
     def late(self, span_ns: int, steps: set[int]) -> list[LateRoot]:
-        """Those that cost enough of ``span_ns``, the costliest first.
+        """The ranks whose cost is a large enough part of ``span_ns``, in order of cost.
 
         Args:
-            steps: of the run, each with its attempt as one number; those of the warm-up are not counted.
+            steps: the steps of the run, each with its attempt as one number; warm-up steps are not counted.
         """
         every = self._warm(steps)
         if every is None:
@@ -98,7 +98,7 @@ class RootedCollectives:
 
 
 def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoot]:
-    """Of the collectives of one operation, group and root."""
+    """The late ranks in the collectives of one operation, group and root."""
     rank, size, cost, later, lead = (
         pc.fill_null(rows[name], 0).to_numpy()
         for name in ("rank", "group_size", "awaited_own_ns", "awaited_later_ns", "own_lead_ns")
@@ -111,8 +111,8 @@ def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoo
         if is_root != (op in FROM_ROOT):
             continue  # nobody waits for the root of a reduce, which is the last to come
         late = mine & (later > 0)
-        # A root that comes early makes up for one that comes late, and so does one that comes after its senders: only what
-        # costs most of the time counts.
+        # Early arrivals compensate late ones, and so does a root that comes after its senders: only the collectives that
+        # make most of the cost count.
         judged = heaviest(np.abs(later) if is_root else lead)
         chance = 0.5 if op in FROM_ROOT else 1 / int(size[0])
         total, net = int(cost[mine].sum()), int(later[mine].sum())

@@ -1,4 +1,4 @@
-"""The verdict on lateness, in words: a rank that is late by its own time, a slow path, or why neither can be told. Pure."""
+"""The verdict on stragglers in sentences: a rank late by its own delay, a slow path, or why neither can be told. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TRANSFERS: Final = "transfers"
 UNTOLD: Final = "untold"
 NOBODY: Final = "nobody"
 
-# What is worth a sentence, as a part of the time from the first arrival to the last.
+# The least cost that is reported, as a share of the time from the first arrival to the last.
 _WORTH_SAYING: Final = 0.05
 _ALL_MOST: Final = 0.5  # of the collectives
 
 
 class LateVerdict(NamedTuple):
-    """What is said of the lateness of a run, what that names (one of the five words above), and which ranks as late."""
+    """The sentences on a run, the kind of culprit (one of the five words above), and the late ranks."""
 
     statement: str | None
     culprit: str
@@ -49,14 +49,14 @@ def verdict(
     span_ns: int,
     unknown: int,
 ) -> LateVerdict:
-    """What the arrivals of a run prove.
+    """The verdict that the arrivals of a run prove.
 
     Args:
         ranks: one row per rank (answers.STRAGGLERS).
         findings: what the last arrivals show; ``rooted``: ranks that rooted collectives wait for.
-        paths: what the transfers say.
+        paths: the evidence of the transfers.
         span_ns: from the first arrival to the last.
-        unknown: collectives whose ranks have clocks that were never compared.
+        unknown: how many collectives have ranks whose clocks were never compared.
     """
     by_rank = {int(row["rank"]): row for _, row in ranks.iterrows()}
     sentences = [_late(each, by_rank[each.rank], findings) for each in findings.late]
@@ -126,12 +126,12 @@ def _late_root(late: LateRoot, findings: Findings) -> str:
 
 
 def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
-    """Sentences on a slow path, and on the rank that comes late because of it."""
+    """Sentences on a slow path, and on the rank that is late because of it."""
     slow = paths.slow(_WORTH_SAYING * span_ns)
     by_cost = sorted(findings.inherited, key=lambda rank: (-findings.inherited[rank], rank))
     late = [rank for rank in by_cost if findings.inherited[rank] * 2 >= findings.inherited[by_cost[0]]]
     waited = sum(findings.inherited[rank] for rank in late)
-    # Some ranks were held before, and not each in its turn: halfway from their part of the ranks to all of it.
+    # Few ranks inherit most: their share of the waiting is above the midpoint between their share of the ranks and 1.
     few = 2 * len(by_rank) * waited >= (len(late) + len(by_rank)) * sum(findings.inherited.values())
     is_told = 0 < len(late) < len(by_rank) and few
     if not is_told or waited < _WORTH_SAYING * span_ns:
@@ -155,7 +155,7 @@ def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series
 
 
 def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerdict:
-    """Of a run whose time goes into transfers for which no rank comes late: all of them wait equally long."""
+    """The verdict on a run that spends its time in transfers while no rank is late: all ranks wait equally long."""
     costliest = paths.costliest()
     if costliest is None or costliest.share < _ALL_MOST:
         return LateVerdict(None, NOBODY, [])
@@ -210,7 +210,7 @@ def _compared(slow: SlowPath, findings: Findings) -> str:
 
 
 def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
-    """What ranks pass on that waited in other groups or for messages."""
+    """Sentences on a rank that passes on waits in other groups or for messages."""
     rank, waited = max(findings.elsewhere.items(), key=lambda each: each[1], default=(None, 0))
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
@@ -221,7 +221,7 @@ def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
 
 
 def _untold(findings: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
-    """Of a rank that stands out, where nothing tells whether by itself."""
+    """Sentences on ranks that stand out for an unknown cause."""
     sentences = []
     for rank, waited in sorted(findings.untold.items(), key=lambda each: -each[1]):
         row = by_rank[rank]

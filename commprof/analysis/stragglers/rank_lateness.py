@@ -1,7 +1,7 @@
-"""How late each rank comes over a run, how often the others wait for it, and what it waits for: arrivals, added up.
+"""Lateness of each rank over a run, how often the others wait for it, and what it waits for: sums of arrivals.
 
-This is no SQL: quantiles need every lateness of a rank, and to sort those of one rank after the other takes a part of the
-time and memory that aggregates over all ranks take.
+This is not SQL: quantiles need every lateness of a rank, and sorting one rank after another takes a fraction of the time and
+memory of aggregates over all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from commprof.schema import Op
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Of a broadcast the root waits for nobody, and who sends late need not be the one who is slow: messages are left out.
+# The root of a broadcast waits for nobody, and a late sender need not be slow, so messages are left out.
 _ALL_FOR_ALL: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BARRIER)
 _QUANTILES: Final = {"p5_ns": 0.05, "p25_ns": 0.25, "median_ns": 0.5, "p75_ns": 0.75, "p95_ns": 0.95}
 _MEASURED: Final = ("lateness_ns", "lateness_error_ns", "error_ns")
@@ -36,16 +36,16 @@ _TIMES: Final = ("waiting_ns", "launch_ns", "transfer_ns")  # in the order of CA
 
 
 def last_ones(arrived: pa.Table) -> Numbers:
-    """The rows of those who came last, of collectives in which every rank waits for every other."""
+    """The rows of the last ranks, in collectives in which every rank waits for every other."""
     return np.flatnonzero(
         pc.fill_null(arrived["is_last"], False).to_numpy() & among(arrived["op"], _ALL_FOR_ALL)
     )
 
 
 class RankLateness:
-    """Takes the arrivals of whole collectives, part by part, and answers over all of them. To be closed.
+    """Collects arrivals, one partition after another, and answers over all of them. Must be closed.
 
-    Sums are kept for each rank; what medians and other quantiles are told from lies in a file.
+    Sums of each rank stay in memory; the values behind medians and other quantiles lie in a file.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class RankLateness:
         self._values = RankValues(_MEASURED)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._values.close()
 
     def add(self, arrived: pa.Table) -> None:
-        """Take some arrivals."""
+        """Add arrivals."""
         encoded = pc.dictionary_encode(arrived["rank"].combine_chunks())
         part = _Part(arrived, encoded)
         several = (arrived["members"].to_numpy() > 1) & arrived["lateness_ns"].is_valid().to_numpy()
@@ -101,10 +101,10 @@ class RankLateness:
             )
 
     def stragglers(self) -> pd.DataFrame:
-        """How often each rank was the last to come, and what the others waited for it (answers.STRAGGLERS).
+        """How often each rank came last, and how long the others waited for it (answers.STRAGGLERS).
 
-        A rank stands out when it was last in half as many collectives again as it would be if all ranks were alike, and in
-        more than chance explains (three standard deviations).
+        A rank stands out if it was last in at least 1.5 times as many collectives as among equal ranks, and above chance
+        (three standard deviations).
         """
         rows = []
         for sums in self._ranks():
@@ -126,15 +126,15 @@ class RankLateness:
                     "others_waited_per_step_ns": _rounded(in_steps / len(self._steps))
                     if self._steps and in_steps is not None
                     else None,
-                    "others_waited_own_ns": _if_told(sums, "own_waited"),
-                    "others_waited_inherited_ns": _if_told(sums, "inherited_waited"),
+                    "others_waited_own_ns": _if_known(sums, "own_waited"),
+                    "others_waited_inherited_ns": _if_known(sums, "inherited_waited"),
                     "stands_out": last > chance and last >= 1.5 * expected,
                 }
             )
         return from_rows(rows, STRAGGLERS.columns)
 
     def lateness(self) -> pd.DataFrame:
-        """How late each rank comes after the first: quantiles over the collectives of several ranks (LATENESS)."""
+        """Lateness of each rank: quantiles over the collectives of several ranks (LATENESS)."""
         rows = []
         for sums in self._ranks():
             of_rank = (self._values.of(sums["rank"], name) for name in ("lateness_ns", "lateness_error_ns"))
@@ -165,7 +165,7 @@ class RankLateness:
 
 
 class _Part:
-    """Some arrivals, and sums over rows of them for each rank."""
+    """Arrivals of one partition, and sums of rows by rank."""
 
     def __init__(self, arrived: pa.Table, ranks: pa.DictionaryArray) -> None:
         self._arrived = arrived
@@ -173,7 +173,7 @@ class _Part:
         self.ranks = len(ranks.dictionary)
 
     def numbers(self, name: str) -> Numbers:
-        """A column, with 0 in the place of null."""
+        """A column, with 0 for null."""
         numbers: Numbers = pc.fill_null(self._arrived[name], 0).to_numpy()
         return numbers
 
@@ -183,7 +183,7 @@ class _Part:
         return flags
 
     def known(self, name: str) -> npt.NDArray[np.bool_]:
-        """Where a column is not null."""
+        """Which rows of a column are not null."""
         known: npt.NDArray[np.bool_] = self._arrived[name].is_valid().to_numpy()
         return known
 
@@ -195,11 +195,11 @@ class _Part:
         return causes
 
     def count(self, rows: Numbers) -> Numbers:
-        """How many of ``rows`` each rank has."""
+        """The number of ``rows`` of each rank."""
         return np.bincount(self.rank[rows], minlength=self.ranks)
 
     def sum(self, rows: Numbers, values: npt.NDArray[Any]) -> Floats:
-        """The sum of ``values``, of which each of ``rows`` has one; exact below 2**53."""
+        """The sum of ``values`` by rank, one value for each of ``rows``; exact below 2**53."""
         return np.bincount(self.rank[rows], weights=values, minlength=self.ranks).astype(np.float64)
 
 
@@ -214,7 +214,7 @@ def _of_counted(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
-    """Of those who came last; what they cost where that is certain. ``timed``: how often the wait of the others was seen."""
+    """Sums over the last ranks, with costs if it is certain who was last. ``timed``: collectives with recorded waits."""
     certain = rows[part.flags("certain")[rows]]
     sums = {
         "last": part.count(certain),
@@ -234,7 +234,7 @@ def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _of_own(part: _Part, certain: Numbers) -> Mapping[str, npt.NDArray[Any]]:
-    """What the others waited for the own time of a rank, and for what it inherited, where both are known."""
+    """The waiting of the others for the own delay of a rank and for its inherited delay, if both are known."""
     split = certain[part.known("others_waited_own_ns")[certain]]
     own, waited = (part.numbers(name)[split] for name in ("others_waited_own_ns", "others_waited_ns"))
     return {
@@ -255,15 +255,15 @@ def _of_causes(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _waited(sums: Mapping[str, Any], where: str) -> int | None:
-    """What the others waited for a rank: null where no wait of theirs was seen; a rank that was never last kept nobody."""
+    """The waiting of the others for a rank: null if no wait of theirs was recorded; 0 for a rank that was never last."""
     return sums[f"waited{where}"] if sums[f"timed{where}"] or not sums[f"last{where}"] else None
 
 
-def _if_told(sums: Mapping[str, Any], name: str) -> int | None:
-    """Null where a rank was last and of none of that it is known what it is for."""
+def _if_known(sums: Mapping[str, Any], name: str) -> int | None:
+    """The sum ``name``; null if the rank was last and the cause is known for none of its collectives."""
     return sums[name] if sums["told"] or not sums["last"] else None
 
 
 def _rounded(value: float) -> int:
-    """Half up."""
+    """Rounded half up."""
     return math.floor(value + 0.5)

@@ -1,4 +1,4 @@
-"""Numbers of each rank that are too many for memory, in a file, and quantiles of them."""
+"""Values by rank in a file, since they are too many for memory, and their quantiles."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Numbers = npt.NDArray[np.int64]
 
 
 class RankValues:
-    """Some numbers for each of many rows, by rank, in a file without a name. To be closed.
+    """Several values for each of many rows, by rank, in a temporary file. Must be closed.
 
     Args:
-        names: of the numbers.
+        names: the names of the values.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._file = TemporaryFile(prefix="commprof-", buffering=0)  # noqa: SIM115 - close() gives it back
         self._end = 0
-        # Of each rank and kind of rows: the first number, how many, and how far apart those of two names are.
+        # For each rank and kind of rows: the first value, the count, and the distance between the values of two names.
         self._places: dict[tuple[int, bool], list[tuple[int, int, int]]] = {}
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._file.close()
 
     def add(self, kind: bool, ranks: Sequence[int], counts: Sequence[int], values: Sequence[Numbers]) -> None:
-        """Keep rows of one kind.
+        """Add rows of one kind.
 
         Args:
             counts: how many rows each of ``ranks`` has.
-            values: of each name, in the order of ``ranks``.
+            values: the values of each name, in the order of ``ranks``.
         """
         for each in values:
             self._file.write(np.ascontiguousarray(each, np.int64).tobytes())
@@ -46,7 +46,7 @@ class RankValues:
         self._end += len(self._names) * rows
 
     def of(self, rank: int, name: str, kinds: Sequence[bool] = (True, False)) -> Numbers:
-        """The numbers ``name`` of a rank in rows of some kinds, in any order."""
+        """The values ``name`` of a rank in rows of some kinds, in any order."""
         column = self._names.index(name)
         places = [place for kind in kinds for place in self._places.get((rank, kind), ())]
         values = [np.empty(0, np.int64)]
@@ -57,7 +57,7 @@ class RankValues:
 
 
 def quantile(ordered: Numbers, share: float) -> float:
-    """Between the two values that it lies between, linearly; ``ordered`` has one at least."""
+    """The quantile ``share`` of ``ordered`` (one value at least), interpolated linearly."""
     place = (len(ordered) - 1) * share
     low, high = (float(ordered[each]) for each in (math.floor(place), math.ceil(place)))
     return low + (high - low) * (place - math.floor(place))

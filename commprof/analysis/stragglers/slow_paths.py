@@ -1,7 +1,7 @@
-"""Where transfers are slow: between which hosts, as far as messages, roots, groups and the ends of ring steps tell. Pure.
+"""Slow paths between hosts, by evidence of messages, roots, groups and the ends of ring steps. Pure.
 
-Only transfers of one kind are compared: one operation, one group size, payloads within a factor of two. Between hosts where
-the run has several, else between ranks::
+Only transfers of one kind are compared: one operation, one group size, payloads within a factor of two. Paths are between
+hosts if the run has several, else between ranks::
 
     messages, broadcast, scatter    from a sender to a receiver: pairs tell who sends and who receives slowly. gloo
                                     broadcasts along a tree: receivers of the root that send to nobody are counted
@@ -34,23 +34,25 @@ Flags = npt.NDArray[np.bool_]
 
 SENDS, RECEIVES, LINK, PATH, PATHS, GROUP = "sends", "receives", "link", "path", "paths", "group"
 EITHER: Final = "either"
-_LARGE: Final = 1 << 16  # bytes: of less, the rate of a path says little
+_LARGE: Final = 1 << 16  # bytes: the rate of smaller transfers says little about a path
 _SLOW: Final = 3.0  # times as long as the fastest of its kind
-_FEWEST: Final = 8  # transfers of a path or group that are enough to speak of it
-_CHANCE: Final = 0.01  # that equal paths of a ring end in the same order so often
-_AS_MUCH: Final = 0.5  # of the extra time of the costliest: with so much another one may be the cause as well
+_FEWEST: Final = 8  # transfers that a path or group needs to be judged
+_CHANCE: Final = 0.01  # the probability that equal paths of a ring end so often in the same order
+_AS_MUCH: Final = (
+    0.5  # of the extra time of the costliest path: above it another path may be the cause as well
+)
 _MOST_VALUES: Final = (
-    2_000_000  # of which medians are told; of more a sample that depends on nothing but the transfers
+    2_000_000  # values behind medians; more are sampled, depending on nothing but the transfers
 )
 _MIXED: Final = np.uint64(0x9E3779B97F4A7C15)
 _ROOTED: Final = (Op.BROADCAST, Op.SCATTER)
-_RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}  # from which neighbour gloo's ring receives
-# The rank behind the one slow path ends later than the others by this part of a ring step at least: where no other is late,
-# of two ranks, and where the rank behind a second slow path is late as well. Equal paths stay below: measured, up to 0.78.
+_RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}  # the neighbour from which gloo's ring receives
+# The rank behind the one slow path ends later than the others by this part of a ring step at least: if no other is late,
+# with two ranks, and if the rank behind a second slow path is late as well. Equal paths stay below: measured, up to 0.78.
 _LATE_ALONE: Final = 0.4
 _LATE_OF_TWO: Final = 0.8
 _LATE_WITH_ANOTHER: Final = 0.9
-_ALONE: Final = 0.07  # of the latest: less late is not late
+_ALONE: Final = 0.07  # of the lateness of the latest: below it a rank is not late
 
 _NEEDED: Final = (
     *("attempt", "collective", "op", "rank", "peer", "group_ranks", "group_size", "backend"),
@@ -63,13 +65,13 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class SlowPath(NamedTuple):
-    """What is slow: ``ends`` are hosts or ranks as text, sender first where there are two.
+    """A slow path: ``ends`` are hosts or ranks as text, the sender first if there are two.
 
     Attributes:
-        kind: one of SENDS, RECEIVES, LINK (both ways), PATH (which of the two ends cannot be told), PATHS
-            (several without an end in common), GROUP (only that), EITHER (one of them, which cannot be told).
-        ratio: how many times as long as the fastest of its kind a transfer takes; 0 where there is nothing to compare.
-        extra_ns: time beyond the fastest, in all; 0 where there is nothing to compare.
+        kind: one of SENDS, RECEIVES, LINK (both directions), PATH (the end cannot be told), PATHS (several without an end in
+            common), GROUP (the host or link cannot be told), EITHER (one of ``ends``, which cannot be told).
+        ratio: the time of a transfer relative to the fastest of its kind; 0 if there is nothing to compare.
+        extra_ns: time beyond the fastest, in all; 0 if there is nothing to compare.
     """
 
     kind: str
@@ -79,7 +81,7 @@ class SlowPath(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """The time for each byte of some transfers: the median and the quartiles; their bytes in all and their number."""
+    """The time per byte of transfers: median and quartiles; their total bytes and their number."""
 
     low: float
     ns: float
@@ -93,9 +95,9 @@ class Costliest(NamedTuple):
 
     Attributes:
         what: the operation, or message. ``size``: the median of its bytes, ``took_ns``: of its time.
-        share: of the time from the first transfer to the last, what the transfers of all kinds take: of each kind those of
-            the costliest path or group, since others are under way at the same time.
-        compared: paths or groups of the kind; ``where``: the costliest of them.
+        share: the transfers of all kinds as a share of the time from the first transfer to the last; of each kind only the
+            costliest path or group counts, since others are under way at the same time.
+        compared: the number of paths or groups of the kind; ``where``: the costliest of them.
     """
 
     what: str
@@ -107,12 +109,12 @@ class Costliest(NamedTuple):
 
 
 class _Transfers(NamedTuple):
-    """Some transfers of one path, group or ring.
+    """Transfers of one path, group or ring.
 
     Attributes:
-        place: when each was issued; the sample is drawn by it. ``step``: its step in its attempt, as one number.
+        place: when each was issued, which decides whether it is sampled. ``step``: its step in its attempt, as one number.
         took: the whole transfer, ns. ``size``: bytes.
-        ended: of a ring, a column for each rank: how long after the first of them it ended.
+        ended: for a ring, a column for each rank: how long after the first rank it ended.
     """
 
     place: Numbers
@@ -130,21 +132,21 @@ Key = tuple[Kind, tuple[int, int] | str] | Ring
 
 
 class Paths:
-    """Takes the arrivals of whole collectives, part by part; how they are divided into parts changes nothing.
+    """Collects arrivals, one partition after another; the partitioning does not change the answer.
 
     Args:
-        hosts: of each rank.
+        hosts: the host of each rank.
     """
 
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
         self._taken: dict[Key, list[_Transfers]] = defaultdict(list)
         self._count = 0
-        self._sampled = 0  # of so many bits of the mixed place none may be set
+        self._sampled = 0  # bits of the hashed place that must be 0 in a sampled transfer
         self._steps: set[int] = set()
 
     def add(self, arrived: pa.Table) -> None:
-        """Take some arrivals, with the columns payload_bytes and backend."""
+        """Add arrivals, with the columns payload_bytes and backend."""
         steps = _steps(arrived)
         self._steps.update(np.unique(steps[steps >= 0]).tolist())
         is_large = _numbers(arrived, "payload_bytes") >= _LARGE
@@ -170,7 +172,7 @@ class Paths:
         some = rows.take(pa.array(chosen))
         groups = Groups(_numbers(some, "collective"))
         rank, root, arrival = (_numbers(some, name) for name in ("rank", "peer", "lateness_ns"))
-        # Between two ranks data flows once both are there, and a receiver may have its result before others come.
+        # Between two ranks data flows once both have arrived, and a receiver may have its result before others arrive.
         both = np.maximum(arrival, groups.largest(np.where(rank == root, arrival, 0)))
         took = _numbers(some, "ended_ns") - both
         known = some["ended_ns"].is_valid().to_numpy() & (rank != root) & (root >= 0) & (took > 0)
@@ -239,7 +241,7 @@ class Paths:
         return sampled
 
     def _transfers(self) -> Mapping[Key, _Transfers]:
-        """Those of each path, group and ring, without warm-up, in an order that depends on nothing but their names."""
+        """The transfers of each path, group and ring, without warm-up, in order of their names."""
         warm = np.array(sorted(warm_steps(self._steps)), np.int64)
         of_path = {}
         for key in sorted(self._taken, key=repr):
@@ -248,7 +250,7 @@ class Paths:
         return of_path
 
     def slow(self, worth_ns: float) -> SlowPath | None:
-        """The slow path that costs most, where it costs ``worth_ns`` at least; by pairs and groups."""
+        """The slow path that costs most, by pairs and groups; None if it costs less than ``worth_ns``."""
         by_pair: dict[Kind, dict[Pair, list[_Transfers]]] = defaultdict(lambda: defaultdict(list))
         by_group: dict[Kind, dict[str, list[_Transfers]]] = defaultdict(lambda: defaultdict(list))
         for key, transfers in self._transfers().items():
@@ -267,12 +269,12 @@ class Paths:
         return agreed([slow for slow in in_all if slow.extra_ns >= worth_ns])
 
     def _ends(self, ranks: tuple[int, int]) -> Pair | None:
-        """The two hosts of a pair of ranks, or the ranks where all are on one; None for neighbours among several hosts."""
+        """The two hosts of a pair of ranks, or the ranks if the run has one host; None for a pair on one of several."""
         sender, receiver = map(self.place, ranks)
         return None if sender == receiver else (sender, receiver)
 
     def place(self, rank: int) -> str:
-        """What names the place of ``rank``: its host where there are several, else itself."""
+        """The place of ``rank``: its host if there are several, else the rank."""
         if len(set(self._hosts.values())) > 1 and rank in self._hosts:
             mates = sorted(each for each, host in self._hosts.items() if host == self._hosts[rank])
             return f"host {self._hosts[rank]} (rank{'s' if len(mates) > 1 else ''} {_listed(mates)})"
@@ -296,7 +298,7 @@ class Paths:
         return agreed(candidates)
 
     def rings(self, ranks: Iterable[int]) -> SlowPath | None:
-        """Why collectives of gloo's rings end late for ``ranks``: the path to one, or its one end where that can be told."""
+        """The slow path that makes gloo's rings end late for ``ranks``, or its one end if that can be told."""
         candidates = []
         for key, transfers in self._transfers().items():
             if len(key) != 3 or len(transfers.took) < _FEWEST:
@@ -311,7 +313,7 @@ class Paths:
         return agreed(candidates)
 
     def costliest(self) -> Costliest | None:
-        """The kind of transfers that costs most; None without enough of them or on one host, where no link is slow."""
+        """The kind of transfers that costs most; None without enough of them, or on one host, which has no links."""
         if len(set(self._hosts.values())) < 2:
             return None
         costs: dict[Kind, list[tuple[int, tuple[int, int] | str, _Transfers]]] = defaultdict(list)
@@ -338,7 +340,7 @@ class Paths:
         )
 
     def groups_of(self, rank: int) -> list[str]:
-        """The groups with large transfers that ``rank`` is in."""
+        """The groups of ``rank`` with large transfers."""
         names = {key[1] for key in self._taken if isinstance(key[1], str)}
         return sorted(name for name in names if rank in parse_ranks(name))
 
@@ -356,7 +358,7 @@ def agreed(candidates: Sequence[SlowPath]) -> SlowPath | None:
     if not named:
         return candidates[0]
     shared = set(named[0].ends).intersection(*(slow.ends for slow in named))
-    # Of a path one end is slow: another one that names this end fits.
+    # A path has one slow end: another candidate that names this end agrees.
     best = min(named, key=lambda slow: (len(slow.ends), -slow.extra_ns, slow.ends))
     if set(best.ends) <= shared and len({slow.kind for slow in named if slow.kind != PATH}) <= 1:
         return best
@@ -370,18 +372,18 @@ def _of_ring(
 ) -> list[tuple[int, ...]]:
     """The slow path to one of the ranks ``asked`` as (sender, receiver), or the one of them at which a second path is slow.
 
-    A slow path holds everything up equally but for its last step, which only the rank behind it waits for. Equal paths give
-    no such rank.
+    A slow path delays all ranks equally except in its last step, which delays only the rank behind it. Equal paths delay no
+    such rank.
 
     Args:
         ranks: the members in order.
-        every: of each collective and rank, how long after the first of them it ended.
-        took: the whole transfer.
+        every: for each collective and rank, how long after the first rank it ended.
+        took: the duration of the transfer.
     """
     count, ended = len(ranks), np.median(every, axis=0).tolist()
     step = took / ((count - 1) * (2 if op == Op.ALL_REDUCE else 1))
     top, second, *rest = sorted(range(count), key=lambda each: -ended[each])
-    # Most ranks end no later, and far down the ring they end earlier.
+    # Most ranks end no later; further along the ring they end earlier.
     base = ended[rest[0]] if rest else ended[second]
     late, second_late = ended[top] - base, ended[second] - base
     if late < REAL_WAIT_NS:
@@ -395,14 +397,14 @@ def _of_ring(
     are_late = all(_is_mostly_later(every, each, rest[0]) for each in (top, second))
     if late < _LATE_WITH_ANOTHER * step or not are_late or not asked & {ranks[top], ranks[second]}:
         return []
-    # Two paths are slow: into the rank that ends last, and into the one that ends second. Do they share an end?
+    # Two paths are slow: into the rank that ends last, and into the second last. Do they share an end?
     if before[top] == second:
         return [(ranks[second],)]
     return [(ranks[top],)] if before[second] == top else []
 
 
 def _is_leaf(groups: Groups, is_root: Flags) -> Flags:
-    """Which ranks of gloo's broadcasts receive from the root and send to nobody: whose end depends on one path alone."""
+    """Which ranks of gloo's broadcasts receive from the root and send to nobody, so that their end depends on one path."""
     place = np.arange(len(is_root)) - np.repeat(groups.starts, groups.lengths)
     after_root = (place - groups.largest(np.where(is_root, place, 0))) % groups.size
     is_of_root = (
@@ -413,13 +415,13 @@ def _is_leaf(groups: Groups, is_root: Flags) -> Flags:
 
 
 def _is_mostly_later(every: Numbers, place: int, other: int) -> bool:
-    """Whether one rank ends later than another more often than chance explains."""
+    """Whether one rank ends later than another more often than by chance."""
     times = int((every[:, place] > every[:, other]).sum())
     return binomial_tail(times, len(every), 0.5) < _CHANCE
 
 
 def _of_pairs(members: Mapping[Pair, Pace]) -> SlowPath | None:
-    """The end that all slow pairs have and no other pair, on the side that they have it."""
+    """The end that all slow pairs and no other pair have, as sender or as receiver."""
     slow, _, ratio, extra = _parted(members)
     if not slow:
         return None
@@ -438,9 +440,7 @@ def _of_pairs(members: Mapping[Pair, Pace]) -> SlowPath | None:
         return SlowPath(fits[0][0], (fits[0][1],), ratio, extra)
     if len(slow) == 1:
         return SlowPath(PATH, next(iter(slow)), ratio, extra)
-    shared = set.intersection(
-        *map(set, slow)
-    )  # what is sent back, such as acknowledgements, takes the same link
+    shared = set.intersection(*map(set, slow))  # replies, such as acknowledgements, use the same link
     if len(shared) == 1:
         return SlowPath(LINK, tuple(shared), ratio, extra)
     return SlowPath(
@@ -462,7 +462,7 @@ def _paces(members: Mapping[Place, list[_Transfers]]) -> dict[Place, Pace]:
 
 
 def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], float, int]:
-    """The slow and the other ones of ``members``, how many times as slow, and the time beyond the fastest."""
+    """The slow and the other ``members``, the ratio of their times, and the time beyond the fastest."""
     if len(members) < 2:
         return set(), set(members), 0.0, 0
     fastest = min(pace.ns for pace in members.values())
@@ -472,7 +472,7 @@ def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], floa
     is_apart = (
         slow
         and max(pace.ns for pace in others) * 2 <= min(pace.ns for pace in slow.values())
-        # Most transfers of each slow one take longer than most of each other one, by more than a wait is good for.
+        # The quartiles of slow and other members do not overlap, and the difference is above the resolution of waits.
         and max(pace.high for pace in others) < min(pace.low for pace in slow.values())
         and all(time >= REAL_WAIT_NS * pace.number for time, pace in zip(extra, slow.values(), strict=True))
     )
@@ -483,7 +483,7 @@ def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], floa
 
 
 def _steps(arrived: pa.Table) -> Numbers:
-    """Of each row its step in its attempt, as one number; -1 for none."""
+    """The step and attempt of each row as one number; -1 outside of steps."""
     step, attempt = _numbers(arrived, "step").astype(np.int64), _numbers(arrived, "attempt").astype(np.int64)
     return np.where(step < 0, -1, (attempt << 32) + step)
 

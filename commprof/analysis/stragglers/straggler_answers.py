@@ -1,4 +1,4 @@
-"""What follows from when ranks came to their collectives: out of the index of a run where it holds, else part by part."""
+"""Answers about arrivals and stragglers: from a valid index of the run, else one partition after another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from commprof.trace.reader import Run
 _DECLARED: Final = dict(
     zip(Straggling._fields, (STRAGGLERS, LATENESS, WAITING_CAUSES, LATE_COLLECTIVES), strict=True)
 )
-_ROW_BYTES: Final = 400  # of a frame of arrivals and of what it is made from
+_ROW_BYTES: Final = 400  # bytes of a row in a frame of arrivals and in its source
 _ORDER: Final = {"ranks": "rank", "lateness": "rank", "causes": "rank, rowid", "collectives": "rowid"}
 
 
@@ -41,7 +41,7 @@ def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
     """All arrivals of ``run`` in one frame: see :func:`commprof.analysis.api.arrivals`.
 
     Raises:
-        UsageError: it would not fit into the memory that there is.
+        UsageError: it would not fit into memory.
     """
     tables = [
         dict(zip(part.column_names, part.columns, strict=True)) for part in _parts_within_limit(run, steps)
@@ -60,7 +60,7 @@ def arrival_table(run: Run) -> pa.Table:
     """All arrivals of ``run``, with the columns of the answer.
 
     Raises:
-        UsageError: they would not fit into the memory that there is.
+        UsageError: they would not fit into memory.
     """
     tables = [part.select(ARRIVALS.names) for part in _parts_within_limit(run, None)]
     return pa.table({name: _joined([part[name] for part in tables]) for name in ARRIVALS.names})
@@ -80,7 +80,7 @@ def _parts_within_limit(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.
 
 
 def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """The chunks of ``columns`` one after the other, text as text."""
+    """The concatenated chunks of ``columns``, with texts as plain texts."""
     chunks = [chunk for column in columns for chunk in column.chunks]
     if any(pa.types.is_dictionary(chunk.type) for chunk in chunks):
         chunks = [chunk.cast(pa.string()) for chunk in chunks]
@@ -88,10 +88,10 @@ def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:
 
 
 def arrival_parts(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
-    """The arrivals of all records of ``run`` that can have partners, in parts of whole collectives.
+    """The arrivals of all records of ``run`` that can have partners, by partition.
 
     Args:
-        steps: the first and the last; None for all.
+        steps: the first and the last step; None for all.
     """
     align = arrivals_module.aligned(run)
     with connect() as engine:
@@ -112,7 +112,7 @@ def _of_steps(rows: pa.Table, steps: tuple[int, int] | None) -> pa.Table:
 
 
 def straggling(run: Run, limit: int) -> Straggling:
-    """Who comes late in ``run``: see :func:`commprof.analysis.api.straggling`."""
+    """The stragglers of ``run``: see :func:`commprof.analysis.api.straggling`."""
 
     def from_files() -> Straggling:
         with connect() as engine:
@@ -124,7 +124,7 @@ def straggling(run: Run, limit: int) -> Straggling:
 
 
 def sampled_straggling(run: Run, sample: Sample) -> Straggling:
-    """Who comes late in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
+    """The stragglers in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
     align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
     span_ns = round(sample.span_ns * arrival_sample.steps_in(sample) / sample.steps)
     partitions = arrival_sample.parts_of(sample)
@@ -147,7 +147,7 @@ def _from_index(index: Index, limit: int) -> Straggling:
 
 
 def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
-    """How long each collective and message of ``run`` took (``transfers.timed``), of some steps."""
+    """The durations of the collectives and messages of ``run`` in some steps (``transfers.timed``)."""
     first, last = (-(1 << 31), 1 << 31) if steps is None else steps
     text = f"select * from {BANDWIDTH_TIMES} where step between ? and ?"
     return by_index(run, lambda index: index.ask(text, [int(first), int(last)]), lambda: _times(run, steps))

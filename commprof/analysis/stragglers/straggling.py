@@ -1,4 +1,4 @@
-"""Who comes late in a run: the arrivals of its collectives, part by part, and what follows from all of them."""
+"""The stragglers of a run: collects arrivals, one partition after another, and answers over all of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from commprof.analysis.stragglers.rank_lateness import RankLateness, last_ones
 from commprof.analysis.stragglers.slow_paths import Paths
 
 _MORE_THAN_WAITED: Final = (
-    4  # times what it waited for the other: of two ranks that are alike, one seldom costs so much more
+    4  # times its own waiting for the other: between two equal ranks one seldom costs so much more
 )
 
 
 class Straggling(NamedTuple):
-    """Who comes late, in four tables: see :func:`commprof.analysis.api.straggling`."""
+    """The answer about stragglers in four tables: see :func:`commprof.analysis.api.straggling`."""
 
     ranks: pd.DataFrame
     lateness: pd.DataFrame
@@ -34,11 +34,11 @@ class Straggling(NamedTuple):
 
 
 class Collector:
-    """Takes the arrivals of whole collectives, part by part, and answers over all of them. To be closed.
+    """Collects arrivals, one partition after another, and answers over all of them. Must be closed.
 
     Args:
-        limit: collectives that are told one by one.
-        hosts: of each rank.
+        limit: the number of single collectives in the answer.
+        hosts: the host of each rank.
     """
 
     def __init__(self, limit: int = MOST_LATE, hosts: Mapping[int, str] | None = None) -> None:
@@ -51,11 +51,11 @@ class Collector:
         self._unknown = 0
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Close its files."""
         self._ranks.close()
 
     def add(self, arrived: pa.Table) -> None:
-        """Take the arrivals of one part. A collective has a number that no other part has."""
+        """Add the arrivals of one partition. The numbers of its collectives are unique in the run."""
         ends = pc.min_max(arrived["arrived_ns"]).as_py()
         if ends["min"] is not None:
             self._first = ends["min"] if self._first is None else min(self._first, ends["min"])
@@ -70,11 +70,11 @@ class Collector:
         self._paths.add(arrived)
 
     def answer(self, span_ns: int | None = None, share: float = 1.0) -> Straggling:
-        """What follows from all that was taken.
+        """The answer over all partitions that were added.
 
         Args:
-            span_ns: how long that was; default: from the first arrival to the last.
-            share: which part of the collectives of that time was taken.
+            span_ns: the time that they span; default: from the first arrival to the last.
+            share: the share of the collectives of that time that was added.
         """
         if self._late is None:
             raise ValueError("no part was taken")
@@ -85,8 +85,8 @@ class Collector:
         steps = self._last_ranks.steps
         rooted = self._rooted.late(span, steps)
         if len(ranks) == 2:
-            # Where rooted collectives hold one of two ranks only the other can come last by its own time. What that one
-            # waited itself for the first is then as much evidence as what it cost.
+            # If rooted collectives block one of two ranks, only the other can come last by its own delay. Its own waiting
+            # for the first rank is then as much evidence as its cost.
             costs = self._rooted.costs(steps)
             waited = {rank: sum(costs.values()) - costs.get(rank, 0) for rank in ranks["rank"]}
             findings = findings._replace(
@@ -110,10 +110,10 @@ def straggling(
     """The answer over ``partitions`` of the records of a run, each with all records of its collectives.
 
     Args:
-        align: from records to arrivals.
-        hosts: of each rank.
-        span_ns: how long that was; default: from the first arrival to the last.
-        share: which part of the collectives of that time ``partitions`` hold.
+        align: a function from records to arrivals.
+        hosts: the host of each rank.
+        span_ns: the time that they span; default: from the first arrival to the last.
+        share: the share of the collectives of that time that ``partitions`` hold.
     """
     with closing(Collector(limit, hosts)) as collector:
         for number, arrived in enumerate(map(align, partitions)):
@@ -122,7 +122,7 @@ def straggling(
 
 
 def apart(arrived: pa.Table, part: int) -> pa.Table:
-    """``arrived`` with numbers of its collectives that no other part has."""
+    """``arrived`` with collective numbers that are unique in the run."""
     if not part:
         return arrived
     place = arrived.column_names.index("collective")
@@ -131,7 +131,7 @@ def apart(arrived: pa.Table, part: int) -> pa.Table:
 
 
 def _plain(rows: pa.Table) -> pa.Table:
-    """``rows`` with text as text, so that tables of different values go together."""
+    """``rows`` with dictionary-encoded texts as plain texts, so that tables can be concatenated."""
     for place, field in enumerate(rows.schema):
         if pa.types.is_dictionary(field.type):
             rows = rows.set_column(place, field.name, rows.column(place).cast(pa.string()))
