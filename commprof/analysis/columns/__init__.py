@@ -1,1 +1,1 @@
-"""The columns of every answer, and how answers become frames, CSV and text."""
+"""The columns of answers, and answers as frames, CSV and text."""

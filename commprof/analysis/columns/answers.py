@@ -1,4 +1,4 @@
-"""The columns of every answer, declared like the tables of the schema: type, unit, and which byte measure it is."""
+"""The columns of all answers, declared like the tables of the schema: type, unit, and byte measure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from commprof.analysis.columns.setting_answers import SETTING_ANSWERS
 from commprof.schema import Column, Table
 
 _MEASURES: Final = (
-    Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
-    Column("records", "int64", "records of all ranks behind them"),
+    Column("collectives", "int64", "deduplicated collectives; a message counts at its send"),
+    Column("records", "int64", "their records on all ranks"),
     Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
     padding("int64"),
     Column(
@@ -28,7 +28,7 @@ _MEASURES: Final = (
     Column(
         "executed_wire_bytes",
         "float64",
-        "wire, modelled, of what the backend runs for them, in the same way; null where that is not known",
+        "wire, modelled, of what the backend runs for them, in the same way; null if not known",
         True,
         "bytes",
     ),
@@ -39,13 +39,13 @@ _MEASURES: Final = (
     Column(
         "exposed_ns",
         "int64",
-        "time that the program stood still, mean over the ranks of a collective, added up; at least, where timed is less "
-        "than records",
+        "exposed time, mean over the ranks of a collective, summed over the collectives; a lower bound if timed is "
+        "less than records",
         True,
         "ns",
     ),
     Column("tensors", "int64", "tensors in the collectives"),
-    Column("timed", "int64", "records whose exposed_ns is known; 0 of what was kept as sums only"),
+    Column("timed", "int64", "records whose exposed_ns is known; 0 for what was recorded as sums only"),
 )
 
 
@@ -53,20 +53,20 @@ def _of_schema(name: str, **changes: Any) -> Column:
     return replace(schema.COLLECTIVES.column(name), source=None, **changes)
 
 
-# What traffic() can be asked by.
+# The columns that traffic() can be grouped by.
 GROUPINGS: Final[dict[str, Column]] = {
     column.name: column
     for column in (
         *map(_of_schema, ("attempt", "step", "after_step")),
-        _of_schema("micro_step", nullable=True),  # sums (--aggregate) are of whole steps
+        _of_schema("micro_step", nullable=True),  # null in sums (--aggregate), which are of steps
         *map(_of_schema, ("phase", "op", "intended_op", "purpose")),
         *map(_of_schema, ("bucket", "owner", "dtype", "reduce_op", "backend", "device")),
         *map(_of_schema, ("pg", "group_desc", "group_ranks", "group_size", "api", "call_site")),
         Column(
             "span",
             "string",
-            "whether the bytes stay within a host: by the hosts of the ranks of the group, or of the two ranks of a "
-            "message; null where they are not known",
+            "whether the bytes stay within a host, by the hosts of the ranks of the group or of the two ranks of a message; "
+            "null if not known",
             True,
             values=("within_host", "between_hosts"),
         ),
@@ -74,7 +74,7 @@ GROUPINGS: Final[dict[str, Column]] = {
 }
 
 TRAFFIC: Final = Table(
-    "traffic", "Operations, bytes and times for each combination of the columns asked for.", _MEASURES
+    "traffic", "Operations, bytes and times for each combination of the requested columns.", _MEASURES
 )
 
 STEP_TIMES: Final = Table(
@@ -86,15 +86,13 @@ STEP_TIMES: Final = Table(
         Column("ranks", "int32", "ranks that recorded the step"),
         Column("begin_ns", "int64", "the step began, on the clock of the lowest rank's host", unit="ns"),
         Column("end_ns", "int64", "the step ended, on the same clock", True, "ns"),
-        Column(
-            "duration_ns", "int64", "longest over the ranks; null where a rank never ended it", True, "ns"
-        ),
+        Column("duration_ns", "int64", "longest over the ranks; null if a rank did not end it", True, "ns"),
         Column("micro_steps", "int32", "micro-batches in the step"),
         Column("loss", "float64", "mean over the ranks that published it", True),
         Column("grad_norm", "float64", "mean over the ranks that published it", True),
         Column("loss_scale", "float64", "largest over the ranks", True),
         Column("samples", "float64", "sum over the ranks", True),
-        Column("collectives", "int64", "collectives, each counted once, without barriers"),
+        Column("collectives", "int64", "deduplicated collectives, without barriers"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
         padding("int64"),
         Column(
@@ -107,7 +105,7 @@ STEP_TIMES: Final = Table(
         Column(
             "exposed_ns",
             "int64",
-            "exposed_ns of exposure in this step; null where only bounds are known",
+            "exposed_ns of exposure in this step; null if only bounds are known",
             True,
             "ns",
         ),
@@ -120,7 +118,7 @@ STEP_TIMES: Final = Table(
     key=("attempt", "step"),
 )
 
-# What exposure() can be asked by. Its steps are those that the time was spent in.
+# The columns that exposure() can be grouped by. Its steps are those in which the time was spent.
 EXPOSURE_BY: Final[dict[str, Column]] = {
     **{name: column for name, column in GROUPINGS.items() if name != "span"},
     "step": Column(
@@ -137,34 +135,40 @@ EXPOSURE_BY: Final[dict[str, Column]] = {
 
 _KNOWN: Final = (
     Column("records", "int64", "records"),
-    Column("timed", "int64", "of these exposed_ns is known"),
-    Column("sampled", "int64", "of these the end is known from the backend or the device itself"),
-    Column("unwaited", "int64", "asynchronous, and no wait for them was seen: exposed_ns is not known"),
-    Column("bounded", "int64", "of these C++ waited in an interval of stalls, which bounds what they cost"),
+    Column("timed", "int64", "records whose exposed_ns is known"),
+    Column("sampled", "int64", "records whose end is known from the backend or the device"),
+    Column("unwaited", "int64", "asynchronous records without a recorded wait: exposed_ns is not known"),
+    Column(
+        "bounded",
+        "int64",
+        "records for which C++ waited in an interval of stalls, which bounds their exposed time",
+    ),
 )
 _BOUNDS: Final = (
     Column(
         "exposed_low_ns",
         "int64",
-        "the program was blocked on them at least so long; null: not known",
+        "lower bound of the exposed time; null: not known",
         True,
         "ns",
     ),
-    Column("exposed_high_ns", "int64", "at most so long; null: of some nothing bounds it", True, "ns"),
+    Column(
+        "exposed_high_ns", "int64", "upper bound of the exposed time; null: some have no bound", True, "ns"
+    ),
 )
 _OVERLAPPED: Final = (
     Column(
         "overlapped_ns",
         "int64",
-        "overlapped time, where the backend told the end of every asynchronous record (sampled); else null",
+        "overlapped time, if the backend reported the end of every asynchronous record (sampled); else null",
         True,
         "ns",
     ),
     Column(
         "overlapped_at_most_ns",
         "int64",
-        "at least one was under way, as far as is known, while the program was blocked on none: at most so long; null: of "
-        "some the end is not known",
+        "upper bound of the time in which at least one was under way and the program was blocked on none; null: some ends "
+        "are not known",
         True,
         "ns",
     ),
@@ -172,30 +176,38 @@ _OVERLAPPED: Final = (
 
 EXPOSURE: Final = Table(
     "exposure",
-    "What collectives cost the program in time, and what they hid behind its work; means over the ranks with part in it.",
+    "Exposed and overlapped communication; means over the participating ranks.",
     (
         Column("ranks", "int64", "ranks that have such records"),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "time in which the program was blocked on at least one of them, a moment once; at least, where timed is less "
-            "than records; null where only bounds are known (bounded)",
+            "time in which the program was blocked on at least one of them; concurrent waits count once; a lower bound if "
+            "timed is less than records; null if only bounds are known (bounded)",
             True,
             "ns",
         ),
         *_BOUNDS,
         Column(
-            "summed_ns", "int64", "exposed_ns of the records, added up; at least, as exposed_ns", True, "ns"
+            "summed_ns",
+            "int64",
+            "sum of exposed_ns of the records; a lower bound if exposed_ns is one",
+            True,
+            "ns",
         ),
         *_OVERLAPPED,
         Column(
-            "step_ns", "int64", "time of the training steps of the row, longest over the ranks", True, "ns"
+            "step_ns",
+            "int64",
+            "duration of the training steps of the row, longest over the ranks",
+            True,
+            "ns",
         ),
         Column(
             "exposed_share",
             "float64",
-            "exposed_ns inside of training steps, over step_ns; null where exposed_ns is",
+            "exposed_ns inside training steps, over step_ns; null if exposed_ns is null",
             True,
         ),
     ),
@@ -206,17 +218,17 @@ EXPOSURE_PER_STEP: Final = Table(
     "Exposed and overlapped time of a training step, by purpose: medians over the warm steps of means over the ranks. "
     "Purposes overlap in time; the last row, all, is their union and not their sum.",
     (
-        Column("purpose", "string", "why, as the runtime says; null where it does not; all", True),
+        Column("purpose", "string", "purpose as the runtime tags it; null without a tag; all", True),
         Column(
             "steps",
             "int64",
-            "training steps behind the row: those that ended, without the first of each attempt",
+            "warm training steps: those that ended, without the first of each attempt",
         ),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "median over these steps of exposed_ns of exposure; at least, where timed is less than records; null where only "
+            "median over these steps of exposed_ns of exposure; a lower bound if timed is less than records; null if only "
             "bounds are known (bounded)",
             True,
             "ns",
@@ -231,7 +243,7 @@ EXPOSURE_PER_STEP: Final = Table(
 
 MOVED: Final = Table(
     "moved",
-    "What the counters of each host and interface moved during the run: the whole host, all its processes.",
+    "Bytes moved during the run, by host and interface: counters of the whole host, all its processes.",
     (
         Column("host", "string", "host name"),
         Column("kind", "string", "interface, nvlink or pcie"),
@@ -243,23 +255,25 @@ MOVED: Final = Table(
         Column(
             "left_out",
             "string",
-            "what of the run the readings of this host do not cover; null: nothing",
+            "the part of the run that the readings of this host do not cover; null: none",
             True,
         ),
     ),
     key=("host", "kind", "device"),
 )
 
-_GROUPS: Final = Column("groups", "int64", "groups of this name and size that issued it")
+_GROUPS: Final = Column("groups", "int64", "process groups of this name and size that issued it")
 
 STEP_TOTALS: Final = Table(
     "step_totals",
-    "What the whole training steps sent together.",
+    "Sums over the training steps that ended.",
     (
         *map(_of_schema, ("op", "intended_op", "purpose", "group_desc", "group_size")),
         _GROUPS,
         Column(
-            "collectives", "float64", "mean of the warm steps times the steps, each collective counted once"
+            "collectives",
+            "float64",
+            "deduplicated collectives: mean of the warm steps times the number of steps",
         ),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, summed over them", unit="bytes"),
         padding(),
@@ -304,7 +318,7 @@ _PER_STEP: Final = (
     Column(
         "executed_wire_bytes_per_step",
         "float64",
-        "wire, modelled, of what the backend runs in a training step; null where that is not known",
+        "wire, modelled, of what the backend runs in a training step; null if not known",
         True,
         "bytes",
     ),
@@ -349,16 +363,14 @@ WIRE_OPS: Final = (
 
 COMPARISON: Final = Table(
     "comparison",
-    "One row per setting; repeats merged. The keys that differ stand after the label.",
+    "One row per setting, repeats merged. The keys that differ follow the label.",
     (
         Column("label", "string", "the setting: the keys that differ, and their values"),
-        Column("requested_op", "string", "operations that the config asks for to reduce gradients", True),
+        Column("requested_op", "string", "operations that the config requests to reduce gradients", True),
         Column("requested_reason", "string", "why requested_op is null", True),
-        Column(
-            "issued_op", "string", "operations issued to reduce gradients, the most wire bytes first", True
-        ),
-        Column("issued_reason", "string", "why issued_op lists more than what reduces gradients", True),
-        Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
+        Column("issued_op", "string", "operations issued to reduce gradients, in order of wire bytes", True),
+        Column("issued_reason", "string", "why issued_op lists more than gradient reductions", True),
+        Column("intended_op", "string", "intended operations, if the runtime issued others", True),
         *_PER_STEP,
         Column(
             "gradient_payload_bytes_per_step",
@@ -391,9 +403,9 @@ COMPARISON: Final = Table(
         Column(
             "final_loss", "float64", "loss of the last step that has one, mean over ranks and repeats", True
         ),
-        Column("steps", "int64", "whole training steps behind the row"),
+        Column("steps", "int64", "training steps that ended"),
         Column("repeats", "int64", "runs with this setting"),
-        Column("runs", "string", "their names"),
+        Column("runs", "string", "names of these runs"),
     ),
     key=("label",),
 )
@@ -405,16 +417,16 @@ RUNS: Final = Table(
         Column("name", "string", "name of the run directory"),
         Column("path", "string", "run directory"),
         Column("state", "string", "running, complete, failed, killed, unknown or unreadable"),
-        Column("started_realtime_ns", "int64", "when it began", True, "ns"),
-        Column("script", "string", "what ran", True),
+        Column("started_realtime_ns", "int64", "when the run started", True, "ns"),
+        Column("script", "string", "training script", True),
         Column("world_size", "int64", "ranks", True),
         Column("backend", "string", "backends of its groups", True),
         Column("records", "int64", "records", True),
-        Column("lost", "int64", "records lost", True),
-        Column("unseen", "int64", "collectives issued unseen", True),
+        Column("lost", "int64", "dropped records", True),
+        Column("unseen", "int64", "unseen collectives", True),
         Column("steps", "int64", "training steps", True),
         Column("setting", "string", "sweep point, or the ZeRO keys of its config", True),
-        Column("finalised", "bool", "its files are Parquet"),
+        Column("finalised", "bool", "whether its files are Parquet"),
         Column("note", "string", "why something is missing", True),
     ),
     key=("path",),
@@ -422,14 +434,14 @@ RUNS: Final = Table(
 
 REQUESTED: Final = Table(
     "requested",
-    "What the config should send, from its words and the parameters alone.",
+    "What the config should send, predicted from its keys and the parameters.",
     (
         Column("when", "string", "how often: init, micro_step or step"),
-        Column("purpose", "string", "why"),
-        Column("requested_op", "string", "the operation that the config asks for"),
-        Column("issued_op", "string", "the operation that the rules then send"),
-        Column("intended_op", "string", "the operation that this one stands for", True),
-        Column("count", "int64", "how many of them"),
+        Column("purpose", "string", "purpose"),
+        Column("requested_op", "string", "the operation that the config requests"),
+        Column("issued_op", "string", "the operation that a runtime issues by the rules"),
+        Column("intended_op", "string", "the operation that issued_op replaces", True),
+        Column("count", "int64", "number of operations"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of all of them", unit="bytes"),
         Column(
             "wire_bytes",
@@ -437,8 +449,8 @@ REQUESTED: Final = Table(
             "wire, modelled as issued: mean bytes that a rank of the group sends",
             unit="bytes",
         ),
-        Column("exact", "bool", "false where count needs the order in which gradients arrived"),
-        Column("note", "string", "what a reader should know"),
+        Column("exact", "bool", "false if count depends on the order in which gradients arrived"),
+        Column("note", "string", "limits of the prediction"),
     ),
 )
 
@@ -446,7 +458,7 @@ REQUESTED: Final = Table(
 # fmt: off
 ARRIVALS: Final = Table(
     "arrivals",
-    "When each rank came to each collective, on the clock of rank 0's host: one row per collective or message and rank.",
+    "Arrivals on the clock of rank 0's host: one row per collective or message and rank.",
     (
         Column("attempt", "int32", "restart of the job"),
         Column("collective", "int64", "equal in all rows of one collective, or of one message"),
@@ -455,57 +467,57 @@ ARRIVALS: Final = Table(
         *map(_of_schema, ("is_p2p", "peer")),
         Column("members", "int64", "ranks whose records were found"),
         *map(_of_schema, ("rank", "pid", "seq")),
-        Column("arrived_ns", "int64", "the rank issued it; null where its clock was never compared", True, "ns"),
-        Column("error_ns", "int64", "arrived_ns is wrong by this at most", True, "ns"),
-        Column("lateness_ns", "int64", "after the first rank", True, "ns"),
-        Column("lateness_error_ns", "int64", "lateness_ns is wrong by this at most; 0 on one clock", True, "ns"),
-        Column("from_median_ns", "int64", "after the median of the ranks (before it: negative)", True, "ns"),
-        Column("is_last", "bool", "it came last; null where not all ranks were recorded or compared", True),
-        Column("certain", "bool", "the last one: that it came last is beyond the error of the clocks", True),
-        Column("lead_ns", "int64", "the last one: after the last but one, so that only this rank was missing", True, "ns"),
+        Column("arrived_ns", "int64", "when the rank issued it; null if its clock was never compared", True, "ns"),
+        Column("error_ns", "int64", "error bound of arrived_ns", True, "ns"),
+        Column("lateness_ns", "int64", "after the first rank's arrival", True, "ns"),
+        Column("lateness_error_ns", "int64", "error bound of lateness_ns; 0 on one clock", True, "ns"),
+        Column("from_median_ns", "int64", "after the median arrival (negative: before it)", True, "ns"),
+        Column("is_last", "bool", "it arrived last; null if not all ranks were recorded or comparable", True),
+        Column("certain", "bool", "last rank: that it was last is beyond the clock error", True),
+        Column("lead_ns", "int64", "last rank: time after the second last, in which it alone was missing", True, "ns"),
         Column("waiting_ns", "int64", "from this arrival to the last", True, "ns"),
         Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
-        Column("transfer_ns", "int64", "from then until this rank had its result, as far as its end is known", True, "ns"),
-        Column("waited_ns", "int64", "time that this rank stood still while only the last one was missing", True, "ns"),
-        Column("others_waited_ns", "int64", "the last one: mean of waited_ns over the others", True, "ns"),
-        Column("cause", "string", "what took longest for this rank, where it is beyond the error", True, values=CAUSES),
-        Column("own_delay_ns", "int64", "of lateness_ns: by its own time; null where waits were not recorded", True, "ns"),
-        Column("inherited_ns", "int64", "of lateness_ns the rest: collectives or messages before held it", True, "ns"),
-        Column("others_waited_own_ns", "int64", "the last one: of others_waited_ns the part for its own time", True, "ns"),
+        Column("transfer_ns", "int64", "from then until this rank had its result, if its end is known", True, "ns"),
+        Column("waited_ns", "int64", "exposed time of this rank while only the last rank was missing", True, "ns"),
+        Column("others_waited_ns", "int64", "last rank: mean of waited_ns over the others", True, "ns"),
+        Column("cause", "string", "what took longest for this rank, if beyond the error", True, values=CAUSES),
+        Column("own_delay_ns", "int64", "own delay, a part of lateness_ns; null if waits were not recorded", True, "ns"),
+        Column("inherited_ns", "int64", "inherited delay, the rest of lateness_ns", True, "ns"),
+        Column("others_waited_own_ns", "int64", "last rank: the part of others_waited_ns for its own delay", True, "ns"),
     ),
     key=("collective", "rank"),
 )
 
 STRAGGLERS: Final = Table(
     "stragglers",
-    "How often each rank was the last to come where all wait for all, and what the others waited for it.",
+    "How often each rank arrives last where all wait for all, and how long the others wait for it.",
     (
         Column("rank", "int32", "global rank"),
-        Column("collectives", "int64", "collectives that it took part in, recorded and comparable on all ranks"),
-        Column("last", "int64", "of these it was the last to come, beyond the error of the clocks"),
-        Column("within_bound", "int64", "of these it was the last, but by less than the clocks may be wrong"),
-        Column("expected_last", "float64", "how often it would be last if all ranks were alike"),
-        Column("mean_lateness_ns", "int64", "after the first rank, mean", unit="ns"),
-        Column("median_lateness_ns", "int64", "after the first rank, median", unit="ns"),
-        Column("error_ns", "int64", "its times are wrong by this at most, median", unit="ns"),
+        Column("collectives", "int64", "collectives of the rank, recorded and comparable on all ranks"),
+        Column("last", "int64", "collectives in which it was last, beyond the clock error"),
+        Column("within_bound", "int64", "collectives in which it was last, within the clock error"),
+        Column("expected_last", "float64", "how often it would be last if all ranks were equal"),
+        Column("mean_lateness_ns", "int64", "mean lateness", unit="ns"),
+        Column("median_lateness_ns", "int64", "median lateness", unit="ns"),
+        Column("error_ns", "int64", "error bound of its times, median", unit="ns"),
         Column("lead_ns", "int64", "time in which it alone was missing, in all", unit="ns"),
-        Column("others_waited_ns", "int64", "time that the others stood still for it alone, their mean, in all", True, "ns"),
-        Column("others_waited_per_step_ns", "int64", "the same for a training step", True, "ns"),
-        Column("others_waited_own_ns", "int64", "of others_waited_ns for its own time, where that is known", True, "ns"),
-        Column("others_waited_inherited_ns", "int64", "the rest where that is known: it was held longer before", True, "ns"),
-        Column("stands_out", "bool", "it was last much more often than if all ranks were alike, and than chance explains"),
+        Column("others_waited_ns", "int64", "mean exposed time of the others while it alone was missing; sum", True, "ns"),
+        Column("others_waited_per_step_ns", "int64", "the same per training step", True, "ns"),
+        Column("others_waited_own_ns", "int64", "part of others_waited_ns for its own delay, if known", True, "ns"),
+        Column("others_waited_inherited_ns", "int64", "the rest, if known: its inherited delay", True, "ns"),
+        Column("stands_out", "bool", "it was last much more often than equal ranks would be, and above chance"),
     ),
     key=("rank",),
 )
 
 _ON_THE_CLOCK: Final = (
     Column("begin_ns", "int64", "issued, on the clock of rank 0's host", unit="ns"),
-    Column("end_ns", "int64", "the last that is known of it: returned, waited for, or done on the device", unit="ns"),
+    Column("end_ns", "int64", "last known time: returned, waited for, or ended on the device", unit="ns"),
 )
 
 RECORDS: Final = Table(
     "records",
-    "The records of all ranks in order of time: the columns of collectives, and their span on one clock.",
+    "The records of all ranks in order of time: the columns of collectives, and begin and end on one clock.",
     (*_ON_THE_CLOCK, *(_of_schema(name) for name in schema.COLLECTIVES.names)),
     key=schema.COLLECTIVES.key,
 )
@@ -515,10 +527,10 @@ TIMELINE_BARS: Final = Table(
     "The records in a window of time.",
     (
         *_ON_THE_CLOCK,
-        Column("exposed_begin_ns", "int64", "from here the program stood still for it, not before its begin", True, "ns"),
-        Column("exposed_end_ns", "int64", "until here", True, "ns"),
+        Column("exposed_begin_ns", "int64", "begin of its exposed time, not before its begin", True, "ns"),
+        Column("exposed_end_ns", "int64", "end of its exposed time", True, "ns"),
         Column("lane", "int64", "number of its group in the window, the largest group first"),
-        Column("level", "int64", "place within the lane: those that overlap differ, as far as there are four at most"),
+        Column("level", "int64", "level within the lane: overlapping bars have different levels, up to four"),
         *map(_of_schema, ("rank", "attempt", "pid", "seq", "step", "micro_step", "phase", "op", "intended_op", "purpose")),
         *map(_of_schema, ("bucket", "parameters", "module", "pg", "group_desc", "group_ranks", "group_size")),
         *map(_of_schema, ("pg_seq", "peer", "payload_bytes", "dtype", "is_async", "status", "call_site", "exposed_ns")),
@@ -528,20 +540,20 @@ TIMELINE_BARS: Final = Table(
 
 DENSITY: Final = Table(
     "density",
-    "How busy each rank was in each bin of a window of time, by operation, and by group where ranks have several; only "
-    "what is not 0.",
+    "How busy each rank was in each bin of a window of time, by operation, and by group if ranks have several; only "
+    "values above 0.",
     (
         _of_schema("rank"),
-        Column("lane", "int64", "number of the group within the rank, the largest first; 0 where groups are not told apart"),
-        replace(_of_schema("pg"), nullable=True),  # of several groups null, as the two that follow
+        Column("lane", "int64", "number of the group within the rank, the largest first; 0 if groups are not distinguished"),
+        replace(_of_schema("pg"), nullable=True),  # null for several groups, like the next two columns
         _of_schema("group_desc"),
         replace(_of_schema("group_ranks"), nullable=True),
         Column("begin_ns", "int64", "the bin begins, on the clock of rank 0's host", unit="ns"),
         Column("end_ns", "int64", "the bin ends", unit="ns"),
         _of_schema("op"),
-        Column("busy_ns", "int64", "time in which it was under way; a moment counts once, for what began first", unit="ns"),
-        Column("busy_share", "float64", "part of the bin"),
-        Column("exposed_ns", "int64", "time in which the program stood still for it; a moment counts once", unit="ns"),
+        Column("busy_ns", "int64", "time in which it was under way; a moment counts once, for the first", unit="ns"),
+        Column("busy_share", "float64", "busy_ns over the length of the bin"),
+        Column("exposed_ns", "int64", "exposed time; a moment counts once", unit="ns"),
     ),
     key=("rank", "lane", "begin_ns", "op"),
 )
@@ -565,16 +577,16 @@ PARTNERS: Final = Table(
     (
         *map(_of_schema, ("rank", "attempt", "pid", "seq", "op")),
         *_ON_THE_CLOCK,
-        Column("lateness_ns", "int64", "issued after the first rank", unit="ns"),
-        Column("own_delay_ns", "int64", "of it by its own time; null where waits were not recorded", True, "ns"),
-        Column("inherited_ns", "int64", "of it the rest: collectives or messages before held it", True, "ns"),
+        Column("lateness_ns", "int64", "after the first rank's arrival", unit="ns"),
+        Column("own_delay_ns", "int64", "own delay, a part of lateness_ns; null if waits were not recorded", True, "ns"),
+        Column("inherited_ns", "int64", "inherited delay, the rest of lateness_ns", True, "ns"),
         _of_schema("exposed_ns"),
     ),
     key=schema.COLLECTIVES.key,
 )
 # fmt: on
 
-# By the name of the function in api.py that gives them.
+# By the name of the function in api.py that returns them.
 ANSWERS: Final[dict[str, Table]] = {
     "traffic": TRAFFIC,
     "step_times": STEP_TIMES,

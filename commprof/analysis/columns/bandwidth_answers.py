@@ -17,12 +17,12 @@ def _of_schema(name: str) -> Column:
 
 
 _SOURCE: Final = (
-    "what said that it had ended: device, sampled (the backend itself), wait (of the program), host (the return of a "
-    "synchronous call)"
+    "source of its end: device, sampled (the backend), wait (of the program), host (the return of a synchronous "
+    "call)"
 )
 _VERDICT: Final = (
-    "ok; slow or fast: an outlier among those of its operation, group and size; impossible: no time, or less than the "
-    "ceiling's interval allows; untimed"
+    "ok; slow or fast: an outlier for its operation, group and size; impossible: no time, or less than the interval of "
+    "the ceiling allows; untimed"
 )
 
 # One column, one line.
@@ -34,18 +34,18 @@ _RATES: Final = (
 _CEILING: Final = (
     Column("ceiling_ns", "int64", "time that the calibration predicts for this payload and group", True, "ns"),
 )
-_SHARE: Final = Column("ceiling_share", "float64", "ceiling_ns over time_ns: 1 is all that the machine can reach", True)
+_SHARE: Final = Column("ceiling_share", "float64", "ceiling_ns over time_ns: 1 is the ceiling of the machine", True)
 
 BANDWIDTH_TIMES: Final = Table(
     "bandwidth_times",
-    "How long each collective and message took, without the wait for late ranks, and what bandwidth that is.",
+    "Duration and bandwidth of each collective and message, without the wait for stragglers.",
     (
         Column("attempt", "int32", "restart of the job"),
         Column("step", "int32", "training step; -1 before the first"),
         *map(_of_schema, ("op", "purpose", "backend", "pg", "group_ranks", "group_size", "dtype")),
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
-        Column("error_ns", "int64", "time_ns is wrong by this at most, for the clocks of several hosts", True, "ns"),
-        Column("time_ns", "int64", "from when it could begin until it had ended; null where nobody saw that", True, "ns"),
+        Column("error_ns", "int64", "error bound of time_ns, from the clocks of several hosts", True, "ns"),
+        Column("time_ns", "int64", "from when data could flow to its end; null if the end was not recorded", True, "ns"),
         Column("time_source", "string", _SOURCE, True, values=TIME_SOURCES),
         *_RATES,
         *_CEILING,
@@ -56,23 +56,23 @@ BANDWIDTH_TIMES: Final = Table(
 
 BANDWIDTH: Final = Table(
     "bandwidth",
-    "What the collectives of one operation, group and size reached: medians of those that are ok.",
+    "Bandwidth by operation, group and size: medians of the collectives that are ok.",
     (
         *map(_of_schema, ("op", "backend", "group_ranks", "group_size")),
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
         Column("collectives", "int64", "collectives or messages"),
-        Column("timed", "int64", "of these ok: what the times are medians of"),
-        Column("slow", "int64", "of these outliers that took longer"),
-        Column("fast", "int64", "of these outliers that took shorter"),
-        Column("impossible", "int64", "of these no time, or less than the ceiling's interval allows"),
-        Column("untimed", "int64", "of these nobody saw the end"),
-        Column("time_source", "string", "what said that they had ended", True),
+        Column("timed", "int64", "those that are ok, behind the medians"),
+        Column("slow", "int64", "outliers that took longer"),
+        Column("fast", "int64", "outliers that took less time"),
+        Column("impossible", "int64", "no time, or less than the interval of the ceiling allows"),
+        Column("untimed", "int64", "those whose end was not recorded"),
+        Column("time_source", "string", "source of their ends", True),
         Column("time_ns", "int64", "median time", True, "ns"),
         Column("time_low_ns", "int64", "first quartile", True, "ns"),
         Column("time_high_ns", "int64", "third quartile", True, "ns"),
         *_RATES,
         *_CEILING,
-        Column("ceiling_busbw_bytes_per_s", "float64", "bus bandwidth of that time", True, "bytes/s"),
+        Column("ceiling_busbw_bytes_per_s", "float64", "bus bandwidth at ceiling_ns", True, "bytes/s"),
         _SHARE,
     ),
     key=("op", "backend", "group_ranks", "payload_bytes"),
@@ -80,7 +80,7 @@ BANDWIDTH: Final = Table(
 
 CEILING: Final = Table(
     "ceiling",
-    "What a machine can reach by a calibration: the fitted curve of each operation, and the times that it was fitted to.",
+    "The ceiling by a calibration: the fitted curve of each operation, and the times that it was fitted to.",
     (
         Column("op", "string", "operation; send_recv: messages"),
         Column("group_size", "int64", "ranks in the group"),
@@ -89,8 +89,8 @@ CEILING: Final = Table(
         Column("time_low_ns", "int64", "95 % interval of one more measurement, low end", True, "ns"),
         Column("time_high_ns", "int64", "95 % interval of one more measurement, high end", True, "ns"),
         Column("busbw_bytes_per_s", "float64", "bus bandwidth of the predicted time", True, "bytes/s"),
-        Column("measured_ns", "int64", "time that was measured at this payload", True, "ns"),
-        Column("measured_busbw_bytes_per_s", "float64", "bus bandwidth of that", True, "bytes/s"),
+        Column("measured_ns", "int64", "measured time at this payload", True, "ns"),
+        Column("measured_busbw_bytes_per_s", "float64", "bus bandwidth of measured_ns", True, "bytes/s"),
     ),
     key=("op", "group_size", "payload_bytes"),
 )
@@ -99,8 +99,8 @@ CEILING_FITS: Final = Table(
     "ceiling_fits",
     "Latency and bandwidth of each operation of a calibration, with 95 % intervals.",
     (
-        Column("op", "string", "operation; send_recv: messages, both ways at once"),
-        Column("sizes", "int64", "payloads that were measured"),
+        Column("op", "string", "operation; send_recv: messages in both directions at once"),
+        Column("sizes", "int64", "number of measured payloads"),
         Column("latency_ns", "int64", "time of the smallest message", True, "ns"),
         Column("latency_low_ns", "int64", "its interval, low end", True, "ns"),
         Column("latency_high_ns", "int64", "its interval, high end", True, "ns"),
@@ -108,7 +108,7 @@ CEILING_FITS: Final = Table(
         Column("busbw_low_bytes_per_s", "float64", "its interval, low end", True, "bytes/s"),
         Column("busbw_high_bytes_per_s", "float64", "its interval, high end; null: not bounded", True, "bytes/s"),
         Column("residual", "float64", "robust standard deviation of the relative residuals", True),
-        Column("best_busbw_bytes_per_s", "float64", "the largest that was measured", True, "bytes/s"),
+        Column("best_busbw_bytes_per_s", "float64", "the largest measured bus bandwidth", True, "bytes/s"),
     ),
     key=("op",),
 )
@@ -124,8 +124,8 @@ CALIBRATIONS: Final = Table(
         Column("device", "string", "cpu or cuda", True),
         Column("dtype", "string", "element type", True),
         Column("world_size", "int64", "ranks", True),
-        Column("hosts", "string", "their names", True),
-        Column("ops", "string", "operations that were measured", True),
+        Column("hosts", "string", "names of the hosts", True),
+        Column("ops", "string", "measured operations", True),
         Column("note", "string", "why it cannot be read", True),
     ),
     key=("path",),

@@ -1,4 +1,4 @@
-"""Columns that repeat, kept once for each of their combinations, which rows name by number."""
+"""Numbers for the distinct combinations of repeating columns, so that each combination is stored once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KIND: Final = "kind"
 
 
 class Combinations:
-    """The distinct combinations of some columns, numbered in the order in which they come.
+    """The distinct combinations of columns, numbered in order of appearance.
 
     Args:
         schema: the columns.
@@ -46,7 +46,7 @@ class Combinations:
 
 
 class _Values:
-    """The distinct values of a column, numbered from 1 in the order in which they come; 0 is null."""
+    """The distinct values of a column, numbered from 1 in order of appearance; 0 is null."""
 
     def __init__(self, kind: pa.DataType) -> None:
         self._known = pa.array([], kind)

@@ -1,6 +1,6 @@
 """Tables as CSV text: RFC 4180, UTF-8, integers exact, null an empty field, true and false in lower case.
 
-Text stands in quotes, so that an empty text (``""``) differs from a null.
+Text is quoted, so that an empty text (``""``) differs from null.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_csv(table: pa.Table, out: IO[bytes]) -> None:
 
 
 def write_csv_parts(tables: Iterable[pa.Table], schema: pa.Schema, out: IO[bytes]) -> None:
-    """Write tables with ``schema``, one after the other, as one."""
+    """Write ``tables`` with ``schema`` as one CSV table."""
     header = io.StringIO()
     csv.writer(header).writerow(schema.names)  # pyarrow would put every name in quotes
     out.write(header.getvalue().encode("utf-8"))
@@ -33,9 +33,8 @@ def write_csv_parts(tables: Iterable[pa.Table], schema: pa.Schema, out: IO[bytes
     with pacsv.CSVWriter(out, schema, write_options=options) as writer:
         for part in tables:
             for batch in part.to_batches(max_chunksize=_ROWS_AT_A_TIME):
-                if (
-                    batch.num_rows
-                ):  # for a batch without rows pyarrow 26 writes out memory that it never filled
+                # pyarrow 26 writes uninitialized memory for a batch without rows.
+                if batch.num_rows:
                     writer.write_batch(batch)
 
 

@@ -1,8 +1,8 @@
-"""How many rows answers give at most, where their caller says nothing else."""
+"""Default limits of the number of rows in answers."""
 
 from __future__ import annotations
 
 from typing import Final
 
-MOST_BARS: Final = 2_000  # of a timeline: a browser draws and moves so many without delay
-MOST_LATE: Final = 200  # collectives that are told one by one
+MOST_BARS: Final = 2_000  # bars of a timeline that a browser draws and moves without delay
+MOST_LATE: Final = 200  # single collectives

@@ -15,7 +15,7 @@ def _of(table: Table, name: str, **changes: Any) -> Column:
     return replace(table.column(name), source=None, **changes)
 
 
-# What matrix() can be asked by.
+# The columns that matrix() can be grouped by.
 MATRIX_BY: Final[dict[str, Column]] = {
     name: _of(schema.COLLECTIVES, name) for name in ("step", "phase", "op", "intended_op", "purpose", "pg")
 }
@@ -24,12 +24,12 @@ MATRIX_BY: Final[dict[str, Column]] = {
 # fmt: off
 MATRIX: Final = Table(
     "matrix",
-    "Bytes that each rank sends to each other.",
+    "Bytes that each rank sends to each other rank.",
     (
         Column("sender", "int32", "global rank that sends"),
         Column("receiver", "int32", "global rank that receives"),
-        Column("wire_bytes", "float64", "wire, modelled as issued, and sends as they were recorded", unit="bytes"),
-        Column("message_bytes", "int64", "of these the sends, as they were recorded", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled as issued; sends as recorded", unit="bytes"),
+        Column("message_bytes", "int64", "the sends among these, as recorded", unit="bytes"),
         Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
         between_pairs("wire_bytes"),
     ),
@@ -38,13 +38,13 @@ MATRIX: Final = Table(
 
 OWNERS: Final = Table(
     "owners",
-    "What each rank owns and receives of the reduces to one owner.",
+    "Reduces to one owner: what each rank owns and receives.",
     (
         Column("rank", "int32", "global rank"),
         Column("collectives", "int64", "reduces to this rank"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
         padding("int64"),
-        Column("received_bytes", "int64", "wire, modelled: what the others send it for them", unit="bytes"),
+        Column("received_bytes", "int64", "wire, modelled: what the other ranks send it", unit="bytes"),
         between_pairs("received_bytes", "from ranks on other hosts"),
     ),
     key=("rank",),
@@ -52,11 +52,11 @@ OWNERS: Final = Table(
 
 ONE_OFFS: Final = Table(
     "one_offs",
-    "What single training steps sent beyond what comes back in each of them. It is in no value of a step.",
+    "One-offs: what single training steps sent beyond the recurring traffic. They are in no value per step.",
     (
         *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "purpose", "op", "intended_op")),
         *(_of(schema.COLLECTIVES, name) for name in ("group_desc", "group_ranks", "group_size")),
-        Column("collectives", "int64", "collectives beyond those of each step; a message is counted at its send"),
+        Column("collectives", "int64", "collectives beyond those of each step; a message counts at its send"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, beyond that of each step", unit="bytes"),
         padding(),
         Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic, beyond that of each step", unit="bytes"),
@@ -68,11 +68,11 @@ ONE_OFFS: Final = Table(
 
 UNTAGGED: Final = Table(
     "untagged",
-    "Where collectives without a purpose were issued, the most payload first.",
+    "Call sites of collectives without a purpose, in order of payload, largest first.",
     (
         *(_of(schema.COLLECTIVES, name) for name in ("phase", "op", "api", "call_site")),
-        Column("collectives", "int64", "collectives, each counted once; a message is counted at its send"),
-        Column("records", "int64", "records of all ranks behind them"),
+        Column("collectives", "int64", "deduplicated collectives; a message counts at its send"),
+        Column("records", "int64", "their records on all ranks"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
         padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic", unit="bytes"),
@@ -82,16 +82,16 @@ UNTAGGED: Final = Table(
 
 ALGORITHMS: Final = Table(
     "algorithms",
-    "What NCCL chose for the collectives of one operation, group and size, as a log says that is aligned with the records.",
+    "NCCL's choices by operation, group and size, from a log that is aligned with the records.",
     (
         *(_of(schema.COLLECTIVES, name) for name in ("op", "group_desc", "group_ranks", "group_size")),
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
         Column("algorithm", "string", "as NCCL names it: TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT"),
         Column("protocol", "string", "as NCCL names it: LL, LL128, SIMPLE", True),
-        Column("channels", "int32", "channels: of its kernel (Inspector), or that it may use (NCCL log)", True),
-        Column("collectives", "int64", "collectives of which at least one record has the choice"),
-        Column("records", "int64", "their records that have it: an NCCL log prints it on one rank in most versions"),
-        Column("time_ns", "int64", "median time of these records on the device, waits for late ranks included", True, "ns"),
+        Column("channels", "int32", "channels of its kernel (Inspector), or that it may use (NCCL log)", True),
+        Column("collectives", "int64", "collectives with the choice on at least one record"),
+        Column("records", "int64", "their records with the choice: most NCCL versions print it on one rank"),
+        Column("time_ns", "int64", "median time of these records on the device, with waits for stragglers", True, "ns"),
         Column("algbw_bytes_per_s", "float64", "algorithm bandwidth (nccl-tests) of that time", True, "bytes/s"),
         Column("busbw_bytes_per_s", "float64", "bus bandwidth (nccl-tests) of that time", True, "bytes/s"),
     ),
@@ -99,16 +99,16 @@ ALGORITHMS: Final = Table(
 )
 
 _BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
-_GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null where no record has its number", True)
+_GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null if no record has its number", True)
 _EXECUTED: Final = Column("executed_wire_bytes", "float64", "of what the backend runs; null: not known", True, "bytes")
 _REDUCED: Final = (
-    Column("op", "string", "operations that reduced it, joined by ', '; null where none is recorded", True),
-    Column("intended_op", "string", "operations that the runtime meant, where it issued others", True),
+    Column("op", "string", "operations that reduced it, joined by ', '; null if none is recorded", True),
+    Column("intended_op", "string", "intended operations, if the runtime issued others", True),
 )
 
 BUCKET_FLUSHES: Final = Table(
     "bucket_flushes",
-    "The gradient buckets, each once for the ranks that reduce it together, however many of them flushed it.",
+    "The gradient buckets, one row for all ranks that reduce it together.",
     (
         *_BUCKET,
         _GROUP,
@@ -116,51 +116,51 @@ BUCKET_FLUSHES: Final = Table(
         Column("fill", "float64", "numel over capacity; above 1 for a gradient larger than a bucket", True),
         *(_of(schema.BUCKETS, name) for name in ("dtype", "owners", "parameters", "flush_reason")),
         Column("ranks", "int64", "ranks that flushed it"),
-        Column("alike", "bool", "it has equal elements and parameters on all of them"),
+        Column("alike", "bool", "it has equal elements and parameters on all these ranks"),
         _of(schema.BUCKETS, "time_ns"),
         *_REDUCED,
-        Column("collectives", "int64", "collectives that reduced it, each counted once"),
+        Column("collectives", "int64", "deduplicated collectives that reduced it"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
         padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", unit="bytes"),
         _EXECUTED,
         between_hosts(),
-        Column("duration_ns", "int64", "from the first of them to the last end that is known, mean over ranks", True, "ns"),
-        Column("exposed_ns", "int64", "exposed_ns of those of which it is known, added up, mean over ranks", True, "ns"),
+        Column("duration_ns", "int64", "from the first of them to the last known end, mean over ranks", True, "ns"),
+        Column("exposed_ns", "int64", "sum of the known exposed_ns, mean over ranks", True, "ns"),
     ),
     key=("attempt", "step", "micro_step", "bucket", "group_ranks"),
 )
 
 BUCKET_STEPS: Final = Table(
     "bucket_steps",
-    "The gradient buckets of each step added up, one row for each reason that they were sent for.",
+    "The gradient buckets of each step, summed by the reason of the flush.",
     (
         Column("step", "int32", "training step; -1 before the first"),
         _of(schema.BUCKETS, "flush_reason"),
         Column("buckets", "int64", "buckets"),
-        Column("bytes", "int64", "bytes of the buckets as they travel", unit="bytes"),
-        Column("collectives", "int64", "collectives that reduced them, each counted once"),
+        Column("bytes", "int64", "bytes of the buckets in their communication type", unit="bytes"),
+        Column("collectives", "int64", "deduplicated collectives that reduced them"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
         padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
         _EXECUTED,
         between_hosts(),
-        Column("unlike", "int64", "buckets whose elements or parameters are not the same on all ranks of a group"),
-        Column("first_micro_step", "int32", "the lowest micro-batch of them"),
-        Column("last_micro_step", "int32", "the highest micro-batch of them"),
+        Column("unlike", "int64", "buckets whose elements or parameters differ between the ranks of a group"),
+        Column("first_micro_step", "int32", "their lowest micro-batch"),
+        Column("last_micro_step", "int32", "their highest micro-batch"),
     ),
     key=("step", "flush_reason"),
 )
 
 BUCKETS_PER_STEP: Final = Table(
     "buckets_per_step",
-    "What a training step has of gradient buckets, by why they were sent, by the rule for values of a step.",
+    "The gradient buckets of a training step by the reason of the flush, by the rule for values per step.",
     (
         _of(schema.BUCKETS, "flush_reason"),
-        Column("every", "int64", "one step in so many has them; null: no rhythm", True),
+        Column("every", "int64", "k if every k-th step has them; null: irregular", True),
         Column("buckets", "float64", "buckets of a step"),
-        Column("bytes", "float64", "bytes of the buckets as they travel", unit="bytes"),
-        Column("collectives", "float64", "collectives that reduced them, each counted once"),
+        Column("bytes", "float64", "bytes of the buckets in their communication type", unit="bytes"),
+        Column("collectives", "float64", "deduplicated collectives that reduced them"),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, of these", unit="bytes"),
         padding(),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", unit="bytes"),
@@ -176,14 +176,14 @@ BUCKET_MEANS: Final = Table(
     (
         *_BUCKET[2:],
         _GROUP,
-        Column("steps", "int64", "training steps in which it holds the same: those behind the row"),
+        Column("steps", "int64", "training steps in which it has these contents"),
         Column("numel", "float64", "elements, mean", unit="elements"),
-        Column("bytes", "float64", "bytes of the bucket as it travels, mean", unit="bytes"),
+        Column("bytes", "float64", "bytes of the bucket in its communication type, mean", unit="bytes"),
         Column("fill", "float64", "numel over capacity, mean", True),
-        Column("lowest_fill", "float64", "the lowest of them", True),
+        Column("lowest_fill", "float64", "the lowest fill", True),
         *(_of(schema.BUCKETS, name) for name in ("owners", "parameters")),
-        Column("flush_reason", "string", "why it was sent, joined by ', ' where steps differ", True),
-        Column("steady", "bool", "it holds the same in every step that has a bucket of this number"),
+        Column("flush_reason", "string", "reason of the flush, joined by ', ' if steps differ", True),
+        Column("steady", "bool", "it has equal contents in every step with a bucket of this number"),
         *_REDUCED,
         Column("collectives", "float64", "collectives that reduced it, mean"),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, of these, mean", unit="bytes"),
@@ -203,75 +203,75 @@ BUCKET_PARAMETERS: Final = Table(
     (
         _of(schema.PARAMETERS, "name"),
         *(_of(schema.PARAMETERS, name, nullable=True) for name in ("shape", "dtype", "numel")),
-        Column("first_element", "int64", "its place; null where the sizes do not add up to the bucket", True, "elements"),
+        Column("first_element", "int64", "its position; null if the sizes do not add up to the bucket", True, "elements"),
     ),
 )
 
 BUCKET_OPERATIONS: Final = Table(
     "bucket_operations",
-    "The collectives that reduced one bucket, of the lowest rank that issued any, in order of issue.",
+    "The collectives that reduced one bucket, on the lowest rank that issued any, in order of issue.",
     (
         *(_of(schema.COLLECTIVES, name) for name in ("rank", "pid", "seq", "op", "intended_op", "owner", "dtype")),
         *(_of(schema.COLLECTIVES, name) for name in ("reduce_op", "numel", "payload_bytes")),
         *(_of(schema.COLLECTIVES, name) for name in ("padding_bytes", "pg", "group_ranks", "module")),
-        Column("first_element", "int64", "its part begins here; null where they do not add up", True, "elements"),
+        Column("first_element", "int64", "its position in the bucket; null if the sizes do not add up", True, "elements"),
         _of(schema.COLLECTIVES, "issue_ns"),
-        Column("duration_ns", "int64", "from issue_ns to the last end that is known on this rank", unit="ns"),
+        Column("duration_ns", "int64", "from issue_ns to the last known end on this rank", unit="ns"),
         _of(schema.COLLECTIVES, "exposed_ns"),
     ),
     key=("rank", "pid", "seq"),
 )
 LATENESS: Final = Table(
     "lateness",
-    "How late each rank comes after the first: quantiles over the collectives and messages that can be compared.",
+    "Lateness by rank: quantiles over the comparable collectives and messages.",
     (
         _of(schema.COLLECTIVES, "rank"),
         Column("collectives", "int64", "collectives and messages of several recorded ranks on comparable clocks"),
-        Column("p5_ns", "int64", "lateness: a twentieth of them is below", unit="ns"),
-        Column("p25_ns", "int64", "a quarter is below", unit="ns"),
-        Column("median_ns", "int64", "half is below", unit="ns"),
-        Column("p75_ns", "int64", "three quarters are below", unit="ns"),
-        Column("p95_ns", "int64", "nineteen twentieths are below", unit="ns"),
-        Column("highest_ns", "int64", "the largest", unit="ns"),
-        Column("error_ns", "int64", "a lateness is wrong by this at most, median; 0 on one clock", unit="ns"),
+        Column("p5_ns", "int64", "5th percentile of the lateness", unit="ns"),
+        Column("p25_ns", "int64", "25th percentile", unit="ns"),
+        Column("median_ns", "int64", "median", unit="ns"),
+        Column("p75_ns", "int64", "75th percentile", unit="ns"),
+        Column("p95_ns", "int64", "95th percentile", unit="ns"),
+        Column("highest_ns", "int64", "maximum", unit="ns"),
+        Column("error_ns", "int64", "error bound of a lateness, median; 0 on one clock", unit="ns"),
     ),
     key=("rank",),
 )
 
 WAITING_CAUSES: Final = Table(
     "waiting_causes",
-    "What took longest for each rank in its collectives, where that is beyond the error of the clocks.",
+    "What took longest for each rank in its collectives, if beyond the clock error.",
     (
         _of(schema.COLLECTIVES, "rank"),
         Column("cause", "string", "as in arrivals", values=CAUSES),
         Column("collectives", "int64", "collectives and messages in which this took longest"),
-        Column("of_collectives", "int64", "of so many that can be compared"),
-        Column("time_ns", "int64", "waiting_ns, launch_ns or transfer_ns of these, added up", unit="ns"),
+        Column("of_collectives", "int64", "comparable collectives and messages"),
+        Column("time_ns", "int64", "sum of waiting_ns, launch_ns or transfer_ns of these", unit="ns"),
     ),
     key=("rank", "cause"),
 )
 
 LATE_COLLECTIVES: Final = Table(
     "late_collectives",
-    "The collectives and messages whose ranks came furthest apart.",
+    "The collectives and messages with the largest arrival skew.",
     (
         *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "op", "purpose", "pg", "group_ranks")),
         Column("pg_seq", "int64", "issue order within the group; null for messages", True),
         Column("members", "int64", "ranks whose records were found"),
-        Column("spread_ns", "int64", "from the first arrival to the last", unit="ns"),
-        Column("error_ns", "int64", "spread_ns is wrong by this at most", unit="ns"),
-        Column("last_rank", "int32", "who came last; null where not all ranks were recorded", True),
-        Column("certain", "bool", "that it was this rank is beyond the error"),
+        Column("spread_ns", "int64", "arrival skew: from the first arrival to the last", unit="ns"),
+        Column("error_ns", "int64", "error bound of spread_ns", unit="ns"),
+        Column("last_rank", "int32", "last rank; null if not all ranks were recorded", True),
+        Column("certain", "bool", "that it was last is beyond the error"),
         Column("pid", "int32", "process of the last record"),
         Column("seq", "int64", "its issue order"),
         Column("lead_ns", "int64", "time in which it alone was missing", True, "ns"),
-        Column("others_waited_ns", "int64", "mean time that the others stood still for it", True, "ns"),
+        Column("others_waited_ns", "int64", "mean exposed time of the others while it alone was missing", True, "ns"),
         Column("waiting_ns", "int64", "the longest wait of a rank for the last", True, "ns"),
         Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
-        Column("transfer_ns", "int64", "from then to the last result, as far as it is known", True, "ns"),
-        Column("cause", "string", "what took longest for the rank that it took longest for", True, values=CAUSES),
+        Column("transfer_ns", "int64", "from then to the last result, if known", True, "ns"),
+        Column("cause", "string", "what took longest, for the rank that took longest", True, values=CAUSES),
         Column("begin_ns", "int64", "the first arrival, on the clock of arrivals", unit="ns"),
-        Column("end_ns", "int64", "the last end that is known, on that clock", unit="ns"),
+        Column("end_ns", "int64", "the last known end, on that clock", unit="ns"),
     ),
 )
 _OF_LOG: Final = (
@@ -281,10 +281,10 @@ _OF_LOG: Final = (
 
 ALIGNED: Final = Table(
     "aligned",
-    "Records beside NCCL lines, in the order of the log.",
+    "Records and NCCL lines side by side, in the order of the log.",
     (
         *_OF_LOG,
-        Column("position", "int64", "place within the rank and group, from 0"),
+        Column("position", "int64", "position within the rank and group, from 0"),
         *(_of(schema.MATCHES, name) for name in ("state", "op", "attempt", "record_pid", "seq", "part", "parts")),
         *(_of(schema.COLLECTIVES, name, nullable=True) for name in ("step", "purpose")),
         Column("record_dtype", "string", "element type of the record", True),
@@ -309,10 +309,10 @@ ALIGNMENT_COUNTS: Final = Table(
 
 DIVERGENCES: Final = Table(
     "divergences",
-    "Where the records and the lines of each rank and group part for the first time.",
+    "The first divergence of records and lines of each rank and group.",
     (
         *_OF_LOG,
-        Column("matched_before", "int64", "pairs before that place"),
+        Column("matched_before", "int64", "matched pairs before it"),
         *(_of(schema.MATCHES, name) for name in ("state", "op", "seq", "file", "line", "reason")),
     ),
     key=("rank", "pg"),
@@ -320,10 +320,10 @@ DIVERGENCES: Final = Table(
 
 TOPOLOGY: Final = Table(
     "topology",
-    "The rings and trees of the communicators of an NCCL log: pairs of ranks that a channel joins.",
+    "The rings and trees of the communicators of an NCCL log: pairs of ranks that a channel connects.",
     (
         Column("communicator", "string", "commId; else its address and process"),
-        Column("pg", "string", "process group that it serves", True),
+        Column("pg", "string", "its process group", True),
         Column("kind", "string", "ring or tree", values=("ring", "tree")),
         Column("channel", "int32", "channel, or number of the tree"),
         Column("from_rank", "int32", "rank within the communicator: sends to the next of the ring; parent in the tree"),

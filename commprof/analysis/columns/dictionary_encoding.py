@@ -1,4 +1,4 @@
-"""Text columns as numbers in the order of their text: an engine groups and compares numbers far more quickly."""
+"""Dictionary encoding of text columns: engines group and compare numbers far faster than texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 
 def ranked(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    """Texts as numbers into their distinct values, which are in order; null as before."""
+    """Texts as indices into their sorted distinct values; null stays null."""
     encoded = encoded_text(column)
     texts = _in_order(encoded.dictionary)
     return pa.DictionaryArray.from_arrays(_numbers(encoded, texts), texts)
@@ -35,7 +35,7 @@ def _numbers(column: pa.DictionaryArray, texts: pa.Array) -> pa.Array:
 
 
 def encoded_text(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    """Text as numbers into its distinct values, in one piece."""
+    """Text as indices into its distinct values, in one chunk."""
     if not pa.types.is_dictionary(column.type):
         column = column.cast(pa.string()).dictionary_encode()
     encoded = column.unify_dictionaries().combine_chunks()

@@ -1,4 +1,4 @@
-"""Exposed and overlapped time as a person reads them, with what is known of them: a value, bounds, or one bound. Pure."""
+"""Exposed and overlapped time as text: a value, both bounds, or one bound. Pure."""
 
 from __future__ import annotations
 
