@@ -173,9 +173,8 @@ def _stage(call: Call, is_last: bool, ended: bool) -> Stage:
     if ended and not call.what.is_async:
         return Stage.DONE  # on the host a call that is not asynchronous returns when it is complete
     if call.wait_begin_ns:
-        return (
-            Stage.DONE if ended else Stage.INSIDE
-        )  # also a wait that an exception ends is recorded to its end
+        # A wait that an exception ends is recorded to its end as well.
+        return Stage.DONE if ended else Stage.INSIDE
     if call.layer not in _TIMED_LAYERS:
         return Stage.UNKNOWN
     if call.what.is_async:

@@ -1,1 +1,1 @@
-"""Single records, alignments and runs as people look at them: listings, pages, the timeline, notebooks."""
+"""Browsing of runs, records and alignments: listings, pages, the timeline, notebooks."""

@@ -1,4 +1,4 @@
-"""The rows of an alignment where they lie: counted, put in order, and read some at a time, however many there are."""
+"""The rows of an alignment, counted, sorted and paged without reading all of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _APART: Final = """exists (
     select 1 from placed a
     where a.state <> 'matched' and a.rank is not distinct from p.rank and a.pg is not distinct from p.pg
 )"""
-_MOST_MEMORY: Final = 512 << 20  # of the engine: an alignment of 1e7 lines is put in order in files beside it
-_FEWEST_SCANNED: Final = 100_000  # rows that are read where they lie
+_MOST_MEMORY: Final = 512 << 20  # the engine's memory limit: it sorts an alignment of 1e7 lines in files
+_FEWEST_SCANNED: Final = 100_000  # rows that are read from the file, not into memory
 
 
 class Order(NamedTuple):
@@ -46,13 +46,13 @@ class Order(NamedTuple):
 
 
 class AlignedRows:
-    """Questions about table ``matches`` of one run."""
+    """Queries on the table ``matches`` of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def counts(self) -> pa.Table:
-        """How many rows each rank, group, operation and state has: rank, pg, op, state, lines."""
+        """The number of rows of each rank, group, operation and state: rank, pg, op, state, lines."""
         return self._places(
             _EVERY,
             "select rank, pg, op, state, count(*) as lines from placed group by rank, pg, op, state "
@@ -87,7 +87,7 @@ class AlignedRows:
         return Order(lines["number"].to_numpy().astype(np.int64), states)
 
     def place(self, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
-        """Rank, group and position of the first line of a record; None where the alignment does not have it."""
+        """Rank, group and position of the first line of a record; None if the alignment lacks it."""
         lines = self._places(
             _EVERY,
             "select m.pg, min_by(m.file_row_number, coalesce(m.part, 0)) as number from matches m "
@@ -100,13 +100,13 @@ class AlignedRows:
         return (rank, lines[0]["pg"], int(at[0])) if len(at) else None
 
     def shown(self, chosen: pa.Table) -> pa.Table:
-        """Rows with what is known of record and line.
+        """Rows with the columns of record and line.
 
         Args:
-            chosen: number of each row, and rank, pg and position that it stands at.
+            chosen: the number of each row, and its rank, pg and position.
         """
         with self._engine() as engine:
-            for name in ("collectives", "nccl_ops"):  # of which a few rows are wanted, or none
+            for name in ("collectives", "nccl_ops"):  # large tables of which few rows are needed
                 rows = (
                     self._run.scan(name, _FEWEST_SCANNED) if len(chosen) else arrow_schema(name).empty_table()
                 )

@@ -1,4 +1,4 @@
-"""A run beside its NCCL log, as ``commprof align`` kept it: what matches, where they part, and NCCL's rings and trees."""
+"""The stored alignment of a run with its NCCL log: matches, divergences, and NCCL's rings and trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AS_SHOWN: Final = {"matched_before": "position"}
 
 
 class Alignment(NamedTuple):
-    """What an alignment found: see :func:`commprof.analysis.api.alignment`."""
+    """The result of an alignment: see :func:`commprof.analysis.api.alignment`."""
 
     counts: pd.DataFrame
     divergences: pd.DataFrame
@@ -34,10 +34,10 @@ class AlignmentWindow(NamedTuple):
     """Some rows of one rank and group, in order.
 
     Attributes:
-        rows: as those of :class:`Alignment`.
-        total: rows of the rank and group, whatever their state.
-        earlier: the position to ask for as many rows before these; None where there are none.
-        later: the same of those after them.
+        rows: rows as in :class:`Alignment`.
+        total: number of rows of the rank and group in any state.
+        earlier: the position of the window before this one; None if there is none.
+        later: the position of the window after this one; None if there is none.
     """
 
     rows: pd.DataFrame
@@ -85,12 +85,12 @@ def window(
 
 
 def place(run: Run, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
-    """Rank, group and position of a record in the alignment; None where it is not in it."""
+    """Rank, group and position of a record in the alignment; None if it is not in it."""
     return AlignedRows(run).place(rank, attempt, pid, seq)
 
 
 def topology(run: Run) -> pd.DataFrame:
-    """The rings and trees of every communicator of the log: one row per channel and pair of ranks that it joins."""
+    """The rings and trees of every communicator of the log: one row per channel and pair of ranks that it connects."""
     names = _communicators(run.table("nccl_communicators"), run.table("comm_matches"))
     edges: dict[tuple[Any, ...], None] = {}
     for row in run.table("nccl_rings").to_pylist():
@@ -121,7 +121,7 @@ def _tree(row: dict[str, Any]) -> list[tuple[int, int]]:
 def _communicators(
     communicators: pa.Table, matched: pa.Table
 ) -> dict[tuple[Any, ...], tuple[str, str | None]]:
-    """The name of each communicator, equal on all its ranks where the log tells its commId, and its process group."""
+    """The name of each communicator (its commId, equal on all ranks, if the log has it) and its process group."""
     groups = {_key(row): row["pg"] for row in matched.to_pylist()}
     return {
         _key(row): (row["comm_id"] or f"{row['comm']} ({row['host']}:{row['pid']})", groups.get(_key(row)))

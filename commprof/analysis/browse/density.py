@@ -1,4 +1,4 @@
-"""How busy each bin of time was: exact sums of what intervals have in equal bins. Pure."""
+"""Histogram of time: exact lengths of intervals in equal bins. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Numbers = npt.NDArray[np.int64]
 def binned(
     begin: Numbers, end: Numbers, row: Numbers, rows: int, origin: int, width: int, bins: int
 ) -> Numbers:
-    """What the intervals ``[begin, end)`` have in each of ``bins`` bins of ``width`` from ``origin`` on.
+    """The lengths of the intervals ``[begin, end)`` within each of ``bins`` bins of ``width``, from ``origin`` on.
 
     Args:
         row: which row of the answer an interval counts in, below ``rows``.
 
     Returns:
-        ``rows`` x ``bins`` nanoseconds. What lies outside of the bins is left out; the rest adds up exactly, as long as
-        a bin holds less than 2**53 ns.
+        ``rows`` x ``bins`` nanoseconds. Time outside of the bins is left out; the rest adds up exactly while a bin
+        has less than 2**53 ns.
     """
     inside = (end > begin) & (end > origin) & (begin < origin + width * bins)
     start = np.maximum(begin[inside] - origin, 0)
@@ -30,7 +30,8 @@ def binned(
     if wide.any():
         cells, first, last = cells[wide], first[wide], last[wide]
         busy_ns += _summed(cells + last, stop[wide] - last * width, rows * bins)
-        # Between the first and the last bin every bin is full: its interval begins after the one and ends at the other.
+        # Bins between the first and the last one of an interval are full: add the width at the start, subtract it at the
+        # end.
         change = np.zeros(rows * bins, np.int64)
         np.add.at(change, cells + first + 1, width)
         np.subtract.at(change, cells + last, width)
@@ -43,7 +44,7 @@ def _summed(cells: Numbers, lengths: Numbers, count: int) -> Numbers:
 
 
 def folded(cells: Numbers, factor: int) -> Numbers:
-    """``cells`` (rows x bins, the bins a multiple of ``factor``) with each ``factor`` neighbours added up."""
+    """``cells`` (rows x bins, the bins a multiple of ``factor``) with each ``factor`` neighbours summed."""
     rows, bins = cells.shape
     sums: Numbers = cells.reshape(rows, bins // factor, factor).sum(axis=2)
     return sums

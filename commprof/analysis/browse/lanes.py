@@ -1,8 +1,8 @@
-"""Lanes: the groups of each rank told apart, where how busy a rank was is told by group.
+"""Lanes: the process groups of each rank as separate rows of the timeline.
 
-A rank has a lane for each of its groups, the largest group first, as the bars of a window have. A rank with more than
-:data:`MOST_OF_RANK` groups has lanes for those that were busiest over the run, and one more for all its others together.
-Runs in which no rank has two groups have no lanes, nor have those of so many ranks that nobody could look at them.
+A rank has a lane for each of its groups, the largest group first, like the bars of a window. A rank with more than
+:data:`MOST_OF_RANK` groups has lanes for those that were busiest over the run, and one more for the others together. Runs in
+which no rank has two groups have no lanes, and neither have runs with too many ranks to display.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LANES: Final = pa.schema(
 
 
 class Lane(NamedTuple):
-    """One lane of a rank; of more than one of its groups it has neither name nor ranks."""
+    """One lane of a rank; a lane of several groups has neither name nor ranks."""
 
     rank: int
     lane: int  # its number within the rank
@@ -61,16 +61,16 @@ class Lane(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """The rows of a table of how busy ranks were, in order of rank, lane and operation (its number)."""
+    """The rows of the density table, in order of rank, lane and operation (its number)."""
 
     rank: Numbers
     lane: Numbers
     op: Numbers
-    row: Numbers  # by place of the rank and kind, which row a record counts in
+    row: Numbers  # by position of the rank and kind: the row in which a record counts
 
 
 def keep_lanes(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], op_of_kind: Numbers) -> Cells:
-    """Create the table ``lanes``, empty where groups are not told apart, and say what cells the run needs.
+    """Create the table ``lanes``, empty if groups are not distinguished, and return the cells that the run needs.
 
     Args:
         ranks: of the run, in order.
@@ -95,7 +95,7 @@ def keep_lanes(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], op_of_ki
 
 
 class _Group(NamedTuple):
-    """One group of a rank, and how long it was under way there."""
+    """One group of a rank, and the time in which its collectives were under way."""
 
     rank: int
     size: int
@@ -125,7 +125,7 @@ def _lanes(groups: Sequence[_Group]) -> list[Lane]:
 
 
 def order_of_group(size: int, pg: str, ranks: str) -> tuple[int, tuple[int, int, str], str]:
-    """By what groups are put in order: the largest first, then by their names, of which most are numbers."""
+    """The sort key of groups: the largest first, then by name; most names are numbers."""
     number = pg.isdecimal() and len(pg) < 19
     return -size, ((0, int(pg), "") if number else (1, 0, pg)), ranks
 

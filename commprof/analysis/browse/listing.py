@@ -31,7 +31,7 @@ _ZERO_KEYS: Final = (
 
 
 def setting_text(manifest: Any) -> str | None:
-    """The sweep point of a run, else what its config says about ZeRO; None where it says nothing."""
+    """The sweep point of a run, else the ZeRO keys of its config; None if it has none."""
     if manifest.sweep:
         return settings_of([manifest], [""])[0].label or None
     zero = (manifest.config or {}).get("zero_optimization")
@@ -67,14 +67,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _has_ended(row: dict[str, Any]) -> bool:
-    """Whether nothing but its files can change what a row says: a run that is going ends without a change of them."""
+    """Whether only a change of its files can change a row: a running run can end without such a change."""
     return row["state"] in (COMPLETE, FAILED, KILLED)
 
 
 def runs_below(directory: Path) -> pd.DataFrame:
     """One row per run in or below ``directory`` (:data:`answers.RUNS`), newest first.
 
-    Of a run that has ended and whose files are what they were the last time, none is read.
+    A run that has ended and whose files are unchanged is answered from the cache.
     """
     rows = []
     for path in find_runs(directory):

@@ -1,4 +1,4 @@
-"""A run as an object, for notebooks: every question about it is a method that returns a pandas frame."""
+"""A run as an object for notebooks: its methods return pandas frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commprof.trace.reader import Run
 
 
 class OpenedRun:
-    """One run. Tables are read when they are asked for and kept.
+    """One run. Tables are read on demand and cached.
 
     ::
 
@@ -30,7 +30,7 @@ class OpenedRun:
 
     def __init__(self, path: Path | str) -> None:
         self.run: Run = api.open_run(path)
-        self._views: RunViews | None = None  # a connection, which most questions do not need
+        self._views: RunViews | None = None  # most questions need no connection
 
     def __repr__(self) -> str:
         health = self.run.health
@@ -214,26 +214,26 @@ class OpenedRun:
         return api.verify(self.run)
 
     def compare(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
-        """This run beside others: see :func:`commprof.analysis.api.compare`."""
+        """The comparison of this run with others: see :func:`commprof.analysis.api.compare`."""
         return api.compare(self._beside(others))
 
     def comparison(self, *others: OpenedRun | Path | str) -> api.Comparison:
-        """This run beside others, all that is said of them: see :func:`commprof.analysis.api.compare_both`."""
+        """The full comparison of this run with others: see :func:`commprof.analysis.api.compare_both`."""
         return api.compare_both(self._beside(others))
 
     def reduction_levels(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
-        """This run beside others: see :func:`commprof.analysis.api.reduction_levels`."""
+        """The comparison of this run with others: see :func:`commprof.analysis.api.reduction_levels`."""
         return api.reduction_levels(self._beside(others))
 
     def settings(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
-        """This run beside others: see :func:`commprof.analysis.api.settings`."""
+        """The comparison of this run with others: see :func:`commprof.analysis.api.settings`."""
         return api.settings(self._beside(others))
 
     def _beside(self, others: Sequence[OpenedRun | Path | str]) -> list[api.AnyRun]:
         return [self.run, *(each.run if isinstance(each, OpenedRun) else each for each in others)]
 
     def index(self, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-        """See :func:`commprof.analysis.api.index`; the next four build it by themselves where there is none."""
+        """See :func:`commprof.analysis.api.index`; the next four methods build it if there is none."""
         return api.index(self.run, progress)
 
     def timeline(
@@ -272,12 +272,12 @@ class OpenedRun:
         return api.table(self.run, name)
 
     def relation(self, name: str, by: Sequence[str] | None = None) -> duckdb.DuckDBPyRelation:
-        """A table of ``docs/schema.md`` or a relation of ``docs/relations.md``, evaluated when it is asked for.
+        """A table of ``docs/schema.md`` or a relation of ``docs/relations.md``, evaluated on demand.
 
         ``.df()`` gives pandas, ``.pl()`` polars, ``.arrow()`` Arrow; ``.filter()``, ``.aggregate()`` and others refine it.
 
         Args:
-            by: the columns to sum by, of a relation that can be summed; default: all of them.
+            by: the columns to sum by, for a relation that can be summed; default: all.
 
         Raises:
             UsageError: there is none of this name, or no such column.

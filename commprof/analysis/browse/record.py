@@ -1,4 +1,4 @@
-"""One record, and what belongs to it: its bucket, its NCCL lines, and the same collective on the other ranks."""
+"""One record with its bucket, its NCCL lines, and the same collective on the other ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from commprof.analysis.stragglers.arrivals import aligned
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
 
-_FEWEST_SCANNED: Final = 20_000  # rows that are looked at where they lie
-MOST_PARTNERS: Final = 200_000  # records among which the partners of one are looked for
+_FEWEST_SCANNED: Final = 20_000  # rows that are queried in the file, not read into memory
+MOST_PARTNERS: Final = 200_000  # candidates among which the partners of a record are searched
 
 
 class Record(NamedTuple):
-    """One record, and what belongs to it.
+    """One record and its relations.
 
     Attributes:
         row: its columns, those of a row of :func:`commprof.analysis.api.records_page`.
         bucket: its row of the buckets table; None when it has none.
-        lines: its rows of the matches table: the NCCL lines that it left.
+        lines: its rows of the matches table: its NCCL lines.
         partners: the same collective or message on every rank, in order of rank (answers.PARTNERS).
     """
 
@@ -71,7 +71,7 @@ def record(index: Index, rank: int, seq: int, attempt: int | None, pid: int | No
 
 
 def _where_equal(run: Run, table: str, values: dict[str, int]) -> pa.Table:
-    """The rows of ``table`` with these ``values``; a large table is not read for them but where it lies."""
+    """The rows of ``table`` with these ``values``; a large table is queried in its files."""
     return ask(
         "rows_where",
         {"given": run.scan(table, _FEWEST_SCANNED)},
@@ -81,7 +81,7 @@ def _where_equal(run: Run, table: str, values: dict[str, int]) -> pa.Table:
 
 
 def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
-    """The records of the same collective (:func:`same_collective`), among those that may be it."""
+    """The records of the same collective (:func:`same_collective`), among the candidates."""
     kinds = index.ask(
         "select kind from kinds where pg = ? and group_ranks = ? and is_p2p = ?"
         + ("" if row["is_p2p"] else " and op = ?"),
@@ -114,7 +114,7 @@ def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
     begins = chosen["begin_ns"]
     first = pc.min(begins)
     late = pc.subtract(begins, first) if len(chosen) else begins
-    # In order of rank as well: the members of one collective.
+    # Sorted by rank: the records of one collective.
     arrived = aligned(index.opened())(chosen)
     for name in ("own_delay_ns", "inherited_ns"):
         chosen = chosen.append_column(name, arrived[name])

@@ -1,4 +1,4 @@
-"""The records of a run as rows: any page of them in any order, and all that fit as CSV."""
+"""Pages of records with filters and any sort order, and all matching records as CSV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commprof.schema import Column
 
 MOST_ROWS: Final = 10_000  # of one page
 _BATCH: Final = 50_000
-_FEW: Final = 5_000  # so many first rows are found faster than by their place in the order
+_FEW: Final = 5_000  # the first rows are found faster by scanning than by their position
 _TEXT_TESTS: Final = {
     "contains": ("contains(lower({0}), lower(?))", "{}"),
     "not contains": ("not contains(lower({0}), lower(?))", "{}"),
@@ -47,14 +47,14 @@ class Filter(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Some rows, and how many there are in all."""
+    """A page of rows, and the number of all matching rows."""
 
     rows: pd.DataFrame
     total: int
 
 
 class _Where(NamedTuple):
-    """Conditions as SQL: over the columns of ``records r`` alone, with the kinds that fit put in as numbers."""
+    """Conditions as SQL over the columns of ``records r`` alone, with the numbers of the matching kinds."""
 
     clause: str
     values: tuple[Any, ...]
@@ -79,7 +79,7 @@ def page(index: Index, filters: Sequence[Filter], sort: str | None, offset: int,
 
 
 def every(index: Index, filters: Sequence[Filter], sort: str | None) -> Iterator[pa.Table]:
-    """All rows that fit, some ten thousand at a time, in the order of :func:`page`."""
+    """All matching rows in batches, in the order of :func:`page`."""
     where = _where(index, filters)
     column, descending = _order(sort)
     if column is None:
@@ -106,7 +106,7 @@ def every(index: Index, filters: Sequence[Filter], sort: str | None) -> Iterator
 def csv_parts(
     index: Index, filters: Sequence[Filter], sort: str | None, columns: Sequence[str] | None
 ) -> Iterator[bytes]:
-    """All rows that fit as CSV, some ten thousand at a time; the first part has the header."""
+    """All matching rows as CSV in batches; the first batch has the header."""
     names = list(RECORDS.names if columns is None else columns)
     for name in names:
         _column(name)
@@ -175,7 +175,7 @@ def _condition(column: Column, one: Filter) -> tuple[str, list[Any]]:
 
 
 def _value(column: Column, value: Any) -> Any:
-    """``value`` as the column's type. UsageError when it is none of it."""
+    """``value`` as the column's type. UsageError: it is not of that type."""
     try:
         if column.type == "string":
             return str(value)
@@ -196,23 +196,23 @@ def _total(index: Index, where: _Where) -> int:
 
 
 def _counted(index: Index, where: _Where, clause: str, values: tuple[Any, ...]) -> int:
-    """How many rows fit."""
+    """The number of matching rows."""
     sql = f"select count(*) as n from records r where {where.clause} and {clause}"
-    return int(_held(index, sql, (*where.values, *values), lambda rows: rows["n"][0].as_py()))
+    return int(_cached(index, sql, (*where.values, *values), lambda rows: rows["n"][0].as_py()))
 
 
-def _held(index: Index, sql: str, values: tuple[Any, ...], answer: Callable[[pa.Table], Any]) -> Any:
-    """What ``answer`` makes of the rows of ``sql``, held: a page is asked for many times."""
+def _cached(index: Index, sql: str, values: tuple[Any, ...], answer: Callable[[pa.Table], Any]) -> Any:
+    """The cached result of ``answer`` over the rows of ``sql``: the same page is requested many times."""
     return answer_cache.get(index, (sql, values), lambda: answer(index.ask(sql, values)))
 
 
 def _places(
     index: Index, where: _Where, clause: str, values: tuple[Any, ...], offset: int, limit: int
 ) -> list[int]:
-    """Row numbers ``offset`` to ``offset + limit`` of those that fit, in order of time."""
+    """The row numbers of matching rows from ``offset`` on, ``limit`` at most, in order of time."""
     if where.clause == "true" and not clause:
         return list(range(offset, min(offset + limit, index.facts["records"])))
-    # Deep down without the sort: rows are scanned in their order.
+    # Far from the start no sort is needed: rows are scanned in their order.
     order = "" if offset + limit > _FEW else "order by r.rowid"
     sql = f"select r.rowid as place from records r where {where.clause} {clause} {order} limit {limit} offset {offset}"
     places: list[int] = index.ask(sql, (*where.values, *values))["place"].to_pylist()
@@ -222,10 +222,10 @@ def _places(
 def _sorted_places(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> list[int]:
-    """Row numbers in order of ``column``; those that are equal in it in order of time, and null comes last.
+    """Row numbers in order of ``column``; equal values in order of time, null last.
 
-    The values that the page begins and ends with are looked for first. What is equal to one of them need not be sorted, and
-    what lies between them is little.
+    First the values at the begin and end of the page are found. Rows equal to one of them need no sort, and the rows between
+    them are few.
     """
     by_kind = column in KIND_COLUMNS
     cuts = _kind_cuts if by_kind else _value_cuts
@@ -258,13 +258,13 @@ _Cut = tuple[
 def _kind_cuts(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> Iterator[_Cut]:
-    """One cut for each value of a column of the kinds: there are few of them, and how often each comes is soon counted."""
+    """One cut for each value of a column of the kinds: they are few, and counting them is fast."""
     sql = (
         f"select k.{column} as value, list(c.kind) as kinds, cast(sum(c.n) as bigint) as n from "
         f"(select r.kind, count(*) as n from records r where {where.clause} group by r.kind) c "
         f"join kinds k using (kind) group by k.{column}"
     )
-    counted_values = _held(index, sql, where.values, lambda rows: rows.to_pylist())
+    counted_values = _cached(index, sql, where.values, lambda rows: rows.to_pylist())
     rows = [row for row in counted_values if row["value"] is not None]
     rows.sort(key=lambda row: row["value"], reverse=descending)
     rows += [row for row in counted_values if row["value"] is None]
@@ -276,7 +276,7 @@ def _kind_cuts(
 def _value_cuts(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> Iterator[_Cut]:
-    """What is equal to the value at the place wanted, what comes between it and the last one, and what is equal to that."""
+    """Cuts for rows equal to the first value of the page, rows between it and the last value, and rows equal to that."""
     name = f"r.{column}"
     nulls = _counted(index, where, f"{name} is null", ())
     known = total - nulls
@@ -302,11 +302,11 @@ def _value_cuts(
 def _values_at(
     index: Index, where: _Where, name: str, descending: bool, known: int, first: int, last: int
 ) -> tuple[int, int]:
-    """The values of rank ``first`` and ``last`` in the order, by selection and not by sorting."""
+    """The values at positions ``first`` and ``last`` of the order, by selection instead of sorting."""
     places = [known - 1 - place if descending else place for place in (first, last)]
     shares = [min(1.0, (place + 0.5) / known) for place in places]
     sql = f"select quantile_disc({name}, [{shares[0]!r}, {shares[1]!r}]) as q from records r where {where.clause}"
-    low, high = _held(index, sql, where.values, lambda rows: rows["q"][0].as_py())
+    low, high = _cached(index, sql, where.values, lambda rows: rows["q"][0].as_py())
     return low, high
 
 
@@ -316,7 +316,7 @@ def _rows(index: Index, clause: str, values: tuple[Any, ...]) -> pa.Table:
 
 
 def _in_order(index: Index, places: Sequence[int]) -> pa.Table:
-    """The rows of those numbers, in their order."""
+    """The rows with the numbers ``places``, in that order."""
     if len(places) and places[-1] - places[0] == len(places) - 1 and list(places) == sorted(places):
         return _rows(index, "r.rowid between ? and ?", (places[0], places[-1]))
     numbers = ", ".join(map(str, places))

@@ -1,4 +1,4 @@
-"""The timeline of a run: for any window of time either each record as a bar, or how busy each rank was in each bin."""
+"""The timeline of a run: for a window of time either a bar for each record, or how busy each rank was in each bin."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from commprof.errors import UsageError
 from commprof.schema import OPS
 
 MOST_BANDS: Final = 240
-MOST_LANES: Final = 48  # of density; more are too narrow to be looked at
-MOST_LEVELS: Final = 4  # bars of one lane that overlap stand below each other, as far as there is room
+MOST_LANES: Final = 48  # of density; more would be too narrow to see
+MOST_LEVELS: Final = 4  # levels for overlapping bars of one lane
 _FAR: Final = 1 << 62
 
 
 class Timeline(NamedTuple):
-    """What a window of time shows.
+    """The content of a window of time.
 
-    ``bars`` has a row for each record, and ``density`` None; or the other way round, where the records are too many. All
-    times are on the clock of rank 0's host. ``run_begin_ns`` to ``run_end_ns`` is what the whole run takes, ``bands`` the
-    steps and phases of the lowest rank in the window, as far as there are not too many.
+    ``bars`` has a row for each record and ``density`` is None; if the records are too many, the reverse. All times are on
+    the clock of rank 0's host. ``run_begin_ns`` and ``run_end_ns`` bound the whole run. ``bands`` are the steps and phases
+    of the lowest rank in the window, unless they are too many.
     """
 
     begin_ns: int
@@ -40,11 +40,11 @@ class Timeline(NamedTuple):
     run_ranks: tuple[int, ...]
     ranks: tuple[int, ...]
     records: int  # of the whole run
-    unknown_clocks: int  # records whose clock was never compared: they stand where their own clock says
+    unknown_clocks: int  # records whose clock was never compared: their times are on their own clock
     bars: pd.DataFrame | None
     density: pd.DataFrame | None
-    lanes: tuple[Lane, ...]  # of the density of ``ranks``; empty where groups are not told apart
-    hidden_lanes: int  # that are too many to be told apart
+    lanes: tuple[Lane, ...]  # of the density of ``ranks``; empty if groups are not distinguished
+    hidden_lanes: int  # lanes that are not shown, since there are too many
     bands: pd.DataFrame
 
 
@@ -93,7 +93,7 @@ _WINDOW: Final = "r.begin_ns < ? and r.end_ns >= ?"
 
 
 def _of_ranks(index: Index, ranks: Sequence[int]) -> str:
-    """The clause that keeps the records of ``ranks``, which are numbers of this index."""
+    """The SQL condition for the records of ``ranks``, which are ranks of this index."""
     if len(ranks) == len(index.facts["ranks"]):
         return ""
     return f"and r.rank in ({', '.join(map(str, ranks))})" if ranks else "and false"
@@ -113,7 +113,7 @@ order by r.begin_ns, r.rank, r.attempt, r.pid, r.seq
 
 
 def _bars(index: Index, begin: int, end: int, ranks: Sequence[int], most: int) -> pd.DataFrame | None:
-    """Each record in the window; None when there are more than ``most``."""
+    """The records in the window; None if there are more than ``most``."""
     sql = _BARS.format(window=_WINDOW, ranks=_of_ranks(index, ranks), most=most + 1)
     records = index.ask(sql, [end, begin])
     if len(records) > most:
@@ -126,7 +126,7 @@ def _bars(index: Index, begin: int, end: int, ranks: Sequence[int], most: int) -
 
 
 def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
-    """The lane of each bar, one for each group of the window, and its level within, so that few bars cover another.
+    """The lane of each bar, one for each group of the window, and its level in the lane, so that few bars overlap.
 
     Groups are in order of size, the largest first. ``bars`` are in order of their begin.
     """
@@ -151,7 +151,7 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
 
 
 def _lanes(index: Index, ranks: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes of ``ranks``; none where each of these has one group only."""
+    """The lanes of ``ranks``; none if each of these has only one group."""
     rows = index.ask(
         f"select * from lanes r where true {_of_ranks(index, ranks)} order by rank, lane"
     ).to_pylist()
@@ -176,7 +176,7 @@ order by 4, rank, lane, op
 def _density(
     index: Index, begin: int, end: int, ranks: Sequence[int], lanes: Sequence[Lane], pixels: int
 ) -> pd.DataFrame:
-    """How busy each rank was in each bin of the window, by lane and operation; only what is not 0."""
+    """How busy each rank was in each bin of the window, by lane and operation; only values above 0."""
     window = end - begin
     for number, level in enumerate(index.facts["levels"]):
         width = level["width_ns"]
@@ -274,7 +274,7 @@ limit ?
 
 
 def _bands(index: Index, begin: int, end: int) -> pd.DataFrame:
-    """Steps and phases of the window; of what is too many to be told apart, nothing."""
+    """Steps and phases of the window; none of a kind that has too many to distinguish."""
     bands = [index.ask(_BANDS_OF, [kind, end, begin, MOST_BANDS + 1]) for kind in ("step", "phase")]
     return from_arrow(
         pa.concat_tables([rows for rows in bands if len(rows) <= MOST_BANDS] or [bands[0].slice(0, 0)]),
@@ -283,7 +283,7 @@ def _bands(index: Index, begin: int, end: int) -> pd.DataFrame:
 
 
 def step_window(index: Index, step: int) -> tuple[int, int] | None:
-    """Begin and end of a step, on the clock of the timeline; None when no step of that number ended."""
+    """Begin and end of a step, on the clock of the timeline; None if no step of that number ended."""
     bands = index.ask(
         "select begin_ns, end_ns from bands where kind = 'step' and step = ? order by attempt desc limit 1",
         [step],
@@ -292,7 +292,7 @@ def step_window(index: Index, step: int) -> tuple[int, int] | None:
 
 
 def _cells_of(rows: pa.Table, ranks: list[int], each: int) -> Numbers:
-    """The row of each of ``rows`` (rank, lane, op) in a table of ranks x lanes (``each``) x operations."""
+    """The cell of each of ``rows`` (rank, lane, op) in a table of ranks x lanes (``each``) x operations."""
     place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
     encoded = rows["op"].combine_chunks().dictionary_encode()
     encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded

@@ -1,1 +1,1 @@
-"""Relations: what is derived from the tables of a run, each one SQL text that DuckDB and Spark both run."""
+"""Relations derived from the tables of a run: SQL texts that DuckDB and Spark both evaluate."""

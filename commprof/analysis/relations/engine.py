@@ -1,9 +1,8 @@
-"""Asks one question of the tables of a run, in SQL: a relation (:mod:`commprof.analysis.relations.graph`), or a question.
+"""Evaluates SQL over the tables of a run with DuckDB: relations (:mod:`commprof.analysis.relations.graph`) and questions.
 
-Relations have a fixed meaning and a name; questions (``queries/*.sql``) take parameters and are asked of relations. Both
-are in a subset of SQL that DuckDB and Spark understand: common table expressions, window frames, ``coalesce``, ``max_by``;
-no QUALIFY, no quoted or reserved names, no lists. Only registering the tables and starting the engine is particular to
-DuckDB, and that is all this module does.
+Relations have a name and a fixed meaning; questions (``queries/*.sql``) take parameters and read relations. Both use the SQL
+that DuckDB and Spark share: common table expressions, window frames, ``coalesce``, ``max_by``; no QUALIFY, no quoted or
+reserved names, no lists. Only starting the engine and registering the tables is specific to DuckDB; this module does that.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from commprof.trace.reader import Scan
 
 
 class _Connection(threading.local):
-    """One engine for each thread: starting one takes longer than most questions."""
+    """One engine for each thread: starting an engine takes longer than most questions."""
 
     def __init__(self) -> None:
         self.engine = connect()
 
 
 def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnection:
-    """An engine that takes no more memory than it should, and puts the rest into files (``memory``).
+    """An engine with a memory limit that spills the rest to files (``memory``).
 
     Args:
         path: of its database; default: none.
-        settings: DuckDB's, in the place of the usual ones.
+        settings: of DuckDB, replacing the default ones.
 
     Raises:
         UsageError: the environment sets a limit that is no size. duckdb.Error: the database cannot be opened.
@@ -54,7 +53,7 @@ _numbers: Final = itertools.count()
 
 @cache
 def query_text(question: str) -> str:
-    """The SQL of ``question``, as it stands in ``queries/<question>.sql``."""
+    """The SQL of ``queries/<question>.sql``."""
     return (resources.files("commprof.analysis") / "queries" / f"{question}.sql").read_text("utf-8")
 
 
@@ -63,8 +62,8 @@ def ask(question: str, tables: Mapping[str, pa.Table | Scan], **clauses: str) ->
 
     Args:
         question: name of a file in ``queries/``.
-        tables: the tables that its text names, by that name; a large one as where its rows lie.
-        clauses: text to put in the place of ``{name}`` in the query; made of checked column names only.
+        tables: the tables that its text names, by name; a large one as a scan of its files.
+        clauses: texts that replace ``{name}`` in the query; they contain checked column names only.
 
     Raises:
         TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
@@ -83,9 +82,9 @@ def evaluate(
     """The rows of relation ``name`` over ``tables`` of the schema.
 
     Args:
-        tables: those of :func:`commprof.analysis.relations.graph.tables_of`, but for the ones that are made here.
+        tables: those of :func:`commprof.analysis.relations.graph.tables_of`, except those that this module makes.
         by: the columns that are requested of it.
-        known: rows of relations that it is made of, evaluated before by the columns that it needs at least.
+        known: rows of relations that it uses, evaluated before by the columns that it needs at least.
         select: the question to ask of it; it may name ``tables`` too.
 
     Raises:
@@ -126,9 +125,10 @@ def _evaluated(
 def keep_agreement(
     engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], known: Collection[str] = ()
 ) -> dict[str, str]:
-    """Evaluate what ``name`` needs of the relation agreement into a temporary table, for :func:`statement`.
+    """Evaluate the part of the relation agreement that ``name`` needs into a temporary table, for :func:`statement`.
 
-    How many rows it has decides how the engine joins them with the records: from a guess it takes several times the memory.
+    With the known number of rows the engine chooses a better join with the records; with an estimate it takes several times
+    the memory.
 
     Args:
         known: relations that were evaluated before.
@@ -145,7 +145,7 @@ def made_of(name: str, ask_records: Callable[[str], pa.Table]) -> pa.Table:
     """The table ``name`` of :data:`MADE`.
 
     Args:
-        ask_records: gives the answer to a question (``queries/*.sql``) about the collectives of the run.
+        ask_records: answers a question (``queries/*.sql``) about the collectives of the run.
 
     Raises:
         TraceError: a text has no ranks.
@@ -168,7 +168,8 @@ def group_members(groups: pa.Table) -> pa.Table:
     return pa.table([pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)], names)
 
 
-MADE: Final[Mapping[str, tuple[str, Callable[[pa.Table], pa.Table]]]] = {  # of what question, and how
+# The question that each needs, and the function that makes it.
+MADE: Final[Mapping[str, tuple[str, Callable[[pa.Table], pa.Table]]]] = {
     "bucket_groups": ("reducing_groups", bucket_groups),
     "group_members": ("split_groups", group_members),
     "ranks_of_groups": ("groups_of_operations", group_members),
@@ -181,7 +182,7 @@ def _answer(
     tables: Mapping[str, pa.Table | Scan],
     act: Callable[[duckdb.DuckDBPyConnection], pa.Table] | None = None,
 ) -> pa.Table:
-    """The answer to ``text``, or what ``act`` gives, with ``tables`` in the engine."""
+    """The answer to ``text``, or the result of ``act``, with ``tables`` in the engine."""
     engine = _connection.engine
     registered: list[str] = []
     try:
@@ -200,7 +201,7 @@ def _answer(
 
 
 def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
-    """Make ``rows`` known to ``engine`` as ``name``; returns the names that were taken for it."""
+    """Make ``rows`` known to ``engine`` as ``name``; returns the names that this uses."""
     if not isinstance(rows, Scan):
         engine.register(name, rows)
         return [name]
@@ -211,7 +212,7 @@ def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan
 
 
 def scanned(engine: duckdb.DuckDBPyConnection, rows: Scan, rest: str) -> duckdb.DuckDBPyRelation:
-    """All rows of a table that lies in files: those of the files, then ``rest``, the name of ``rows.rest`` in ``engine``.
+    """All rows of a table in files: those of the files, then those of ``rest``, the name of ``rows.rest`` in ``engine``.
 
     Columns that a file's version of the schema did not have are null.
     """

@@ -1,4 +1,4 @@
-"""The tables and relations of a run as views of one DuckDB connection, each made when it is named."""
+"""The tables and relations of a run in one DuckDB connection, each registered on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run, Scan
 
-BY: Final = (  # columns of the relations that can be summed by any of them
+BY: Final = (  # the columns by which relations can be summed
     *(
         "attempt",
         "step",
@@ -50,11 +50,11 @@ class RunViews:
     """The tables and relations of a run in one connection.
 
     Args:
-        by: the columns that the relations are summed by which can be; the fewer the quicker. Default: :data:`BY`.
+        by: the columns by which relations are summed; fewer are faster. Default: :data:`BY`.
 
     Attributes:
         engine: the connection.
-        files: the files that the tables lie in which were not read into memory.
+        files: the files of the tables that were not read into memory.
     """
 
     def __init__(self, run: Run, by: Collection[str] | None = None) -> None:
@@ -65,7 +65,7 @@ class RunViews:
         self._defined: set[str] = set()
 
     def add(self, name: str) -> None:
-        """Make the table or relation ``name`` known in the connection, with what it is made of.
+        """Register the table or relation ``name`` in the connection, with its inputs.
 
         Raises:
             UsageError: there is none of this name. TraceError: a file of the run cannot be read.
@@ -99,10 +99,10 @@ class RunViews:
             raise UsageError(_unknown(name))
 
     def relation(self, name: str, by: Sequence[str] | None = None) -> duckdb.DuckDBPyRelation:
-        """The rows of table or relation ``name``, evaluated when they are asked for.
+        """The rows of table or relation ``name``, evaluated on demand.
 
         Args:
-            by: the columns to sum by, of a relation that has them (``docs/relations.md``); default: :data:`BY`.
+            by: the columns to sum by, for a relation that has them (``docs/relations.md``); default: :data:`BY`.
 
         Raises:
             UsageError: there is none of this name, or no such column. TraceError: a file of the run cannot be read.
@@ -123,12 +123,11 @@ class RunViews:
 
 
 def _made(run: Run, name: str) -> pa.Table:
-    """The table ``name`` of :data:`graph.MADE` that answers are made from as well."""
-    from commprof.analysis.storage import index_sums  # which most questions do not need
+    """The table ``name`` of :data:`graph.MADE`."""
+    # Imported here, since most questions do not need them.
+    from commprof.analysis.storage import index_sums
     from commprof.analysis.storage import run_totals as sums
-    from commprof.analysis.stragglers import (
-        straggler_answers as lateness_sums,  # which most questions do not need
-    )
+    from commprof.analysis.stragglers import straggler_answers as lateness_sums
 
     if name == "arrivals":
         return lateness_sums.arrival_table(run)

@@ -1,12 +1,12 @@
-"""Which relations there are, what each is made of, and the SQL statement that evaluates one.
+"""The relations, their inputs, and the SQL statement that evaluates one.
 
-A relation is a file ``<name>.sql`` in this folder. Its head, in comments, says what it is, its ``grain`` (what one row is)
-and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An input
+A relation is a file ``<name>.sql`` in this folder. The comments in its head describe it, its ``grain`` (what one row is) and
+its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An input
 ``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation with
-another input. A text with ``{by}`` is evaluated for the columns that are requested; the fewer, the cheaper. A relation may
+another input. A text with ``{by}`` is evaluated for the requested columns; fewer are cheaper. A relation may
 have a line ``requested`` with the columns that it requests of such inputs; ``by`` there: those that are requested of it.
 
-The texts use what DuckDB and Spark have in common: no QUALIFY, no lists, no lateral joins, no engine's own functions.
+The texts use only the SQL that DuckDB and Spark share: no QUALIFY, no lists, no lateral joins, no functions of one engine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _INPUT: Final = re.compile(r"(?:(\w+)=)?(\w+)(?:\((\w+)=(\w+)\))?")
 
 
 class Input(NamedTuple):
-    """An input of a relation: ``name``, known as ``alias``; ``replaced`` is (input, other) of an instance."""
+    """An input of a relation: ``name``, known as ``alias``; ``replaced``: (input, other) of an instance."""
 
     alias: str
     name: str
@@ -74,7 +74,7 @@ class Input(NamedTuple):
 class Relation(NamedTuple):
     """A relation: its name, the first sentence of its head, the rest, what one row is, its inputs, and its SQL.
 
-    ``requested`` are the columns by which it needs relations with ``{by}``, where it says so.
+    ``requested``: the columns that it requests of relations with ``{by}``, if it states them.
     """
 
     name: str
@@ -143,7 +143,7 @@ def _input(text: str) -> Input:
 
 
 def requested(name: str, by: Sequence[str]) -> Sequence[str]:
-    """The columns by which relation ``name`` is evaluated where ``by`` is requested: its own, if it or an input has such."""
+    """The columns by which relation ``name`` is evaluated: its own ``requested`` ones, else ``by``."""
     own = relation(name)
     inputs = (requested(each.name, ()) for each in own.inputs if each.name in names())
     if own.requested[:1] == (_BY,):
@@ -152,7 +152,7 @@ def requested(name: str, by: Sequence[str]) -> Sequence[str]:
 
 
 def tables_of(name: str) -> tuple[str, ...]:
-    """The tables that relation ``name`` is made of in the end: of the schema, and of :data:`MADE`."""
+    """The tables behind relation ``name``: of the schema, and of :data:`MADE`."""
     return tuple(_tables(name, {}))
 
 
@@ -185,8 +185,8 @@ def statement(
 
     Args:
         by: the columns that are requested of relations with ``{by}``.
-        select: the question to ask of it.
-        known: relations that were evaluated before by these columns, and the table that each is in.
+        select: the query over it.
+        known: relations that were evaluated before by these columns, and the table of each.
     """
     known = known or {}
     texts = {step: f"select * from {table}" for step, table in known.items()} | steps(name, by, known)
@@ -195,13 +195,13 @@ def statement(
 
 
 def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dict[str, str]:
-    """The SQL text of each relation that ``name`` is made of, in order, with ``name`` last.
+    """The SQL text of each relation behind ``name``, in order, with ``name`` last.
 
-    A text names tables of :func:`tables_of`, and earlier ones.
+    A text names tables of :func:`tables_of` and earlier relations.
 
     Args:
         by: the columns that are requested of relations with ``{by}``.
-        known: relations that were evaluated before, which have no text then, nor has what they alone are made of.
+        known: relations that were evaluated before; they and the inputs of only them have no text.
     """
     texts: dict[str, str] = {}
     _add(name, name, {}, texts, _clauses(requested(name, by)) | _clauses_of_pairs(by))
@@ -215,7 +215,7 @@ def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dic
 def _add(
     alias: str, name: str, renamed: dict[str, str], steps: dict[str, str], clauses: dict[str, str]
 ) -> None:
-    """Put what ``name`` needs, and then itself as ``alias``, among ``steps``."""
+    """Add the inputs of ``name`` to ``steps``, and then ``name`` as ``alias``."""
     if alias in steps:
         return
     own = relation(name)
@@ -244,7 +244,7 @@ def _add(
 
 
 def _clauses(by: Sequence[str]) -> dict[str, str]:
-    """What is put into texts for the columns ``by``: with a comma after each, and as conditions of a join."""
+    """The texts for the columns ``by``: with a comma after each, and as conditions of a join."""
     columns = [name for name in dict.fromkeys((*KEYS, *by)) if name != SPAN]
     of_records = [name for name in columns if name not in _OF_PAIRS]
     return {
@@ -257,7 +257,7 @@ def _clauses(by: Sequence[str]) -> dict[str, str]:
 
 
 def _clauses_of_pairs(by: Sequence[str]) -> dict[str, str]:
-    """What is put into the text of the relation matrix: the columns ``by`` and attempt, and with them those of a flow."""
+    """The texts for the relation matrix: the columns ``by`` and attempt, and with them those of a flow."""
     asked = [name for name in dict.fromkeys((*by, "attempt")) if name not in _OF_PAIRS]
     flow = dict.fromkeys((*asked, "op", "group_ranks", "group_size", "root", *_OF_PAIRS, "backend"))
     return {

@@ -1,8 +1,8 @@
-"""How much memory the engine may take, and where it puts what does not fit.
+"""The memory limit of the engine, and the directory to which it spills the rest.
 
-By default it takes half of what there is: of the machine's memory, or of what the control group of this process may have,
-whichever is less. ``COMMPROF_MEMORY_LIMIT`` (``2GiB``, ``500MB``) sets it. What does not fit goes to the system's directory
-for temporary files, which ``TMPDIR`` sets.
+The default is half of the machine's memory, or of the limit of the process's control group, whichever is less.
+``COMMPROF_MEMORY_LIMIT`` (``2GiB``, ``500MB``) sets another limit. The rest spills to the system's directory for temporary
+files, which ``TMPDIR`` sets.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def engine_settings(most: int | None = None) -> dict[str, str]:
 
 
 def give_back() -> None:
-    """Give what lies unused in this process back to the system: arrays that are gone, kept for others that may come."""
+    """Return unused memory of this process to the system: allocators keep the memory of freed arrays."""
     pa.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_bytes() -> int:
-    """The most that an engine takes.
+    """The memory limit of an engine in bytes.
 
     Raises:
         UsageError: the environment sets a limit that is no size.
@@ -62,7 +62,7 @@ def limit_bytes() -> int:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """The memory of this machine, or what the control groups of this process leave it, whichever is less.
+    """The memory of this machine, or the limit of the control groups of this process, whichever is less.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -72,7 +72,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _group_limits(root: Path) -> list[int]:
-    """What each control group above this process allows; version 2 and version 1."""
+    """The limit of each control group above this process; version 2 and version 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -87,7 +87,7 @@ def _group_limits(root: Path) -> list[int]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        for each in (group, *group.parents):  # in a container the path may be that outside of it
+        for each in (group, *group.parents):  # in a container the path may be that of the host
             limits += _number(base / each / name)
     return limits
 
@@ -102,5 +102,5 @@ def _number(file: Path) -> list[int]:
 
 @cache
 def _spill_directory() -> tempfile.TemporaryDirectory[str]:
-    """One directory for this process, which goes when it ends."""
+    """One directory for this process, removed when it ends."""
     return tempfile.TemporaryDirectory(prefix="commprof-", ignore_cleanup_errors=True)

@@ -1,8 +1,8 @@
-"""Evaluates relations on Spark, by the SQL texts that DuckDB runs, for runs that one machine does not hold.
+"""Evaluates relations on Spark with the SQL texts that DuckDB runs, for runs that are too large for one machine.
 
-The tables of a run become temporary views, which are read where their files lie. Each relation that another one names more
-than once is evaluated once and kept by Spark (``localCheckpoint``): Spark evaluates a common table expression anew wherever
-it is named, and the plan of ``operations`` as one statement would take minutes to optimise.
+The tables of a run become temporary views over their files. A relation that another one names more than once is evaluated
+once and stored by Spark (``localCheckpoint``): Spark evaluates a common table expression again at each use, and optimising
+``operations`` as one statement would take minutes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
 
     Args:
         master: URL of the cluster; default: that of ``spark-submit``, else all cores of this machine.
-        settings: Spark's own, in the place of the usual ones.
+        settings: of Spark, replacing the default ones.
 
     Raises:
         MissingExtraError: pyspark is not installed. UsageError: there is no Java, or Spark does not start.
@@ -92,9 +92,8 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
         builder, usual = SparkSession.builder.remote(chosen), {}
     for name, value in {**usual, **(settings or {})}.items():
         builder = builder.config(name, value)
-    logging.getLogger("SQLQueryContextLogger").setLevel(
-        logging.CRITICAL
-    )  # of PySpark; the exception says the same
+    # This logger of PySpark repeats the exception.
+    logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
     try:
         with _quiet_start():
             return builder.getOrCreate()
@@ -104,7 +103,7 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
 
 @contextlib.contextmanager
 def _quiet_start() -> Iterator[None]:
-    """What the JVM prints on standard error, now and later, goes nowhere: six lines about itself at its start."""
+    """Discard what the JVM prints on standard error: six lines about itself at its start."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:
@@ -117,7 +116,7 @@ def _quiet_start() -> Iterator[None]:
 
 
 def has_java() -> bool:
-    """Whether there is a Java that Spark would start."""
+    """Whether Spark finds a Java to start."""
     home = os.environ.get("JAVA_HOME")
     return shutil.which("java", path=os.path.join(home, "bin") if home else None) is not None  # noqa: PTH118
 
@@ -130,8 +129,8 @@ class SparkRelations:
     """The tables and relations of one run in a Spark session of their own.
 
     Args:
-        session: of :func:`start`. Views of several runs do not meet: each run has a session of its own beside it.
-        tables: the tables, where they are in memory or in files of this machine; others are empty.
+        session: of :func:`start`. Each run gets a session of its own, so that views of several runs do not collide.
+        tables: the tables in memory or in files of this machine; others are empty.
         place: a directory that Spark reads (``s3a://...``), in the form of a run; tables that ``tables`` lacks are read
             there.
     """
@@ -150,7 +149,7 @@ class SparkRelations:
     def evaluate(
         self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
     ) -> DataFrame:
-        """The rows of relation ``name``, with the columns and types that DuckDB gives them.
+        """The rows of relation ``name``, with the columns and types that DuckDB returns.
 
         Args:
             by: the columns that are requested of it.
@@ -171,7 +170,7 @@ class SparkRelations:
                 rows = self.session.sql(text)
                 if _uses(step, texts) > 1:
                     rows = rows.localCheckpoint()
-                    if rows.isEmpty():  # what is made of it need not be planned, let alone evaluated
+                    if rows.isEmpty():  # its inputs need no plan
                         rows = self._nothing(
                             ", ".join(
                                 f"{field.name} {field.dataType.simpleString()}" for field in rows.schema
@@ -181,7 +180,7 @@ class SparkRelations:
             return _as(schema_of(name, by), self.session.sql(texts[name]))
 
     def make(self, name: str, by: Sequence[str] = ()) -> None:
-        """Make the table or relation ``name`` known in the session.
+        """Register the table or relation ``name`` in the session.
 
         Args:
             by: the columns that are requested of it.
@@ -213,12 +212,12 @@ class SparkRelations:
         beside: Mapping[str, pa.Table],
         function: Callable[..., list[pa.Table]],
     ) -> list[pa.Table]:
-        """What ``function`` says of the collectives of each process and its rows of the tables ``beside``, concatenated.
+        """The concatenated results of ``function`` on the collectives of each process and its rows of the tables ``beside``.
 
         It runs where Spark runs: commprof has to be installed there. The ``columns`` of the collectives are shuffled.
 
         Args:
-            function: of a module, as it travels by its name; takes the records and the tables ``beside``.
+            function: a module-level function, since it is sent by name; takes the records and the tables ``beside``.
 
         Raises:
             TraceError: the collectives cannot be read, or ``function`` cannot work on them.
@@ -256,7 +255,7 @@ class SparkRelations:
         self._defined.add(name)
 
     def view(self, name: str, rows: pa.Table) -> None:
-        """Make ``rows`` known in the session as ``name``."""
+        """Register ``rows`` in the session as ``name``."""
         self._frame(rows).createOrReplaceTempView(name)
 
     def _frame(self, rows: pa.Table) -> DataFrame:
@@ -267,7 +266,7 @@ class SparkRelations:
         return self.session.createDataFrame(table.replace_schema_metadata(None), fields)
 
     def _nothing(self, fields: str) -> DataFrame:
-        """A table without rows, which Spark knows to have none when it plans."""
+        """A table without rows, which Spark knows to be empty when it plans."""
         kinds = (field.split(" ", 1) for field in fields.split(", "))
         columns = ", ".join(f"cast(null as {kind}) as {name}" for name, kind in kinds)
         return self.session.sql(f"select {columns} where false")
@@ -298,7 +297,7 @@ class SparkRelations:
 
 
 def relations_of(session: SparkSession, run: Run) -> SparkRelations:
-    """The relations of an opened run: small tables come from memory, files of large ones are read by Spark."""
+    """The relations of an opened run: small tables come from memory, and Spark reads the files of large ones."""
     names = {table for name in graph.names() for table in graph.tables_of(name)} - set(graph.MADE)
     there = elsewhere(run.path)
     if there is not None:
@@ -331,7 +330,7 @@ def _of_process(
     records: pa.Table,
     beside: pa.Table,
 ) -> pa.Table:
-    """Runs in a worker of Spark, with the collectives of one process and its row of :func:`_by_process`."""
+    """Runs in a worker of Spark on the collectives of one process and its row of :func:`_by_process`."""
     results: list[pa.Table] = []
     if len(records):
         schema = arrow_schema("collectives")
@@ -357,13 +356,13 @@ def _unpacked(content: bytes) -> pa.Table:
 
 def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
     """The columns and types of relation ``name`` as DuckDB evaluates it."""
-    named = ("collectives", *graph.tables_of(name))  # tables that Python makes are made of the former
+    named = ("collectives", *graph.tables_of(name))  # tables that Python makes depend on the others
     tables = {table: empty_table(table) for table in named if table in TABLES}
     return evaluate_by_duckdb(name, tables, by).schema
 
 
 def _uses(step: str, texts: Mapping[str, str]) -> int:
-    """How often the texts name ``step``, through their own names for it too."""
+    """How often the texts name ``step``, aliases included."""
     uses = 0
     for text in texts.values():
         named = len(re.findall(rf"(?:from|join) {step}\b", text))
@@ -397,7 +396,7 @@ def _relation(name: str) -> str:
 
 @contextlib.contextmanager
 def explained(failure: str) -> Iterator[None]:
-    """Say in one line what Spark could not do: ``failure``, why, and what the cause may be."""
+    """Report an error of Spark in one line: ``failure``, the reason, and what the cause may be."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -410,9 +409,9 @@ def explained(failure: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, out of the text of an error of Spark."""
+    """The reason in the text of an error of Spark."""
     text = str(error).strip()
-    if "Traceback (most recent call last)" in text:  # of a Python worker: its last line says what it was
+    if "Traceback (most recent call last)" in text:  # of a Python worker: its last line has the reason
         raised = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
         text = raised[-1] if raised else text
     return " ".join(text.partition("\n")[0].split())[:400]

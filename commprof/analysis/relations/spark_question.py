@@ -1,7 +1,7 @@
-"""Somebody's own question on Spark: one SELECT over the tables and relations of a run, which reaches nothing else.
+"""A user's query on Spark: one SELECT over the tables and relations of a run, with access to nothing else.
 
-Spark would read any file that a question names, run programs (TRANSFORM) and call Java methods (reflect). So its parser
-reads the question first: it may only have the nodes below, name tables and relations of the run, and none of the refused
+Spark would read any file that a query names, run programs (TRANSFORM) and call Java methods (reflect). So its parser reads
+the query first: it may only have the nodes below, name tables and relations of the run, and use none of the refused
 functions.
 """
 
@@ -25,7 +25,7 @@ from commprof.trace.reader import Run
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Classes of Spark's logical plans that read no more than what they are given.
+# Classes of Spark's logical plans that read only their inputs.
 _NODES: Final = frozenset(
     """
     Aggregate CTERelationDef CTERelationRef Deduplicate Distinct Except Expand Filter Generate GlobalLimit Intersect Join
@@ -34,7 +34,7 @@ _NODES: Final = frozenset(
     UnresolvedWith UnresolvedOrderBy Unpivot Window WithWindowDefinition
     """.split()  # noqa: SIM905
 )
-# Anywhere in the text: they call Java, read files, or hide a name from the parser.
+# Refused anywhere in the text: they call Java, read files, or hide a name from the parser.
 _REFUSED: Final = frozenset(
     [
         "from_avro",
@@ -58,7 +58,7 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
         session: of :func:`commprof.analysis.relations.spark.start`.
 
     Raises:
-        UsageError: it is not one SELECT, reaches for something else, or Spark cannot carry it out. TraceError: a file of the
+        UsageError: it is not one SELECT, names anything else, or Spark cannot evaluate it. TraceError: a file of the
         run is damaged.
     """
     from py4j.protocol import Py4JError
@@ -100,7 +100,7 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
 
 
 def process_exposure(collectives: pa.Table, steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
-    """The relation of this name, of the records of some processes. Runs in a worker of Spark."""
+    """The relation process_exposure over the records of some processes. Runs in a worker of Spark."""
     return [stall_times(collectives, steps, ("purpose",), stalls)]
 
 
@@ -113,7 +113,7 @@ def _named(session: SparkSession, sql: str) -> set[str]:
     """The tables and relations that ``sql`` names.
 
     Raises:
-        UsageError: it is more than a question to them. pyspark.errors.ParseException: it is no SQL.
+        UsageError: it does more than read them. pyspark.errors.ParseException: it is no SQL.
     """
     plan = session._jsparkSession.sessionState().sqlParser().parsePlan(sql)  # type: ignore[attr-defined]
     named: set[str] = set()
@@ -143,7 +143,7 @@ def type_name(node: Any) -> str:
 
 
 def _nodes(plan: Any) -> Iterator[Any]:
-    """``plan`` and all that it is made of: its inputs, common table expressions, and queries within expressions."""
+    """``plan`` and all its nodes: inputs, common table expressions, and queries within expressions."""
     yield plan
     for branches in (plan.children(), plan.innerChildren(), plan.subqueries()):
         for part in _items(branches):
@@ -156,7 +156,7 @@ def _items(sequence: Any) -> list[Any]:
 
 
 def _plain(answer: pa.Table) -> pa.Table:
-    """``answer`` with whole decimals as 64-bit integers where they fit, as on DuckDB."""
+    """``answer`` with integral decimals as 64-bit integers if they fit, as on DuckDB."""
     from commprof.analysis.relations.user_sql import with_integers
 
     return with_integers(answer)

@@ -1,4 +1,4 @@
-"""A run that lies where only Spark reads: its small tables are fetched, and its records stay there."""
+"""A run in storage that only Spark reads: its small tables are downloaded, its records stay there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FETCHED = "*.{json,parquet}"  # the manifest, the configuration and the small t
 
 
 def fetch(session: SparkSession, place: str, target: Path) -> None:
-    """Make directory ``target`` a run that has all of the run at ``place`` but its records, and says where these lie.
+    """Make directory ``target`` a copy of the run at ``place`` without its records, which names their place.
 
     Args:
         place: URL of the directory of a finalised run that Spark reads (``s3a://...``).

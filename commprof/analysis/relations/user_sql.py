@@ -1,4 +1,4 @@
-"""Somebody's own question: one SELECT over the tables and relations of a run, in DuckDB, which reaches nothing else."""
+"""A user's query in DuckDB: one SELECT over the tables and relations of a run, with access to nothing else."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def query(run: Run, sql: str) -> pa.Table:
     """The answer to ``sql``, one statement that only reads, over the tables of ``docs/schema.md`` and the relations of
     ``docs/relations.md``.
 
-    Other files, extensions and the network are out of its reach, so a question that somebody sent cannot do harm.
+    It cannot reach other files, extensions or the network, so a query from somebody else can do no harm.
 
     Raises:
-        UsageError: it is not one SELECT, names another table, or DuckDB cannot carry it out.
+        UsageError: it is not one SELECT, names another table, or DuckDB cannot evaluate it.
     """
     every_column = re.search(r"(select|,|\.)\s*\*", sql, re.IGNORECASE)
     views = RunViews(run, None if every_column else re.findall(r"\w+", sql.lower()))
@@ -48,9 +48,9 @@ def query(run: Run, sql: str) -> pa.Table:
 
 
 def _named(engine: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
-    """The tables that ``sql`` names; all of its words, where DuckDB cannot tell while the tables are not there.
+    """The tables that ``sql`` names, or all its words if DuckDB cannot bind it without the tables.
 
-    It takes an aggregate in a subquery beside a common table expression to be of an outer table then.
+    DuckDB then takes an aggregate in a subquery beside a common table expression to be of an outer table.
     """
     try:
         return set(engine.get_table_names(sql))
@@ -59,7 +59,7 @@ def _named(engine: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
 
 
 def with_integers(answer: pa.Table) -> pa.Table:
-    """``answer`` with sums of integers, which DuckDB makes wider than Arrow's integers, as 64 bits where they fit."""
+    """``answer`` with sums of integers, which are wider in DuckDB than in Arrow, as 64 bits if they fit."""
     for place, item in enumerate(answer.schema):
         if pa.types.is_decimal(item.type) and item.type.scale == 0:
             try:

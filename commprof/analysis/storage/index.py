@@ -50,9 +50,8 @@ _FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person
 _MOST_OPEN: Final = 8  # indexes that stay open
 _MOST_CACHED: Final = 16  # files in the user's cache directory; the oldest go
 _LIVE_SECONDS: Final = 2.0  # the maximum age of an index of a run that still runs
-_MOST_MEMORY: Final = (
-    400 << 20
-)  # the engine's memory limit while it builds an index; the rest spills to files
+# The engine's memory limit in bytes while it builds an index; the rest spills to files.
+_MOST_MEMORY: Final = 400 << 20
 _CORRUPT: Final = "Corrupt database file"  # how the engine's message about a wrong checksum begins
 
 Progress = Callable[[int, int], None]

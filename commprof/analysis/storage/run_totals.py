@@ -41,9 +41,8 @@ from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import Run, Scan, open_run
 
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are read into memory
-SUMMARISED: Final = tuple(
-    dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS))
-)  # of a summary of operations
+# The columns of a summary of operations.
+SUMMARISED: Final = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS)))
 STEP_TIMES: Final = "step_times"
 _STEP: Final = ("attempt", "step")
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"

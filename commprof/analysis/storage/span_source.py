@@ -29,9 +29,8 @@ _FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
 _MOST_OPEN: Final = 64  # files that are read at once
 _ROWS_AT_ONCE: Final = 1 << 19  # of all files together
 _MOST_ROWS: Final = 1 << 16  # of one file
-_ROWS_IN_ORDER: Final = (
-    1 << 13
-)  # rows of one file that are merged at a time: few stay in the processor's caches
+# Rows of one file that are merged at a time: few stay in the processor's caches.
+_ROWS_IN_ORDER: Final = 1 << 13
 
 Progress = Callable[[int, int], None]
 

@@ -127,9 +127,8 @@ def per_step(by_purpose: pd.DataFrame, by_step: pd.DataFrame, times: pd.DataFram
         joined = every[["attempt", "step", "duration_ns"]].merge(part, on=["attempt", "step"], how="left")
         if joined["records"].notna().any():
             rows.append(_typical(None if pd.isna(purpose) else str(purpose), _over_ranks(joined, every)))
-    rows.sort(
-        key=lambda row: (-(row["exposed_low_ns"] or 0), row["purpose"] or "~")
-    )  # rows without a purpose come last
+    # Among equal values, rows without a purpose come last.
+    rows.sort(key=lambda row: (-(row["exposed_low_ns"] or 0), row["purpose"] or "~"))
     return from_rows([*rows, _typical("all", every)], EXPOSURE_PER_STEP.columns)
 
 

@@ -36,14 +36,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 PROCESS: Final = ("attempt", "rank", "pid")
 _TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
-COLUMNS: Final = (
-    "step",
-    "purpose",
-    "layer",
-    "device",
-    "is_async",
-    *_TIMES,
-)  # columns of records, beside PROCESS
+# The columns of records that this needs, beside PROCESS.
+COLUMNS: Final = ("step", "purpose", "layer", "device", "is_async", *_TIMES)
 _FURTHEST: Final = 1 << 61  # sums and differences of two such times fit 64 bits
 _SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
 _MEASURES: Final = (("step", pa.int32()), *((name, pa.int64()) for name in _SUMS))

@@ -45,12 +45,8 @@ Shares: TypeAlias = npt.NDArray[np.float64]
 EVERY_STEP: Final[Steps] = (-(2**31), 2**31 - 1)
 _UNTAGGED: Final = "untagged"
 _UNLOCATED: Final = "unlocated"
-_ROUTE: Final = (
-    "op",
-    "group_ranks",
-    "root",
-    "call_bytes",
-)  # the columns that determine the pairs between which gloo sends
+# The columns that determine the pairs between which gloo sends.
+_ROUTE: Final = ("op", "group_ranks", "root", "call_bytes")
 
 
 RING: Final = "around a ring in the order of the group"

@@ -9,13 +9,8 @@ import pandas as pd
 from commprof.analysis.columns.detailed_answers import UNTAGGED
 from commprof.analysis.columns.frames import from_rows
 
-BY: Final = (
-    "purpose",
-    "phase",
-    "op",
-    "api",
-    "call_site",
-)  # the grouping columns of traffic() that this needs
+# The grouping columns of traffic() that this needs.
+BY: Final = ("purpose", "phase", "op", "api", "call_site")
 
 
 def none() -> pd.DataFrame:
