@@ -1,1 +1,1 @@
-"""Beside the training, in processes of their own: samplers, and what a job that hangs is waiting for."""
+"""Samplers, and the diagnosis of hung jobs, outside of the training processes."""

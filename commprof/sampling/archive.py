@@ -1,4 +1,4 @@
-"""What the ranks of a run had issued, from its tables: for a run whose files have been made into Parquet."""
+"""The last calls of each rank, from the tables of a finalised run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns")
 
 
 def read_archive(run: Path) -> tuple[list[RankCalls], dict[int, str]]:
-    """What each rank of the last attempt had issued, by rank; from several processes of a rank, the last one's.
+    """The last calls of each rank of the last attempt; of several processes of a rank, those of the last one.
 
-    And of each rank whose records are missing, which file that is.
+    Also returns, for each rank whose records are missing, the missing file.
 
     Raises:
         TraceError: the run cannot be read.

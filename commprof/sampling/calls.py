@@ -1,4 +1,4 @@
-"""What each rank of a job has issued last, and how far each call has come. Pure."""
+"""The last calls of each rank, and the stage of each call. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from commprof.align.ranks.agreement import Agreed, agreed
 from commprof.schema import UNKNOWN_SPLITS, Layer
 
 MAIN_THREAD: Final = "MainThread"
-WINDOW: Final = 20_000  # the last records of a rank that are looked at
+WINDOW: Final = 20_000  # how many of the last records of a rank are read
 
-# Layers whose waits the recorder times: what was not waited for there is still on its way, or was left alone.
+# Layers whose waits the recorder times: a call without a wait there is still under way, or was abandoned.
 _TIMED_LAYERS: Final = frozenset({Layer.PROCESS_GROUP.value, Layer.BACKEND.value})
 
 
 class What(NamedTuple):
-    """What is equal in all calls of one signature."""
+    """The values that are equal in all calls of one signature."""
 
     op: str
     pg: str
@@ -37,12 +37,12 @@ class What(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether the host itself carries it out, so that a wait of the host is a wait for it."""
+        """Whether the host runs it, so that a wait of the host is a wait for it."""
         return self.device is None or self.device.partition(":")[0] == "cpu"
 
     @property
     def agreed(self) -> Agreed:
-        """What all ranks of the group must agree about in one collective."""
+        """The values on which all ranks of the group must agree in one collective."""
         return agreed(self.op, self.payload_bytes, self.dtype, self.reduce_op, self.peer, self.backend)
 
 
@@ -65,30 +65,30 @@ class Call(NamedTuple):
     wait_begin_ns: int
     wait_end_ns: int
     device_end_ns: int
-    thread_ident: int | None = None  # by which stacks name the thread; None where the trace does not say
+    thread_ident: int | None = None  # identifies the thread in stacks; None if the trace lacks it
     module: str | None = None
 
     @property
     def place(self) -> int:
-        """How many the rank had issued before it in the group."""
+        """How many calls the rank had issued before it in the group."""
         return -1 - self.pg_seq if self.raised else self.pg_seq
 
     @property
     def other_thread(self) -> str | None:
-        """The thread that issued it, where that is not the main one."""
+        """The thread that issued it; None for the main thread."""
         return None if self.thread == MAIN_THREAD else self.thread
 
     @property
     def end_ns(self) -> int:
-        """When it was over for the program, as far as the host knows."""
+        """When it ended for the program, as far as the host knows."""
         return max(self.return_ns, self.wait_end_ns, self.device_end_ns)
 
 
 class Stage(Enum):
-    """How far a call has come."""
+    """The stage of a call."""
 
-    INSIDE = auto()  # the program stands in the call, or in its wait
-    UNKNOWN = auto()  # issued; whether it is complete shows nowhere (a device, or a wait in C++)
+    INSIDE = auto()  # the program is in the call, or in its wait
+    UNKNOWN = auto()  # issued; its completion is not recorded (a device, or a wait in C++)
     ISSUED = auto()  # asynchronous, and not waited for yet
     DONE = auto()
 
@@ -103,14 +103,14 @@ class GroupFacts(NamedTuple):
 
 @dataclass(slots=True)
 class RankCalls:
-    """What one rank has issued.
+    """The calls of one rank.
 
     Attributes:
         calls: the last ones, oldest first.
-        total: how many there are, those before the window included.
+        total: number of calls, including those before the window.
         ended: the recording was closed in order.
         last_clock: (monotonic, realtime) of the last time when both were read together, in ns.
-        stacks: signal and file by which the process writes its stacks, where it offers that.
+        stacks: signal and file by which the process writes its stacks, if it supports that.
     """
 
     rank: int
@@ -128,26 +128,26 @@ class RankCalls:
 
     @property
     def whole(self) -> bool:
-        """Whether ``calls`` holds all that the rank has issued."""
+        """Whether ``calls`` has all calls of the rank."""
         return self.total <= len(self.calls)
 
     def stages(self) -> list[Stage]:
-        """How far each of ``calls`` has come."""
+        """The stage of each of ``calls``."""
         return list(_stages(self.calls, self.ended))
 
     def inside(self) -> list[Call]:
-        """The calls in which the program stands: one in each thread at most, as a rule."""
+        """The calls in which the program is now: usually at most one in each thread."""
         return [call for call, stage in zip(self.calls, self.stages(), strict=True) if stage is Stage.INSIDE]
 
     def last_done(self) -> Call | None:
-        """The call that ended last, as far as that is known."""
+        """The call that ended last, if known."""
         stages = self.stages()
         done = [call for call, stage in zip(self.calls, stages, strict=True) if stage is Stage.DONE]
         return max(done, key=lambda call: call.end_ns, default=None)
 
     def last_unknown(self) -> Call | None:
-        """The last call of which nothing shows whether it is complete."""
-        later: set[str] = set()  # groups of which a later call has ended: they end in the order of a group
+        """The last call whose completion is not known."""
+        later: set[str] = set()  # groups with a later call that has ended: calls of a group end in order
         for call, stage in reversed(list(zip(self.calls, self.stages(), strict=True))):
             if stage is Stage.UNKNOWN and call.what.pg not in later:
                 return call
@@ -179,5 +179,5 @@ def _stage(call: Call, is_last: bool, ended: bool) -> Stage:
         return Stage.UNKNOWN
     if call.what.is_async:
         return Stage.ISSUED
-    # It waits as soon as it has returned, and only the end of that wait is recorded.
+    # The program waits as soon as the call returns, and only the end of that wait is recorded.
     return Stage.INSIDE if is_last else Stage.DONE

@@ -1,7 +1,7 @@
-"""A dump of a job: what each of its ranks waits for, and where it stands in its program.
+"""A dump of a job: what each rank waits for, with its Python stacks.
 
-Of a job that is going on, the ranks' files are read where they stand and their processes looked at; of one that has ended,
-the same is told of its end, without stacks.
+For a running job it reads the files and processes of the ranks. For a job that has ended it reports the same at its end,
+without stacks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.manifest import read_manifest
 from commprof.trace.rank_files.layout import RankFile
 
-WATCH_SECONDS: Final = 0.5  # so long the job is watched for anything that moves
-_MOST_AT_ONCE: Final = 8  # processes that are looked into at the same time
+WATCH_SECONDS: Final = 0.5  # how long the job is watched for progress
+_MOST_AT_ONCE: Final = 8  # processes whose stacks are taken at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The ranks of a run at one moment, and what is the matter with them."""
+    """The ranks of a run at one moment, and the verdict on them."""
 
     run: Path
     taken: datetime
@@ -77,10 +77,10 @@ def take_dump(
     watch_seconds: float = WATCH_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Dump:
-    """Look at the job that records into ``run``. Nothing of it is changed, and nothing waits for it.
+    """Take a dump of the job that records into ``run``, without changing or blocking it.
 
     Args:
-        stacks: look at the processes' stacks too.
+        stacks: take the stacks of the processes too.
 
     Raises:
         TraceError: the run cannot be read.
@@ -116,7 +116,7 @@ def _end(run: Path) -> End:
 
 
 class _Look(NamedTuple):
-    """A rank as it was read, and its fingerprint before that."""
+    """A rank as read, and its fingerprint before reading."""
 
     stem: Path
     before: tuple[int, int]
@@ -124,7 +124,7 @@ class _Look(NamedTuple):
 
 
 def _read(files: Sequence[tuple[RankFile, Path]]) -> tuple[list[_Look], dict[int, str]]:
-    """The ranks whose files can be read, and of each of the others why not.
+    """The ranks whose files can be read, and the reason for each of the others.
 
     Raises:
         TraceError: none can be read.
@@ -157,7 +157,7 @@ def _process(calls: RankCalls) -> RankProcess:
 
 
 def _report(calls: RankCalls) -> RankReport:
-    """The rank with the state of its process, and the present moment on its clock."""
+    """The rank with the state of its process, and the current time on its clock."""
     if calls.ended:
         return RankReport(calls, State.ENDED)
     if calls.host != socket.gethostname():
@@ -167,7 +167,7 @@ def _report(calls: RankCalls) -> RankReport:
 
 
 def _now_elsewhere(calls: RankCalls) -> int | None:
-    """The present moment on another host's clock, as well as the clocks of both hosts agree about real time."""
+    """The current time on another host's clock, as accurate as the real-time clocks of both hosts."""
     if calls.last_clock is None:
         return None
     monotonic_ns, realtime_ns = calls.last_clock

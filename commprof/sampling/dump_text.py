@@ -1,4 +1,4 @@
-"""A dump as text: first the sentence that names the culprit, then ranks, groups and stacks. Pure."""
+"""A dump as text: the verdict, then ranks, groups and stacks. Pure."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _groups(situation: Situation) -> list[str]:
 
 
 def _uneven(situation: Situation, standing: Standing) -> list[str]:
-    """Ranks that have come equally far together, the furthest first."""
+    """Groups of ranks with equal progress, the furthest first."""
     by_place: dict[tuple[int, str], list[int]] = {}
     for rank, call in standing.last.items():
         place = (
@@ -123,7 +123,7 @@ def _uneven(situation: Situation, standing: Standing) -> list[str]:
 
 
 def _stacks(situation: Situation) -> list[str]:
-    """Each stack once, with the ranks and threads that stand there."""
+    """Each distinct stack with its ranks and threads."""
     ranks_by_stack: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     lines = []
     for report in situation.reports.values():
@@ -143,7 +143,7 @@ def _stacks(situation: Situation) -> list[str]:
 
 
 def _thread(situation: Situation, report: RankReport, stack: Stack) -> str:
-    """``main thread``, ``thread loader in all_reduce #7``: who stands there, and in which collective."""
+    """``main thread``, ``thread loader in all_reduce #7``: the thread, and its collective."""
     if stack.is_main or report.stacks is None:
         return "main thread"
     last = {(call.thread, call.thread_ident): call for call in report.calls.calls}

@@ -1,7 +1,7 @@
-"""What the ranks of a run have issued, read from the files that they are writing to. Standard library only.
+"""The last calls of the ranks of a running job, read from the files that they write. Standard library only.
 
-Nothing is locked, mapped or changed: the files are read as they stand, from their end. What a rank packed into its mapping
-is there at once for readers on its host; on another host, when its file system brings it.
+It locks, maps and changes nothing, and reads the files from their end. Records in a rank's mapping are visible at once to
+readers on its host; on another host, when the file system transfers them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WHAT_TYPES: Final[Mapping[str, frozenset[type]]] = {
     **dict.fromkeys(("payload_bytes", "peer"), frozenset({int})),
     **dict.fromkeys(("input_bytes", "output_bytes"), frozenset({int, type(None)})),
 }
-_RANKS: Final = re.compile(r"\d{1,6}(-\d{1,6}|(,\d{1,6})*)", re.ASCII)  # as schema.format_ranks writes them
+_RANKS: Final = re.compile(r"\d{1,6}(-\d{1,6}|(,\d{1,6})*)", re.ASCII)  # the format of schema.format_ranks
 _RAISED: Final = STATUSES.index(Status.RAISED)
 _HEAD_BYTES: Final = 1 << 16
 _CHUNK_BYTES: Final = 1 << 20
@@ -70,7 +70,7 @@ def latest_files(run: Path) -> list[tuple[RankFile, Path]]:
 
 
 def latest(files: Iterable[tuple[RankFile, Path]]) -> list[tuple[RankFile, Path]]:
-    """Of each rank the file of its last attempt, and of several in that one the file that was written to last."""
+    """For each rank the file of its last attempt; among several in that attempt the one written last."""
     by_rank: dict[int, tuple[tuple[int, int, int], RankFile, Path]] = {}
     for identity, stem in files:
         age = (identity.attempt, _modified(stem), identity.part)
@@ -90,7 +90,7 @@ def _modified(stem: Path) -> int:
 
 
 def read_live(identity: RankFile, stem: Path) -> RankCalls:
-    """What the rank with the files ``stem`` has issued last.
+    """The last calls of the rank with the files ``stem``.
 
     Raises:
         TraceError: the files cannot be read. SchemaError: another version wrote them.
@@ -116,7 +116,7 @@ def read_live(identity: RankFile, stem: Path) -> RankCalls:
 
 
 def _of_type(value: Any, kind: type[T]) -> T | None:
-    """``value``; None where it is of another type than the recorder writes there: the file is damaged."""
+    """``value``; None if it has another type than the recorder writes, since the file is damaged."""
     return value if type(value) is kind else None
 
 
@@ -127,7 +127,7 @@ def _clock(row: Mapping[str, Any] | None) -> tuple[int, int] | None:
 
 
 def read_tail(path: Path, most: int = WINDOW) -> Tail:
-    """The last ``most`` records of ``path``; none when there is no such file, or no record yet.
+    """The last ``most`` records of ``path``; none if there is no such file, or no record yet.
 
     Raises:
         TraceError: it cannot be read. SchemaError: another version wrote it.
@@ -157,7 +157,7 @@ def read_tail(path: Path, most: int = WINDOW) -> Tail:
 
 
 def _used(descriptor: int, begin: int) -> int:
-    """Records in the file, a torn last one included: what lies behind them is zeros, reserved for those to come."""
+    """The number of records in the file, including a truncated last one; after them are reserved zeros."""
     end = os.fstat(descriptor).st_size
     while end > begin:
         low = max(begin, end - _CHUNK_BYTES)
@@ -169,9 +169,9 @@ def _used(descriptor: int, begin: int) -> int:
 
 
 def fingerprint(stem: Path) -> tuple[int, int]:
-    """What changes when the rank with the files ``stem`` issues or completes something: count and checksum.
+    """Count and checksum, which change when the rank with the files ``stem`` issues or completes a call.
 
-    Of completions only those among the last records are seen.
+    Only completions among the last records change it.
 
     Raises:
         TraceError: the file cannot be read.
@@ -229,8 +229,8 @@ def _texts(events: Events, kind: str, column: str) -> dict[int, str | None]:
 
 
 def _what(row: Mapping[str, Any]) -> What | None:
-    """The signature in ``row``; None where the row is damaged."""
-    defaults = What._field_defaults  # of what an older version did not write
+    """The signature in ``row``; None if the row is damaged."""
+    defaults = What._field_defaults  # for values that an older version did not write
     values: dict[str, Any] = {name: row.get(name, defaults.get(name)) for name in What._fields}
     if any(type(values[name]) not in kinds for name, kinds in _WHAT_TYPES.items()):
         return None

@@ -1,11 +1,11 @@
-"""What the driver says about the GPUs of this host: how busy they are, and what crossed PCIe and NVLink.
+"""Samples of the GPUs of this host by NVML: utilisation, and bytes moved over PCIe and NVLink.
 
-Utilisation, memory, power and the like become samples. The counters of bytes become readings of the ``wire`` table (kinds
-``pcie`` and ``nvlink``), beside those of the network interfaces: analysis takes differences of both alike. Here each
-counter is carried on by its differences since the first reading, so one that begins anew does not go back.
+Utilisation, memory, power and others become samples. Byte counters become readings of the ``wire`` table (kinds ``pcie`` and
+``nvlink``), like those of network interfaces: analysis takes differences of both. Each counter is accumulated from its
+differences since the first reading, so a counter that restarts does not decrease.
 
-Counters are read as field values: one call returns many, each with a code and a type of its own. A GPU that lacks one
-says so in that code, and it is left out.
+Counters are read as field values: one call returns many, each with its own code and type. If a GPU lacks one, its code says
+so, and it is left out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from commprof.errors import CommprofError
 from commprof.sampling.samples import Sample
 
 NVML: Final = "nvml"
-_READINGS_DIRECTORY: Final = "wire"  # whose files the finaliser takes into the table of that name
+_READINGS_DIRECTORY: Final = "wire"  # the finaliser puts files of this name into the table of that name
 
-# Field ids (nvml.h, NVML_FI_DEV_*) and what their units are.
+# Field ids (nvml.h, NVML_FI_DEV_*) and their units.
 PCIE_SENT, PCIE_RECEIVED = 197, 198  # PCIE_COUNT_TX_BYTES, PCIE_COUNT_RX_BYTES: bytes
 NVLINK_SENT, NVLINK_RECEIVED = 138, 139  # NVLINK_THROUGHPUT_DATA_TX, _RX: KiB of payload
 NVLINK_LINK_SENT, NVLINK_LINK_RECEIVED = 202, 204  # NVLINK_COUNT_XMIT_BYTES, _RCV_BYTES: bytes of one link
@@ -48,17 +48,17 @@ class NvmlError(CommprofError):
 
 
 class Nvml(Protocol):
-    """The part of NVML that is used. Methods other than ``open`` raise anything; a value that raises is left out."""
+    """The part of NVML that is used. Methods except ``open`` may raise any exception; such a value is left out."""
 
     def open(self) -> int:
-        """Begin; returns the number of GPUs.
+        """Start NVML; returns the number of GPUs.
 
         Raises:
             NvmlError: there is no library, no driver, or no GPU.
         """
 
     def close(self) -> None:
-        """End."""
+        """Shut NVML down."""
 
     def utilisation(self, gpu: int) -> tuple[float, float]:
         """Percent of the time in which a kernel ran, and in which memory was read or written."""
@@ -92,14 +92,14 @@ class DriverNvml:
         try:
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
-        except Exception as error:  # whatever the driver's library says
+        except Exception as error:  # any error of the driver's library
             raise NvmlError(f"NVML says: {error}") from None
         if not self._handles:
             raise NvmlError("NVML sees no GPU")
         return len(self._handles)
 
     def close(self) -> None:
-        """Let go of the library."""
+        """Shut the library down."""
         try:
             self._nvml.nvmlShutdown()
         except Exception:
@@ -136,7 +136,7 @@ class DriverNvml:
 
 
 def counter_value(value: Any) -> int | None:
-    """The number in one field value; None where the GPU does not have it, or not as a whole number of 0 or more.
+    """The number in one field value; None if the GPU lacks it, or it is no integer of 0 or more.
 
     Args:
         value: with ``nvmlReturn``, ``valueType`` and ``value``.
@@ -149,7 +149,7 @@ def counter_value(value: Any) -> int | None:
 
 
 class _Counter:
-    """A pair of counters of one device, carried on over their beginning anew."""
+    """A pair of counters of one device, accumulated across restarts."""
 
     def __init__(
         self, kind: str, device: str, fields: Sequence[tuple[Field, Field]], unit_bytes: int
@@ -162,7 +162,7 @@ class _Counter:
         self._moved = [0, 0]
 
     def take(self, values: dict[Field, int]) -> tuple[int, int] | None:
-        """Bytes sent and received since the first reading; None where a value is missing."""
+        """Bytes sent and received since the first reading; None if a value is missing."""
         wanted = [field for pair in self.fields for field in pair]
         if any(field not in values for field in wanted):
             return None
@@ -170,7 +170,7 @@ class _Counter:
             for direction, field in enumerate(pair):
                 now, before = values[field], self._before.get(field)
                 if before is not None:
-                    # One that went down began anew: what it shows was moved since.
+                    # A counter that decreased has restarted: its value was moved since.
                     self._moved[direction] += now - before if now >= before else now
                 self._before[field] = now
         return self._moved[0] * self._unit_bytes, self._moved[1] * self._unit_bytes
@@ -181,10 +181,10 @@ class NvmlSampler:
 
     Args:
         run: the run directory.
-        nvml: what is asked.
+        nvml: the interface to NVML.
 
     Raises:
-        NvmlError: there is nothing to ask.
+        NvmlError: there is no GPU to sample.
     """
 
     def __init__(
@@ -198,13 +198,13 @@ class NvmlSampler:
         self._counters = {gpu: self._find_counters(gpu) for gpu in range(self._gpus)}
 
     def describe(self) -> str:
-        """Which GPUs and counters there are, in one line."""
+        """The GPUs and counters in one line."""
         kinds = sorted({counter.kind for counters in self._counters.values() for counter in counters})
         gpus = f"{self._gpus} GPU{'s' if self._gpus > 1 else ''}"
         return f"NVML: {gpus}, byte counters: {', '.join(kinds) or 'none'}"
 
     def read(self) -> list[Sample]:
-        """What each GPU shows now. The counters are appended to the readings at the same time."""
+        """The current samples of each GPU; also appends the counters to the readings."""
         samples, rows = [], []
         for gpu, counters in self._counters.items():
             now = self._clock()
@@ -218,7 +218,7 @@ class NvmlSampler:
         return samples
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut NVML down."""
         self._nvml.close()
 
     def _gauges(self, gpu: int) -> list[tuple[str, float]]:
@@ -241,7 +241,7 @@ class NvmlSampler:
         return gauges
 
     def _find_counters(self, gpu: int) -> list[_Counter]:
-        """The counters that GPU ``gpu`` has: PCIe, and NVLink in all or, where there is no sum, link by link."""
+        """The counters that GPU ``gpu`` has: PCIe, and NVLink in total or, without a sum, by link."""
         device = f"GPU {gpu}"
         pcie = (Field(PCIE_SENT), Field(PCIE_RECEIVED))
         totals = (Field(NVLINK_SENT, ALL_LINKS), Field(NVLINK_RECEIVED, ALL_LINKS))

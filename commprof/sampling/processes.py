@@ -1,4 +1,4 @@
-"""The processes of the ranks on this host: which they are, whether they run, and what they use, from /proc."""
+"""The processes of the ranks on this host: identity, state and resource usage, from /proc."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from commprof.trace.rank_files.layout import EVENTS_SUFFIX
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
-_LONGEST_SAMPLE_S: Final = 1.0  # that a stack is taken in on a busy machine; most take some ms
+_LONGEST_SAMPLE_S: Final = 1.0  # the longest time for taking a stack on a busy machine; most take some ms
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class State(StrEnum):
-    """What has become of a rank's process."""
+    """The state of a rank's process."""
 
     RUNS = "runs"
     STOPPED = "stopped"  # by a signal or a debugger
     GONE = "gone"
     ENDED = "ended"  # it closed its recording in order
-    ELSEWHERE = "elsewhere"  # on another host, which cannot be asked
+    ELSEWHERE = "elsewhere"  # on another host, where it cannot be checked
 
 
 class RankProcess(NamedTuple):
@@ -41,12 +41,12 @@ class RankProcess(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As samples name it."""
+        """The name of the process in samples."""
         return f"rank {self.rank}"
 
 
 class Usage(NamedTuple):
-    """What a process has used since it began, and what it holds now."""
+    """Resources that a process has used since its start and holds now."""
 
     cpu_ns: int
     rss_bytes: int
@@ -81,9 +81,9 @@ def _first_line(events: Path) -> dict[str, Any]:
 
 
 def state_of(process: RankProcess, proc: Path = _PROC) -> State:
-    """Whether ``process`` runs, is stopped, or is gone; another one with its number is not taken for it.
+    """Whether ``process`` runs, is stopped, or is gone; another process with its number does not count as it.
 
-    One that is held by a tracer is stopped if that lasts: py-spy, which samples its stack, holds it for an instant.
+    A process under a tracer counts as stopped only if that lasts: py-spy stops it for an instant to sample its stack.
     """
     letter, until = _letter(process.pid, proc), time.monotonic() + _LONGEST_SAMPLE_S
     while letter == "t" and time.monotonic() < until:
@@ -97,7 +97,7 @@ def state_of(process: RankProcess, proc: Path = _PROC) -> State:
 
 
 def _letter(pid: int, proc: Path) -> str:
-    """The third field of its stat file, see proc(5); X where there is none."""
+    """The third field of its stat file, see proc(5); X if there is none."""
     try:
         text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -106,7 +106,7 @@ def _letter(pid: int, proc: Path) -> str:
 
 
 def usage_of(pid: int, proc: Path = _PROC) -> Usage | None:
-    """What process ``pid`` uses (fields 14, 15, 20 and 24 of its stat file, see proc(5)); None when it is gone."""
+    """The usage of process ``pid`` (fields 14, 15, 20 and 24 of its stat file, see proc(5)); None if it is gone."""
     try:
         text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
@@ -148,4 +148,4 @@ class ProcessSampler:
         return samples
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing to close."""

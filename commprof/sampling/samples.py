@@ -1,4 +1,4 @@
-"""Samplers beside the training: what one is, and the thread of the launcher that writes down what they read."""
+"""The protocol of samplers, and the thread of the launcher that writes their samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_SECONDS: Final = 1.0
 
 
 class Sample(NamedTuple):
-    """One value that was read. Its unit ends its name: bytes, percent, watts."""
+    """One sampled value. Its name ends with its unit: bytes, percent, watts."""
 
     source: str
     device: str | None
@@ -27,19 +27,19 @@ class Sample(NamedTuple):
 
 
 class Sampler(Protocol):
-    """What can be read again and again. A reading that fails is empty."""
+    """A source of samples that is read at intervals. A reading that fails is empty."""
 
     def read(self) -> Sequence[Sample]:
-        """What it shows now."""
+        """The current samples."""
 
     def close(self) -> None:
-        """Let go of what it holds open."""
+        """Close what it holds open."""
 
 
 class SampleWriter:
-    """Reads samplers at intervals, in a thread of this process, and appends what they show to the run.
+    """Reads samplers at intervals, in a thread of this process, and appends their samples to the run.
 
-    A context manager. A file that cannot be written ends the sampling and nothing else.
+    A context manager. A file that cannot be written ends the sampling only.
 
     Args:
         file: where the lines go: ``samples.jsonl`` in the run, or a file of that family for another host.

@@ -1,4 +1,4 @@
-"""The ranks of a job at one moment, and how they, their calls and their groups are named in sentences. Pure."""
+"""The ranks of a job at one moment, and the names of ranks, calls and groups in sentences. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LIVING: Final = frozenset({State.RUNS, State.STOPPED, State.ELSEWHERE})
 
 
 class End(NamedTuple):
-    """How a job ended, as its launcher wrote it down. None where it did not, or could not."""
+    """How a job ended, by its launcher. None if the launcher did not record it."""
 
     exit_code: int | None = None
     first_failed_rank: int | None = None
@@ -39,11 +39,11 @@ END_UNKNOWN: Final = End()
 
 @dataclass(slots=True)
 class RankReport:
-    """What is known of one rank at the moment of the dump.
+    """One rank at the time of the dump.
 
     Attributes:
-        now_ns: that moment on the clock of the rank's own times; None where that is not known.
-        moved: calls that it issued or completed while it was looked at; None where that could not be seen.
+        now_ns: that time on the clock of the rank's times; None if not known.
+        moved: calls that it issued or completed while it was watched; None if not known.
     """
 
     calls: RankCalls
@@ -58,7 +58,7 @@ class RankReport:
         return self.calls.rank
 
     def ago(self, time_ns: int) -> str | None:
-        """How long ago ``time_ns`` of this rank's clock was; None where that is not known."""
+        """How long ago ``time_ns`` on this rank's clock was; None if not known."""
         return (
             None if self.now_ns is None or not time_ns else f"{format_ns(max(0, self.now_ns - time_ns))} ago"
         )
@@ -68,7 +68,7 @@ class Situation:
     """The ranks of a job at one moment, and the waits among them.
 
     Args:
-        watched_ns: how long they were watched for anything that moves.
+        watched_ns: how long they were watched for progress.
         damaged: by rank, why its files cannot be read.
         end: how the job ended.
     """
@@ -86,7 +86,7 @@ class Situation:
         self.watched_ns = watched_ns
         self.groups: list[GroupCalls] = group_calls([report.calls for report in reports])
         self.waits: list[Wait] = find_waits([report.calls for report in reports], self.groups)
-        # Nobody lives any more: what is said is said of the end.
+        # No process is left: the report is about the end of the job.
         self.is_past = not any(report.state in _LIVING for report in reports)
         self.differences = self._differences()
         self.order_differences: list[OrderDifference] = find_order_differences(
@@ -95,7 +95,7 @@ class Situation:
         self._labels = _labels([group.facts for group in self.groups])
 
     def _differences(self) -> list[Difference]:
-        """The first collective of each group that its ranks did not issue alike, and the first with unequal splits."""
+        """The first collective of each group that its ranks issued differently, and the first with unequal splits."""
         calls = {rank: report.calls for rank, report in self.reports.items()}
         all_ended = (
             all(report.state is State.ENDED for report in self.reports.values())
@@ -109,7 +109,7 @@ class Situation:
         return differences + unshifted((each for each in splits if each is not None), differences)
 
     def label(self, group: GroupFacts) -> str:
-        """``group default_pg``; with its ranks where several are called so."""
+        """``group default_pg``; with its ranks if several groups have that name."""
         return f"group {self._labels.get(group.pg, group.pg)}"
 
     def name(self, call: Call) -> str:
@@ -132,10 +132,10 @@ class Situation:
         return f"({', '.join(part for part in details if part)})" if any(details) else ""
 
     def whereabouts(self, rank: int, pg: str | None = None) -> str:
-        """What a rank does instead of what it is missed in, as a clause.
+        """What a rank does instead of the call that others wait for, as a clause.
 
         Args:
-            pg: the group in which it is missed: what counts is what the thread does that issues in it.
+            pg: the group that waits for it: the thread that issues in this group counts.
         """
         report = self.reports.get(rank)
         if report is None:
@@ -157,7 +157,7 @@ class Situation:
         return f"its last collective {'was' if self.is_past else 'is'} {self._last(report)}"
 
     def absent(self) -> list[int]:
-        """The ranks of the job that left no file."""
+        """The ranks of the job without a file."""
         worlds = [report.calls.world_size or 0 for report in self.reports.values()]
         return [
             rank
@@ -182,7 +182,7 @@ class Situation:
 
 
 def _place(report: RankReport, pg: str | None) -> tuple[str, str | None]:
-    """Who of a rank is to be looked at, and where that is: the thread that issued last in ``pg``, else the main one."""
+    """The thread of a rank to report, and its place: the thread that issued last in ``pg``, else the main one."""
     if report.stacks is None:
         return "it", None
     calls = report.calls.calls
@@ -216,7 +216,7 @@ def _peer(peer: int) -> str:
 
 
 def _labels(groups: Sequence[GroupFacts]) -> Mapping[str, str]:
-    """What each group is called: its description, and where several have the same one, its name and ranks too."""
+    """The label of each group: its description, with name and ranks if several groups share it."""
     named = [group.desc or group.pg for group in groups]
     return {
         group.pg: name if named.count(name) == 1 else f"{name} {group.pg} ({ranks_text(group.ranks)})"

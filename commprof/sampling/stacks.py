@@ -1,8 +1,8 @@
-"""Where the threads of a Python process are: py-spy from outside, or the process itself where that is refused.
+"""Stacks of the threads of a Python process, by py-spy or by the process itself.
 
-py-spy is a program without an API: it is run and what it prints is read. It needs ptrace: the same user, and a system or
-container that allows it (SYS_PTRACE). Where it is missing or refused, the recorded process is sent the signal on which its
-faulthandler writes all stacks into a file of the run; that needs the same user only.
+py-spy is a program without an API, so its output is parsed. It needs ptrace: the same user, and a system or container that
+allows it (SYS_PTRACE). If it is missing or refused, the recorded process gets the signal on which its faulthandler writes
+all stacks into a file of the run; that needs only the same user.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FAULTHANDLER: Final = "faulthandler"
 STACKS_VARIABLE: Final = "COMMPROF_STACKS"  # py-spy or faulthandler: only this one
 
 _PY_SPY_SECONDS: Final = 10.0
-_ANSWER_SECONDS: Final = 3.0  # a process without a free core may take that long to run its signal handler
-_QUIET_SECONDS: Final = 0.05  # nothing more was written for so long: it is finished
-# Of any Python: the standard library, and below it or beside it what was installed.
+_ANSWER_SECONDS: Final = 3.0  # how long a process without a free core may take to run its signal handler
+_QUIET_SECONDS: Final = 0.05  # without more output for so long, the text is complete
+# The standard library of any Python, and installed packages below or beside it.
 _LIBRARY: Final = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/(?:site|dist)-packages/")
 _COMMPROF: Final = f"{Path(__file__).resolve().parent.parent}/"
 
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
     @property
     def is_program(self) -> bool:
-        """Whether it is neither the standard library's, nor commprof's, nor of an installed package."""
+        """Whether it belongs to the program: not to the standard library, commprof or an installed package."""
         return not self.file.startswith(("<", _COMMPROF)) and _LIBRARY.search(self.file) is None
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """One thread: its frames, the innermost first, and the number by which Python knows it, where it shows."""
+    """One thread: its frames, the innermost first, and its number in Python, if known."""
 
     thread: str
     is_main: bool
@@ -59,12 +59,12 @@ class Stack(NamedTuple):
 
     @property
     def place(self) -> Frame | None:
-        """The innermost frame of the program itself; of anything where there is none."""
+        """The innermost frame of the program itself, else the innermost frame."""
         return next((frame for frame in self.frames if frame.is_program), next(iter(self.frames), None))
 
 
 class Stacks(NamedTuple):
-    """The threads of one process, and how they were read; or why they could not be."""
+    """The threads of one process and how they were read, or why they could not be read."""
 
     source: str | None
     threads: tuple[Stack, ...] = ()
@@ -76,7 +76,7 @@ class Stacks(NamedTuple):
         return next((stack for stack in self.threads if stack.is_main), None)
 
     def of(self, thread: str | None, ident: int | None) -> Stack | None:
-        """The thread of this number, else the only one of this name; None where there is none."""
+        """The thread of this number, else the only one of this name; None if there is none."""
         by_ident = [stack for stack in self.threads if ident is not None and stack.ident == ident]
         by_name = [stack for stack in self.threads if stack.thread == thread]
         matching = by_ident or (by_name if len(by_name) == 1 else [])
@@ -86,11 +86,11 @@ class Stacks(NamedTuple):
 def take_stacks(
     process: RankProcess, run: Path, answer: Mapping[str, Any] | None, only: str | None = None
 ) -> Stacks:
-    """The stacks of ``process``, by py-spy where that works, else by its own faulthandler.
+    """The stacks of ``process``, by py-spy if possible, else by its own faulthandler.
 
     Args:
-        answer: what its recorder said about its signal: ``signal`` and ``file``, below ``run``.
-        only: one of the two ways, and no other. Default: what COMMPROF_STACKS says.
+        answer: ``signal`` and ``file`` (below ``run``) that its recorder published.
+        only: use only this way of the two. Default: the value of COMMPROF_STACKS.
     """
     only = only or os.environ.get(STACKS_VARIABLE) or None
     state = state_of(process)
@@ -120,7 +120,7 @@ def py_spy_program() -> str | None:
 
 
 def spy(pid: int, blocking: bool = True) -> Stacks:
-    """What py-spy sees of process ``pid``.
+    """The stacks of process ``pid`` by py-spy.
 
     Args:
         blocking: stop the process for the few milliseconds that this takes; else read while it runs.
@@ -151,7 +151,7 @@ def spy(pid: int, blocking: bool = True) -> Stacks:
 
 
 def explain_refusal(text: str) -> str:
-    """Why py-spy saw nothing, from its standard error, and what would help."""
+    """Why py-spy failed, from its standard error, and what would help."""
     if "ermission denied" in text or "ermission Denied" in text or "Operation not permitted" in text:
         return "py-spy was refused (it needs the same user, kernel.yama.ptrace_scope 0 or root; in a container SYS_PTRACE)"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -159,7 +159,7 @@ def explain_refusal(text: str) -> str:
 
 
 def parse_spy(text: str, pid: int) -> tuple[Stack, ...]:
-    """The threads in what ``py-spy dump --json`` prints, the main one first.
+    """The threads in the output of ``py-spy dump --json``, the main one first.
 
     Raises:
         ValueError, KeyError, TypeError: it is something else.
@@ -180,7 +180,7 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def parse_faulthandler(text: str) -> tuple[Stack, ...]:
-    """The threads in what faulthandler writes, the main one, which it writes last, first."""
+    """The threads in the output of faulthandler; the main one, which is last there, comes first."""
     threads: list[tuple[str, int, list[Frame]]] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)
@@ -203,9 +203,9 @@ def _main_first(stacks: Sequence[Stack]) -> tuple[Stack, ...]:
 
 
 def ask_process(process: RankProcess, run: Path, answer: Mapping[str, Any] | None) -> Stacks:
-    """What ``process`` writes about itself when it gets the signal that its recorder has chosen.
+    """The stacks that ``process`` writes when it gets the signal that its recorder has chosen.
 
-    The signal would end a process that no longer catches it, so that is looked up first.
+    The signal would end a process that no longer catches it, so this is checked first.
     """
     try:
         number, file = int((answer or {})["signal"]), run / str((answer or {})["file"])
@@ -252,7 +252,7 @@ def _size(file: Path) -> int:
 
 
 def _await_text(file: Path, begin: int) -> str:
-    """What is written to ``file`` behind ``begin``, once nothing more comes."""
+    """The text in ``file`` after ``begin``, once it is complete."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     size = _size(file)
     while time.monotonic() < deadline:
@@ -269,7 +269,7 @@ def _await_text(file: Path, begin: int) -> str:
 
 
 class StackSampler:
-    """The stacks of each rank on this host as py-spy sees them, for flame graphs: one sample of 1 for each thread.
+    """The stacks of each rank on this host by py-spy, for flame graphs: one sample of value 1 for each thread.
 
     ``name`` is the stack in folded form, the outermost frame first, joined by ``;``.
     """
@@ -291,7 +291,7 @@ class StackSampler:
         return samples
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing to close."""
 
 
 def folded(stack: Stack) -> str:

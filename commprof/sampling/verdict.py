@@ -1,4 +1,4 @@
-"""Which rank holds a job up, in one sentence. Pure."""
+"""The verdict on a hung job in one sentence: which rank blocks it. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from commprof.sampling.situation import RankReport, Situation, short_site
 from commprof.sampling.waits import Parting, Wait, culprits, find_cycle, find_parting, find_sites
 from commprof.schema import Op
 
-_SIGNALS_FROM: Final = 128  # what a shell, and commprof, add to the number of the signal
-_MOST_NAMED: Final = 4  # ranks whose whereabouts the sentence says
+_SIGNALS_FROM: Final = 128  # added to the number of a signal in an exit code, by shells and commprof
+_MOST_NAMED: Final = 4  # ranks that the sentence describes one by one
 
 
 class Kind(StrEnum):
-    """What is the matter with a job."""
+    """The kinds of verdicts on a job."""
 
     MISSING = "missing"  # some ranks have not issued what others wait for
     DIFFERENT = "different"  # ranks issued different collectives in the same place
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """What is the matter, in one sentence, and what else is worth knowing."""
+    """The verdict in one sentence, and notes."""
 
     kind: Kind
     sentence: str
@@ -42,12 +42,12 @@ class Verdict(NamedTuple):
 
     @property
     def hangs(self) -> bool:
-        """Whether some rank waits for something that does not come."""
+        """Whether some rank waits for a call that is not issued."""
         return self.kind in (Kind.MISSING, Kind.DIFFERENT, Kind.RING, Kind.STUCK)
 
 
 def judge(situation: Situation) -> Verdict:
-    """What is the matter with the job, or was when it ended."""
+    """The verdict on the job now, or at its end."""
     verdict = _judged(situation)
     if verdict.kind is not Kind.DIFFERENT:
         differing = tuple(difference.sentence for difference in situation.differences)
@@ -63,8 +63,9 @@ def judge(situation: Situation) -> Verdict:
 def _judged(situation: Situation) -> Verdict:
     """The verdict, without how the job ended.
 
-    The first of these that holds: the job moves; ranks issued different things in one place; ranks are missed that wait
-    for nobody themselves; ranks wait for each other in a ring; all have issued what does not end; nobody waits.
+    The first of these that is true: the job makes progress; ranks issued different collectives at one position; others wait
+    for ranks that wait for nobody; ranks wait for each other in a ring; all have issued a collective that does not end;
+    nobody waits.
     """
     reports = situation.reports.values()
     if not any(report.calls.calls for report in reports):
@@ -105,7 +106,7 @@ def _judged(situation: Situation) -> Verdict:
 
 
 def _unequal_splits(situation: Situation, wait: Wait) -> Difference | None:
-    """What is known of the splits of the all_to_all in which ranks wait, where these do not agree."""
+    """The unequal splits of the all_to_all in which ranks wait, if any."""
     if wait.call.what.op != Op.ALL_TO_ALL:
         return None
     here = wait.group.pg, wait.call.pg_seq
@@ -113,7 +114,7 @@ def _unequal_splits(situation: Situation, wait: Wait) -> Difference | None:
 
 
 def _say_killed(situation: Situation) -> str:
-    """Which rank ended first or without saying so, and how far each had come."""
+    """Which rank ended first or without closing its recording, and the last call of each."""
     code, first = situation.end
     absent = situation.absent()
     unended = [report.rank for report in situation.reports.values() if report.state is not State.ENDED]
@@ -133,7 +134,7 @@ def _say_killed(situation: Situation) -> str:
 
 
 def _signal_clause(code: int | None) -> str:
-    """``, killed by SIGKILL``, where an exit code says so: 128 and the number of a signal."""
+    """``, killed by SIGKILL``, if the exit code is 128 plus the number of a signal."""
     if code is None or code <= _SIGNALS_FROM:
         return ""
     try:
@@ -277,7 +278,7 @@ def _notes(situation: Situation) -> tuple[str, ...]:
 
 
 def _hints(situation: Situation, wait: Wait) -> tuple[str, ...]:
-    """Where the ranks' ways through the program parted, if they did so before what they wait for now."""
+    """Where the call sites of the ranks diverged, if that was before the call that they wait for now."""
     group = next((g for g in situation.groups if g.facts.pg == wait.group.pg), None)
     parting = None if group is None or wait.call.what.is_p2p else find_sites(group, wait.call.pg_seq)
     if parting is None:

@@ -1,4 +1,4 @@
-"""Who waits for whom: the collectives and messages in which ranks stand, and the ranks that have not come to them. Pure."""
+"""The wait graph: collectives and messages in which ranks are blocked, and the ranks that have not issued them. Pure."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from commprof.schema import Op, format_ranks
 
 
 class Wait(NamedTuple):
-    """One collective or message that cannot go on.
+    """One collective or message that cannot complete.
 
     Attributes:
-        call: as the first of those who wait has issued it.
-        waiting: ranks that stand in it, by the time at which each issued it (on its own clock).
-        missing: ranks that would have to issue it and have not.
-        finished: ranks that have issued it and gone on.
-        absent: ranks of the group that left no file, so nothing is known of them.
-        known: False where the ranks have issued it and nothing shows whether they wait for it (a device, C++).
+        call: as the first waiting rank issued it.
+        waiting: ranks that are blocked in it, with the time at which each issued it (on its own clock).
+        missing: ranks that must issue it and have not.
+        finished: ranks that have issued it and continued.
+        absent: ranks of the group without a file, of which nothing is known.
+        known: False if the ranks have issued it and it is not known whether they wait for it (a device, C++).
     """
 
     group: GroupFacts
@@ -42,14 +42,14 @@ class Wait(NamedTuple):
 
 
 class Party(NamedTuple):
-    """Ranks that issued the same at one place in a group's order."""
+    """Ranks that issued the same collective at one position of a group."""
 
     ranks: tuple[int, ...]
     call: Call
 
 
 class Parting(NamedTuple):
-    """The first place in a group's order at which ranks issued different things, the larger party first."""
+    """The first position of a group at which ranks issued different collectives, the larger party first."""
 
     group: GroupFacts
     pg_seq: int
@@ -57,20 +57,20 @@ class Parting(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How far the ranks of one group have come: number and operation of the last collective that each has issued."""
+    """The progress of the ranks of one group: number and operation of the last collective of each."""
 
     group: GroupFacts
     last: Mapping[int, Call | None]
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have come equally far."""
+        """Whether all ranks have equal progress."""
         return len({call.pg_seq if call else -1 for call in self.last.values()}) <= 1
 
 
 @dataclass(slots=True)
 class GroupCalls:
-    """The collectives of one group by rank and number, and the ranks of which something is known.
+    """The collectives of one group by rank and number, and its ranks with records.
 
     A call that raised was issued to nobody and is not among them.
     """
@@ -90,7 +90,7 @@ class GroupCalls:
 
 
 def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
-    """The collectives of every group that a rank has used, in the order of the groups' names."""
+    """The collectives of every group that a rank has used, in order of the group names."""
     groups: dict[str, GroupCalls] = {}
     for rank in ranks:
         for facts in rank.groups.values():
@@ -107,7 +107,7 @@ def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
 
 
 def standings(groups: Sequence[GroupCalls]) -> list[Standing]:
-    """How far the ranks of each group have come, groups of one rank and unused ones left out."""
+    """The progress of the ranks of each group, without unused groups and groups of one rank."""
     return [
         Standing(group.facts, {rank: group.last(rank) for rank in group.members})
         for group in groups
@@ -116,7 +116,7 @@ def standings(groups: Sequence[GroupCalls]) -> list[Standing]:
 
 
 def find_waits(ranks: Sequence[RankCalls], groups: Sequence[GroupCalls]) -> list[Wait]:
-    """What cannot go on, each collective once and each message once for the rank that waits."""
+    """The blocked collectives, and the blocked messages of each waiting rank."""
     present = {rank.rank for rank in ranks}
     waits = [wait for group in groups for wait in _collective_waits(group, present)]
     by_rank = {rank.rank: rank for rank in ranks}
@@ -152,7 +152,7 @@ def _collective_waits(group: GroupCalls, present: set[int]) -> list[Wait]:
 
 
 def _unfinished(group: GroupCalls) -> dict[int, dict[int, Call]]:
-    """The collective after the last one that all ranks have issued, where its completion shows nowhere."""
+    """The collective after the last one that all ranks have issued, if its completion is not known."""
     if len(group.members) < 2:
         return {}
     seq = min(group.reached(rank) for rank in group.members) + 1
@@ -165,7 +165,7 @@ def _unfinished(group: GroupCalls) -> dict[int, dict[int, Call]]:
 
 
 def _message_wait(rank: RankCalls, call: Call, group: GroupFacts, by_rank: Mapping[int, RankCalls]) -> Wait:
-    """A send or receive in which ``rank`` stands. Missing is the other side, if it has not issued its part."""
+    """A send or receive in which ``rank`` is blocked. The other side is missing if it has not issued its part."""
     other = by_rank.get(call.what.peer)
     since = {rank.rank: call.issue_ns}
     if call.what.peer < 0:
@@ -190,7 +190,7 @@ def _has_issued(rank: RankCalls, other: RankCalls, call: Call) -> bool:
 
 
 def _answers(other: RankCalls, rank: RankCalls, call: Call) -> bool:
-    """Whether ``other`` has issued a message to or from ``rank`` that is on its way still."""
+    """Whether ``other`` has issued a message to or from ``rank`` that is still under way."""
     return any(
         _is_other_side(theirs, call) and theirs.what.peer in (rank.rank, -1) and stage is not Stage.DONE
         for theirs, stage in zip(other.calls, other.stages(), strict=True)
@@ -203,7 +203,7 @@ def _is_other_side(theirs: Call, call: Call) -> bool:
 
 
 def find_parting(group: GroupCalls, up_to: int) -> Parting | None:
-    """The first place, up to number ``up_to``, where ranks of ``group`` issued different things in the same place."""
+    """The first position up to ``up_to`` at which ranks of ``group`` issued different collectives."""
     return _first_parting(
         group,
         up_to,
@@ -213,7 +213,7 @@ def find_parting(group: GroupCalls, up_to: int) -> Parting | None:
 
 
 def find_sites(group: GroupCalls, up_to: int) -> Parting | None:
-    """The first place where they issued the same from different places in the program: a hint, and no more."""
+    """The first position at which they issued the same collective from different call sites, as a hint."""
     return _first_parting(group, up_to, lambda call: call.site, lambda one, other: one.site != other.site)
 
 
@@ -236,7 +236,7 @@ def _first_parting(
 def find_difference(
     group: GroupCalls, ranks: Mapping[int, RankCalls], *, all_ended: bool
 ) -> Difference | None:
-    """The first collective that ranks of ``group`` did not issue alike, as far back as all of them are looked at.
+    """The first collective that ranks of ``group`` issued differently, within the records read of all of them.
 
     Args:
         ranks: by number.
@@ -274,7 +274,7 @@ def find_order_differences(
     """For each set of groups that ranks share, the first two collectives that they issued in different orders.
 
     Args:
-        apart: differences within groups. These groups are left out, and those whose name was given again.
+        apart: differences within groups. These groups are left out, and those whose name was reused.
     """
     left_out = {each.pg for each in apart}
     names = {group.facts.pg: (group.facts.pg, format_ranks(group.facts.ranks)) for group in groups}
@@ -328,7 +328,7 @@ def culprits(waits: Sequence[Wait]) -> tuple[int, ...]:
 
 
 def find_cycle(waits: Sequence[Wait]) -> list[Wait]:
-    """Waits that wait for each other in a ring; empty where there is none."""
+    """Waits that form a ring; empty if there is none."""
     by_rank = {rank: wait for wait in waits for rank in wait.waiting if wait.missing}
     for start in by_rank:
         seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Notices that a job hangs, from the files that its ranks write, and has a dump made of it. Never ends anything."""
+"""Detects a hung job from the files that its ranks write, and takes a dump. It never ends a process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Fingerprints = dict[RankFile, tuple[int, int]]
 
 
 class Stillness:
-    """How long nothing has changed, and whether that was reported. Pure.
+    """Tracks how long nothing has changed, and whether that was reported. Pure.
 
     Args:
-        seconds: stillness that is worth a look, and again after as long.
+        seconds: time without progress before a check, and between checks.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -38,7 +38,7 @@ class Stillness:
         self.reported = False
 
     def is_long(self, files: Fingerprints, now: float) -> bool:
-        """Whether it is time for a look: nothing has changed for long enough, and it was not reported since it last did.
+        """Whether a check is due: nothing has changed for long enough, and that was not reported yet.
 
         Args:
             files: the fingerprints of the files of the ranks now; empty: nothing is recorded yet, which never counts.
@@ -55,11 +55,11 @@ class Stillness:
 class RunningTime:
     """Seconds that have passed while this process ran. Pure.
 
-    A job that was stopped (Ctrl-Z, a batch system's suspend, a container's pause) has not moved for long when it goes on,
-    and its watchdog stood still as long: that says nothing.
+    A job that was suspended (Ctrl-Z, a batch system, a paused container) made no progress meanwhile, and neither did its
+    watchdog. That time must not count.
 
     Args:
-        longest: of what passes between two questions, no more counts.
+        longest: the longest time between two calls that counts.
     """
 
     def __init__(self, longest: float) -> None:
@@ -68,7 +68,7 @@ class RunningTime:
         self._passed = 0.0
 
     def at(self, now: float) -> float:
-        """What has passed until ``now``, in seconds, since the first question."""
+        """The running time in seconds from the first call until ``now``."""
         if self._asked is not None:
             self._passed += min(now - self._asked, self._longest)
         self._asked = now
@@ -76,16 +76,16 @@ class RunningTime:
 
 
 class Watchdog:
-    """Looks at the ranks' files at intervals, in a thread of this process.
+    """Checks the ranks' files at intervals, in a thread of this process.
 
-    When no rank has issued or completed anything for ``seconds`` while one of them waits for another, a dump is made into
-    the run and its first sentence is said; once, until something moves again.
+    If no rank has issued or completed a call for ``seconds`` while a rank waits for another, it takes a dump into the run
+    and reports its first sentence, once until the next progress.
 
-    A context manager. Nothing that goes wrong here reaches the job.
+    A context manager. Its errors never reach the job.
 
     Args:
         say: called with one line for the person at the terminal.
-        take: makes a dump: :func:`take_dump`.
+        take: takes a dump: :func:`take_dump`.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Watchdog:
                     self._look()
             except (CommprofError, OSError):
                 continue  # a directory that is being made, moved or finalised
-            except Exception as error:  # whatever it is, the job goes on without a watchdog
+            except Exception as error:  # after any error the job continues without a watchdog
                 self._say(f"watchdog: it has stopped watching: {type(error).__name__}: {error}")
                 return
 
     def _look(self) -> None:
-        """Make the dump if some rank waits. Without that, no process is disturbed: a long calculation is no hang."""
+        """Take the dump if some rank waits. Otherwise no process is disturbed: a long computation is no hang."""
         if not self._take(self._run_path, stacks=False, watch_seconds=0.0).verdict.hangs:
             return
         dump = self._take(self._run_path)
