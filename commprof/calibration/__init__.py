@@ -1,1 +1,1 @@
-"""The machine's own ceiling: collectives timed over a range of sizes, latency and bandwidth fitted to the times."""
+"""Calibration: times collectives over a range of sizes and fits latency and bandwidth, the ceiling of the machine."""

@@ -24,7 +24,7 @@ _WHOLE: Final = (Op.BROADCAST, Op.REDUCE, Op.SEND, Op.RECV, SEND_RECV)
 
 
 def bus_factor(op: str, group_size: int) -> float | None:
-    """What the algorithm bandwidth of ``op`` is multiplied by for its bus bandwidth; None where there is none.
+    """The factor from algorithm bandwidth to bus bandwidth for ``op``; None if there is none.
 
     ``op`` is one of ``schema.Op`` or ``send_recv``. A group of one sends nothing, and a barrier has no payload.
     """
@@ -38,5 +38,5 @@ def bus_factor(op: str, group_size: int) -> float | None:
 
 
 def calibrated_op(op: str) -> str:
-    """The operation of a calibration that stands for ``op``: ``send_recv`` for a send or a recv, else the same."""
+    """The operation of a calibration that represents ``op``: ``send_recv`` for a send or a recv, else the same."""
     return SEND_RECV if op in (Op.SEND, Op.RECV) else op

@@ -80,7 +80,7 @@ def _fit(fitted: Fit | None) -> dict[str, Any] | None:
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Raise UsageError where ``path`` cannot become the file of a calibration, before anything is measured."""
+    """Raise UsageError before measuring if ``path`` cannot become the file of a calibration."""
     if path.is_dir():
         raise UsageError(
             f"--out {path} is a directory; the name of a file was expected, such as {path / 'calibration.json'}"
@@ -102,10 +102,10 @@ def check_target(path: Path, force: bool) -> None:
 
 
 def write_calibration(path: Path, calibration: Calibration, force: bool = False) -> None:
-    """Write the file, whole or not at all.
+    """Write the file atomically.
 
     Raises:
-        UsageError: there is one already, and ``force`` does not help.
+        UsageError: the file exists and may not be replaced.
         TraceError: it cannot be written.
     """
     check_target(path, force)
@@ -119,7 +119,7 @@ def write_calibration(path: Path, calibration: Calibration, force: bool = False)
             if force:
                 beside.replace(path)
             else:
-                path.hardlink_to(beside)  # fails where somebody has made it meanwhile
+                path.hardlink_to(beside)  # fails if another process has created it meanwhile
         finally:
             beside.unlink(missing_ok=True)
     except FileExistsError:
@@ -131,7 +131,7 @@ def write_calibration(path: Path, calibration: Calibration, force: bool = False)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in the file ``path``. What was fitted is fitted again, from the times.
+    """The calibration in the file ``path``. The fits are recomputed from the times.
 
     Raises:
         TraceError: there is no such file, or it is not of a calibration, or it is damaged.

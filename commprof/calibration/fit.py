@@ -4,12 +4,12 @@ The model is Hockney's (Parallel Computing 20, 1994)::
 
     t(S) = alpha + S / beta
 
-Times from microseconds to seconds are in one fit and what disturbs them grows with them, so the *relative* residuals are
-made small: weighted least squares with weights 1 / t(S)^2, where t(S) is the model's own, iterated (for a constant relative
-error these are the estimating equations of quasi-likelihood: McCullagh and Nelder, Generalized Linear Models, chapter 9). A
-size that falls out of line counts less, by Huber's weights at 1.345 robust standard deviations. Latency is not negative:
-where the times want it to be, it is 0 and beta alone is fitted. Intervals are Student's, from the covariance of M-estimators
-(Huber, Robust Statistics, section 7.6).
+One fit spans times from microseconds to seconds, and their errors grow with them, so it minimizes the *relative* residuals:
+weighted least squares with weights 1 / t(S)^2, where t(S) is the model's own, iterated (for a constant relative
+error these are the estimating equations of quasi-likelihood: McCullagh and Nelder, Generalized Linear Models, chapter 9). An
+outlying size has less weight, by Huber's weights at 1.345 robust standard deviations. Latency is not negative:
+if the fit would make it negative, it is 0 and beta alone is fitted. Intervals are Student's, from the covariance of
+M-estimators (Huber, Robust Statistics, section 7.6).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOOR: Final = 1e-9  # of the relative scale: exact times are fitted exactly
 
 
 class Interval(NamedTuple):
-    """A 95 % interval; an end that the times do not bound is None."""
+    """A 95 % interval; an unbounded end is None."""
 
     low: float | None
     high: float | None
@@ -50,7 +50,7 @@ class Fit(NamedTuple):
         slope: ns per byte, above 0.
         residual: robust standard deviation of the relative residuals, 0.1 for 10 %.
         covariance: of alpha and slope: (alpha alpha, alpha slope, slope slope).
-        sizes: how many were fitted.
+        sizes: number of fitted sizes.
     """
 
     alpha_ns: float
@@ -66,22 +66,22 @@ class Fit(NamedTuple):
 
     @property
     def quantile(self) -> float:
-        """Of Student's t, for the degrees of freedom of the fit."""
+        """The quantile of Student's t for the degrees of freedom of the fit."""
         return student_t(self.sizes - 2)
 
     def alpha_interval(self) -> Interval:
-        """Of the latency, in ns."""
+        """The interval of the latency in ns."""
         reach = self.quantile * math.sqrt(self.covariance[0])
         return Interval(max(0.0, self.alpha_ns - reach), self.alpha_ns + reach)
 
     def beta_interval(self) -> Interval:
-        """Of the bandwidth, in bytes/s. Its upper end is None where the times at hand allow any."""
+        """The interval of the bandwidth in bytes/s; its upper end is None if the times do not bound it."""
         reach = self.quantile * math.sqrt(self.covariance[2])
         low = 1e9 / (self.slope + reach)
         return Interval(low, 1e9 / (self.slope - reach) if reach < self.slope else None)
 
     def predict(self, payload_bytes: float) -> Prediction:
-        """The time of ``payload_bytes``. The low end of its interval is 0 where the scatter allows anything."""
+        """The time of ``payload_bytes``. The low end of its interval is 0 if the residuals do not bound it."""
         time = self.alpha_ns + self.slope * payload_bytes
         var_alpha, cov, var_slope = self.covariance
         variance = var_alpha + 2 * cov * payload_bytes + var_slope * payload_bytes**2
@@ -92,7 +92,7 @@ class Fit(NamedTuple):
 def fit(sizes: Sequence[float], times_ns: Sequence[float]) -> Fit | None:
     """The latency and bandwidth that explain ``times_ns`` of payloads ``sizes`` (bytes, above 0).
 
-    None where they cannot be told: fewer than 3 sizes, or times that do not grow with the size.
+    None if they cannot be determined: fewer than 3 sizes, or times that do not grow with the size.
     """
     points = [(float(s), float(t)) for s, t in zip(sizes, times_ns, strict=True) if s > 0 and t > 0]
     if len({size for size, _ in points}) < LEAST_SIZES:
@@ -133,7 +133,7 @@ def _solve(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> t
 
 
 def _scale(points: Sequence[tuple[float, float]], predicted: Sequence[float]) -> float:
-    """Robust standard deviation of the relative residuals, with two of them spent on the fit."""
+    """Robust standard deviation of the relative residuals, with two degrees of freedom spent on the fit."""
     sizes = sorted(abs(time / model - 1) for (_, time), model in zip(points, predicted, strict=True))
     return max(_FLOOR, _SIGMA_OF_MAD * median(sizes[min(2, len(sizes) - 1) :]))
 

@@ -1,4 +1,4 @@
-"""What a calibration measures: operations, sizes, how often. Standard library only."""
+"""The plan of a calibration: operations, sizes, iterations. Standard library only."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Plan:
 
     Attributes:
         sizes: payload in bytes, S of nccl-tests, in rising order; each is rounded down to whole elements per rank.
-        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` takes GPUs where every rank of the host has one.
+        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` takes GPUs if every rank of the host has one.
         backend: ``auto``, ``gloo`` or ``nccl``; ``auto`` takes nccl for GPUs.
-        iterations: timed, of each operation and size, at most: a size that takes long is repeated less often.
-        warmup: before them, not timed.
+        iterations: timed iterations of each operation and size, at most: slow sizes have fewer.
+        warmup: iterations before them that are not timed.
     """
 
     ops: tuple[str, ...] = OPS
@@ -62,13 +62,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """What :meth:`to_json` wrote."""
+        """The plan in a text of :meth:`to_json`."""
         values = json.loads(text)
         return Plan(**{**values, "ops": tuple(values["ops"]), "sizes": tuple(values["sizes"])})
 
 
 def parse_ops(texts: Sequence[str]) -> tuple[str, ...]:
-    """The operations that ``--ops`` names, in the order of :data:`OPS`; all of them where it names none.
+    """The operations that ``--ops`` names, in the order of :data:`OPS`; all if it names none.
 
     Raises:
         UsageError: one is not known.
@@ -91,7 +91,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     ((1024, 4096, 16384, 65536), (3000, 1048576))
 
     Raises:
-        UsageError: it is neither, or holds what cannot be measured.
+        UsageError: it has neither form, or a size that cannot be measured.
     """
     if ":" not in text:
         return _checked(text, [_size(text, part) for part in text.split(",") if part.strip()])

@@ -1,4 +1,4 @@
-"""One rank of a calibration: measured together with the others, the file written by the first."""
+"""One rank of a calibration: measures with the other ranks; the first rank writes the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORCE: Final = "force"  # the argument that allows an earlier file to be replace
 
 
 def member_of(environment: Mapping[str, str], rank: int, world_size: int) -> Member:
-    """The place of this process, from what launchers say of it within its host."""
+    """The place of this process, from the variables of launchers."""
 
     def number(*names: str) -> int | None:
         return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), None)

@@ -1,4 +1,4 @@
-"""What a calibration measured, and what it says of other operations. Standard library only."""
+"""The results of a calibration, and predictions from them. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commprof.calibration.fit import Fit, Prediction, fit
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One operation at one size, on the slowest rank: the median of its times, and the quartiles beside it.
+    """One operation at one size, on the slowest rank: median and quartiles of its times.
 
     ``payload_bytes`` is S of nccl-tests. ``iterations`` were timed.
     """
@@ -26,14 +26,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What one calibration measured, and on what.
+    """The results of one calibration, and the machine.
 
     Attributes:
         created: the date and time, ISO 8601 with the offset to UTC.
-        hosts: their names, each once.
-        machine: what they are: ``system``, ``machine``, ``cpus``, ``accelerator`` (None for none).
-        environment: the variables that a backend reads, as they were set.
-        timings: of each operation, by size.
+        hosts: the distinct host names.
+        machine: their description: ``system``, ``machine``, ``cpus``, ``accelerator`` (None for none).
+        environment: the environment variables that a backend reads.
+        timings: the times of each operation, by size.
         skipped: why an operation was left out.
     """
 
@@ -52,7 +52,7 @@ class Calibration:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self) -> dict[str, Fit]:
-        """Latency and bandwidth of the operations whose times say them."""
+        """Latency and bandwidth of the operations whose times determine them."""
         fits = {
             op: fit([t.payload_bytes for t in timings], [t.time_ns for t in timings])
             for op, timings in self.timings.items()
@@ -60,7 +60,7 @@ class Calibration:
         return {op: each for op, each in fits.items() if each is not None}
 
     def ceilings(self) -> Ceilings:
-        """What to expect of an operation, from :meth:`fits`."""
+        """Predictions from :meth:`fits`."""
         return Ceilings(self.world_size, self.fits())
 
 
@@ -72,9 +72,9 @@ class Ceilings:
         self._fits = fits
 
     def predict(self, op: str, payload_bytes: float, group_size: int) -> Prediction | None:
-        """The time of ``op`` of that payload in a group of that size; None where nothing is known of it.
+        """The time of ``op`` of that payload in a group of that size; None if not known.
 
-        In a group of another size than was calibrated the bus bandwidth is taken to be the same, and so is the latency.
+        For a group of another size, bus bandwidth and latency are assumed to be equal.
         """
         name = calibrated_op(op)
         known, wanted = bus_factor(name, self.world_size), bus_factor(name, group_size)

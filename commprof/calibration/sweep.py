@@ -1,4 +1,4 @@
-"""The sweep of a calibration, as every rank carries it out: operations by sizes, timed, the slowest rank counting.
+"""The sweep of a calibration on each rank: times operations by size; the slowest rank counts.
 
 Needs torch, which is imported when a sweep begins.
 """
@@ -41,16 +41,16 @@ class Member(NamedTuple):
 
 
 def measure(plan: Plan, member: Member, say: Callable[[str], None]) -> Calibration | None:
-    """Carry ``plan`` out together with the other ranks; the first rank returns what was measured, the others None.
+    """Carry out ``plan`` together with the other ranks; the first rank returns the results, the others None.
 
-    The ranks meet where ``MASTER_ADDR`` and ``MASTER_PORT`` say. A recorder that is active sees the collectives under the
-    purpose ``other``.
+    The ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``. An active recorder records the collectives with the purpose
+    ``other``.
 
     Args:
         say: called with a line for each operation, on the first rank.
 
     Raises:
-        UsageError: the plan asks for what is not here. Every rank raises it.
+        UsageError: the plan requests what is not available here. Every rank raises it.
         CommprofError: the data were wrong. Every rank raises it.
     """
     with _meeting(plan, member) as sweep, hooks.tag("other"):
@@ -113,7 +113,7 @@ def _choose(plan: Plan, member: Member) -> tuple[torch.device, str]:
 
 
 class _Sweep:
-    """The operations and sizes that were timed so far. Every method is called by all ranks, in the same order."""
+    """The operations and sizes timed so far. Every method is called by all ranks, in the same order."""
 
     def __init__(self, plan: Plan, member: Member, device: torch.device, backend: str) -> None:
         import torch
@@ -127,7 +127,7 @@ class _Sweep:
         self.skipped: dict[str, str] = {}
 
     def time_op(self, op: str) -> None:
-        """Time ``op`` at every size; from the first size that cannot be carried out it is left out."""
+        """Time ``op`` at every size; it stops at the first size that cannot be carried out."""
         timings: dict[int, Timing] = {}
         for size in self._counts():
             try:
@@ -151,7 +151,7 @@ class _Sweep:
         return sorted({max(1, size // (item * unit)) * unit for size in self.plan.sizes})
 
     def _checked(self, op: str, count: int) -> Trial:
-        """``op`` made ready, carried out once, and its data held to what they must be."""
+        """Prepare ``op``, carry it out once, and check its result."""
         ready = trial(op, self.member.rank, count, Buffers(self.member.world_size, self.empty))
         ready.call()
         wrong = self._total(ready.wrong())
@@ -179,7 +179,7 @@ class _Sweep:
         )
 
     def _times(self, ready: Trial, iterations: int) -> list[int]:
-        """How long each of ``iterations`` calls took, in ns: on the stream of a GPU, else on the host."""
+        """The durations of ``iterations`` calls in ns: on the stream of a GPU, else on the host."""
         together = self.empty.new_zeros(1)
         if self.device.type == "cuda":
             return self._times_on_device(ready, iterations, together)
@@ -207,7 +207,7 @@ class _Sweep:
 
     @staticmethod
     def _bring_together(ready: Trial, together: torch.Tensor) -> None:
-        """Else the root of a broadcast would run ahead, and what is timed would be its buffers."""
+        """Synchronize the ranks: else the root of a broadcast would run ahead, and its buffers would be timed."""
         import torch.distributed as dist
 
         if not ready.keeps_step:
@@ -245,7 +245,7 @@ class _Sweep:
         return [list(map(int, row)) for row in every.tolist()]
 
     def last_line(self, op: str) -> str:
-        """What became of ``op``, for people."""
+        """The result of ``op`` as a line of text."""
         timings = self.timings.get(op)
         if not timings:
             return f"{op}: left out: {self.skipped.get(op, 'nothing was measured')}"
@@ -254,7 +254,7 @@ class _Sweep:
         return f"{op}: {len(timings)} sizes measured, {ends}{cut}"
 
     def results(self) -> Calibration | None:
-        """What was measured; None on all ranks but the first."""
+        """The results; None on all ranks but the first."""
         import torch
 
         name = socket.gethostname().encode("utf-8")[:_NAME_BYTES]

@@ -1,7 +1,7 @@
-"""Each operation of a calibration as something to call over and over, and its result held to what it must be.
+"""The operations of a calibration as repeatable calls with checked results.
 
-Every rank fills its buffer with small whole numbers that depend on the rank and the place, so that sums are exact in every
-element type, and a part of another rank, or of another place, shows. Needs torch.
+Every rank fills its buffer with small integers that depend on the rank and the position. So sums are exact in every element
+type, and data of another rank or position are detected. Needs torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from commprof.schema import Op
 if TYPE_CHECKING:
     import torch
 
-_PERIOD: Final = (
-    5  # the pattern repeats after so many elements; no power of two, so that no chunk begins as another
-)
+_PERIOD: Final = 5  # period of the pattern in elements; no power of two, so that chunks begin differently
 _ROOT: Final = 0
 
 
@@ -26,11 +24,11 @@ class Trial(NamedTuple):
     """One operation at one size on this rank.
 
     Attributes:
-        call: carry it out; a collective of all ranks.
-        result: what it leaves here; None where nothing is to be left.
-        expected: what ``result`` must hold after the first call.
-        sent: what is overwritten by the call, to be cleared after the first one: sums would grow without end.
-        keeps_step: no rank can be ahead of the others; where it is false, ranks must be brought together before each call.
+        call: carries it out; a collective of all ranks.
+        result: the result on this rank; None if it has none.
+        expected: the expected ``result`` after the first call.
+        sent: the buffer that the call overwrites, cleared after the first call, since sums would grow without limit.
+        keeps_step: no rank can run ahead of the others; if false, ranks are synchronized before each call.
     """
 
     call: Callable[[], None]
@@ -40,17 +38,17 @@ class Trial(NamedTuple):
     keeps_step: bool
 
     def wrong(self) -> int:
-        """Elements of the result that are not as expected."""
+        """The number of elements of the result that differ from the expected ones."""
         if self.result is None or self.expected is None:
             return 0
         return int((self.result != self.expected).sum().item())
 
 
 class Buffers:
-    """The numbers that ranks send, and sums of them.
+    """The data that ranks send, and sums of them.
 
     Args:
-        ranks: of the job.
+        ranks: number of ranks of the job.
         like: an empty tensor of the element type and device.
     """
 
@@ -59,7 +57,7 @@ class Buffers:
         self.like = like
 
     def of(self, senders: Iterable[int], begin: int, length: int) -> torch.Tensor:
-        """The sum of what ``senders`` have at ``begin`` to ``begin + length`` of their buffers."""
+        """The sum of the buffers of ``senders`` from ``begin`` to ``begin + length``."""
         numbers = [0] * _PERIOD
         for sender in senders:
             for place in range(_PERIOD):
@@ -68,7 +66,7 @@ class Buffers:
         return period.repeat(-(-length // _PERIOD))[:length].contiguous()
 
     def empty(self, length: int) -> torch.Tensor:
-        """A buffer for a result: of a number that no rank sends."""
+        """A buffer for a result, filled with a number that no rank sends."""
         return self.like.new_full((length,), 77)
 
 
@@ -144,7 +142,7 @@ def _all_to_all(rank: int, count: int, buffers: Buffers) -> Trial:
 
 
 def _send_recv(rank: int, count: int, buffers: Buffers) -> Trial:
-    """As in nccl-tests: every rank sends to the next one and receives from the one before, both at once."""
+    """As in nccl-tests: every rank sends to the next rank and receives from the previous one at the same time."""
     import torch.distributed as dist
 
     after, before = (rank + 1) % buffers.ranks, (rank - 1) % buffers.ranks
@@ -159,13 +157,13 @@ def _send_recv(rank: int, count: int, buffers: Buffers) -> Trial:
 
 
 def _newer(module: ModuleType, name: str, before: str) -> Callable[..., object]:
-    """``name`` of ``module``; what it was called ``before`` where this torch does not have it yet."""
+    """``name`` of ``module``, or its older name ``before`` if this torch lacks it."""
     function: Callable[..., object] = getattr(module, name, None) or getattr(module, before)
     return function
 
 
 def _finish(work: object) -> None:
-    """Wait for ``work``, where a call gave a handle."""
+    """Wait for ``work`` if a call returned a handle."""
     if work is not None:
         work.wait()  # type: ignore[attr-defined]
 
