@@ -1,1 +1,1 @@
-"""Tables to files that other tools and papers read."""
+"""Export: writes tables to files for other tools and for papers."""

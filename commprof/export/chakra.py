@@ -1,7 +1,7 @@
 """A run as MLCommons Chakra execution traces, one per rank, which ASTRA-sim and other simulators replay.
 
-A rank is a chain of what its program did: compute for as long as it issued and awaited nothing, then an operation. Compute
-after a wait depends on the operation that was waited for; an operation depends on the compute before its issue. Source of
+The trace of a rank is a chain: compute while the program issued and awaited nothing, then an operation. Compute after a wait
+depends on the operation that was waited for; an operation depends on the compute before its issue. Source of
 the format: schema/protobuf/et_def.proto of mlcommons/chakra (version 0.0.4), and the attributes that its feeder reads.
 """
 
@@ -73,8 +73,8 @@ def export_chakra(
     """Write ``trace.<rank>.et`` for each rank, ``comm_groups.json`` and ``provenance.json`` into ``out``.
 
     ``comm_groups.json`` names the global ranks of each group by the number that the traces use, as ASTRA-sim's
-    ``--comm-group-configuration`` takes it. The size of an operation is what a rank hands in: the buffer, and of an
-    all_gather its part.
+    ``--comm-group-configuration`` takes it. The size of an operation is that of the input of a rank: the buffer, and for an
+    all_gather its shard.
 
     Raises:
         UsageError: the job was restarted, or no rank recorded anything; ``out`` is in use.
@@ -113,7 +113,7 @@ def _one_process_each(run: Run, timed: OneClock) -> list[int]:
 
 
 class _Groups:
-    """A number for each process group of the job; equal on all its members."""
+    """A number for each process group of the job, equal on all its ranks."""
 
     def __init__(self, groups: Collection[Group]) -> None:
         self._numbers: dict[Group, int] = {group: number for number, group in enumerate(sorted(groups))}
@@ -129,7 +129,9 @@ def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: S
     metadata = GlobalMetadata(version=VERSION)
     _attribute(metadata, "rank", int64_val=rank.rank)
     sink.write(delimited(metadata))
-    issued = rank.table.filter(pc.invert(has_raised(rank.table)))  # replayed, nobody would answer the others
+    issued = rank.table.filter(
+        pc.invert(has_raised(rank.table))
+    )  # in a replay, nobody would answer the others
     nodes = nodes_of(issued, groups.number, tell)
     while bundle := list(islice(nodes, _NODES_AT_A_TIME)):
         sink.write(b"".join(map(delimited, bundle)))
@@ -138,15 +140,15 @@ def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: S
 def nodes_of(
     records: pa.Table, group_number: Callable[[Mapping[str, Any]], str], tell: Callable[[int], None]
 ) -> Iterator[Any]:
-    """The nodes of one rank: its records in order of issue, and the compute between the moments of its host.
+    """The nodes of one rank: its records in order of issue, and the compute between the events of its host.
 
-    Two things end a stretch of compute: an issue, and the beginning of a wait; the next one begins when the wait ends.
-    Durations are whole microseconds, and what the rounding leaves is carried on, so that the chain is as long as the run.
+    An issue or the begin of a wait ends an interval of compute; the next one begins when the wait ends. Durations are
+    integral microseconds, and rounding errors are carried over, so that the chain is as long as the run.
     """
     rows = _Rows(records)
     base = host_ns = None
     compute_id, carried, issued = 0, 0, 0
-    last: list[int] = []  # what the next node of the chain depends on
+    last: list[int] = []  # the dependencies of the next node of the chain
     for time_ns, kind, place, resumes_ns in _moments(records):
         if base is None or host_ns is None:
             base = host_ns = time_ns
@@ -168,7 +170,7 @@ _ISSUED, _AWAITED = 0, 1
 
 
 class _Rows:
-    """The records of a rank as Python values, some thousand at a time: they are asked for nearly in order."""
+    """The records of a rank as Python values, some thousand at a time: access is nearly in order."""
 
     def __init__(self, records: pa.Table) -> None:
         self._records = records
@@ -184,7 +186,7 @@ class _Rows:
 
 
 def _moments(records: pa.Table) -> Iterator[tuple[int, int, int, int]]:
-    """When the host issued or awaited the operation in which row, and when it went on; in order of time."""
+    """Begin and end of each issue and wait of the host, with the row of its operation, in order of time."""
     count = len(records)
     issue = records["issue_ns"].to_numpy()
     wait_end = records["wait_end_ns"]
@@ -269,7 +271,7 @@ def _operation(
 
 
 def comm_size(row: Mapping[str, Any]) -> int:
-    """Bytes that a rank hands in: its part of an all_gather or gather, the whole buffer of everything else."""
+    """Input bytes of a rank: its shard for an all_gather or gather, else the whole buffer."""
     if row["op"] in (Op.ALL_GATHER, Op.GATHER) and row["group_size"]:
         return int(row["payload_bytes"]) // int(row["group_size"])
     return int(row["payload_bytes"])

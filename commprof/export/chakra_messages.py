@@ -1,7 +1,7 @@
-"""The messages of a Chakra trace, made from a table of their fields: protobuf does the coding.
+"""The protobuf messages of a Chakra trace, built from a table of their fields.
 
-Numbers and types of the fields are those of schema/protobuf/et_def.proto of mlcommons/chakra; of the values that an
-attribute can have only the kinds that are written here.
+Numbers and types of the fields are those of schema/protobuf/et_def.proto of mlcommons/chakra; of the value types of an
+attribute only those that are written here.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Node: Final[Any] = _MADE["Node"]
 
 
 def delimited(message: Any) -> bytes:
-    """``message`` with its length in front, as the messages of a trace follow one another."""
+    """``message`` with its length as prefix, the format of messages in a trace."""
     out = io.BytesIO()
     proto.serialize_length_prefixed(message, out)
     return out.getvalue()

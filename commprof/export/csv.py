@@ -1,4 +1,4 @@
-"""Runs as CSV files: one per table, the comparison, a data dictionary, and where it all came from."""
+"""Runs as CSV files: one per table, the comparison, a data dictionary, and the provenance."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ def export_csv(
 ) -> list[ExportedFile]:
     """Write ``<table>.csv`` for each of ``tables``, the comparison, a data dictionary and ``provenance.json`` into ``out``.
 
-    A table that the run has nothing of gives a file with its header. Of several runs each table begins with the
-    column ``run``. Every file is written under another name first; they take their names together at the end, so a failure
-    leaves what was there before.
+    An empty table gives a file with its header. For several runs each table begins with the column ``run``. All files are
+    written under temporary names and renamed together at the end, so a failure keeps the former files.
 
     Args:
         run: the run or runs, or their paths.
-        out: directory to write to; made where it is missing.
+        out: directory to write to; created if missing.
         tables: names of tables of the schema, without the comparison; default all, and the comparison.
         force: write into a directory that holds something; only files of the names above are replaced.
-        progress: told the name of each file that is begun.
+        progress: called with the name of each file when it is begun.
 
     Raises:
         UsageError: an unknown table; ``out`` is no directory, or holds something and ``force`` is off.
@@ -82,7 +81,8 @@ def _every(runs: Sequence[Run], names: Sequence[str], compared: bool) -> Iterato
 
 
 def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
-    """Compare the CSV files in ``out`` with the runs that they were made of: a sentence for each difference, none if equal.
+    """Compare the CSV files in ``out`` with the runs that they were exported from: a sentence for each difference, none if
+    equal.
 
     Each file must have the length and checksum that ``provenance.json`` says, and each table must be, byte for byte, what an
     export of the runs writes now.
@@ -136,7 +136,7 @@ def _digest(file: Path) -> str | None:
 
 
 def _first_difference(file: Path, expected: IO[bytes]) -> str:
-    """Where the rows part for the first time, in words."""
+    """The first difference of the rows, in words."""
     expected.seek(0)
     wanted = io.TextIOWrapper(expected, "utf-8", newline="")
     try:

@@ -45,7 +45,7 @@ def export_database(
 
 
 def _write(path: Path, tables: Sequence[ExportedTable], tell: Progress) -> Iterator[int]:
-    """Write the tables one after the other; gives the rows of each."""
+    """Write the tables in turn; yields the number of rows of each."""
     try:
         with duckdb.connect(str(path), config=api.engine_settings(_MOST_MEMORY)) as database:
             for table in tables:
@@ -64,7 +64,7 @@ def _write(path: Path, tables: Sequence[ExportedTable], tell: Progress) -> Itera
 
 
 def _filled(database: duckdb.DuckDBPyConnection, table: ExportedTable, tell: Progress) -> int:
-    """Create ``table`` and put its rows into it as they come; gives how many they are."""
+    """Create ``table`` and insert its batches; returns the number of rows."""
     rows = 0
     failures: list[TraceError] = []
 
@@ -75,7 +75,7 @@ def _filled(database: duckdb.DuckDBPyConnection, table: ExportedTable, tell: Pro
                 yield from part.to_batches()
                 rows += len(part)
                 tell(f"{DATABASE}: {table.name}, {rows:,} rows")
-        except TraceError as error:  # which the engine would tell as a failure of its own
+        except TraceError as error:  # the engine would report it as its own failure
             failures.append(error)
             raise
 

@@ -1,4 +1,4 @@
-"""Files of an export: written under other names first, counted and hashed on the way, and put in their places together."""
+"""Files of an export: written under temporary names, counted and hashed, and renamed together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Progress = Callable[[str], None]
 
 
 class ExportedFile(NamedTuple):
-    """One file of an export. ``rows`` is without the header, None for a file that is no table."""
+    """One file of an export. ``rows`` excludes the header; None for a file that is no table."""
 
     path: Path
     rows: int | None
@@ -29,7 +29,7 @@ class ExportedFile(NamedTuple):
 
 
 class Sink:
-    """A file that is written once, from its beginning to its end, and counted and hashed on the way."""
+    """A file that is written sequentially, and counted and hashed while writing."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream
@@ -44,12 +44,12 @@ class Sink:
         return self.stream.write(data)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Flush the buffer to the system."""
         self.stream.flush()
 
 
 class _Counted:
-    """Rows that are counted while they pass."""
+    """Batches whose rows are counted while they are read."""
 
     def __init__(self, batches: Iterable[pa.Table], tell: Callable[[int], None]) -> None:
         self._batches = batches
@@ -64,11 +64,11 @@ class _Counted:
 
 
 class Staging:
-    """Where the files of one export are written before they take their places.
+    """The temporary directory in which the files of one export are written.
 
     Args:
         directory: inside the target, so that its files can be renamed.
-        progress: told each file that is begun.
+        progress: called with the name of each file when it is begun.
     """
 
     def __init__(self, directory: Path, progress: Progress) -> None:
@@ -77,7 +77,7 @@ class Staging:
         self._progress = progress
 
     def write(self, name: str, fill: Callable[[Any], Any], rows: int | None = None) -> ExportedFile:
-        """Write file ``name`` by what ``fill`` writes to the :class:`Sink` that it is given."""
+        """Write file ``name``: ``fill`` writes to the :class:`Sink` that it gets."""
         self._progress(name)
         path = self.directory / name
         with path.open("wb") as stream:
@@ -100,18 +100,18 @@ class Staging:
     def adopt_rows(
         self, name: str, batches: Iterable[pa.Table], make: Callable[[Iterator[pa.Table], Path], Any]
     ) -> ExportedFile:
-        """The same of a file that ``make`` writes by itself at the path that it is given."""
+        """The same for a file that ``make`` writes to the path that it gets."""
         counted = _Counted(batches, lambda rows: self._progress(f"{name}: {rows:,} rows"))
         self.adopt(name, lambda path: make(iter(counted), path))
         return self.with_rows(counted.rows)
 
     def with_rows(self, rows: int) -> ExportedFile:
-        """The file that was written last, which has so many rows."""
+        """Set the number of rows of the file that was written last."""
         self.files[-1] = self.files[-1]._replace(rows=rows)
         return self.files[-1]
 
     def tell(self, text: str) -> None:
-        """Say how far the file that is being written is."""
+        """Report the progress of the current file."""
         self._progress(text)
 
     def write_text(self, name: str, text: str) -> ExportedFile:
@@ -119,7 +119,7 @@ class Staging:
         return self.write(name, lambda sink: sink.write(text.encode("utf-8")))
 
     def adopt(self, name: str, make: Callable[[Path], Any], rows: int | None = None) -> ExportedFile:
-        """File ``name``, which ``make`` writes by itself at the path that it is given; counted and hashed afterwards."""
+        """Add file ``name``, which ``make`` writes to the path that it gets; it is counted and hashed afterwards."""
         self._progress(name)
         path = self.directory / name
         make(path)
@@ -137,11 +137,12 @@ class Staging:
 def staged(
     out: Path, names: Sequence[str], force: bool, progress: Progress | None = None
 ) -> Iterator[Staging]:
-    """A place for the files ``names`` of directory ``out``; they appear there together when the block ends without an error.
+    """A :class:`Staging` for the files ``names`` of directory ``out``; they appear together if the block ends without an
+    error.
 
     Args:
         force: write into a directory that holds something; only files of these names are replaced.
-        progress: told the name of each file that is begun.
+        progress: called with the name of each file when it is begun.
 
     Raises:
         UsageError: ``out`` is no directory, or holds something and ``force`` is off.

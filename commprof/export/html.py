@@ -1,6 +1,6 @@
-"""Runs as one HTML file that opens anywhere, offline: facts, verdict, figures of the dashboard, and their numbers.
+"""Runs as one offline HTML file: facts, verdict, figures of the dashboard, and their numbers.
 
-The figures are those of ``commprof_dash.charts``, which is imported only here and only now; plotly.js stands in the file.
+The figures are those of ``commprof_dash.charts``, which is imported lazily and only here; the file includes plotly.js.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ summary { cursor: pointer; color: #5c636a; } .note { border-left: 4px solid #e8a
 def export_html(
     run: AnyRun | Sequence[AnyRun], out: Path | str, force: bool = False, progress: Progress | None = None
 ) -> list[ExportedFile]:
-    """Write ``report.html`` into ``out``; of several runs with their comparison first.
+    """Write ``report.html`` into ``out``; for several runs with their comparison first.
 
     Raises:
         UsageError: ``out`` is no directory, or holds something and ``force`` is off.
@@ -196,5 +196,5 @@ def _cell(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """``value`` as text that cannot be taken for markup."""
+    """``value`` as escaped text."""
     return html.escape(str(value), quote=True)

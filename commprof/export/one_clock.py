@@ -1,6 +1,6 @@
-"""The records of a run rank by rank, on one clock, and which of other ranks are the same collective.
+"""The records of a run rank by rank, on one clock, with keys that identify the same collective on other ranks.
 
-Only one rank is looked at at a time, and of its records only some are held as Python values.
+Only one rank is in memory at a time, and only some of its records as Python values.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Numbers = npt.NDArray[np.int64]
 class RankRows(NamedTuple):
     """All records of one rank in one attempt, in order of process and issue.
 
-    ``shift_ns`` is to be added to a row's times. ``stream``, ``number`` and ``repetition`` together are equal in all
-    records of one collective or message, of whatever rank; the stream is :data:`NO_PARTNER` where a row can have none.
+    ``shift_ns`` is the offset to add to a row's times. ``stream``, ``number`` and ``repetition`` together are equal in all
+    records of one collective or message, on all ranks; the stream is :data:`NO_PARTNER` if a row can have no partner.
     """
 
     rank: int
@@ -52,10 +52,10 @@ class RankRows(NamedTuple):
 
 
 class OneClock:
-    """The records of ``run`` by rank. Of hosts whose clocks were never compared the times stay their own.
+    """The records of ``run`` by rank. Times of hosts whose clocks were never compared are not shifted.
 
     Args:
-        columns: of ``collectives`` that are needed.
+        columns: the columns of ``collectives`` to read.
 
     Raises:
         TraceError: a file of the run is damaged.
@@ -77,7 +77,7 @@ class OneClock:
         self._look()
 
     def _look(self) -> None:
-        """What must be known before the first row is written: one look at a few columns of every rank."""
+        """Collect the facts that are needed before the first row, from a few columns of every rank."""
         clocks: set[str] = set()
         for _, _, rows in self._ranks(("rank", "attempt", "pid", "issue_ns", "pg", "group_ranks")):
             identities = rows.group_by(["rank", "attempt", "pid"]).aggregate([]).to_pylist()
@@ -103,12 +103,12 @@ class OneClock:
         return np.where(readings.known, readings.offset_ns, 0), int((~readings.known).sum())
 
     def shift_at(self, process: tuple[int, int, int], time_ns: int) -> int:
-        """What is to be added to a time of ``process``."""
+        """The offset to add to a time of ``process``."""
         measured = None if self._is_one else self._clock.offset(process, np.array([time_ns], np.int64))
         return 0 if measured is None else int(measured.offset_ns[0])
 
     def ranks(self) -> Iterator[RankRows]:
-        """The ranks in order, each with all attempts after one another."""
+        """The ranks in order, each with its attempts in order."""
         for rank, attempt, rows in self._ranks(self._columns):
             order = np.lexsort((rows["seq"].to_numpy(), rows["pid"].to_numpy()))
             if np.any(np.diff(order) != 1):
@@ -117,7 +117,7 @@ class OneClock:
             yield RankRows(rank, attempt, rows.select(self._columns), shift, *self._identity(rows))
 
     def _identity(self, rows: pa.Table) -> tuple[Numbers, Numbers, Numbers]:
-        """Which collective or message each row is part of, as far as its own rank can tell: by counting."""
+        """The collective or message of each row, by counting the records of its own rank."""
         numbered = rows.select(_KEYS).append_column("place", pa.array(np.arange(len(rows))))
         partners = matchable(numbered)
         place = partners["place"].to_numpy()
@@ -160,7 +160,7 @@ def _by_rank(rows: pa.Table) -> dict[tuple[int, int], pa.Table]:
 
 
 def _read(file: Path, columns: Sequence[str]) -> pa.Table:
-    """Text as numbers into its values, which repeat."""
+    """The columns of a file, with texts dictionary-encoded."""
     try:
         with open_columns(file, "collectives") as opened:
             rows = opened.read(columns=list(columns))
@@ -176,5 +176,5 @@ def _like(rows: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def end_of(row: Mapping[str, Any]) -> int:
-    """When the last that is known of an operation happened: its call returned, its wait ended, or the device was done."""
+    """The last known time of an operation: its return, the end of its wait, or the end on the device."""
     return max(int(row[name]) for name in ("issue_ns", *_ENDS) if row[name] is not None)

@@ -1,4 +1,4 @@
-"""Figures and tables for a paper, from the CSV files of an export alone, and what they were made of."""
+"""Figures and tables for a paper, from the CSV files of an export alone, with provenance."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Row = Mapping[str, str]
 
 
 class Width(StrEnum):
-    """Of a figure, in the columns of a page."""
+    """The width of a figure in columns of a page."""
 
     ONE = "one"
     TWO = "two"
 
 
 class Export(NamedTuple):
-    """What the CSV files hold. An empty field of a CSV is an empty text here."""
+    """The content of the CSV files. An empty field is an empty text."""
 
     comparison: Sequence[Row]
     traffic: Sequence[Row]
@@ -47,7 +47,7 @@ def write_paper(
 ) -> list[ExportedFile]:
     """Make the figures (PDF and SVG, one and two columns wide) and tables (LaTeX, booktabs) of the export in ``directory``.
 
-    Only the files of the export are read, never a run: whoever has them can make the same figures again.
+    It reads only the files of the export, never a run, so anyone with these files can reproduce the figures.
 
     Raises:
         TraceError: ``directory`` holds no export with a comparison, or cannot be read; ``out`` cannot be written to.
@@ -87,10 +87,10 @@ def write_paper(
 
 
 def read_export(directory: Path) -> Export:
-    """The files of an export that figures are made of.
+    """The files of an export that figures need.
 
     Raises:
-        TraceError: one that is needed is missing or damaged.
+        TraceError: a file is missing or damaged.
     """
     if not directory.is_dir():
         raise UsageError(
@@ -133,7 +133,7 @@ def _rows(file: Path, needed: Sequence[str]) -> list[Row]:
 
 
 def _as_executed(rows: list[Row]) -> list[Row]:
-    """``rows`` with the wire bytes of what the backends run, where that is known of all of them."""
+    """``rows`` with the wire bytes of what the backends run, if known for all of them."""
     of_all = all(row.get(_EXECUTED) or not row.get(_ISSUED) for row in rows)
     return (
         [{**row, _ISSUED: row[_EXECUTED]} for row in rows]

@@ -1,4 +1,4 @@
-"""The figures of a paper, by matplotlib: text as fonts, sizes in columns of a page, told apart in grey by hatches."""
+"""The figures of a paper, by matplotlib: embedded fonts, widths in columns of a page, hatches for printing in grey."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = Mapping[str, str]
 # Inches: one and two columns of most conferences' pages.
 WIDTHS: Final = {"one": 3.33, "two": 7.0}
 _HEIGHT: Final = 2.3
-# One looks each for an operation, told apart by hatch and by grey value where there is no colour (Okabe and Ito's colours).
+# A style for each operation, distinguishable without color by hatch and grey value (Okabe and Ito's colors).
 _LOOKS: Final = {
     "all_reduce": ("#d55e00", ""),
     "reduce": ("#0072b2", "///"),
@@ -38,9 +38,9 @@ _STYLE: Final[Any] = {
     "legend.fontsize": 7,
     "axes.linewidth": 0.6,
     "hatch.linewidth": 0.5,
-    "pdf.fonttype": 42,  # TrueType, which publishers ask for; the default is refused by some
+    "pdf.fonttype": 42,  # TrueType, which publishers require; some refuse the default
     "svg.fonttype": "none",
-    "svg.hashsalt": "commprof",  # so that the same numbers give the same file
+    "svg.hashsalt": "commprof",  # equal numbers give equal files
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -57,7 +57,7 @@ _LEGEND_COLUMNS: Final = {"one": 1, "two": 2}  # of settings
 
 @contextmanager
 def _drawn(width: str, labels: Sequence[str] = (), legend: Sequence[str] = ()) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, in the style of a paper; taller for labels below one another, and for a legend above."""
+    """A figure and its axes, in the style of a paper; taller for several lines of labels, and for a legend above."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def _drawn(width: str, labels: Sequence[str] = (), legend: Sequence[str] = ()) -
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write ``figure`` as the kind that the suffix of ``path`` names, without a date."""
+    """Write ``figure`` in the format of the suffix of ``path``, without a date."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE):
@@ -84,12 +84,12 @@ def save(figure: Any, path: Path) -> None:
 
 
 def close(figure: Any) -> None:
-    """Let go of ``figure``."""
+    """Close ``figure``."""
     figure.clear()
 
 
 def number(text: str) -> float | None:
-    """A field of a CSV file as a number; None where it is empty."""
+    """A field of a CSV file as a number; None if it is empty."""
     try:
         return float(text)
     except ValueError:
@@ -97,7 +97,7 @@ def number(text: str) -> float | None:
 
 
 def traffic(comparison: Sequence[Row], rows: Sequence[Row], width: str) -> Any:
-    """Wire bytes of a training step by setting, stacked by operation; None where no setting sent anything."""
+    """Wire bytes of a training step by setting, stacked by operation; None if no setting sent anything."""
     labels = [row["label"] for row in comparison]
     totals: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def traffic(comparison: Sequence[Row], rows: Sequence[Row], width: str) -> Any:
 
 
 def step_time(comparison: Sequence[Row], width: str) -> Any:
-    """Median time of a step by setting, with its 95 % interval; None where no run had two steps."""
+    """Median time of a step by setting, with its 95 % interval; None if no run has two steps."""
     timed = [row for row in comparison if number(row["step_time_ns"]) is not None]
     if not timed:
         return None
@@ -176,7 +176,7 @@ def step_time(comparison: Sequence[Row], width: str) -> Any:
 
 
 def loss(comparison: Sequence[Row], steps: Sequence[Row], width: str) -> Any:
-    """The loss of each step, a line for each setting; None where the export has no losses."""
+    """The loss of each step, a line for each setting; None if the export has no losses."""
     curves: dict[str, dict[int, float]] = {}
     setting_of = {name.strip(): row["label"] for row in comparison for name in row.get("runs", "").split(",")}
     only = comparison[0]["label"] if len(comparison) == 1 else ""
@@ -211,13 +211,13 @@ def loss(comparison: Sequence[Row], steps: Sequence[Row], width: str) -> Any:
 
 
 def _settings_axis(axes: Any, labels: Sequence[str], width: str) -> None:
-    """Settings from top to bottom. Long ones are broken, since they would leave no room for the bars."""
+    """Settings from top to bottom. Long labels are wrapped, since they would leave no room for the bars."""
     axes.set_yticks(range(len(labels)), [shortened(label or "all runs", width) for label in labels])
     axes.invert_yaxis()
 
 
 def shortened(label: str, width: str) -> str:
-    """``label`` in lines of what a column has room for, broken behind commas and cut in the middle of long words."""
+    """``label`` wrapped to the width of a column, after commas, with long words shortened in the middle."""
     most = _MOST_LETTERS[width]
     lines: list[str] = []
     for part in label.split(", "):
@@ -230,7 +230,7 @@ def shortened(label: str, width: str) -> str:
 
 
 def _break(width: str) -> str:
-    """What stands between two parts of a label: a new line where one column would cut it."""
+    """The separator between two parts of a label: a line break in one column."""
     return "\n" if width == "one" else " "
 
 

@@ -35,7 +35,7 @@ _ESCAPES: Final = {
     ">": r"\textgreater{}",
 }
 _MIB: Final = 1 << 20
-_BESIDE: Final = {  # of a column of a table: its head and what the caption says; only where a row has such bytes
+_BESIDE: Final = {  # head and caption of an optional column, shown if a row has such bytes
     "between_hosts_bytes_per_step": (
         "Between hosts (MiB)",
         " Between hosts: the part of the wire bytes as issued of groups and messages with ranks on several hosts.",
@@ -46,7 +46,7 @@ _NOTE: Final = "% Made by commprof paper from the CSV files of an export; needs 
 
 
 def escaped(text: str) -> str:
-    r"""``text`` as LaTeX sets it: what has a meaning there is written out, and other than printable signs are left out.
+    r"""``text`` as LaTeX sets it: special characters are escaped, and unprintable ones are left out.
 
     >>> escaped("a_b & 50%")
     'a\\_b \\& 50\\%'
@@ -55,7 +55,7 @@ def escaped(text: str) -> str:
 
 
 def comparison(rows: Sequence[Row]) -> str:
-    """The settings: what each asked for and issued, and what a step of it sent and took."""
+    """The settings: requested and issued operation, bytes and time of a step."""
     beside = _beside(rows)
     head = (
         *("Setting", "Requested", "Issued", "Operations", "Payload (MiB)", "Wire (MiB)"),
@@ -107,7 +107,7 @@ def traffic(rows: Sequence[Row]) -> str:
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
-    """The columns of bytes between hosts and padding that any of ``rows`` has; an older export may lack them."""
+    """The columns of between-hosts and padding bytes that any of ``rows`` has; an older export may lack them."""
     return [name for name in _BESIDE if any(number(row.get(name, "")) for row in rows)]
 
 

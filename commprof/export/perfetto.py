@@ -1,7 +1,7 @@
 """A run as Chrome trace JSON, which Perfetto and chrome://tracing open: ranks as processes, groups as threads.
 
-An arrow joins the slices of one collective across its ranks, and a send to its recv. Slices that overlap in one group stand
-on lanes of their own, since a thread of a trace can show only slices that nest.
+An arrow connects the slices of one collective across its ranks, and a send with its recv. Slices that overlap in one group
+are on separate threads, since a thread of a trace can show only nested slices.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def export_perfetto(
 
 
 def _write(sink: Sink, timed: OneClock, tell: Progress) -> None:
-    """One event a line, so that no more than one is held as text."""
+    """Write one event per line, so that only a few are in memory as text."""
     sink.write(b'{"displayTimeUnit": "ns",\n"otherData": ')
     about = {
         "run": timed.run.path.name,
@@ -117,7 +117,7 @@ def _write(sink: Sink, timed: OneClock, tell: Progress) -> None:
 
 
 def _bundles(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Some events at a time: to hash and to write each by itself takes longer."""
+    """Batches of events: hashing and writing single events takes longer."""
     while bundle := list(islice(events, _EVENTS_AT_A_TIME)):
         yield bundle
 
@@ -163,7 +163,7 @@ def trace_events(timed: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
 
 
 def _processes(identities: Collection[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
-    """A number for each process of the job: its rank where that is its own, as it is without restarts."""
+    """A number for each process of the job: its rank if that is unique, as without restarts."""
     every = sorted(identities)
     ranks = [rank for rank, _, _ in every]
     if len(set(ranks)) == len(ranks):
@@ -219,7 +219,7 @@ def _steps(
 
 
 def _wire_bytes(row: Mapping[str, Any]) -> float | None:
-    """What the rank sends to the others in an all_to_all, by its splits; else the model's mean. None: not known."""
+    """The bytes that the rank sends in an all_to_all, by its splits; else the mean of the model. None: not known."""
     if row["op"] != Op.ALL_TO_ALL or row["input_splits"] is None:
         return wire_bytes(row["op"], row["payload_bytes"], row["group_size"])
     splits = parse_splits(row["input_splits"], row["group_size"])
@@ -244,7 +244,7 @@ def _slice(
 
 
 class _Lanes:
-    """Threads of the trace: for each process and group (host and device apart) as many as slices overlap at once."""
+    """Threads of the trace: for each process and group (host and device separately) as many as slices overlap."""
 
     def __init__(self, processes: Mapping[Any, int]) -> None:
         self._next = dict.fromkeys(processes.values(), _STEPS_THREAD + 1)
@@ -253,7 +253,7 @@ class _Lanes:
     def take(
         self, process: int, row: Mapping[str, Any], begin: int, end: int, on_device: bool
     ) -> tuple[int, list[dict[str, Any]]]:
-        """The thread for a slice, and the events that name the thread where it is new. Slices come in order of begin."""
+        """The thread for a slice, and the events that name a new thread. Slices come in order of begin."""
         key = process, row["pg"], row["group_ranks"], on_device
         lanes = self._free.setdefault(key, [])
         if lanes and lanes[0][0] <= begin:
@@ -273,7 +273,7 @@ class _Lanes:
 
 
 class _Placed:
-    """Where the slices of one rank stand, and what each is a part of: arrays with an element for each record."""
+    """Process, thread and collective of each slice of one rank: arrays with an element for each record."""
 
     def __init__(self, rank: RankRows, begin: Numbers, process: Any, thread: Any) -> None:
         self.begin, self.process, self.thread = begin, process, thread
@@ -281,14 +281,14 @@ class _Placed:
         self.number, self.repetition = rank.number, rank.repetition.astype(np.int32)
 
     def forget_rows(self) -> None:
-        """Keep no more than the rows that can have partners."""
+        """Drop all rows but those that can have partners."""
         some = self.stream != NO_PARTNER
         for name in ("begin", "process", "thread", "stream", "number", "repetition"):
             setattr(self, name, getattr(self, name)[some])
 
 
 def _arrows(placed: Sequence[_Placed]) -> Iterator[dict[str, Any]]:
-    """From the first rank that came to each collective through the others; bound to the slices that begin there."""
+    """Arrows from the first rank of each collective through the others, bound to the slices that begin there."""
     names = ("begin", "process", "thread", "stream", "number", "repetition")
     every = {
         name: np.concatenate([getattr(each, name) for each in placed] or [np.zeros(0, np.int64)])

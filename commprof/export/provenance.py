@@ -1,4 +1,4 @@
-"""Where an export came from: what ran, what is missing, a checksum of each file; and what its columns mean."""
+"""The provenance of an export (software, missing data, checksums) and its data dictionary."""
 
 from __future__ import annotations
 

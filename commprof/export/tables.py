@@ -1,4 +1,4 @@
-"""The tables of one or more runs, as an export holds them: of one run as they are, of several with the run in front."""
+"""The tables of an export: of one run as they are, of several runs with a column for the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARROW: Final = {
 
 
 class ExportedTable(NamedTuple):
-    """One table of an export, and what its columns mean.
+    """One table of an export with its columns.
 
     ``batches`` iterates over its rows from the start each time it is called; each batch has ``schema``.
     """
@@ -47,7 +47,7 @@ class ExportedTable(NamedTuple):
 
     @classmethod
     def of_rows(cls, name: str, columns: Sequence[Column], rows: pa.Table) -> ExportedTable:
-        """A table that is held."""
+        """A table in memory."""
         return cls(name, columns, rows.schema, lambda: iter([rows]))
 
 
@@ -67,13 +67,13 @@ def table_names(tables: Sequence[str] | None) -> list[str]:
 
 
 def opened_runs(run: AnyRun | Sequence[AnyRun]) -> list[Run]:
-    """The runs, opened; one may stand by itself."""
+    """The opened runs; a single run is accepted as well."""
     runs = [run] if isinstance(run, str | Path) or not isinstance(run, Sequence) else list(run)
     return [open_run(each) if isinstance(each, str | Path) else each for each in runs]
 
 
 def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTable]:
-    """Tables ``names`` of the runs. Of several runs each table begins with the column ``run``."""
+    """Tables ``names`` of the runs. For several runs each table begins with the column ``run``."""
     if len(runs) == 1:
         for name in names:
             yield ExportedTable(name, TABLES[name].columns, arrow_schema(name), partial(runs[0].parts, name))
@@ -112,7 +112,7 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
 
 
 def _of_each(runs: Sequence[Run], name: str, answer: Callable[[Run], pd.DataFrame]) -> ExportedTable:
-    """An ``answer`` of :mod:`commprof.analysis.api` about each run, below each other: the numbers of its report."""
+    """The concatenated ``answer`` of :mod:`commprof.analysis.api` about each run: the numbers of its report."""
     columns = (RUN_COLUMN, *api.describe_columns(name).values())
     frames = [answer(run).assign(run=called) for run, called in zip(runs, api.run_names(runs), strict=True)]
     arrays = [
