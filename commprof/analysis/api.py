@@ -1,4 +1,4 @@
-"""Every question that commprof answers about runs. The only module of ``analysis`` that others import.
+"""All answers about runs. Other packages import only this module of ``analysis``.
 
 A ``run`` is a path or an opened :class:`Run`. Answers are pandas frames; their columns are declared in
 ``analysis/columns/answers.py`` and described in ``docs/analysis.md``. Three measures of bytes never mix:
@@ -18,7 +18,7 @@ from commprof.analysis.columns.defaults import MOST_BARS, MOST_LATE
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES, Column
 
-# Each function imports what answers it, so that a command loads what its own questions need and nothing else.
+# Each function imports the module that answers it, so that a command loads only what it needs.
 if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
@@ -142,7 +142,7 @@ __all__ = [
     "write_csv_parts",
 ]
 
-# Names of other modules that are this one's too: loaded when they are asked for.
+# Names of other modules that this one exports, loaded on first use.
 _ELSEWHERE: Final = {
     "ABSENT": "commprof.analysis.compare.settings",
     "MOST_LANES": "commprof.analysis.browse.timeline",
@@ -203,7 +203,7 @@ def _opened(run: AnyRun) -> Run:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """The name of each run; with its parent's where two share one, and its place in the list where that does not help."""
+    """The name of each run; if two are equal, with the parent's name, else with the position in the list."""
     short = [run.path.name for run in runs]
     names = [
         name if short.count(name) == 1 else f"{run.path.parent.name}/{name}"
@@ -220,10 +220,10 @@ def find_runs(directory: Path | str) -> pd.DataFrame:
 
 
 def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
-    """What was sent, one row for each combination of the columns ``by``; ``()`` gives one row with the totals.
+    """Traffic, one row for each combination of the columns ``by``; ``()`` gives one row with the totals.
 
-    A collective is counted once, not once for each rank, and a message at its send. A recv whose send no rank recorded
-    counts as well, with its payload and no wire bytes. Initialisation is step -1. Barriers are in it.
+    Collectives are deduplicated, and a message counts at its send. A recv whose send no rank recorded counts as well, with
+    its payload and no wire bytes. Initialisation is step -1. Barriers are included.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -245,15 +245,15 @@ def matrix(
 ) -> pd.DataFrame:
     """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves wire bytes.
 
-    ``frame.attrs``: ``models``, between whom the bytes of each operation are put (``docs/matrix.md``);
-    ``unplaced_bytes``, those of which that is not known; ``ranks`` of the run; ``ranks_per_cell``, for how many of
-    them a sender or receiver stands (it is the first of these).
+    ``frame.attrs``: ``models``, the pairs of ranks to which the bytes of each operation are assigned (``docs/matrix.md``);
+    ``unplaced_bytes``, bytes without known pairs; ``ranks`` of the run; ``ranks_per_cell``, the number of ranks that a
+    sender or receiver represents (it is the first of them).
 
     Args:
         by: columns of ``step``, ``phase``, ``op``, ``intended_op``, ``purpose`` and ``pg``.
         steps: the first and the last; default: all, and what comes before them, which is step -1.
-        op, purpose: only these; ``untagged`` is what has no purpose.
-        most_ranks: rows and columns at most; neighbours are added up where there are more ranks.
+        op, purpose: only these; ``untagged``: without a purpose.
+        most_ranks: rows and columns at most; with more ranks neighbours are summed.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -269,7 +269,7 @@ def matrix(
 
 
 def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
-    """What each rank owns and receives of the reduces to one owner, one row per rank of a group that has such reduces.
+    """Reduces to one owner: what each rank owns and receives, one row per rank of a group with such reduces.
 
     ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
     """
@@ -289,10 +289,10 @@ def bucket_flushes(
     bucket: int | None = None,
     group_ranks: str | None = None,
 ) -> pd.DataFrame:
-    """The gradient buckets of a run, each once: what it holds, why it was sent, how it was reduced, how long that took.
+    """The gradient buckets of a run: contents, reason of the flush, reduction and duration.
 
-    What is sent is counted as in :func:`traffic`: the collectives of purpose gradient_reduce that carry the bucket's number.
-    Ranks whose groups share no rank, as those of two stages of a pipeline, have buckets of their own: ``group_ranks``.
+    Bytes count as in :func:`traffic`: those of the collectives of purpose gradient_reduce with the bucket's number. Ranks
+    whose groups share no rank, such as those of two pipeline stages, have separate buckets: ``group_ranks``.
 
     Args:
         step, micro_step, bucket, group_ranks: only those; default: all.
@@ -304,23 +304,23 @@ def bucket_flushes(
 
 
 def bucket_steps(run: AnyRun) -> pd.DataFrame:
-    """The buckets of :func:`bucket_flushes` added up: one row for each step and reason that they were sent for."""
+    """The summed buckets of :func:`bucket_flushes`: one row for each step and reason of the flush."""
     from commprof.analysis.storage import run_totals as sums
 
     return sums.bucket_steps(_opened(run))
 
 
 def buckets_per_step(run: AnyRun) -> pd.DataFrame:
-    """What a training step has of gradient buckets, one row per reason, by the rule for values of a step."""
+    """The gradient buckets of a training step, one row per reason of the flush, by the rule for values per step."""
     from commprof.analysis.storage import run_totals as sums
 
     return sums.buckets_per_step(_opened(run))
 
 
 def bucket_means(run: AnyRun) -> pd.DataFrame:
-    """The buckets of a mean training step, each of the steps in which it holds what it holds in most. Times are medians.
+    """The buckets of a mean training step, over the steps with the most frequent contents. Times are medians.
 
-    What is sent, and times, leave out the first step of each attempt.
+    Bytes and times leave out the first step of each attempt.
     """
     from commprof.analysis.storage import run_totals as sums
 
@@ -335,11 +335,11 @@ def bucket_content(
     attempt: int | None = None,
     group_ranks: str | None = None,
 ) -> BucketContent | None:
-    """The parameters of one bucket and the collectives that reduced it; None where there is no such bucket.
+    """The parameters of one bucket and the collectives that reduced it; None if there is no such bucket.
 
     Args:
         attempt: default: the last that has it.
-        group_ranks: as in :func:`bucket_flushes`; default: the ranks among which the lowest is.
+        group_ranks: as in :func:`bucket_flushes`; default: those that include the lowest rank.
     """
     from commprof.analysis.storage import run_totals as sums
     from commprof.analysis.traffic import buckets as buckets_module
@@ -372,7 +372,7 @@ def resource_use(run: AnyRun) -> pd.DataFrame:
 
 
 def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
-    """When each rank came to each collective, on one clock, with the bound of its error; one row per rank.
+    """Arrivals of the ranks at each collective, on one clock, with error bounds; one row per rank.
 
     Collectives match by attempt, group (name and ranks), number in the group and operation; a send and a recv by sender,
     receiver and order. Ranks that read one clock are compared exactly. ``docs/clocks.md`` states bounds and formulas.
@@ -389,7 +389,7 @@ def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
 
 def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
-    """:func:`arrivals` in parts, each of whole collectives and messages: however many there are, in the memory of one."""
+    """:func:`arrivals` by partition, in the memory of one partition."""
     from commprof.analysis.columns.answers import ANSWERS
     from commprof.analysis.columns.frames import from_arrow
     from commprof.analysis.stragglers import straggler_answers as lateness_sums
@@ -399,10 +399,10 @@ def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterato
 
 
 def stragglers(run: AnyRun) -> pd.DataFrame:
-    """How often each rank was the last to come, and what the others waited for it, one row per rank.
+    """How often each rank arrives last, and how long the others wait for it, one row per rank.
 
-    ``frame.attrs["statement"]`` says in a sentence what follows; None where nothing does. ``frame.attrs["late"]``: the ranks
-    that it names as late.
+    ``frame.attrs["statement"]`` is the verdict; None if there is none. ``frame.attrs["late"]``: the ranks that it names as
+    late.
     """
     return straggling(run).ranks
 
@@ -410,8 +410,8 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
 def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
     """:func:`stragglers` of some training steps of a run of several hosts, from the files of its hosts; None without these.
 
-    ``frame.attrs`` says of how many steps (``steps``), in a run of how many (``of_steps``), which part of the collectives
-    of these steps was compared (``share``), and the hosts of the ranks that are late (``hosts``).
+    ``frame.attrs``: the number of sampled steps (``steps``) and of all steps (``of_steps``), the share of the collectives of
+    these steps that was compared (``share``), and the hosts of the late ranks (``hosts``).
     """
     from commprof.analysis.storage import run_totals as sums
     from commprof.analysis.stragglers import straggler_answers as lateness_sums
@@ -430,10 +430,10 @@ def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
 
 
 def alignment(run: AnyRun) -> Alignment:
-    """A run beside its NCCL log, as ``commprof align`` kept it; without rows where none is kept.
+    """The stored alignment of a run with its NCCL log (``commprof align``); without rows if there is none.
 
-    ``counts`` by rank, group, operation and state; ``divergences``, where records and lines of each rank and group part for
-    the first time; ``rows``, every record beside its line.
+    ``counts`` by rank, group, operation and state; ``divergences``, the first divergence of records and lines of each rank
+    and group; ``rows``, every record with its line.
     """
     from commprof.analysis.browse import alignment as alignment_module
 
@@ -459,7 +459,7 @@ def alignment_window(
     """Some of the ``rows`` of :func:`alignment`: those of one rank and group, from ``before`` rows before ``at`` on.
 
     Args:
-        rank, pg: None for lines of which they are not known.
+        rank, pg: None for lines whose rank or group is not known.
         state: only rows in this state; default: all.
         at: position within the rank and group.
         limit: rows at most.
@@ -472,24 +472,24 @@ def alignment_window(
 def alignment_place(
     run: AnyRun, rank: int, attempt: int, pid: int, seq: int
 ) -> tuple[int | None, str | None, int] | None:
-    """Rank, group and position of a record among the ``rows`` of :func:`alignment`; None where it is not among them."""
+    """Rank, group and position of a record among the ``rows`` of :func:`alignment`; None if it is not among them."""
     from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.place(_opened(run), rank, attempt, pid, seq)
 
 
 def topology(run: AnyRun) -> pd.DataFrame:
-    """The rings and trees that NCCL printed: one row per communicator, channel and pair of ranks that it joins."""
+    """The rings and trees that NCCL printed: one row per communicator, channel and pair of ranks that it connects."""
     from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.topology(_opened(run))
 
 
 def straggling(run: AnyRun, limit: int = MOST_LATE) -> Straggling:
-    """Who comes late, read once: :func:`stragglers`, how late each rank comes, why ranks wait, and the worst collectives.
+    """Stragglers in one pass: :func:`stragglers`, lateness by rank, causes of waiting, and the worst collectives.
 
     Args:
-        limit: the worst collectives at most.
+        limit: the number of worst collectives at most.
     """
     from commprof.analysis.stragglers import straggler_answers as lateness_sums
 
@@ -515,13 +515,13 @@ def bandwidth_both(
 def bandwidth(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> pd.DataFrame:
-    """What collectives reached, one row per operation, group and size: time, algorithm and bus bandwidth, beside a ceiling.
+    """Bandwidth by operation, group and size: time, algorithm and bus bandwidth, and the ceiling.
 
-    Outliers and what cannot be are counted and left out of the medians. ``frame.attrs["notes"]`` says in sentences what a
-    reader should know. ``docs/calibration.md`` defines times, bandwidths and the ceiling.
+    Outliers and impossible times are counted and left out of the medians. ``frame.attrs["notes"]`` has sentences on the
+    limits of the values. ``docs/calibration.md`` defines times, bandwidths and the ceiling.
 
     Args:
-        calibration: of ``commprof calibrate``, or the file of one; without, there is no ceiling.
+        calibration: of ``commprof calibrate``, or its file; without one there is no ceiling.
         steps: the first and the last; default: all, and what comes before them, which is step -1.
 
     Raises:
@@ -533,7 +533,7 @@ def bandwidth(
 def bandwidth_times(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> pd.DataFrame:
-    """The same for every collective and message by itself, with a verdict on its time."""
+    """The bandwidth of each single collective and message, with a verdict on its time."""
     return bandwidth_both(run, calibration, steps).collectives
 
 
@@ -543,11 +543,11 @@ def ceiling(
     low: int | None = None,
     high: int | None = None,
 ) -> pd.DataFrame:
-    """What a machine can reach: the fitted curve of each operation over payloads, and the times that it was fitted to.
+    """The ceiling of a machine: the fitted curve of each operation over payloads, and the times that it was fitted to.
 
     Args:
-        group_size: of the groups to hold to it; default: as many ranks as were calibrated.
-        low, high: payload in bytes, from and to; default: as were measured.
+        group_size: of the groups to compare; default: the world size of the calibration.
+        low, high: smallest and largest payload in bytes; default: the measured range.
     """
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
@@ -557,7 +557,7 @@ def ceiling(
 
 
 def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
-    """Latency and bandwidth of each operation of a calibration, with 95 % intervals and how well the fit holds."""
+    """Latency and bandwidth of each operation of a calibration, with 95 % intervals and residuals."""
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
@@ -573,9 +573,9 @@ def calibrations(directory: Path | str) -> pd.DataFrame:
 
 
 def untagged(run: AnyRun) -> pd.DataFrame:
-    """Where the run issued collectives that have no purpose, one row per place and operation, the most payload first.
+    """Call sites of collectives without a purpose, one row per place and operation, in order of payload, largest first.
 
-    A place is the program's own line, as ``call_site`` has it; null where only sums were kept, or no Python called.
+    A place is the line of the program in ``call_site``; null if only sums were recorded, or no Python called.
     """
     from commprof.analysis.storage import run_totals as sums
     from commprof.analysis.traffic import untagged as untagged_module
@@ -583,15 +583,15 @@ def untagged(run: AnyRun) -> pd.DataFrame:
     run = _opened(run)
     if not sums.operations(run, ("purpose",))[
         "purpose"
-    ].null_count:  # these sums are at hand, those by place are not
+    ].null_count:  # these sums are stored, those by place are not
         return untagged_module.none()
     return untagged_module.untagged(traffic(run, by=untagged_module.BY))
 
 
 def algorithms(run: AnyRun) -> pd.DataFrame:
-    """Algorithm and protocol that NCCL chose, one row per operation, group, payload and choice, the most payload first.
+    """Algorithm and protocol that NCCL chose, one row per operation, group, payload and choice, in order of payload.
 
-    From an aligned NCCL log with TUNING, or a log of the NCCL Inspector; without rows where neither says it.
+    From an aligned NCCL log with TUNING, or a log of the NCCL Inspector; without rows if neither has it.
     """
     from commprof.analysis.traffic import algorithms as algorithms_module
 
@@ -599,7 +599,7 @@ def algorithms(run: AnyRun) -> pd.DataFrame:
 
 
 def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
-    """What collectives cost the program in time, and what they hid behind its work, for each combination of ``by``.
+    """Exposed and overlapped communication for each combination of the columns ``by``.
 
     By ``("step",)``, ``("purpose",)``, ``("step", "bucket")``, or ``("pg", "group_ranks", "pg_seq")`` for each collective;
     ``()`` gives one row. Rows may overlap in time and need not add up. ``docs/times.md`` defines exposed and overlapped.
@@ -614,10 +614,10 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
 
 
 def exposure_per_step(run: AnyRun) -> pd.DataFrame:
-    """Exposed and overlapped time of a training step, by purpose and altogether (the last row, which is the union).
+    """Exposed and overlapped time of a training step, by purpose and in total (the last row, which is the union).
 
     Medians over the warm steps of means over the ranks; the share is that of the median duration of the same steps. Warm are
-    the steps that ended, without the first of each attempt where there are others. Purposes overlap in time.
+    the steps that ended, without the first of each attempt if there are others. Purposes overlap in time.
     """
     from commprof.analysis.storage import run_totals as sums
 
@@ -626,10 +626,10 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
 
 
 def one_offs(run: AnyRun) -> pd.DataFrame:
-    """What single training steps sent beyond what comes back in each, one row per step, purpose, operation and group.
+    """One-off traffic: what single training steps sent beyond the recurring traffic, by step, purpose, operation and group.
 
-    No value of a training step includes it. The rule is in ``docs/analysis.md`` (values of a step). It is applied to what
-    one operation sends for one purpose in one group.
+    No value per training step includes it. The rule is in ``docs/analysis.md`` (values of a step) and applies to the traffic
+    of one operation, purpose and group.
     """
     from commprof.analysis.storage import run_totals as sums
     from commprof.analysis.traffic import one_offs as one_offs_module
@@ -639,10 +639,10 @@ def one_offs(run: AnyRun) -> pd.DataFrame:
 
 
 def moved(run: AnyRun) -> pd.DataFrame:
-    """What the counters of each host and interface moved during the run; the whole host, all its processes.
+    """Bytes moved during the run by host and interface: counters of the whole host with all its processes.
 
-    ``frame.attrs["reason"]`` says why this is not the whole run of every host, if it is not: no readings at all, none of
-    a host, a first one too late or a last one too early. Column ``left_out`` says it of its host.
+    ``frame.attrs["reason"]``: why the readings do not cover the run on every host: no readings at all, none of a host, a
+    first reading too late or a last one too early; None if they do. Column ``left_out`` has the reason by host.
     """
     from commprof.analysis.traffic import moved_bytes as counters
     from commprof.trace.coverage import uncovered
@@ -652,9 +652,9 @@ def moved(run: AnyRun) -> pd.DataFrame:
 
 
 def requested(run: AnyRun) -> pd.DataFrame:
-    """What the run's config should send, from its words and the parameters alone, one row per purpose.
+    """What the run's config should send, predicted from its keys and the parameters, one row per purpose.
 
-    Where that cannot be told it has no rows, and ``frame.attrs["reason"]`` says why; that is None otherwise.
+    If no prediction is possible, it has no rows, and ``frame.attrs["reason"]`` has the reason; else that is None.
     """
     from commprof.analysis.traffic import expectation
 
@@ -665,7 +665,7 @@ def requested(run: AnyRun) -> pd.DataFrame:
 
 
 def records_place(path: Path | str) -> str | None:
-    """The URL of the run whose analysis ``path`` is, where its records lie there and not on this machine; else None."""
+    """The URL of the analysed run if ``path`` is an analysis of a run whose records are not on this machine; else None."""
     from commprof.trace.directory import elsewhere
 
     there = elsewhere(Path(path))
@@ -680,9 +680,9 @@ def verify(run: AnyRun) -> Verdict:
 
 
 def overview(run: AnyRun) -> dict[str, Any]:
-    """The facts of a run as plain values: what ran, what was sent, what it took, what is missing.
+    """The overview of a run as plain values: software, traffic, times, and what is missing.
 
-    ``moved_reason`` says why the moved bytes are None, ``requested_reason`` why the requested operation is.
+    ``moved_reason``: why the moved bytes are None; ``requested_reason``: why the requested operation is None.
     """
     from commprof.analysis.compare import summary
     from commprof.analysis.storage import run_totals as sums
@@ -700,10 +700,10 @@ def overview(run: AnyRun) -> dict[str, Any]:
 
 
 def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """How the runs differ: ``run``, ``label``, and a column of text for each dotted config key that is not the same in all.
+    """How the runs differ: ``run``, ``label``, and a text column for each dotted config key that differs.
 
-    A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. What else makes runs different
-    experiments counts as a key too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
+    A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. Other differences between
+    experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
     """
     from commprof.analysis.compare import settings as settings_module
 
@@ -715,7 +715,7 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 class _Compared(NamedTuple):
-    """One run of a comparison, opened, and how it differs from the others."""
+    """One opened run of a comparison, with its name and setting."""
 
     run: Run
     name: str
@@ -743,7 +743,7 @@ def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
 
 
 def _measure(run: Run) -> comparison.Measured:
-    """What a comparison needs of one run; its name and setting depend on the others."""
+    """The values of one run for a comparison, except name and setting, which depend on the other runs."""
     from commprof.analysis.compare import comparison
     from commprof.analysis.compare import run_resources as usage
     from commprof.analysis.compare import settings as settings_module
@@ -792,23 +792,23 @@ def _rank_totals(
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """One row per setting, repeats merged, with the keys that differ after the label.
 
-    Means of a step are over the whole training steps, the first included: initialisation, barriers and a step that
-    the run was killed in are left out. Wire bytes are of a rank of the job, the mean over all of them. Times leave out the
-    first step, which warms up. ``interval_over`` says what the 95 % interval is over: ``repeats`` (Student's t over the
-    medians of the runs) or ``steps`` (order statistics of one run).
+    Means of a step are over the training steps that ended, including the first: initialisation, barriers and the unfinished
+    step of a killed run are left out. Wire bytes are means over the ranks of the job. Times leave out the first step, which
+    warms up. ``interval_over``: what the 95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or
+    ``steps`` (order statistics of one run).
     """
     return compare_both(runs, ranks=False).settings
 
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in the form for a chart."""
+    """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in long form for charts."""
     from commprof.analysis.compare import comparison
 
     return comparison.traffic_by_setting(_measured(_compared(runs)))
 
 
 def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Bytes of a training step by setting, name and size of the group, and operation: what each axis of the ranks carries.
+    """Bytes of a training step by setting, name and size of the group, and operation: the traffic of each axis.
 
     Wire bytes are of a rank of the job, as in :func:`compare`: those of a setting add up to its ``wire_bytes_per_step``.
     """
@@ -818,7 +818,7 @@ def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 class Comparison(NamedTuple):
-    """All forms of one comparison: what the functions :func:`compare`, :func:`traffic_by_setting` and so on give."""
+    """All answers of one comparison: those of :func:`compare`, :func:`traffic_by_setting` and others."""
 
     settings: pd.DataFrame
     traffic: pd.DataFrame
@@ -829,7 +829,7 @@ class Comparison(NamedTuple):
 
 
 def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
-    """All that is said of the same runs side by side, reading each run once.
+    """All answers of the comparison of the same runs, reading each run once.
 
     Args:
         ranks: whether to answer :func:`rank_bytes` too, which takes a fifth of the time; it is empty otherwise.
@@ -854,24 +854,24 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
 
 
 def advice(runs: Sequence[AnyRun]) -> Advice:
-    """What to set, and why: least wire bytes at equal loss, a shorter step only where repeats show it.
+    """What to set, and why: least wire bytes at equal loss, a shorter step only if repeats show it.
 
     ``answer`` is ``recommended``, ``no measurable difference`` or ``cannot tell``; the other fields are its
     sentences and its evidence. The rules are in ``analysis/compare/advice.py`` and ``docs/analysis.md``; the order of
-    the runs changes nothing.
+    the runs does not matter.
     """
     return compare_both(runs, ranks=False).advice
 
 
 def resources(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Memory and samples per second, one row per setting; ``samples_from`` says where the samples of a step are from."""
+    """Memory and samples per second, one row per setting; ``samples_from``: the source of the samples of a step."""
     return compare_both(runs, ranks=False).resources
 
 
 def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """What each rank sends and receives in a training step, one row per setting and rank, by the model of :func:`matrix`.
 
-    ``frame.attrs["reasons"]`` has, by label, why the ranks of a setting cannot be told.
+    ``frame.attrs["reasons"]``: by label, why the bytes by rank of a setting are not known.
     """
     return compare_both(runs).ranks
 
@@ -890,7 +890,7 @@ def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list
 
 
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """What each setting requested, issued, executed and moved to reduce gradients, out of the ledger of each run.
+    """Gradient reduction at the four levels by setting, from the ledger of each run.
 
     A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
     :func:`compare`. Moved bytes are all that the hosts sent.
@@ -926,13 +926,13 @@ def table(run: AnyRun, name: str) -> pd.DataFrame:
 
 
 def query(run: AnyRun, sql: str, session: SparkSession | None = None) -> pd.DataFrame:
-    """The answer to one SELECT over the tables and relations of a run; it reaches nothing but them.
+    """The answer to one SELECT over the tables and relations of a run; it has access to nothing else.
 
     Args:
         session: of Spark (:func:`commprof.analysis.relations.spark.start`), which answers in Spark's SQL; default: DuckDB.
 
     Raises:
-        UsageError: it is not one SELECT, names another table, or cannot be carried out.
+        UsageError: it is not one SELECT, names another table, or cannot be evaluated.
     """
     import pandas as pd
     import pyarrow as pa
@@ -951,20 +951,20 @@ def query(run: AnyRun, sql: str, session: SparkSession | None = None) -> pd.Data
 
 
 def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[str, Any]:
-    """Build and write the index of a run, unless it is there and holds: beside the run, or in the user's cache directory.
+    """Build and write the index of a run unless a valid one exists: beside the run, or in the user's cache directory.
 
-    The questions below work without one; then they build it in memory when they are first asked.
+    The functions below work without one; then they build it in memory on first use.
 
     Args:
-        progress: told now and then how many records of how many are done.
+        progress: called with the number of records done and of all records.
 
     Returns:
-        ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``lanes`` (of their groups; 0 where no rank has
-        several), ``ops``, and ``in_file``: False where it is held in memory (a small run, one that is still going, nowhere
-        to write it).
+        ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``lanes`` (of their groups; 0 if no rank has
+        several), ``ops``, and ``in_file``: False if it is in memory (a small run, one that still runs, or no writable
+        place).
 
     Raises:
-        TraceError: the run cannot be read, or is too large to be held in memory and its index cannot be written.
+        TraceError: the run cannot be read, or its index is too large for memory and cannot be written.
     """
     from commprof.analysis.storage import index as index_module
 
@@ -979,10 +979,10 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
 
 
 def finalise(run: Path | str) -> bool:
-    """Make tables of what a run recorded, where it has ended and that was not done then. Otherwise nothing is written.
+    """Finalise a run that has ended and was not finalised. Otherwise nothing is written.
 
     Returns:
-        Whether something was done. False: it is finalised, still works, is damaged, or cannot be read or written.
+        Whether it was finalised now. False: it was already, still runs, is damaged, or cannot be read or written.
     """
     from commprof.trace.directory import resolve
     from commprof.trace.finaliser import finalise_ended
@@ -994,7 +994,7 @@ def finalise(run: Path | str) -> bool:
 
 
 def has_index(run: Path | str) -> bool:
-    """Whether the questions below are answered at once: the run is small, still going, or its index is there and holds."""
+    """Whether the functions below answer without building an index: the run is small, still runs, or has a valid index."""
     from commprof.analysis.storage import index as index_module
 
     return index_module.has_index(Path(run))
@@ -1008,14 +1008,14 @@ def timeline(
     ranks: Sequence[int] | None = None,
     most_bars: int = MOST_BARS,
 ) -> Timeline:
-    """What happened between ``begin_ns`` and ``end_ns`` (default: the whole run): each record, or how busy each rank was.
+    """The timeline between ``begin_ns`` and ``end_ns`` (default: the whole run): each record, or how busy each rank was.
 
-    Up to ``most_bars`` records are given as they are (``bars``). More are given as ``density``: for how long each rank was
-    busy in each of about ``pixels`` bins, by operation, and by group (``lanes``) where ranks have several and all have
-    ``MOST_LANES`` at most. A bin's edges may lie a little outside of the window.
+    Up to ``most_bars`` records are returned as ``bars``. More are returned as ``density``: the busy time of each rank in
+    each of about ``pixels`` bins, by operation, and by group (``lanes``) if ranks have several and all together have
+    ``MOST_LANES`` at most. The edges of bins may lie slightly outside of the window.
 
     Args:
-        ranks: those that are shown; default: all.
+        ranks: the ranks to show; default: all.
 
     Raises:
         UsageError: the window has no length.
@@ -1027,7 +1027,7 @@ def timeline(
 
 
 def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
-    """When a training step began and ended, on the clock of :func:`timeline`; None where none of that number ended."""
+    """When a training step began and ended, on the clock of :func:`timeline`; None if no step of that number ended."""
     from commprof.analysis.browse import timeline as timeline_module
     from commprof.analysis.storage import index as index_module
 
@@ -1041,11 +1041,11 @@ def records_page(
     offset: int = 0,
     limit: int = 100,
 ) -> RecordsPage:
-    """Some of the records that fit all ``filters``, and how many fit.
+    """A page of the records that match all ``filters``, and the number of all matches.
 
     Args:
-        sort: a column, with a minus before it for the largest first; default: in order of time. Null comes last.
-        offset: rows to leave out before the first; ``limit``: rows to give, 10,000 at most.
+        sort: a column, with a leading minus for descending order; default: order of time. Null comes last.
+        offset: rows to skip; ``limit``: rows to return, 10,000 at most.
 
     Raises:
         UsageError: there is no such column or test, or a value is not of the column's type.
@@ -1062,7 +1062,7 @@ def records_csv(
     sort: str | None = None,
     columns: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
-    """All records that fit as CSV, in parts: see :func:`records_page`."""
+    """All matching records as CSV, in batches: see :func:`records_page`."""
     from commprof.analysis.browse import records as records_module
     from commprof.analysis.storage import index as index_module
 
@@ -1072,7 +1072,7 @@ def records_csv(
 def record(
     run: AnyRun, rank: int, seq: int, attempt: int | None = None, pid: int | None = None
 ) -> Record | None:
-    """One record with its bucket, its NCCL lines, and the same collective on the other ranks; None where there is none.
+    """One record with its bucket, its NCCL lines, and the same collective on the other ranks; None if there is none.
 
     Args:
         attempt, pid: which process of the rank; default: the last one.
@@ -1084,7 +1084,7 @@ def record(
 
 
 def describe_columns(name: str) -> dict[str, Column]:
-    """The columns of an answer or of a table of the schema, by name: type, unit and what each means.
+    """The columns of an answer or of a table of the schema, by name: type, unit and meaning.
 
     ``name`` is that of a function here (``traffic``, ``step_times``, ``moved``, ``compare``, ``traffic_by_setting``,
     ``find_runs``, ``requested``, ``exposure``) or of a table. ``traffic`` and ``exposure`` have the columns that they can be
