@@ -1,7 +1,7 @@
--- The relation matrix by blocks of ranks, each known by its first rank; sender and receiver are null where they are not known.
+-- The relation matrix by blocks of ranks, named by their first rank; sender and receiver are null if not known.
 --
 -- Input: matrix, blocks (rank, first)
--- The columns to group by are put in, each followed by a comma. unlocated: pairs of ranks a host of which is not known.
+-- by: the columns to group by, each followed by a comma. unlocated: pairs of ranks with an unknown host.
 select
     {by}
     s.first as sender,

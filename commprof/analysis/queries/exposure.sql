@@ -1,4 +1,4 @@
--- What collectives cost the program in time, and what they hid behind its work, for each combination of the grouping columns.
+-- Exposed and overlapped communication for each combination of the grouping columns.
 --
 -- Input:  stall_times (see stalls.py, grouped by the same columns), counts (see exposure_counts.sql, by these columns
 --         at least; without the column member it may be that of several hosts), participating (see exposure_ranks.sql), steps

@@ -1,9 +1,9 @@
 -- Flows of bytes: what the ranks of each group sent each other, by the columns that decide between whom.
 --
 -- Input:  operations (see operations.sql)
--- Output: one row per combination. executed_bytes is what all ranks of the group sent together by what the backend runs, where
---         unexecuted, the operations of which that is not known, is 0: executed_share / wire_ranks of operations.sql is the
---         mean of a rank, and a message is sent by one rank alone.
+-- Output: one row per combination. executed_bytes is what all ranks of the group sent together by what the backend runs, if
+--         unexecuted (operations for which that is not known) is 0: executed_share / wire_ranks of operations.sql is the
+--         mean of a rank, and only one rank sends a message.
 -- The columns to group by are put in, each followed by a comma.
 select
     {by}

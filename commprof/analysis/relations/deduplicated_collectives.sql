@@ -1,9 +1,9 @@
--- Every collective once, from the records of all its ranks.
+-- Deduplicated collectives, from the records of all their ranks.
 --
 -- grain: one row per collective
 -- inputs: members=collective_members
 -- What the ranks must agree on comes from the lowest rank that has it. A tag comes from any rank that has it.
--- has_splits is 1 for an all_to_all of which any rank recorded its splits.
+-- has_splits is 1 for an all_to_all with recorded splits on any rank.
 select
     attempt,
     pg,

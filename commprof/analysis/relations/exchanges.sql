@@ -1,9 +1,9 @@
--- What each rank sends to each other in an all_to_all with recorded splits.
+-- What each rank sends to each other rank in an all_to_all with recorded splits.
 --
 -- grain: one row per collective, sender and receiver; the sender may be the receiver
 -- inputs: members=collective_members, group_members
--- A rank that recorded no input_splits sends equal parts. If the record of the sender does not tell, that of the receiver
--- does. sent_bytes is null where neither does; a collective of which not every rank was recorded has no rows.
+-- A rank without recorded input_splits sends equal parts. If the record of the sender lacks the bytes, that of the receiver
+-- counts. sent_bytes is null if both lack them; a collective without the records of all ranks has no rows.
 with with_splits as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from members

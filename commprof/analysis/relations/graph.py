@@ -37,7 +37,7 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
         "one row per attempt and step",
     ),
     "group_members": (
-        "The ranks of each group of which an all_to_all has recorded splits, with their positions in the group.",
+        "The ranks of each group with an all_to_all with recorded splits, and their positions in the group.",
         "one row per text of group_ranks and rank",
     ),
     "process_exposure": (

@@ -1,12 +1,12 @@
--- Bytes that each rank sends to each other, modelled for the operations as issued.
+-- Bytes that each rank sends to each other rank, modelled for the operations as issued.
 --
 -- grain: one row per combination of the requested columns, attempt, sender and receiver
 -- inputs: operations, ranks_of_groups, rank_hosts
 -- requested: by, attempt, op, group_ranks, group_size, root, sender, receiver, backend
 -- The bytes of an all_reduce, a reduce_scatter or an all_gather go around a ring in the order of the group; of a reduce or
 -- gather from each other rank to the root; of a broadcast or scatter from the root to each other rank; of an all_to_all between
--- each pair, by its splits where they are recorded; of a send from the sender to the receiver. sender and receiver are null for
--- bytes of which that is not known. wire_bytes of all rows are those of all ranks of the operations.
+-- each pair, by its splits if recorded; of a send from the sender to the receiver. sender and receiver are null for
+-- bytes without known pairs. wire_bytes of all rows are those of all ranks of the operations.
 --
 -- message_bytes are those of sends. alike_bytes is what the backend runs along the same pairs: of messages, and of gloo's
 -- all_gather, all_to_all, gather and scatter. between_hosts_bytes is the part of wire_bytes of pairs on two hosts; null where

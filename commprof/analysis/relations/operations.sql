@@ -1,4 +1,4 @@
--- Operations, each counted once, summed per combination of the requested columns.
+-- Deduplicated operations, summed per combination of the requested columns.
 --
 -- grain: one row per combination of the requested columns and wire_ranks
 -- inputs: agreement, differing_members=collective_members(records=differing_records),
@@ -6,7 +6,7 @@
 --   messages, summed_operations, rank_hosts, group_spans
 -- Sums of these rows are again sums of operations. wire_bytes is wire_share / wire_ranks; both are integers, so that a sum
 -- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.records.backends), which is
--- known of gloo; unexecuted counts the operations of which it is not known. call_bytes is the payload of one call of
+-- known for gloo; unexecuted counts the operations for which it is not known. call_bytes is the payload of one call of
 -- gloo's reduce, whose traffic is not proportional to it; else null.
 --
 -- root is the root of a collective, -1 for none. A message has a sender and a receiver. An all_to_all with recorded splits
