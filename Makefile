@@ -100,12 +100,11 @@ test-all: lint types contracts $(STAMPS)/chromium $(STAMPS)/java ## everything, 
 # trains. The environment stays, and a set that failed can be run in it by hand. A build for CUDA takes 6 GB.
 VERSION ?= 2.15.0
 TORCH_VENV := .venv-torch-$(VERSION)
-TORCH_SETS := $(addprefix tests/,$(addprefix unit/,commprof/test_recorder_*.py zero_runtime) \
-	$(addprefix integration/,test_recorder_c*.py test_recorder_d*.py test_recorder_f*.py test_recorder_g*.py \
-	test_recorder_m*.py test_recorder_p*.py test_recorder_s*.py test_recorder_times.py test_injection.py test_process_end.py \
-	test_verify_wrappers.py test_zero_engine.py test_zero_offload.py test_zero_overlap.py test_zero_precision.py \
-	test_zero_records.py test_zero_reductions.py test_zero_stage3.py test_zero_checkpoint.py test_pipeline_engine.py \
-	test_tensor_parallel.py))
+TORCH_SETS := $(addprefix tests/,unit/commprof/recorder unit/zero_runtime \
+	$(addprefix integration/,$(addprefix recorder/,test_c*.py test_d*.py test_f*.py test_g*.py test_m*.py test_p*.py \
+	test_s*.py test_times.py) launch/test_injection.py launch/test_process_end.py ledger/test_wrappers.py \
+	$(addprefix zero_runtime/,test_engine.py test_offload.py test_overlap.py test_precision.py test_records.py \
+	test_reductions.py test_stage3.py test_checkpoint.py test_pipeline_engine.py test_tensor_parallel.py)))
 
 $(TORCH_VENV)/installed: pyproject.toml constraints.txt hatch_build.py $(COMPILED) | $(STAMPS)/venv
 	$(PYTHON) -m venv $(TORCH_VENV)

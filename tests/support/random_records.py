@@ -39,7 +39,7 @@ def random_records(seed: int, count: int) -> pa.Table:
             "group_size": draw.choice([1, 4]),
             "payload_bytes": draw.randrange(1 << 40),
             "device": draw.choice([None, "cpu", "cuda:0"]),
-            # of which the plain question knows nothing: test_analysis_matrix.py holds them to what is worked out by hand
+            # of which the plain question knows nothing: analysis/test_matrix.py holds them to what is worked out by hand
             "input_splits": None,
             "output_splits": None,
             "issue_ns": issue,

@@ -18,7 +18,7 @@ Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each 
 unequal length: a rank sends exactly what it does not own, and the payload of a step's buckets is the gradients'
 bytes, without padding. A native reduce_scatter_single needs equal rows. They are padded with zeros where that adds
 at most 1/16 to the bucket; otherwise a reduce_scatter of a list of unequal rows is issued (which NCCL runs as one reduce
-for each row). Measured in tests/integration/test_zero_reductions.py: payload = gradient bytes, exactly, with all_to_all.
+for each row). Measured in tests/integration/zero_runtime/test_reductions.py: with all_to_all, payload = gradient bytes.
 
 Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's piece, and all ranks send to
 that one. So this reduction is not used on such buckets where it can be helped: see

@@ -1,0 +1,127 @@
+"""What the commands load: no more than their own answers need, so that they are there at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commprof.cli.application import VERBS
+from support.detailed_runs import detailed_run
+
+ROOT = Path(__file__).resolve().parents[4]
+ARRAYS = {"numpy", "pyarrow"}
+TABLES = {"pandas", "duckdb"}
+DRAWING = {"torch", "plotly", "dash", "flask", "matplotlib", "PIL"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return detailed_run(steps=4).write(tmp_path_factory.mktemp("start") / "run")
+
+
+def loaded(statement: str) -> set[str]:
+    """The modules that a new interpreter has loaded after ``statement``."""
+    program = f"import json, sys\n{statement}\nprint(); print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},  # nothing was asked before
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def of_command(*arguments: object) -> set[str]:
+    return loaded(f"from commprof.cli import execute; execute({[str(word) for word in arguments]!r})")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["report", "--help"], ["--version"]])
+def test_a_page_of_help_loads_no_library_of_numbers(arguments):
+    assert not of_command(*arguments) & (ARRAYS | TABLES | DRAWING | {"rich.console"})
+
+
+def test_a_verb_loads_no_other_verb(run):
+    others = {f"commprof.cli.{place.partition(':')[0]}" for place in VERBS.values()} - {
+        "commprof.cli.verbs.verify"
+    }
+    assert not of_command("verify", run) & others
+
+
+def test_what_starts_ranks_loads_no_library_of_numbers():
+    found = loaded("import commprof.cli.verbs.run, commprof.launch.job, commprof.launch.foreign")
+    assert not found & (ARRAYS | TABLES | DRAWING)
+
+
+def test_the_ledger_needs_no_frames_and_no_database(run):
+    found = of_command("verify", run)
+    assert "pyarrow" in found
+    assert not found & (DRAWING | TABLES)
+
+
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_a_text_about_runs_loads_nothing_that_draws(run, verb):
+    assert not of_command(verb, run) & DRAWING
+
+
+def test_the_questions_can_be_imported_without_what_answers_them():
+    assert not loaded("from commprof.analysis import api") & (ARRAYS | TABLES | DRAWING)
+
+
+def test_each_name_of_the_questions_is_there():
+    from commprof.analysis import api
+
+    assert all(getattr(api, name) is not None for name in api.__all__)
+    with pytest.raises(AttributeError, match="no_such_question"):
+        api.no_such_question  # noqa: B018 - that it is looked up is what is tested
+
+
+WITHOUT = """
+import sys
+from types import SimpleNamespace
+
+def find_spec(name, path=None, target=None):
+    if name in ("pandas", "duckdb"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
+from commprof.cli import execute
+sys.exit(execute(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "RUN"],
+        ["compare", "RUN"],
+        ["query", "RUN", "select count(*) from collectives"],
+        ["finalise", "RUN"],
+        ["export", "RUN", "--out", "OUT"],
+        ["verify", "RUN"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_the_packages_for_tables_a_command_says_in_one_line_what_to_install(run, tmp_path, words):
+    places = {"RUN": str(run), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *(places.get(word, word) for word in words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},
+    )
+    if words[0] == "verify":  # needs neither
+        assert "ledger" in done.stdout
+        assert not done.stderr
+    else:
+        assert done.returncode == 1, done.stderr
+        (line,) = done.stderr.strip().splitlines()
+        assert "is needed to" in line
+        assert "pip install" in line

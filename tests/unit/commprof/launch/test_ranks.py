@@ -1,0 +1,263 @@
+"""The supervisor, with real processes that do not import torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from commprof.errors import LaunchError
+from commprof.launch.ranks import Rank, RankGroup
+
+
+def group(*programs: str, grace_seconds: float = 0.3) -> tuple[RankGroup, list[str]]:
+    said: list[str] = []
+    ranks = [
+        Rank(n, [sys.executable, "-S", "-c", textwrap.dedent(text)], {**os.environ, "RANK": str(n)}, n == 0)
+        for n, text in enumerate(programs)
+    ]
+    return RankGroup(ranks, said.append, grace_seconds=grace_seconds), said
+
+
+def outcome(*programs: str, grace_seconds: float = 0.3):
+    started, _ = group(*programs, grace_seconds=grace_seconds)
+    started.start()
+    return started.wait()
+
+
+def test_all_well():
+    assert outcome("pass", "pass")[:4] == (0, None, None, ())
+
+
+def ending(path, code: int) -> str:
+    """A program that says its number in ``path`` and exits with ``code``."""
+    return f"""
+        import os
+        with open({f"{path}.new"!r}, "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({f"{path}.new"!r}, {str(path)!r})
+        raise SystemExit({code})
+    """
+
+
+def ending_after(path, code: int) -> str:
+    """A program that exits with ``code`` once the one that wrote ``path`` has ended."""
+    return f"""
+        import os, time
+        while not os.path.exists({str(path)!r}):
+            time.sleep(0.01)
+        other = f"/proc/{{open({str(path)!r}).read()}}/stat"
+        while os.path.exists(other) and open(other).read().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        raise SystemExit({code})
+    """
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path):
+    # Rank 1 fails after rank 2 has.
+    first = tmp_path / "first"
+    result = outcome("import time; time.sleep(30)", ending_after(first, 8), ending(first, 7), grace_seconds=2)
+    assert result[:4] == (7, 2, None, (0,))
+
+
+def test_failures_are_told_apart_even_when_seen_together(tmp_path):
+    first = tmp_path / "first"
+    started, _ = group(ending_after(first, 3), ending(first, 4))
+    started.start()
+    for pid in started.pids:  # both have ended before anybody looks
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert started.wait()[:2] == (4, 1)
+
+
+def test_a_signal_is_128_and_its_number():
+    result = outcome("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (result.exit_code, result.first_failed_rank, result.signal_name) == (139, 0, "SIGSEGV")
+
+
+def test_a_rank_that_ignores_sigterm_is_killed():
+    begin = time.monotonic()
+    result = outcome(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)",
+        "import time; time.sleep(0.2); raise SystemExit(5)",
+    )
+    assert result[:4] == (5, 1, None, (0,))
+    assert time.monotonic() - begin < 5
+
+
+def test_standard_input_is_rank_0s_only(tmp_path):
+    program = f"""
+        import sys, os
+        open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").write(sys.stdin.read())
+    """
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"hello")
+    os.close(write_end)
+    saved = os.dup(0)
+    os.dup2(read_end, 0)
+    try:
+        assert outcome(program, program).exit_code == 0
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(read_end)
+    assert [(tmp_path / "0").read_text(), (tmp_path / "1").read_text()] == ["hello", ""]
+
+
+def test_a_program_that_cannot_be_started():
+    started = RankGroup([Rank(0, ["/no/such/program"], {})], print)
+    with pytest.raises(LaunchError, match="rank 0 could not be started"):
+        started.start()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGCHLD} == set()
+
+
+DRIVER = """
+import os, sys
+from commprof.launch.ranks import Rank, RankGroup
+program = sys.argv[1]
+ranks = [Rank(n, [sys.executable, "-S", "-c", program, str(n)], os.environ, n == 0) for n in range(2)]
+group = RankGroup(ranks, lambda text: print(text, file=sys.stderr, flush=True))
+group.start()
+raise SystemExit(group.wait().exit_code)
+"""
+COUNTING = """
+import os, signal, sys, time
+got = []
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), lambda number, frame: got.append(signal.Signals(number).name))
+os.write(1, b"ready\\n")
+end = time.monotonic() + float(os.environ.get("COUNT_SECONDS", "0.5"))
+while time.monotonic() < end:
+    time.sleep(0.02)
+os.write(1, f"{sys.argv[1]}:{','.join(got)}\\n".encode())
+"""
+
+
+def driver(program: str, **options) -> subprocess.Popen:
+    started = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[4],
+        **options,
+    )
+    assert [started.stdout.readline(), started.stdout.readline()] == ["ready\n", "ready\n"]
+    return started
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("to_group", [False, True])
+def test_a_signal_reaches_each_rank_once(name, to_group):
+    started = driver(COUNTING)
+    number = getattr(signal, name)
+    if to_group:
+        os.killpg(started.pid, number)
+    else:
+        started.send_signal(number)
+    out, _ = started.communicate(timeout=20)
+    assert sorted(out.split()) == [f"0:{name}", f"1:{name}"]
+    assert started.returncode == 0
+
+
+def test_a_pause_changes_nothing():
+    """Ctrl-Z and fg, a container's pause: for less and for more than anything waits."""
+    started = driver(COUNTING, env={**os.environ, "COUNT_SECONDS": "3"})
+    for seconds in (0.1, 1.5):
+        started.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        started.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+    started.send_signal(signal.SIGUSR1)
+    out, err = started.communicate(timeout=20)
+    assert (sorted(out.split()), err) == (["0:SIGUSR1", "1:SIGUSR1"], "")
+    assert started.returncode == 0
+
+
+def test_signals_that_came_while_it_stood_still_reach_each_rank():
+    started = driver(COUNTING)
+    started.send_signal(signal.SIGSTOP)
+    started.send_signal(signal.SIGUSR1)
+    started.send_signal(signal.SIGHUP)
+    started.send_signal(signal.SIGCONT)
+    out, _ = started.communicate(timeout=20)
+    assert sorted(out.split()) == ["0:SIGHUP,SIGUSR1", "1:SIGHUP,SIGUSR1"]
+    assert started.returncode == 0
+
+
+def test_without_pidfds_the_ranks_are_watched_all_the_same(monkeypatch, tmp_path):
+    def refuse(pid):
+        raise OSError("no such call")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    first = tmp_path / "first"
+    assert outcome(ending_after(first, 0), ending(first, 4), grace_seconds=2)[:2] == (4, 1)
+    assert outcome("pass", "pass")[:4] == (0, None, None, ())
+
+
+def test_no_descriptor_is_left_open():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    outcome("pass", "raise SystemExit(3)")
+    with pytest.raises(LaunchError):
+        RankGroup([Rank(0, ["/no/such/program"], {})], print).start()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_second_interrupt_kills():
+    started = driver(COUNTING, env={**os.environ, "COUNT_SECONDS": "30"})
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=10)
+    assert started.returncode == 128 + signal.SIGINT
+    assert "interrupted again" in err
+
+
+def test_ranks_do_not_outlive_their_launcher():
+    program = (
+        "import os, time\nos.write(1, b'ready\\n')\nos.write(2, f'{os.getpid()}\\n'.encode())\ntime.sleep(60)"
+    )
+    started = driver(program)
+    pids = [int(started.stderr.readline()) for _ in range(2)]
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(_alive(pid) for pid in pids):
+        time.sleep(0.02)
+    assert [_alive(pid) for pid in pids] == [False, False]
+    started.stdout.close()
+    started.stderr.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def test_ctrl_c_in_a_terminal_reaches_each_rank_once():
+    import pty
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(Path(__file__).parents[4])
+        os.execv(sys.executable, [sys.executable, "-c", DRIVER, COUNTING])
+    text = b""
+    while text.count(b"ready") < 2:
+        text += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    try:
+        while chunk := os.read(terminal, 1000):
+            text += chunk
+    except OSError:  # the terminal ends with its last process
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    words = text.decode().replace("^C", " ").split()
+    assert sorted(word for word in words if ":" in word) == ["0:SIGINT", "1:SIGINT"]
