@@ -48,7 +48,7 @@ def configure(
     """
     document = {} if deepspeed_config is None else configuration.load(deepspeed_config)
     block = keys.as_deepspeed_reads(document).get(BLOCK)
-    given = {
+    arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -56,27 +56,27 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    explicit = {name: value for name, value in given.items() if value is not None}
+    explicit = {name: value for name, value in arguments.items() if value is not None}
     settings = ActivationCheckpointing().changed({**mapping(BLOCK, block or {}), **explicit})
     process.use(settings, process.ranks if mpu_ is None else model_parallel(mpu_))
     process.configured_by = "configure"
 
 
 def configure_by(
-    settings: ActivationCheckpointing, device: str, given: bool, tensor: DataParallelGroup | None = None
+    settings: ActivationCheckpointing, device: str, has_block: bool, tensor: DataParallelGroup | None = None
 ) -> None:
     """What ``initialize`` does with its configuration. What :func:`configure` has said stays.
 
     Args:
         settings: of the configuration.
         device: the type of the model's device.
-        given: whether the configuration has the block.
+        has_block: whether the configuration has the block.
         tensor: the ranks that share each tensor, and have the same activations; None for no such ranks.
     """
     if process.configured_by == "configure":
         return
     process.use(settings, ModelParallel() if tensor is None else ModelParallel(tensor.rank, tensor))
-    process.configured_by = "initialize" if given else None
+    process.configured_by = "initialize" if has_block else None
     if comm.get_rank() == 0:
         for sentence in process.idle_settings(device):
             log.warning(sentence)

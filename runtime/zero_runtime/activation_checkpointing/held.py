@@ -22,9 +22,9 @@ _is_holding: Final[ContextVar[bool]] = ContextVar("regions_are_held", default=Fa
 
 
 @contextmanager
-def holding(wanted: bool = True) -> Iterator[None]:
+def holding(active: bool = True) -> Iterator[None]:
     """Within this block regions are of the kind that runs again once."""
-    token = _is_holding.set(wanted)
+    token = _is_holding.set(active)
     try:
         yield
     finally:
@@ -36,27 +36,27 @@ def is_holding() -> bool:
     return _is_holding.get()
 
 
-def held(region: Callable[..., Any], given: Sequence[torch.Tensor]) -> Any:
-    """Run ``region`` on ``given``, and drop what it saves.
+def run_and_drop_saved(region: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+    """Run ``region`` on ``inputs``, and drop what it saves.
 
     Args:
-        region: is called again, with tensors equal to ``given``, once something of what it saved is asked for.
-        given: tensors that are kept until then.
+        region: is called again, with tensors equal to ``inputs``, once something of what it saved is asked for.
+        inputs: tensors that are kept until then.
     """
-    saved = _Saved(region, given)
+    saved = _Saved(region, inputs)
     with saved_tensors_hooks(saved.drop, saved.find):
-        return region(*given)
+        return region(*inputs)
 
 
 class _Saved:
     """The tensors that a region saves, by their number."""
 
-    def __init__(self, region: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, region: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
         self._region = region
-        self._given = tuple(given)
+        self._inputs = tuple(inputs)
         self._count = 0
         self._tensors: list[torch.Tensor] | None = None
-        devices = {"cpu", *(each.device.type for each in given)}
+        devices = {"cpu", *(each.device.type for each in inputs)}
         self._autocast = {
             device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
             for device in devices
@@ -80,19 +80,19 @@ class _Saved:
         return self._tensors[number]
 
     def _run_again(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        saved: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> int:
-            found.append(tensor.detach())
-            return len(found) - 1
+            saved.append(tensor.detach())
+            return len(saved) - 1
 
-        given = [each.detach().requires_grad_(each.requires_grad) for each in self._given]
-        self._given = ()
+        inputs = [each.detach().requires_grad_(each.requires_grad) for each in self._inputs]
+        self._inputs = ()
         with ExitStack() as stack:
             for device, (enabled, dtype) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=self._caches))
             stack.enter_context(holding())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(keep, found.__getitem__))
-            self._region(*given)
-        return found
+            stack.enter_context(saved_tensors_hooks(keep, saved.__getitem__))
+            self._region(*inputs)
+        return saved

@@ -32,10 +32,10 @@ def model_parallel(mpu: Any) -> ModelParallel:
         ConfigError: it has neither, or they contradict each other.
     """
     prefix = next((each for each in _PREFIXES if hasattr(mpu, f"{each}_rank")), _PREFIXES[-1])
-    if not all(callable(getattr(mpu, f"{prefix}_{part}", None)) for part in _PARTS):
-        wanted = ", ".join(f"{_PREFIXES[1]}_{part}" for part in _PARTS)
-        raise ConfigError(f"mpu is a {type(mpu).__name__}; expected an object with the methods {wanted}")
-    rank, size = (int(getattr(mpu, f"{prefix}_{part}")()) for part in ("rank", "world_size"))
+    if not all(callable(getattr(mpu, f"{prefix}_{suffix}", None)) for suffix in _PARTS):
+        methods = ", ".join(f"{_PREFIXES[1]}_{suffix}" for suffix in _PARTS)
+        raise ConfigError(f"mpu is a {type(mpu).__name__}; expected an object with the methods {methods}")
+    rank, size = (int(getattr(mpu, f"{prefix}_{suffix}")()) for suffix in ("rank", "world_size"))
     if size == 1:
         return ModelParallel(rank)
     group = DataParallelGroup(getattr(mpu, f"{prefix}_group")())

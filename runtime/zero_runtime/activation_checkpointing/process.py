@@ -37,17 +37,17 @@ class Process:
 
     def idle_settings(self, device: str) -> list[str]:
         """A sentence for each setting that changes nothing here. ``device`` is the type of the model's device."""
-        found = []
+        sentences = []
         if self.settings.partition_activations and self.ranks.group is None:
-            found.append(
+            sentences.append(
                 "activation_checkpointing.partition_activations: there is no model-parallel group, so each rank keeps "
                 "checkpoints whole; zero_runtime.checkpointing.configure(mpu) names one"
             )
         if self.settings.cpu_checkpointing and device == "cpu":
-            found.append(
+            sentences.append(
                 "activation_checkpointing.cpu_checkpointing: the model is in host memory, and so are its checkpoints"
             )
-        return found
+        return sentences
 
 
 process: Final = Process()

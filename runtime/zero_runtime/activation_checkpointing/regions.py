@@ -21,10 +21,10 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_runtime.activation_checkpointing.held import held, is_holding
+from zero_runtime.activation_checkpointing.held import is_holding, run_and_drop_saved
 from zero_runtime.activation_checkpointing.process import process
 from zero_runtime.activation_checkpointing.random_states import RandomStates
-from zero_runtime.activation_checkpointing.storage import Kept
+from zero_runtime.activation_checkpointing.storage import StoredTensor
 from zero_runtime.activation_checkpointing.times import Boundaries
 
 
@@ -75,11 +75,11 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool) ->
             return function(*args, **kwargs)
         region = _Region(function, args, kwargs, boundaries, ends and not is_holding())
         if is_holding():
-            return held(region, region.given)
-        return torch_checkpoint(region, *region.given, use_reentrant=False, preserve_rng_state=False)
+            return run_and_drop_saved(region, region.passed)
+        return torch_checkpoint(region, *region.passed, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Given(int):
+class _Passed(int):
     """A tensor among the inputs that torch keeps, by its number among these."""
 
 
@@ -95,61 +95,65 @@ class _Region:
     ) -> None:
         leaves, self._structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.given: list[torch.Tensor] = []
+        self.passed: list[torch.Tensor] = []
         self._function = function
         self._boundaries = boundaries
         self._ends = ends
         self._first: tuple[Any, Any] | None = args, kwargs  # themselves: a function may append to a list
-        self._kept = self._keep(leaves)
+        self._stored_leaves = self._keep(leaves)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._random = RandomStates(tensors)
 
     def _keep(self, leaves: Sequence[Any]) -> list[Any]:
         """What is needed to have ``leaves`` again, a tensor that is passed twice once."""
         store = process.store
-        kept: list[Any] = []
-        seen: dict[int, Any] = {}
+        stored_leaves: list[Any] = []
+        by_id: dict[int, Any] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                kept.append(leaf)
+                stored_leaves.append(leaf)
                 continue
-            if id(leaf) not in seen:
+            if id(leaf) not in by_id:
                 if store is not None and store.takes(leaf):
-                    seen[id(leaf)] = store.keep(leaf, place)
+                    by_id[id(leaf)] = store.keep(leaf, place)
                 else:
-                    seen[id(leaf)] = _Given(len(self.given))
-                    self.given.append(leaf)
-            kept.append(seen[id(leaf)])
-        return kept
+                    by_id[id(leaf)] = _Passed(len(self.passed))
+                    self.passed.append(leaf)
+            stored_leaves.append(by_id[id(leaf)])
+        return stored_leaves
 
-    def __call__(self, *given: torch.Tensor) -> Any:
+    def __call__(self, *tensors: torch.Tensor) -> Any:
         first, self._first = self._first, None
         if first is None:
-            self._again(given)
+            self._again(tensors)
             return None
-        self.given = []
+        self.passed = []
         mark = _Mark.apply(_anchor(self._device), self._boundaries)
         args, kwargs = first
         outputs = self._function(*args, **kwargs)
         return self._exit(mark, outputs) if self._ends else outputs
 
-    def _again(self, given: Sequence[torch.Tensor]) -> None:
+    def _again(self, tensors: Sequence[torch.Tensor]) -> None:
         with self._boundaries.again(), self._random.again():
             _Mark.apply(_anchor(self._device), self._boundaries)
-            args, kwargs = tree_unflatten(self._inputs(given), self._structure)
+            args, kwargs = tree_unflatten(self._inputs(tensors), self._structure)
             self._function(*args, **kwargs)
 
-    def _inputs(self, given: Sequence[torch.Tensor]) -> list[Any]:
+    def _inputs(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The inputs as they were, those that were kept elsewhere made whole."""
-        stored = {id(each): each for each in self._kept if isinstance(each, Kept)}
+        stored = {id(each): each for each in self._stored_leaves if isinstance(each, StoredTensor)}
         differentiable = [each for each in stored.values() if each.requires_grad]
-        whole = {key: each.whole() for key, each in stored.items() if not each.requires_grad}
+        restored = {key: each.whole() for key, each in stored.items() if not each.requires_grad}
         if differentiable:
-            found = _Restored.apply(_anchor(self._device), differentiable)
-            whole |= {id(each): tensor for each, tensor in zip(differentiable, found, strict=True)}
+            gathered = _Restored.apply(_anchor(self._device), differentiable)
+            restored |= {id(each): tensor for each, tensor in zip(differentiable, gathered, strict=True)}
         return [
-            whole[id(each)] if isinstance(each, Kept) else given[each] if isinstance(each, _Given) else each
-            for each in self._kept
+            restored[id(each)]
+            if isinstance(each, StoredTensor)
+            else tensors[each]
+            if isinstance(each, _Passed)
+            else each
+            for each in self._stored_leaves
         ]
 
     def _exit(self, mark: torch.Tensor, outputs: Any) -> Any:
@@ -211,8 +215,8 @@ class _Restored(torch.autograd.Function):
     """Inputs that were kept elsewhere. They are results of an operation, so that the region may change them in place."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, kept: Sequence[Kept]) -> tuple[torch.Tensor, ...]:
-        return tuple(each.whole() for each in kept)
+    def forward(ctx: Any, anchor: torch.Tensor, stored: Sequence[StoredTensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(each.whole() for each in stored)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:

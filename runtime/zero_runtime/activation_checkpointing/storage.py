@@ -24,35 +24,35 @@ _GATHER: Final = hooks.tag("activation")
 _HOST: Final = torch.device("cpu")
 
 
-class Kept:
+class StoredTensor:
     """A tensor that is kept elsewhere.
 
     Attributes:
         requires_grad: whether the tensor did.
     """
 
-    __slots__ = ("__weakref__", "_device", "_group", "_piece", "_shape", "_slot", "_strides", "requires_grad")
+    __slots__ = ("__weakref__", "_device", "_group", "_shape", "_shard", "_slot", "_strides", "requires_grad")
 
     def __init__(
-        self, tensor: torch.Tensor, piece: torch.Tensor, slot: Slot | None, group: DataParallelGroup | None
+        self, tensor: torch.Tensor, shard: torch.Tensor, slot: Slot | None, group: DataParallelGroup | None
     ) -> None:
         self.requires_grad = tensor.requires_grad
         self._shape = tensor.shape
         self._strides = tensor.stride()
         self._device = tensor.device
-        self._piece = piece
+        self._shard = shard
         self._slot = slot
         self._group = group
 
     @torch.no_grad()
     def whole(self) -> torch.Tensor:
         """The tensor: new memory with the same shape, strides and values. On all ranks of the group, where there is one."""
-        piece = self._piece.to(self._device, non_blocking=True)
+        shard = self._shard.to(self._device, non_blocking=True)
         if self._group is not None:
-            flat = torch.empty(piece.numel() * self._group.world_size, dtype=piece.dtype, device=self._device)
-            self._group.all_gather_single(flat, piece, why=_GATHER)
+            flat = torch.empty(shard.numel() * self._group.world_size, dtype=shard.dtype, device=self._device)
+            self._group.all_gather_single(flat, shard, why=_GATHER)
         else:
-            flat = piece.clone() if piece is self._piece else piece
+            flat = shard.clone() if shard is self._shard else shard
         # Not a view, so that the function may change it in place, as it may change the tensor itself.
         return flat.new_empty(0).set_(flat.untyped_storage(), 0, self._shape, self._strides)
 
@@ -71,7 +71,7 @@ class Store:
         self._slots = (
             Slots(settings.number_checkpoints or 0) if settings.contiguous_memory_optimization else None
         )
-        self._known = (
+        self._stored = (
             WeakTensorKeyDictionary()
         )  # tensor -> its version when it was kept, and what it is kept in
 
@@ -90,19 +90,19 @@ class Store:
         group = self._group
         return group if group is not None and tensor.numel() >= group.world_size else None
 
-    def keep(self, tensor: torch.Tensor, place: int) -> Kept:
+    def keep(self, tensor: torch.Tensor, place: int) -> StoredTensor:
         """Keep a copy of ``tensor``, or of this rank's part, which is argument number ``place``."""
         if tensor.is_inference():  # which counts no versions
             return self._copy(tensor, place)
-        version, known = self._known.get(tensor, (-1, None))
-        kept = known() if known is not None and version == tensor._version else None
-        if kept is None or kept.requires_grad != tensor.requires_grad:
-            kept = self._copy(tensor, place)
-            self._known[tensor] = tensor._version, weakref.ref(kept)
-        return kept
+        version, reference = self._stored.get(tensor, (-1, None))
+        stored = reference() if reference is not None and version == tensor._version else None
+        if stored is None or stored.requires_grad != tensor.requires_grad:
+            stored = self._copy(tensor, place)
+            self._stored[tensor] = tensor._version, weakref.ref(stored)
+        return stored
 
     @torch.no_grad()
-    def _copy(self, tensor: torch.Tensor, place: int) -> Kept:
+    def _copy(self, tensor: torch.Tensor, place: int) -> StoredTensor:
         group = self._group_of(tensor)
         size, rank = (1, 0) if group is None else (group.world_size, group.rank)
         numel = -(-tensor.numel() // size)
@@ -110,16 +110,16 @@ class Store:
         slot = None
         if self._slots is not None:
             slot = self._slots.take(Kind(place, numel, tensor.dtype, device))
-            piece = slot.row
+            shard = slot.row
         else:
             pinned = device.type == "cpu" and tensor.device.type == "cuda"
-            piece = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
+            shard = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
         flat = tensor.as_strided((tensor.numel(),), (1,))
         start = min(rank * numel, tensor.numel())
         end = min(start + numel, tensor.numel())
-        piece[: end - start].copy_(flat[start:end], non_blocking=True)
-        piece[end - start :].zero_()
-        return Kept(tensor, piece, slot, group)
+        shard[: end - start].copy_(flat[start:end], non_blocking=True)
+        shard[end - start :].zero_()
+        return StoredTensor(tensor, shard, slot, group)
 
     def reset(self) -> None:
         """Make new buffers from now on."""

@@ -74,9 +74,9 @@ class Boundaries:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _print(self, part: str, seconds: float, more: str = "") -> None:
+    def _print(self, pass_name: str, seconds: float, more: str = "") -> None:
         if self._profile and (not comm.is_initialized() or comm.get_rank() == 0):
-            log.info(f"checkpoint of {self._function}: {part} {seconds * 1e3:.2f} ms{more}")
+            log.info(f"checkpoint of {self._function}: {pass_name} {seconds * 1e3:.2f} ms{more}")
 
 
 def name_of(function: Callable[..., Any]) -> str:

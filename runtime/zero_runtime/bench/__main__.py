@@ -23,21 +23,21 @@ BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 where it could not be done."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "RANK" in os.environ and (not given or given[0].startswith("-")):
-        given = ["comm", *given]
-    if not given or given[0] in ("-h", "--help"):
+    command = list(sys.argv[1:] if arguments is None else arguments)
+    if "RANK" in os.environ and (not command or command[0].startswith("-")):
+        command = ["comm", *command]
+    if not command or command[0] in ("-h", "--help"):
         print("usage: python -m zero_runtime.bench NAME [options]\n\nbenchmarks:")
         for name, (meaning, _) in BENCHMARKS.items():
             print(f"  {name:<8} {meaning}")
         print("\npython -m zero_runtime.bench NAME --help says which options there are.")
         return 0
-    if given[0] not in BENCHMARKS:
+    if command[0] not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
-        print(f"zero_runtime: error: no benchmark {given[0]!r}; expected one of: {known}", file=sys.stderr)
+        print(f"zero_runtime: error: no benchmark {command[0]!r}; expected one of: {known}", file=sys.stderr)
         return 2
     try:
-        return BENCHMARKS[given[0]][1](given[1:])
+        return BENCHMARKS[command[0]][1](command[1:])
     except ZeroRuntimeError as error:
         print(f"zero_runtime: error: {error}", file=sys.stderr)
         return 2

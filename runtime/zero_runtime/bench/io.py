@@ -75,18 +75,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeat", type=count, default=3, help="of each way; the median counts (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(arguments)
-    if given.size % 4096:
-        raise UsageError(f"--size is {given.size}; expected a multiple of 4096 bytes")
-    folder = new_folder(given.path, 0, "bench", "--path")
+    options = parser.parse_args(arguments)
+    if options.size % 4096:
+        raise UsageError(f"--size is {options.size}; expected a multiple of 4096 bytes")
+    folder = new_folder(options.path, 0, "bench", "--path")
     try:
         if not takes_direct(folder):
-            print(f"zero_runtime: {given.path} takes no direct reads and writes (O_DIRECT)", file=sys.stderr)
-        settings = ways(folder, given.blocks, given.threads, given.depth)
-        speeds = [measure(folder, setting, given.size, given.repeat) for setting in settings]
+            print(
+                f"zero_runtime: {options.path} takes no direct reads and writes (O_DIRECT)", file=sys.stderr
+            )
+        settings = ways(folder, options.blocks, options.threads, options.depth)
+        speeds = [measure(folder, setting, options.size, options.repeat) for setting in settings]
     finally:
         remove_folder(folder)
-    print(_as_json(speeds, given.size) if given.json else _as_table(speeds, given.size, given.path))
+    print(_as_json(speeds, options.size) if options.json else _as_table(speeds, options.size, options.path))
     return 0
 
 

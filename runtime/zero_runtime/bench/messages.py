@@ -41,24 +41,24 @@ def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _piece(group: DataParallelGroup, message: torch.Tensor) -> torch.Tensor:
+def _shard(group: DataParallelGroup, message: torch.Tensor) -> torch.Tensor:
     return message.new_ones(message.numel() // group.world_size)
 
 
 def _all_gather(group: DataParallelGroup, message: torch.Tensor) -> Callable[[], Any]:
-    piece = _piece(group, message)
-    return lambda: group.all_gather_single(message, piece, why=_WHY)
+    shard = _shard(group, message)
+    return lambda: group.all_gather_single(message, shard, why=_WHY)
 
 
 def _reduce_scatter(group: DataParallelGroup, message: torch.Tensor) -> Callable[[], Any]:
-    piece = _piece(group, message)
-    return lambda: group.reduce_scatter_single(piece, message, why=_WHY)
+    shard = _shard(group, message)
+    return lambda: group.reduce_scatter_single(shard, message, why=_WHY)
 
 
 def _all_to_all(group: DataParallelGroup, message: torch.Tensor) -> Callable[[], Any]:
     received = torch.empty_like(message)
-    rows = [message.numel() // group.world_size] * group.world_size
-    return lambda: group.all_to_all_single(received, message, rows, why=_WHY)
+    split_sizes = [message.numel() // group.world_size] * group.world_size
+    return lambda: group.all_to_all_single(received, message, split_sizes, why=_WHY)
 
 
 OPERATIONS: Final[dict[str, Operation]] = {
@@ -113,20 +113,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=count, default=3, help="calls before them (default: 3)")
     parser.add_argument("--backend", help="gloo or nccl (default: nccl with GPUs)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(arguments)
-    comm.init_distributed(given.backend)
+    options = parser.parse_args(arguments)
+    comm.init_distributed(options.backend)
     group = DataParallelGroup()
     if group.world_size < 2:
         raise UsageError(
             "one rank sends nothing; start several: commprof run --nproc 2 -m zero_runtime.bench comm, or torchrun"
         )
-    dtype = _DTYPES[given.dtype]
+    dtype = _DTYPES[options.dtype]
     timings = []
-    for number, (operation, payload) in enumerate(product(given.ops, given.sizes)):
+    for number, (operation, payload) in enumerate(product(options.ops, options.sizes)):
         hooks.step(number)
-        timings.append(measure(group, operation, payload, dtype, given.iterations, given.warmup))
+        timings.append(measure(group, operation, payload, dtype, options.iterations, options.warmup))
     if group.rank == 0:
-        print(_as_json(timings, group, given.dtype) if given.json else _as_table(timings, group, given.dtype))
+        print(
+            _as_json(timings, group, options.dtype)
+            if options.json
+            else _as_table(timings, group, options.dtype)
+        )
     group.barrier(why=_WHY)
     return 0
 
@@ -137,8 +141,8 @@ def measure(
     """Carry out ``operation`` on about ``payload`` bytes, whole elements for each rank. Every rank must call it."""
     each = max(1, payload // dtype.itemsize // group.world_size)
     message = torch.ones(each * group.world_size, dtype=dtype, device=group.device)
-    found = OPERATIONS[operation]
-    call = found.prepare(group, message)
+    chosen = OPERATIONS[operation]
+    call = chosen.prepare(group, message)
     for _ in range(warmup):
         call()
     took = [_seconds(call, group.device) for _ in range(iterations)]
@@ -146,7 +150,7 @@ def measure(
     group.all_reduce(slowest, op=ReduceOp.MAX, why=hooks.tag("metric"))
     seconds, num_bytes = slowest.item(), message.numel() * dtype.itemsize
     speed = num_bytes / seconds
-    return Timing(operation, num_bytes, seconds, speed, speed * found.factor(group.world_size))
+    return Timing(operation, num_bytes, seconds, speed, speed * chosen.factor(group.world_size))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

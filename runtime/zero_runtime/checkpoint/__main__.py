@@ -47,32 +47,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="with --universal, how steps are counted: numbers (default) for DeepSpeed's own optimizers (FusedAdam, "
         "DeepSpeedCPUAdam), tensors for torch's (torch_adam, or one that the script makes)",
     )
-    given = parser.parse_args(arguments)
-    out = given.out
-    if given.universal:
-        return _universal(given)
+    options = parser.parse_args(arguments)
+    out = options.out
+    if options.universal:
+        return _universal(options)
     if out.suffix not in (SAFETENSORS, *PICKLED):
         out = out / f"model{SAFETENSORS}"
-    if out.exists() and not given.force:
+    if out.exists() and not options.force:
         return _fail(f"{out} is there already; pass --force to replace it")
     try:
-        checkpoint = open_checkpoint(given.dir, given.tag)
+        checkpoint = open_checkpoint(options.dir, options.tag)
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_state_dict(checkpoint, out, given.exclude_frozen)
+        write_state_dict(checkpoint, out, options.exclude_frozen)
     except (ZeroRuntimeError, OSError) as error:
         return _fail(str(error))
     print(_summary(out, checkpoint))
     return 0
 
 
-def _universal(given: argparse.Namespace) -> int:
+def _universal(options: argparse.Namespace) -> int:
     try:
-        checkpoint = open_checkpoint(given.dir, given.tag)
-        given.out.mkdir(parents=True, exist_ok=True)
-        made = write_universal(checkpoint, given.out, given.steps == "tensors", given.force)
+        checkpoint = open_checkpoint(options.dir, options.tag)
+        options.out.mkdir(parents=True, exist_ok=True)
+        folder = write_universal(checkpoint, options.out, options.steps == "tensors", options.force)
     except (ZeroRuntimeError, OSError) as error:
         return _fail(str(error))
-    print(_summary(made, checkpoint))
+    print(_summary(folder, checkpoint))
     return 0
 
 

@@ -64,8 +64,8 @@ def exchange(
     group: DataParallelGroup, written: Written | None, error: Exception | None, doing: str
 ) -> list[Written]:
     """Tell all ranks what each has written: one all_gather of three numbers. Raises as :func:`agree` does."""
-    told = written or Written(0, 0)
-    mine = torch.tensor([error is not None, *told], dtype=torch.int64, device=group.device)
+    report = written or Written(0, 0)
+    mine = torch.tensor([error is not None, *report], dtype=torch.int64, device=group.device)
     everybody = mine.new_empty(3 * group.world_size)
     group.all_gather_single(everybody, mine, why=CHECKPOINT)
     rows = everybody.view(-1, 3).tolist()
@@ -77,9 +77,9 @@ def exchange(
 def agree_on(group: DataParallelGroup, error: Exception | None, number: int, doing: str) -> bool:
     """As :func:`agree`, and whether all ranks have the same ``number``, of up to 62 bits; still one all_reduce MAX."""
     failed = 0 if error is None else group.rank + 1
-    told = torch.tensor([failed, number, -number], dtype=torch.int64, device=group.device)
-    group.all_reduce(told, ReduceOp.MAX, why=CHECKPOINT)
-    failed, highest, lowest = told.tolist()
+    report = torch.tensor([failed, number, -number], dtype=torch.int64, device=group.device)
+    group.all_reduce(report, ReduceOp.MAX, why=CHECKPOINT)
+    failed, highest, lowest = report.tolist()
     _raise(error, failed - 1, doing)
     return bool(highest == -lowest)
 

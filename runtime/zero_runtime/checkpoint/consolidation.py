@@ -28,7 +28,7 @@ PICKLED: Final = (".bin", ".pt", ".pth")
 
 class _Tensor(NamedTuple):
     name: str
-    kept_as: str
+    stored_as: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_buffer: bool
@@ -83,10 +83,10 @@ def state_dict(
     checkpoint: OpenCheckpoint, fp32: bool = True, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor]:
     """The whole model on the CPU, in fp32 or in the dtypes that the model had."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for each in _tensors(checkpoint, fp32, exclude_frozen):
-        found[each.name] = found[each.kept_as] if each.kept_as in found else _read(checkpoint, each)
-    return found
+        tensors[each.name] = tensors[each.stored_as] if each.stored_as in tensors else _read(checkpoint, each)
+    return tensors
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -160,7 +160,7 @@ def _write(checkpoint: OpenCheckpoint, tensors: list[_Tensor], path: Path) -> No
             # torch.save needs them all at once.
             read: dict[str, torch.Tensor] = {}
             for each in tensors:
-                read[each.name] = read[each.kept_as] if each.kept_as in read else _read(checkpoint, each)
+                read[each.name] = read[each.stored_as] if each.stored_as in read else _read(checkpoint, each)
             torch.save(read, fresh)
         else:
             entries = [
@@ -196,10 +196,10 @@ def _tensors(checkpoint: OpenCheckpoint, fp32: bool, exclude_frozen: bool) -> It
 
 def _read(checkpoint: OpenCheckpoint, each: _Tensor) -> torch.Tensor:
     if each.is_buffer:
-        return checkpoint.buffer(each.kept_as, 0)
-    whole = torch.empty(math.prod(each.shape), dtype=each.dtype)
-    checkpoint.read_value(each.kept_as, 0, whole)
-    return whole.view(each.shape)
+        return checkpoint.buffer(each.stored_as, 0)
+    flat = torch.empty(math.prod(each.shape), dtype=each.dtype)
+    checkpoint.read_value(each.stored_as, 0, flat)
+    return flat.view(each.shape)
 
 
 def _size(each: _Tensor) -> int:
@@ -208,13 +208,13 @@ def _size(each: _Tensor) -> int:
 
 def _shards(tensors: list[_Tensor], limit: int | None) -> list[list[_Tensor]]:
     shards: list[list[_Tensor]] = [[]]
-    held = 0
+    shard_bytes = 0
     for each in tensors:
-        if limit is not None and shards[-1] and held + _size(each) > limit:
+        if limit is not None and shards[-1] and shard_bytes + _size(each) > limit:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(each)
-        held += _size(each)
+        shard_bytes += _size(each)
     return shards
 
 

@@ -27,7 +27,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.checkpoint import random_state
-from zero_runtime.checkpoint.tensor_file import Entry, as_bytes, held
+from zero_runtime.checkpoint.tensor_file import Entry, as_bytes, entry_of
 from zero_runtime.checkpoint.training import Training, buffers, parameters, whole_shape
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.comm import DataParallelGroup
@@ -46,34 +46,37 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
     """
     rank = training.group.rank
     writers = _writers(training)
-    found: list[Entry] = []
+    collected: list[Entry] = []
     scalars: dict[str, list[str]] = {}
     if training.optimizer is not None:
         for fragment in training.optimizer.stored():
             if fragment.numel and (training.sharded or writers[fragment.name] == rank):
-                found += _fragment_entries(fragment)
+                collected += _fragment_entries(fragment)
                 scalars.setdefault(_scalars_text(fragment), []).append(fragment.name)
     trained, left_out = training.trained, set(excluded)
     for name, parameter in parameters(training).items():
         if name not in trained and name not in left_out:
-            found += _parameter_entries(name, parameter, training.group.rank, writers[name])
-    found += [
-        held(f"random/{name}", state) for name, state in random_state.collect(training.group.device).items()
+            collected += _parameter_entries(name, parameter, training.group.rank, writers[name])
+    collected += [
+        entry_of(f"random/{name}", state)
+        for name, state in random_state.collect(training.group.device).items()
     ]
     layout = None
     if training.residuals is not None:
-        found += [held(f"residual/{name}", each) for name, each in training.residuals.stored().items()]
+        collected += [
+            entry_of(f"residual/{name}", each) for name, each in training.residuals.stored().items()
+        ]
         layout = training.residuals.layout._asdict()
-    told = [
+    scalar_groups = [
         {"parameters": names, "scalars": json.loads(text)} for text, names in scalars.items() if text != "{}"
     ]
     content = {
         "rank": rank,
         "world_size": training.group.world_size,
-        "scalars": told,
+        "scalars": scalar_groups,
         **({} if layout is None else {"residuals": layout}),
     }
-    return found, {METADATA: json.dumps(content)}
+    return collected, {METADATA: json.dumps(content)}
 
 
 def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[Entry]:
@@ -88,7 +91,7 @@ def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[En
     group.broadcast(agreed, 0, why=_CHECKPOINT)
     if group.rank != 0 and int(agreed.item()) == crc:
         return []
-    return [held(f"buffer/{name}", buffer) for name, buffer in named.items()]
+    return [entry_of(f"buffer/{name}", buffer) for name, buffer in named.items()]
 
 
 def _writers(training: Training) -> dict[str, int]:
@@ -110,7 +113,7 @@ def _fragment_entries(fragment: Stored) -> list[Entry]:
             Entry(f"state.{name}/{place}", each.dtype, shape, each.read)
             for name, each in fragment.state.items()
         ),
-        *(held(f"whole.{name}/0/{fragment.name}", tensor) for name, tensor in fragment.whole.items()),
+        *(entry_of(f"whole.{name}/0/{fragment.name}", tensor) for name, tensor in fragment.whole.items()),
     ]
 
 
@@ -120,22 +123,22 @@ def _parameter_entries(name: str, parameter: torch.nn.Parameter, rank: int, writ
     if shard is None:
         if rank != writer or parameter.numel() == 0:
             return []
-        return [held(f"value/0/{name}", parameter, (parameter.numel(),))]
+        return [entry_of(f"value/0/{name}", parameter, (parameter.numel(),))]
     start = rank * shard.slice_numel
     numel = min(shard.slice_numel, shard.numel - start)
     if numel <= 0:
         return []
-    return [Entry(f"value/{start}/{name}", shard.dtype, (numel,), lambda: _slice_of(shard, numel))]
+    return [Entry(f"value/{start}/{name}", shard.dtype, (numel,), lambda: _own_shard(shard, numel))]
 
 
-def _slice_of(shard: Shard, numel: int) -> torch.Tensor:
-    with shard.lent() as own:
-        return own.narrow(0, 0, numel)
+def _own_shard(shard: Shard, numel: int) -> torch.Tensor:
+    with shard.lent() as shard_values:
+        return shard_values.narrow(0, 0, numel)
 
 
 def _scalars_text(fragment: Stored) -> str:
     encoder = Encoder()
-    found: Mapping[str, Any] = {
+    encoded: Mapping[str, Any] = {
         name: {
             "value": encoder.encode(f"state {name!r} of {fragment.name}", value.value),
             "dtype": str(value.dtype).removeprefix("torch."),
@@ -145,4 +148,4 @@ def _scalars_text(fragment: Stored) -> str:
         else {"value": encoder.encode(f"state {name!r} of {fragment.name}", value)}
         for name, value in fragment.scalars.items()
     }
-    return json.dumps(found)
+    return json.dumps(encoded)

@@ -35,21 +35,26 @@ class JoinedCheckpoint(PartedCheckpoint):
     """
 
     def __init__(
-        self, directory: Path, parts: Sequence[OpenCheckpoint], names: Collection[str] | None = None
+        self, directory: Path, checkpoints: Sequence[OpenCheckpoint], names: Collection[str] | None = None
     ) -> None:
-        super().__init__(directory, parts)
-        self.manifest = _joined([part.manifest for part in parts], names)
+        super().__init__(directory, checkpoints)
+        self.manifest = _joined([checkpoint.manifest for checkpoint in checkpoints], names)
         self._part_of: dict[str, OpenCheckpoint] = {}
-        for part in reversed(parts):
-            kept = part.manifest
-            self._part_of.update(dict.fromkeys((*kept.parameters, *kept.buffers, *kept.aliases), part))
+        for checkpoint in reversed(checkpoints):
+            manifest = checkpoint.manifest
+            self._part_of.update(
+                dict.fromkeys((*manifest.parameters, *manifest.buffers, *manifest.aliases), checkpoint)
+            )
 
     def decode(self, value: Any) -> Any:
         """A value of the manifest as it was given to ``save``: the first part's, or that of each where each has its own."""
         if isinstance(value, tuple):
-            each = [part.decode(own) for part, own in zip(self._parts, value, strict=True)]
-            return {name: found for states in reversed(each) for name, found in states.items()}
-        return self._parts[0].decode(value)
+            decoded = [
+                checkpoint.decode(encoded)
+                for checkpoint, encoded in zip(self._checkpoints, value, strict=True)
+            ]
+            return {name: state for states in reversed(decoded) for name, state in states.items()}
+        return self._checkpoints[0].decode(value)
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
@@ -81,19 +86,21 @@ class JoinedCheckpoint(PartedCheckpoint):
 
 
 def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Manifest:
-    def kept(found: Iterable[str]) -> list[str]:
-        return [name for name in dict.fromkeys(found) if names is None or name in names]
+    def selected(candidates: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(candidates) if names is None or name in names]
 
-    parameters = {name: each for part in reversed(manifests) for name, each in part.parameters.items()}
-    aliases = {name: each for part in reversed(manifests) for name, each in part.aliases.items()}
+    parameters = {
+        name: each for manifest in reversed(manifests) for name, each in manifest.parameters.items()
+    }
+    aliases = {name: each for manifest in reversed(manifests) for name, each in manifest.aliases.items()}
     return dataclasses.replace(
         manifests[0],
-        parameters={name: parameters[name] for name in kept(parameters)},
-        aliases={name: aliases[name] for name in kept(aliases)},
-        buffers=kept(name for part in manifests for name in part.buffers),
-        excluded=kept(name for part in manifests for name in part.excluded),
-        files=tuple(each for part in manifests for each in part.files),
-        extra_state=tuple(part.extra_state for part in manifests),
+        parameters={name: parameters[name] for name in selected(parameters)},
+        aliases={name: aliases[name] for name in selected(aliases)},
+        buffers=selected(name for manifest in manifests for name in manifest.buffers),
+        excluded=selected(name for manifest in manifests for name in manifest.excluded),
+        files=tuple(each for manifest in manifests for each in manifest.files),
+        extra_state=tuple(manifest.extra_state for manifest in manifests),
     )
 
 
@@ -138,19 +145,22 @@ def open_stages(
     axes, content = saved_axes(directory), _content(directory)
     if set(axes) > {PIPE, MODEL}:
         raise CheckpointError(f"{directory} was saved by ranks along {axes}, which are not put together")
-    stages, slices = axes.get(PIPE, 1), axes.get(MODEL, 1)
+    stages, shards_per_stage = axes.get(PIPE, 1), axes.get(MODEL, 1)
     if content is None:
-        whole = Checkpoint(directory, rounding)
-        return JoinedCheckpoint(directory, [SlicedCheckpoint(directory, [whole], cuts or {})], names)
-    parts = list(_open_parts(directory, stages * slices, rounding))
-    for part in parts:
-        if part.manifest.counters != content["counters"]:
+        checkpoint = Checkpoint(directory, rounding)
+        return JoinedCheckpoint(directory, [SlicedCheckpoint(directory, [checkpoint], cuts or {})], names)
+    checkpoints = list(_open_parts(directory, stages * shards_per_stage, rounding))
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.counters != content["counters"]:
             raise CheckpointError(
-                f"{part.directory} is of step {part.manifest.counters.get('global_steps')}, and {directory / PARTS} of step "
+                f"{checkpoint.directory} is of step {checkpoint.manifest.counters.get('global_steps')}, and "
+                f"{directory / PARTS} of step "
                 f"{content['counters'].get('global_steps')}: a save was cut off; load the tag before it"
             )
     joined = [
-        SlicedCheckpoint(directory, parts[slices * stage : slices * (stage + 1)], cuts or {})
+        SlicedCheckpoint(
+            directory, checkpoints[shards_per_stage * stage : shards_per_stage * (stage + 1)], cuts or {}
+        )
         for stage in range(stages)
     ]
     return JoinedCheckpoint(directory, joined, names)

@@ -105,21 +105,21 @@ def load(
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     training.settle()
-    found, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others, opener))
+    checkpoint, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others, opener))
     try:
-        _agree(group, found, error, doing)
+        _agree(group, checkpoint, error, doing)
     except CheckpointError as failure:
         if others is None:
             raise
         error = failure
     if others is not None:
         agreement.agree(others.group, error, doing)
-    if found is None:
+    if checkpoint is None:
         return None
     residency = residency_of(training.module)
     if residency is not None:
         residency.release_all()
-    loaded, error = agreement.attempt(lambda: _restore(training, found, wanted))
+    loaded, error = agreement.attempt(lambda: _restore(training, checkpoint, wanted))
     agreement.agree(group, error, doing)
     if residency is not None:
         residency.parameters_changed()
@@ -127,13 +127,13 @@ def load(
 
 
 def _agree(
-    group: DataParallelGroup, found: OpenCheckpoint | None, error: Exception | None, doing: str
+    group: DataParallelGroup, checkpoint: OpenCheckpoint | None, error: Exception | None, doing: str
 ) -> None:
     """Go on if all ranks have opened one checkpoint. Raises CheckpointError on every rank otherwise."""
-    if not agreement.agree_on(group, error, 0 if found is None else _identity(found), doing):
+    if not agreement.agree_on(group, error, 0 if checkpoint is None else _identity(checkpoint), doing):
         raise CheckpointError(
             f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
-            f"{'none' if found is None else found.directory}); load one that all of them see, and name its tag"
+            f"{'none' if checkpoint is None else checkpoint.directory}); load one that all of them see, and name its tag"
         )
 
 
@@ -218,10 +218,11 @@ def _check_fits(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) 
     if wanted.custom is None:
         for name, parameter in model.items():
             if checkpoint.has(name):
-                kept = checkpoint.parameters[checkpoint.name_of(name)].shape
-                if kept != whole_shape(parameter):
+                saved_shape = checkpoint.parameters[checkpoint.name_of(name)].shape
+                if saved_shape != whole_shape(parameter):
                     raise CheckpointError(
-                        f"parameter {name!r} has shape {whole_shape(parameter)} in the model and {kept} in {where}; load it "
+                        f"parameter {name!r} has shape {whole_shape(parameter)} in the model and {saved_shape} in "
+                        f"{where}; load it "
                         "into the model that was saved, or with custom_load_fn"
                     )
         if wanted.strict:
@@ -239,23 +240,24 @@ def _check_fits(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) 
 
 def _check_names(training: Training, checkpoint: OpenCheckpoint) -> None:
     manifest = checkpoint.manifest
-    kept = {*checkpoint.parameters, *manifest.buffers, *manifest.aliases}
+    saved_names = {*checkpoint.parameters, *manifest.buffers, *manifest.aliases}
     aliased = {checkpoint.name_of(name) for name in manifest.aliases}
-    wanted = {*parameters(training), *buffers(training.module)}
-    missing = sorted(wanted - kept - set(manifest.excluded))
-    found = {checkpoint.name_of(name) for name in wanted}
+    model_names = {*parameters(training), *buffers(training.module)}
+    missing = sorted(model_names - saved_names - set(manifest.excluded))
+    stored_names = {checkpoint.name_of(name) for name in model_names}
     unexpected = sorted(
-        name for name in {*checkpoint.parameters, *manifest.buffers} - aliased if name not in found
+        name for name in {*checkpoint.parameters, *manifest.buffers} - aliased if name not in stored_names
     )
-    unexpected += sorted(name for name in aliased if name not in found)
+    unexpected += sorted(name for name in aliased if name not in stored_names)
     if missing or unexpected:
-        parts = [
+        differences = [
             f"{what} {', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
             for what, names in (("it lacks", missing), ("the model lacks", unexpected))
             if names
         ]
         raise CheckpointError(
-            f"{checkpoint.directory} is of another model: {'; '.join(parts)}; pass load_module_strict=False to load what "
+            f"{checkpoint.directory} is of another model: {'; '.join(differences)}; pass load_module_strict=False to "
+            "load what "
             "both have"
         )
 
@@ -315,18 +317,18 @@ def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
         if shard is not None:
             start = shard.group.rank * shard.slice_numel
             numel = max(0, min(shard.slice_numel, shard.numel - start))
-            with shard.lent() as own:
-                checkpoint.read_value(name, start, own.narrow(0, 0, numel))
+            with shard.lent() as shard_values:
+                checkpoint.read_value(name, start, shard_values.narrow(0, 0, numel))
         elif parameter.is_contiguous():
             checkpoint.read_value(name, 0, parameter.detach().view(-1))
         else:
-            whole = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-            checkpoint.read_value(name, 0, whole)
-            parameter.copy_(whole.view(parameter.shape))
+            flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            checkpoint.read_value(name, 0, flat)
+            parameter.copy_(flat.view(parameter.shape))
     rank = training.group.rank if len(checkpoint.manifest.files) == training.group.world_size else 0
-    kept = {*checkpoint.manifest.buffers, *checkpoint.manifest.aliases}
+    saved_names = {*checkpoint.manifest.buffers, *checkpoint.manifest.aliases}
     for name, buffer in buffers(training.module).items():
-        if name in kept:
+        if name in saved_names:
             saved = checkpoint.buffer(name, rank)
             if saved.shape != buffer.shape:
                 raise CheckpointError(

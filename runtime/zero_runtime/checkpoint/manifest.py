@@ -237,10 +237,10 @@ def read_latest(directory: Path, name: str = LATEST) -> str | None:
     return tag
 
 
-def check_tag(tag: str, said: str = "the tag is") -> None:
+def check_tag(tag: str, subject: str = "the tag is") -> None:
     """Refuse a tag that cannot be the name of a directory. Raises CheckpointError."""
     if not tag or tag in (".", "..", LATEST) or "/" in tag or "\0" in tag or len(tag.encode()) > 200:
         raise CheckpointError(
-            f"{said} {tag!r}; expected the name of a directory, without slashes, of at most 200 bytes, other than "
+            f"{subject} {tag!r}; expected the name of a directory, without slashes, of at most 200 bytes, other than "
             f"{LATEST!r}, such as global_step100"
         )

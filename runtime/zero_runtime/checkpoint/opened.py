@@ -25,7 +25,7 @@ class TensorSource(Protocol):
         """What gives elements of the tensor of ``key`` when it is sliced."""
 
 
-class Piece(NamedTuple):
+class StoredRange(NamedTuple):
     """Consecutive elements of a tensor, in one file."""
 
     start: int
@@ -54,10 +54,10 @@ class OpenCheckpoint:
     def __init__(self, directory: Path, rounding: Mapping[str, torch.dtype] | None = None) -> None:
         self.directory = directory
         self._rounding = rounding or {}
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        self._ranges: dict[tuple[str, str], list[StoredRange]] = {}
         self._scalars: dict[str, dict[str, Scalar | NumberTensor]] = {}
         self._states: dict[str, dict[str, torch.dtype]] = {}
-        self._whole: dict[str, dict[str, str]] = {}
+        self._other_state_keys: dict[str, dict[str, str]] = {}
 
     def verify(self, ranks: Iterable[int]) -> None:
         """Compare the files of these numbers, of ``manifest.files``, with their checksums.
@@ -88,8 +88,8 @@ class OpenCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether parameter ``name`` is kept."""
-        found = self.name_of(name)
-        return found in self.manifest.parameters and found not in self.manifest.excluded
+        stored_name = self.name_of(name)
+        return stored_name in self.manifest.parameters and stored_name not in self.manifest.excluded
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``, as exactly as they are kept."""
@@ -118,21 +118,23 @@ class OpenCheckpoint:
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
         """The state tensors of parameter ``name`` of other shapes."""
         name = self.name_of(name)
-        return {state: self._tensor("whole", key) for state, key in self._whole.get(name, {}).items()}
+        return {
+            state: self._tensor("whole", key) for state, key in self._other_state_keys.get(name, {}).items()
+        }
 
     # What else there is.
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         """A buffer: that of ``rank`` where it is kept, and of rank 0 elsewhere."""
         name = self.name_of(name)
-        pieces = {piece.start: piece for piece in self._pieces.get(("buffer", name), ())}
-        if not pieces:
+        by_rank = {stored.start: stored for stored in self._ranges.get(("buffer", name), ())}
+        if not by_rank:
             raise CheckpointError(
                 f"{self.directory} lacks buffer {name!r}, which its manifest names; load another tag"
             )
-        piece = pieces.get(rank, pieces.get(0))
-        assert piece is not None
-        return piece.file.get_tensor(piece.key)
+        stored = by_rank.get(rank, by_rank.get(0))
+        assert stored is not None
+        return stored.file.get_tensor(stored.key)
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """The states of the random generators of ``rank``, by name."""
@@ -144,20 +146,20 @@ class OpenCheckpoint:
 
     def _of_rank(self, wanted: str, rank: int) -> dict[str, torch.Tensor]:
         return {
-            name: piece.file.get_tensor(piece.key)
-            for (kind, name), pieces in self._pieces.items()
+            name: stored.file.get_tensor(stored.key)
+            for (kind, name), ranges in self._ranges.items()
             if kind == wanted
-            for piece in pieces
-            if piece.start == rank
+            for stored in ranges
+            if stored.start == rank
         }
 
     # For subclasses.
 
-    def _add(self, kind: str, name: str, piece: Piece) -> None:
+    def _add(self, kind: str, name: str, stored: StoredRange) -> None:
         """Take up a piece of ``kind``: value, state.<state>, whole, buffer, random or json."""
-        self._pieces.setdefault((kind, name), []).append(piece)
+        self._ranges.setdefault((kind, name), []).append(stored)
         if kind.startswith("state."):
-            self._states.setdefault(name, {})[kind.removeprefix("state.")] = piece.dtype
+            self._states.setdefault(name, {})[kind.removeprefix("state.")] = stored.dtype
 
     def _check_complete(self) -> None:
         """Sort the pieces, once all are added.
@@ -165,14 +167,14 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: an element of a parameter is in none of them.
         """
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: piece.start)
+        for ranges in self._ranges.values():
+            ranges.sort(key=lambda stored: stored.start)
         for name, facts in self.parameters.items():
             covered = 0
-            for piece in self._pieces.get(("value", name), ()):
-                if piece.start > covered:
+            for stored in self._ranges.get(("value", name), ()):
+                if stored.start > covered:
                     break
-                covered = max(covered, piece.start + piece.numel)
+                covered = max(covered, stored.start + stored.numel)
             if covered < math.prod(facts.shape):
                 raise CheckpointError(
                     f"{self.directory} lacks element {covered} of parameter {name!r} of {math.prod(facts.shape)} elements; "
@@ -180,26 +182,28 @@ class OpenCheckpoint:
                 )
 
     def _tensor(self, kind: str, key: str) -> torch.Tensor:
-        pieces = self._pieces.get((kind, key))
-        if not pieces:
+        ranges = self._ranges.get((kind, key))
+        if not ranges:
             raise CheckpointError(f"{self.directory} lacks the tensor {key!r}; load another tag")
-        return pieces[0].file.get_tensor(key)
+        return ranges[0].file.get_tensor(key)
 
     def _read(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
         stop = start + target.numel()
-        for piece, begin, end in self._overlaps(kind, name, start, stop):
+        for stored, begin, end in self._overlaps(kind, name, start, stop):
             if begin != start:
                 break
-            part = piece.file.get_slice(piece.key)[begin - piece.start : end - piece.start]
-            target.narrow(0, begin - (stop - target.numel()), end - begin).copy_(part)
+            values = stored.file.get_slice(stored.key)[begin - stored.start : end - stored.start]
+            target.narrow(0, begin - (stop - target.numel()), end - begin).copy_(values)
             start = end
         if start < stop:
             raise CheckpointError(
                 f"{self.directory} lacks elements {start} to {stop} of {kind} of parameter {name!r}; load another tag"
             )
 
-    def _overlaps(self, kind: str, name: str, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-        for piece in self._pieces.get((kind, name), ()):
-            begin, end = max(start, piece.start), min(stop, piece.start + piece.numel)
+    def _overlaps(
+        self, kind: str, name: str, start: int, stop: int
+    ) -> Iterator[tuple[StoredRange, int, int]]:
+        for stored in self._ranges.get((kind, name), ()):
+            begin, end = max(start, stored.start), min(stop, stored.start + stored.numel)
             if begin < end:
-                yield piece, begin, end
+                yield stored, begin, end

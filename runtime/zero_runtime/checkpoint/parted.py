@@ -18,23 +18,27 @@ class PartedCheckpoint(OpenCheckpoint):
         parts: the checkpoints, in order.
     """
 
-    def __init__(self, directory: Path, parts: Sequence[OpenCheckpoint]) -> None:
+    def __init__(self, directory: Path, checkpoints: Sequence[OpenCheckpoint]) -> None:
         super().__init__(directory)
-        self._parts = parts
+        self._checkpoints = checkpoints
 
     def verify(self, ranks: Iterable[int]) -> None:
         """Compare files with their checksums; they are numbered part by part."""
-        numbers = [(part, number) for part in self._parts for number in range(len(part.manifest.files))]
+        numbers = [
+            (checkpoint, number)
+            for checkpoint in self._checkpoints
+            for number in range(len(checkpoint.manifest.files))
+        ]
         for rank in ranks:
-            part, number = numbers[rank]
-            part.verify([number])
+            checkpoint, number = numbers[rank]
+            checkpoint.verify([number])
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """The states of the random generators of ``rank``, counted part by part."""
-        for part in self._parts:
-            files = len(part.manifest.files)
+        for checkpoint in self._checkpoints:
+            files = len(checkpoint.manifest.files)
             if rank < files:
-                return part.random_states(rank)
+                return checkpoint.random_states(rank)
             rank -= files
         return {}
 

@@ -110,11 +110,11 @@ def load_parts(
     agreement.agree(model.group, error, doing)
     assert content is not None
     others = Others(model.group, content["counters"])
-    found, error = agreement.attempt(
+    loaded, error = agreement.attempt(
         lambda: load(training, load_dir / named, part_name(model.group.rank), wanted, others)
     )
     agreement.agree(model.group, error, doing)
-    return None if found is None else found._replace(directory=found.directory.parent)
+    return None if loaded is None else loaded._replace(directory=loaded.directory.parent)
 
 
 def axes_of_saved(load_dir: Path, tag: str | None) -> dict[str, int] | None:

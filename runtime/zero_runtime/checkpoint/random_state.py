@@ -91,12 +91,12 @@ def _restorers(
 def _restore_tracked(states: Mapping[str, torch.Tensor]) -> None:
     """Put the tracker's states back by name, also those that have not been added yet; the others stay as they are."""
     prefix = _tracked()
-    found = {
+    tracked = {
         name.removeprefix(prefix): state.to(torch.uint8).clone()
         for name, state in states.items()
         if name.startswith(prefix)
     }
-    for state in found.values():
+    for state in tracked.values():
         torch.Generator(default_generator().device).set_state(state)  # raises what is no state
     tracker = get_rng_tracker()
-    tracker.set_states(tracker.get_states() | found)
+    tracker.set_states(tracker.get_states() | tracked)

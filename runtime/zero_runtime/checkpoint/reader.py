@@ -15,7 +15,7 @@ import torch
 from zero_runtime.checkpoint import values
 from zero_runtime.checkpoint.contents import METADATA
 from zero_runtime.checkpoint.manifest import RankFile, read_manifest
-from zero_runtime.checkpoint.opened import OpenCheckpoint, Piece
+from zero_runtime.checkpoint.opened import OpenCheckpoint, StoredRange
 from zero_runtime.checkpoint.tensor_file import DTYPES
 from zero_runtime.errors import CheckpointError
 from zero_runtime.experimental.compression.residuals import layout_of
@@ -64,30 +64,31 @@ class Checkpoint(OpenCheckpoint):
         """A value of the manifest as it was given to ``save``."""
         return values.decode(value, lambda key: self._tensor("json", key))
 
-    def _open(self, rank: int, each: RankFile) -> None:
-        path = self.directory / each.name
+    def _open(self, rank: int, rank_file: RankFile) -> None:
+        path = self.directory / rank_file.name
         try:
-            found = path.stat().st_size
+            num_bytes = path.stat().st_size
         except OSError:
             raise CheckpointError(
                 f"{path}, the file of rank {rank}, is missing; copy all {len(self.manifest.files)} files that "
                 f"{self.directory / 'manifest.json'} names, or load another tag"
             ) from None
-        if found != each.num_bytes:
+        if num_bytes != rank_file.num_bytes:
             raise CheckpointError(
-                f"{path} has {found} bytes, and was written with {each.num_bytes}: it was cut off or replaced; copy it "
+                f"{path} has {num_bytes} bytes, and was written with {rank_file.num_bytes}: it was cut off or "
+                "replaced; copy it "
                 "again, or load another tag"
             )
         safetensors = _safetensors()
         try:
             file = safetensors.safe_open(path, framework="pt")
-            told = json.loads(file.metadata()[METADATA])
-            if told["rank"] != rank or told["world_size"] != len(self.manifest.files):
-                raise ValueError(f"it is of rank {told['rank']} of {told['world_size']}")
+            content = json.loads(file.metadata()[METADATA])
+            if content["rank"] != rank or content["world_size"] != len(self.manifest.files):
+                raise ValueError(f"it is of rank {content['rank']} of {content['world_size']}")
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 self._index(rank, file, key)
-            self.residual_layout = layout_of(told.get("residuals"))
-            for group in told["scalars"]:
+            self.residual_layout = layout_of(content.get("residuals"))
+            for group in content["scalars"]:
                 scalars = {name: _scalar(value) for name, value in group["scalars"].items()}
                 self._scalars.update(dict.fromkeys(group["parameters"], scalars))
         except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -100,17 +101,17 @@ class Checkpoint(OpenCheckpoint):
         view = file.get_slice(key)
         numel, dtype = math.prod(view.get_shape()), DTYPES[view.get_dtype()]
         if kind in ("buffer", "random", "residual"):
-            self._add(kind, rest, Piece(rank, numel, dtype, file, key))
+            self._add(kind, rest, StoredRange(rank, numel, dtype, file, key))
             return
         if kind == "json":
-            self._add(kind, key, Piece(0, numel, dtype, file, key))
+            self._add(kind, key, StoredRange(0, numel, dtype, file, key))
             return
         start, _, name = rest.partition("/")
         if kind.startswith("whole."):
-            self._add("whole", key, Piece(0, numel, dtype, file, key))
-            self._whole.setdefault(name, {})[kind.removeprefix("whole.")] = key
+            self._add("whole", key, StoredRange(0, numel, dtype, file, key))
+            self._other_state_keys.setdefault(name, {})[kind.removeprefix("whole.")] = key
             return
-        self._add(kind, name, Piece(int(start), numel, dtype, file, key))
+        self._add(kind, name, StoredRange(int(start), numel, dtype, file, key))
 
 
 def _safetensors() -> Any:
@@ -123,11 +124,11 @@ def _safetensors() -> Any:
         ) from None
 
 
-def _scalar(told: Mapping[str, Any]) -> Scalar | NumberTensor:
-    value = values.decode(told["value"], _no_tensor)
-    if "dtype" not in told:
+def _scalar(encoded: Mapping[str, Any]) -> Scalar | NumberTensor:
+    value = values.decode(encoded["value"], _no_tensor)
+    if "dtype" not in encoded:
         return value  # type: ignore[no-any-return]
-    return NumberTensor(value, getattr(torch, told["dtype"]), tuple(told.get("shape", ())))
+    return NumberTensor(value, getattr(torch, encoded["dtype"]), tuple(encoded.get("shape", ())))
 
 
 def _no_tensor(key: str) -> torch.Tensor:

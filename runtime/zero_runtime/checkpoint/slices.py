@@ -21,7 +21,7 @@ from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 from zero_runtime.tensor_parallel.cuts import Cut
 
 # Tensors that are put together at a time: one parameter's, in its value and its states.
-_HELD: Final = 4
+_MOST_JOINED: Final = 4
 
 
 class SlicedCheckpoint(PartedCheckpoint):
@@ -36,30 +36,30 @@ class SlicedCheckpoint(PartedCheckpoint):
         CheckpointError: it is not known how a parameter was cut.
     """
 
-    def __init__(self, directory: Path, slices: Sequence[Checkpoint], cuts: Mapping[str, Cut]) -> None:
-        super().__init__(directory, slices)
-        self._wanted = cuts
-        self._held: dict[tuple[str, str], torch.Tensor] = {}
-        first = slices[0].manifest
+    def __init__(self, directory: Path, checkpoints: Sequence[Checkpoint], cuts: Mapping[str, Cut]) -> None:
+        super().__init__(directory, checkpoints)
+        self._cuts = cuts
+        self._joined_tensors: dict[tuple[str, str], torch.Tensor] = {}
+        first = checkpoints[0].manifest
         self._saved = {
-            name: _cut(directory, name, facts, len(slices)) for name, facts in first.parameters.items()
+            name: _cut(directory, name, facts, len(checkpoints)) for name, facts in first.parameters.items()
         }
         self.manifest = dataclasses.replace(
             first,
             parameters={name: self._facts(name, facts) for name, facts in first.parameters.items()},
-            files=tuple(each for part in slices for each in part.manifest.files),
+            files=tuple(each for checkpoint in checkpoints for each in checkpoint.manifest.files),
         )
 
     def _facts(self, name: str, facts: ParameterFacts) -> ParameterFacts:
-        saved, wanted = self._saved[name], self._wanted.get(name)
+        saved, cut = self._saved[name], self._cuts.get(name)
         shape = facts.shape if saved is None else saved.whole_shape(facts.shape)
-        if wanted is not None and wanted.whole_shape(wanted.part_shape(shape)) == shape:
-            shape = wanted.part_shape(shape)
+        if cut is not None and cut.whole_shape(cut.part_shape(shape)) == shape:
+            shape = cut.part_shape(shape)
         return dataclasses.replace(facts, shape=shape, cut_dim=None, cut_sections=())
 
     def decode(self, value: Any) -> Any:
         """A value of the manifest as it was given to ``save``: the first rank's."""
-        return self._parts[0].decode(value)
+        return self._checkpoints[0].decode(value)
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
@@ -71,7 +71,7 @@ class SlicedCheckpoint(PartedCheckpoint):
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
         """The state tensors of parameter ``name`` that have an element for each of its own."""
-        return self._parts[0].state_dtypes(name)
+        return self._checkpoints[0].state_dtypes(name)
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
@@ -79,7 +79,7 @@ class SlicedCheckpoint(PartedCheckpoint):
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
         """The state values of parameter ``name`` that are one number, or none."""
-        return self._parts[0].scalars(name)
+        return self._checkpoints[0].scalars(name)
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
         """The state tensors of parameter ``name`` of other shapes.
@@ -87,50 +87,51 @@ class SlicedCheckpoint(PartedCheckpoint):
         Raises:
             CheckpointError: there are some of a parameter that is cut, which cannot be cut with it.
         """
-        found = self._parts[0].whole(name)
-        kept = self.name_of(name)
-        if found and (self._saved.get(kept) is not None or kept in self._wanted):
+        states = self._checkpoints[0].whole(name)
+        stored_name = self.name_of(name)
+        if states and (self._saved.get(stored_name) is not None or stored_name in self._cuts):
             raise CheckpointError(
-                f"{self.directory}: the optimizer keeps {', '.join(found)} of {name!r} in another shape than its own, which "
+                f"{self.directory}: the optimizer keeps {', '.join(states)} of {name!r} in another shape than its "
+                "own, which "
                 "cannot be cut with it; load it with the tp_size that saved it, or pass load_optimizer_states=False"
             )
-        return found
+        return states
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         """A buffer, as the first rank had it."""
-        return self._parts[0].buffer(name, 0)
+        return self._checkpoints[0].buffer(name, 0)
 
     def _fill(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
-        kept = self.name_of(name)
-        if (kind, kept) not in self._held:
-            while len(self._held) >= _HELD:
-                self._held.pop(next(iter(self._held)))
-            self._held[kind, kept] = self._own(kind, kept)
-        target.copy_(self._held[kind, kept].narrow(0, start, target.numel()))
+        stored_name = self.name_of(name)
+        if (kind, stored_name) not in self._joined_tensors:
+            while len(self._joined_tensors) >= _MOST_JOINED:
+                self._joined_tensors.pop(next(iter(self._joined_tensors)))
+            self._joined_tensors[kind, stored_name] = self._at_hand(kind, stored_name)
+        target.copy_(self._joined_tensors[kind, stored_name].narrow(0, start, target.numel()))
 
-    def _own(self, kind: str, name: str) -> torch.Tensor:
+    def _at_hand(self, kind: str, name: str) -> torch.Tensor:
         """What the model at hand has of a tensor, 1-D."""
-        shape = self._parts[0].manifest.parameters[name].shape
-        saved, wanted = self._saved[name], self._wanted.get(name)
-        parts = [
-            self._part(kind, name, part, shape)
-            for part in (self._parts if saved is not None else self._parts[:1])
+        shape = self._checkpoints[0].manifest.parameters[name].shape
+        saved, cut = self._saved[name], self._cuts.get(name)
+        shards = [
+            self._shard(kind, name, checkpoint, shape)
+            for checkpoint in (self._checkpoints if saved is not None else self._checkpoints[:1])
         ]
-        whole = parts[0] if saved is None else saved.joined(parts)
-        own = whole if wanted is None else wanted.part(whole)
-        return own.reshape(-1)
+        tensor = shards[0] if saved is None else saved.joined(shards)
+        values = tensor if cut is None else cut.part(tensor)
+        return values.reshape(-1)
 
-    def _part(self, kind: str, name: str, part: OpenCheckpoint, shape: Sequence[int]) -> torch.Tensor:
+    def _shard(self, kind: str, name: str, checkpoint: OpenCheckpoint, shape: Sequence[int]) -> torch.Tensor:
         if kind.startswith("state."):
             state = kind.removeprefix("state.")
-            found = torch.empty(tuple(shape), dtype=part.state_dtypes(name)[state])
-            part.read_state(state, name, 0, found.view(-1))
-            return found
-        wide = torch.promote_types(getattr(torch, part.manifest.parameters[name].dtype), torch.float32)
-        found = torch.empty(tuple(shape), dtype=wide)
-        read = part.read_master if kind == "master" else part.read_value
-        read(name, 0, found.view(-1))
-        return found
+            shard = torch.empty(tuple(shape), dtype=checkpoint.state_dtypes(name)[state])
+            checkpoint.read_state(state, name, 0, shard.view(-1))
+            return shard
+        wide = torch.promote_types(getattr(torch, checkpoint.manifest.parameters[name].dtype), torch.float32)
+        shard = torch.empty(tuple(shape), dtype=wide)
+        read = checkpoint.read_master if kind == "master" else checkpoint.read_value
+        read(name, 0, shard.view(-1))
+        return shard
 
 
 def _cut(directory: Path, name: str, facts: ParameterFacts, ranks: int) -> Cut | None:

@@ -62,10 +62,10 @@ class Written(NamedTuple):
     crc32: int
 
 
-def held(key: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Entry:
+def entry_of(key: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Entry:
     """The entry of a tensor that is there, in ``shape`` where that is given."""
-    found = tuple(tensor.shape) if shape is None else tuple(shape)
-    return Entry(key, tensor.dtype, found, lambda: tensor)
+    entry_shape = tuple(tensor.shape) if shape is None else tuple(shape)
+    return Entry(key, tensor.dtype, entry_shape, lambda: tensor)
 
 
 def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Written:
@@ -133,7 +133,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The header of a file of ``entries``, and by key the place of each tensor in the file, in bytes."""
-    told: dict[str, object] = {"__metadata__": dict(metadata)}
+    description: dict[str, object] = {"__metadata__": dict(metadata)}
     starts = {}
     position = 0
     for entry in _in_file_order(entries):
@@ -142,14 +142,14 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
                 f"{entry.key} is of {entry.dtype}, which a safetensors file cannot hold; convert it"
             )
         end = position + math.prod(entry.shape) * entry.dtype.itemsize
-        told[entry.key] = {
+        description[entry.key] = {
             "dtype": NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [position, end],
         }
         starts[entry.key] = position
         position = end
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(description, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {key: begin + start for key, start in starts.items()}

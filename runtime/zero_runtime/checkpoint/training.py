@@ -56,8 +56,8 @@ class Training(NamedTuple):
 def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
     """All parameters by name: those of the model, and those that only the optimizer has."""
     named = dict(training.module.named_parameters())
-    known = set(named.values())
-    others = {name: each for name, (each, _) in training.trained.items() if each not in known}
+    in_model = set(named.values())
+    others = {name: each for name, (each, _) in training.trained.items() if each not in in_model}
     return {**named, **others}
 
 
@@ -83,19 +83,19 @@ def facts(training: Training) -> dict[str, ParameterFacts]:
 
 
 def _cut(parameter: torch.nn.Parameter) -> tuple[int | None, tuple[int, ...]]:
-    found = cut_of(parameter)
-    if found is not None:
-        return found.dim, found.sections
+    cut = cut_of(parameter)
+    if cut is not None:
+        return cut.dim, cut.sections
     # Scripts that cut parameters themselves say along which dimension, if anything.
     return (int(getattr(parameter, "partition_dim", 0)), ()) if is_cut(parameter) else (None, ())
 
 
 def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The persistent buffers, each under its first name."""
-    found: dict[torch.Tensor, str] = {}
+    first_names: dict[torch.Tensor, str] = {}
     for name, buffer in _persistent_buffers(module):
-        found.setdefault(buffer, name)
-    return {name: buffer for buffer, name in found.items()}
+        first_names.setdefault(buffer, name)
+    return {name: buffer for buffer, name in first_names.items()}
 
 
 def aliases(module: torch.nn.Module) -> dict[str, str]:

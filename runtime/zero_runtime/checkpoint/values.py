@@ -164,10 +164,10 @@ def _pairs(content: Any, inner: Callable[[Any], Any]) -> dict[Any, Any]:
 
 
 def _dtype(content: Any, _: Callable[[Any], Any]) -> torch.dtype:
-    found = getattr(torch, content)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, content)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(content)
-    return found
+    return dtype
 
 
 _READERS: Final[Mapping[str, Callable[[Any, Callable[[Any], Any]], Any]]] = {
@@ -187,10 +187,10 @@ def _is_of_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
-def _array(kind: str, kept: torch.Tensor) -> Any:
-    """The array of NumPy, of dtype ``kind``, that ``kept`` was; the tensor itself where NumPy is not installed."""
+def _array(kind: str, tensor: torch.Tensor) -> Any:
+    """The array of NumPy, of dtype ``kind``, that ``tensor`` was; the tensor itself where NumPy is not installed."""
     try:
         import_module("numpy")
     except ImportError:
-        return kept
-    return kept.numpy().view(kind)
+        return tensor
+    return tensor.numpy().view(kind)

@@ -47,9 +47,11 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     for parameters in _layers(training.module):
         # Ranks gather together, so that one which cannot write still takes part.
         with _gathered(parameters):
-            found = joined(training, parameters)
+            whole_tensors = joined(training, parameters)
             if sink is not None and error is None:
-                _, error = agreement.attempt(lambda found=found: _put(sink, names, found))  # type: ignore[misc]
+                _, error = agreement.attempt(
+                    lambda whole_tensors=whole_tensors: _put(sink, names, whole_tensors)
+                )  # type: ignore[misc]
     if sink is not None:
         rest = {buffer: buffer for buffer in buffers(training.module).values()}
         if error is None:
@@ -80,10 +82,10 @@ def _collect(
     names: dict[torch.Tensor, list[str]],
     tensors: Mapping[torch.Tensor, torch.Tensor],
 ) -> None:
-    for tensor, whole in tensors.items():
-        found = names.get(tensor, ())
-        if found:
-            collected.update(dict.fromkeys(found, whole.detach().cpu().clone()))
+    for tensor, gathered in tensors.items():
+        all_names = names.get(tensor, ())
+        if all_names:
+            collected.update(dict.fromkeys(all_names, gathered.detach().cpu().clone()))
 
 
 def slices_of(training: Training) -> list[DataParallelGroup]:
@@ -122,9 +124,9 @@ def names_of(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor
 
 def _layers(module: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
     for child in module.modules():
-        own = list(child.parameters(recurse=False))
-        if own:
-            yield own
+        parameters = list(child.parameters(recurse=False))
+        if parameters:
+            yield parameters
 
 
 def _gathered(parameters: list[torch.nn.Parameter]) -> Any:
@@ -134,9 +136,9 @@ def _gathered(parameters: list[torch.nn.Parameter]) -> Any:
 def _put(
     sink: Any, names: dict[torch.Tensor, list[str]], tensors: Mapping[torch.Tensor, torch.Tensor]
 ) -> None:
-    for tensor, whole in tensors.items():
+    for tensor, gathered in tensors.items():
         for name in names.get(tensor, ()):
-            sink.put(name, whole.detach())
+            sink.put(name, gathered.detach())
 
 
 def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
@@ -155,13 +157,13 @@ def entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
 
 def entries_of(names: Mapping[torch.Tensor, Sequence[str]]) -> list[Entry]:
     """The entries of whole tensors of which this rank has all or a part, under all their names."""
-    found = []
+    entries = []
     for tensor, all_names in names.items():
         shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
         how = cut_of(tensor)
         shape = shape if how is None else how.whole_shape(shape)
-        found += [entry(name, tensor.dtype, shape) for name in all_names]
-    return found
+        entries += [entry(name, tensor.dtype, shape) for name in all_names]
+    return entries
 
 
 def _never() -> torch.Tensor:

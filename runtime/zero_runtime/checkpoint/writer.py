@@ -23,7 +23,7 @@ from zero_runtime.checkpoint.manifest import (
     write_latest,
     write_manifest,
 )
-from zero_runtime.checkpoint.tensor_file import Entry, Written, discard, held, sync_directory, write
+from zero_runtime.checkpoint.tensor_file import Entry, Written, discard, entry_of, sync_directory, write
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, facts
 from zero_runtime.checkpoint.values import Encoder
 from zero_runtime.errors import CheckpointError
@@ -103,7 +103,7 @@ class _Draft:
         )
         self._path = self._directory / rank_file_name(self._rank, self._manifest.generation)
         entries, self._metadata = contents.entries(training, excluded)
-        values = [held(key, tensor) for key, tensor in encoder.tensors.items()] if self._rank == 0 else []
+        values = [entry_of(key, tensor) for key, tensor in encoder.tensors.items()] if self._rank == 0 else []
         self._entries = [*entries, *more, *values]
 
     def write_rank_file(self) -> Written:

@@ -54,10 +54,10 @@ class ActivationCheckpointing:
                 "set number_checkpoints to the calls of checkpoint() in one forward pass"
             )
 
-    def changed(self, given: Mapping[str, Any]) -> ActivationCheckpointing:
-        """These settings with those of ``given`` in their place. Raises ConfigError as the block of a config does."""
-        for name in given:
+    def changed(self, changes: Mapping[str, Any]) -> ActivationCheckpointing:
+        """These settings with those of ``changes`` in their place. Raises ConfigError as the block of a config does."""
+        for name in changes:
             if name not in KEYS:
                 raise ConfigError(unknown_key(f"{BLOCK}.{name}", name, KEYS, BLOCK, {}))
-        values = key_table.read(KEYS, BLOCK, given)
-        return dataclasses.replace(self, **{name: values[name] for name in given})
+        values = key_table.read(KEYS, BLOCK, changes)
+        return dataclasses.replace(self, **{name: values[name] for name in changes})

@@ -43,8 +43,8 @@ def integer(minimum: int = 0) -> Check:
     """A check for whole numbers of at least ``minimum``; 5e8 is one."""
 
     def check(name: str, value: Any) -> int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or value < minimum:
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or value < minimum:
             raise ConfigError(
                 f"{name} is {value!r}; expected a whole number of at least {minimum}{_auto(value)}"
             )
@@ -81,17 +81,17 @@ def choice_of_any_case(*values: str) -> Check:
     """A check for one of ``values``, however its letters are written."""
 
     def check(name: str, value: Any) -> str:
-        found = [each for each in values if isinstance(value, str) and each.lower() == value.lower()]
-        return str(choice(*values)(name, found[0] if found else value))
+        matches = [each for each in values if isinstance(value, str) and each.lower() == value.lower()]
+        return str(choice(*values)(name, matches[0] if matches else value))
 
     return Check(choice(*values).expected, check)
 
 
-def either(word: str, check: Check) -> Check:
-    """``check``, with the one string ``word`` allowed besides."""
+def either(keyword: str, check: Check) -> Check:
+    """``check``, with the one string ``keyword`` allowed besides."""
     return Check(
-        f"`{word}` or {check.expected}",
-        lambda name, value: word if value == word else check(name, value),
+        f"`{keyword}` or {check.expected}",
+        lambda name, value: keyword if value == keyword else check(name, value),
         coerce=check.coerce,
     )
 
@@ -167,17 +167,17 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _positive(name: str, value: Any) -> float:
-    found = float(number(0.0)(name, value))
-    if found == 0.0:
+    number_value = float(number(0.0)(name, value))
+    if number_value == 0.0:
         raise ConfigError(f"{name} is {value!r}; expected a number above 0")
-    return found
+    return number_value
 
 
 def _fraction(name: str, value: Any) -> float:
-    found = float(number()(name, value))
-    if not 0.0 < found <= 1.0:
+    number_value = float(number()(name, value))
+    if not 0.0 < number_value <= 1.0:
         raise ConfigError(f"{name} is {value!r}; expected a number above 0 and up to 1, such as 0.01 for 1 %")
-    return found
+    return number_value
 
 
 def _text(name: str, value: Any) -> str:

@@ -57,18 +57,18 @@ def is_comment(block: str, name: str) -> bool:
 
 
 def coerced(
-    given: Mapping[str, Any], blocks: Mapping[str, Table], notices: list[str] | None = None
+    document: Mapping[str, Any], blocks: Mapping[str, Table], notices: list[str] | None = None
 ) -> dict[str, Any]:
-    """``given`` with each value of the type that its key has, without comments and without what ``"auto"`` leaves open.
+    """``document`` with each value of the type that its key has, without comments and without what ``"auto"`` leaves open.
 
     Args:
-        given: a whole configuration.
+        document: a whole configuration.
         blocks: the tables of all blocks by their full names; the top level is ``""``.
         notices: one line is added for what was left out, and one for what was converted.
     """
     dropped: list[str] = []
     converted: list[str] = []
-    values = _coerced("", given, blocks, dropped, converted)
+    values = _coerced("", document, blocks, dropped, converted)
     if notices is not None and dropped:
         notices.append(
             f'{", ".join(dropped)}: "auto" was filled in by nobody, so the default is used, as in DeepSpeed'
@@ -80,13 +80,13 @@ def coerced(
 
 def _coerced(
     block: str,
-    given: Mapping[str, Any],
+    block_values: Mapping[str, Any],
     blocks: Mapping[str, Table],
     dropped: list[str],
     converted: list[str],
 ) -> dict[str, Any]:
     table, values = blocks[block], {}
-    for name, value in given.items():
+    for name, value in block_values.items():
         full = f"{block}.{name}" if block else name
         if name not in table:
             if not is_comment(block, name):

@@ -24,8 +24,8 @@ def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
     There a reduce_scatter is all that is left of ``reduce_scatter: false`` without them.
     """
     if row.shards_parameters:
-        whole = values["contiguous_gradients"] and not values["reduce_scatter"]
-        return "all_reduce" if whole else "reduce_scatter"
+        needs_all_reduce = values["contiguous_gradients"] and not values["reduce_scatter"]
+        return "all_reduce" if needs_all_reduce else "reduce_scatter"
     if not row.shards_optimizer or not values["contiguous_gradients"] or not values["reduce_scatter"]:
         return "all_reduce"
     return "multi_rank_all_reduce" if values["use_multi_rank_bucket_allreduce"] else "reduce_to_owner"
@@ -128,7 +128,7 @@ def _check_quantized(config: RuntimeConfig) -> None:
 
 def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     """Add to ``notices`` one line for each setting that another one overrides."""
-    zero, given = config.zero, config.given.get("zero_optimization", {})
+    zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     if config.precision.fp32_modules and config.precision.model == "fp32":
         notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")
     if not zero.stage.shards_optimizer:
@@ -136,31 +136,31 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
             notices.append(
                 "zero_allowed_param_types and zero_force_param_types have no effect at stage 0, which partitions nothing"
             )
-        device = (given.get("offload_optimizer") or {}).get("device") or "none"
-        if device != "none" or given.get("cpu_offload"):
+        device = (zero_block.get("offload_optimizer") or {}).get("device") or "none"
+        if device != "none" or zero_block.get("cpu_offload"):
             notices.append(
                 "offload_optimizer has no effect at stage 0, where every rank keeps the whole optimizer; use stage 1, 2 or 3"
             )
         notices += [
             f"zero_optimization.{name} has no effect at stage 0, which partitions nothing; use stage 1, 2 or 3"
             for name in ("zero_quantized_weights", "zero_quantized_gradients")
-            if given.get(name)
+            if zero_block.get(name)
         ]
         return
     if zero.stage.shards_parameters:
         _note_stage_3(config, notices)
         return
-    if zero.offload_optimizer is None and "sub_group_size" in given:
+    if zero.offload_optimizer is None and "sub_group_size" in zero_block:
         notices.append(
             "sub_group_size has no effect here: it acts at stage 3, and elsewhere with offload_optimizer"
         )
-    if zero.offload_optimizer is not None and given.get("contiguous_gradients") is False:
+    if zero.offload_optimizer is not None and zero_block.get("contiguous_gradients") is False:
         notices.append(
             "contiguous_gradients false has no effect with offload_optimizer: gradients share a buffer"
         )
     names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
     if zero.explicit_reduction:
-        wanted = automatic_reduction(
+        automatic = automatic_reduction(
             zero.stage,
             {
                 "contiguous_gradients": zero.contiguous_gradients,
@@ -168,17 +168,19 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
                 "use_multi_rank_bucket_allreduce": zero.use_multi_rank_bucket_allreduce,
             },
         )
-        said = [
-            f"{name} {str(given[name]).lower()}" for name in (*names, "contiguous_gradients") if name in given
+        settings = [
+            f"{name} {str(zero_block[name]).lower()}"
+            for name in (*names, "contiguous_gradients")
+            if name in zero_block
         ]
-        if said and not config.accumulates_whole and wanted != zero.gradient_reduction:
+        if settings and not config.accumulates_whole and automatic != zero.gradient_reduction:
             notices.append(
-                f"gradient_reduction {zero.gradient_reduction} is used; {', '.join(said)} would mean {wanted}"
+                f"gradient_reduction {zero.gradient_reduction} is used; {', '.join(settings)} would mean {automatic}"
             )
-    elif not zero.contiguous_gradients and any(name in given for name in names):
-        said = [f"{name} {str(given[name]).lower()}" for name in names if name in given]
+    elif not zero.contiguous_gradients and any(name in zero_block for name in names):
+        settings = [f"{name} {str(zero_block[name]).lower()}" for name in names if name in zero_block]
         notices.append(
-            f"contiguous_gradients false overrides {' and '.join(said)}: gradients are reduced by all_reduce; "
+            f"contiguous_gradients false overrides {' and '.join(settings)}: gradients are reduced by all_reduce; "
             "set gradient_reduction to choose"
         )
     prescaled = config.prescale_gradients or config.gradient_predivide_factor != 1.0
@@ -201,13 +203,15 @@ _INERT_AT_STAGE_3: Final = {
 
 
 def _note_stage_3(config: RuntimeConfig, notices: list[str]) -> None:
-    zero, given = config.zero, config.given.get("zero_optimization", {})
+    zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     idle = [
-        name for name, neutral in _INERT_AT_STAGE_3.items() if given.get(name, neutral) not in (neutral, None)
+        name
+        for name, neutral in _INERT_AT_STAGE_3.items()
+        if zero_block.get(name, neutral) not in (neutral, None)
     ]
     if idle:
         notices.append(f"{', '.join(idle)}: no effect at stage 3, where each parameter is cut by itself")
-    unheeded = zero.gradient_reduction == "reduce_scatter" and given.get("reduce_scatter") is False
+    unheeded = zero.gradient_reduction == "reduce_scatter" and zero_block.get("reduce_scatter") is False
     if unheeded and not zero.explicit_reduction:
         notices.append(
             "reduce_scatter false has no effect at stage 3 without contiguous_gradients: gradients are reduced by "

@@ -29,12 +29,12 @@ def _topology(name: str, value: Any) -> int | str | tuple[int, ...]:
 
 
 def _fraction(name: str, value: Any) -> float:
-    found = float(number(0.0)(name, value))
-    if not 0.0 < found < 1.0:
+    number_value = float(number(0.0)(name, value))
+    if not 0.0 < number_value < 1.0:
         raise ConfigError(
             f"{name} is {value!r}; expected a fraction of a step's time, above 0 and below 1, such as 0.2"
         )
-    return found
+    return number_value
 
 
 CALIBRATION: Final[Table] = {
@@ -140,7 +140,7 @@ def check_delay(config: RuntimeConfig) -> None:
     delay, kinds, stage = config.communication.bounded_delay, config.precision, config.zero.stage
     if not delay:
         return
-    for given, instead in (
+    for conflict, instead in (
         (stage.shards_optimizer and f"zero_optimization.stage {stage.number}", "stage 0"),
         (
             kinds.loss_scale is not UNSCALED
@@ -155,9 +155,10 @@ def check_delay(config: RuntimeConfig) -> None:
         ),
         (config.gradient_compression is not None and "gradient_compression", "one of the two"),
     ):
-        if given:
+        if conflict:
             raise ConfigError(
-                f"communication.bounded_delay is {delay}, and does not go together with {given}; use {instead}, or remove "
+                f"communication.bounded_delay is {delay}, and does not go together with {conflict}; use {instead}, or "
+                "remove "
                 "bounded_delay"
             )
 
@@ -180,9 +181,9 @@ def check_optimizer_given(communication: CommunicationConfig) -> None:
         )
 
 
-def wrong_number_of_files(given: int, expected: int) -> str:
+def wrong_number_of_files(count: int, expected: int) -> str:
     """What to say of calibrations that are not one for each axis."""
     return (
-        f"communication.calibration.axes has {given} files, and the grid has {expected} axes of more than one rank; "
+        f"communication.calibration.axes has {count} files, and the grid has {expected} axes of more than one rank; "
         "expected one file for each of them, outermost first"
     )

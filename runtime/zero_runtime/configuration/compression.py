@@ -118,8 +118,8 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
             "gradient_compression.two_phase needs payloads of one length, and huffman_coding makes them differ; set one of "
             "the two to false"
         )
-    given = config.given.get("gradient_compression") or {}
-    if compression.algorithm != TOP_K and "topk_ratio" in given:
+    block = config.given.get("gradient_compression") or {}
+    if compression.algorithm != TOP_K and "topk_ratio" in block:
         notices.append(
             f"gradient_compression.topk_ratio has no effect with algorithm {compression.algorithm}"
         )
@@ -136,7 +136,7 @@ def check_one_bit(config: RuntimeConfig, kind: str) -> None:
         ConfigError: with what to do.
     """
     kinds = config.precision
-    for given, instead in (
+    for conflict, instead in (
         (
             config.zero.stage.shards_optimizer and f"zero_optimization.stage {config.zero.stage.number}",
             "stage 0",
@@ -146,8 +146,8 @@ def check_one_bit(config: RuntimeConfig, kind: str) -> None:
         (config.gradient_allreduce_op != "mean" and "gradient_allreduce_op sum", "mean"),
         (config.communication.bounded_delay and "communication.bounded_delay", "one of the two"),
     ):
-        if given:
+        if conflict:
             raise ConfigError(
-                f"optimizer.type {kind} sends compressed means of its own, and does not go together with {given}; use "
+                f"optimizer.type {kind} sends compressed means of its own, and does not go together with {conflict}; use "
                 f"{instead}, or AdamW with gradient_compression"
             )

@@ -98,15 +98,15 @@ class _ConstantError(Exception):
 def _repeated_key(text: str) -> tuple[int, str] | None:
     """Position and text of the first key that its object has already. ``text`` is valid JSON."""
     open_keys: list[set[str]] = []
-    for found in _STRUCTURE.finditer(text):
-        word = found.group("key")
-        if word is not None:
-            if word in open_keys[-1]:
-                return found.start(), word
-            open_keys[-1].add(word)
-        elif found.group() == "{":
+    for match in _STRUCTURE.finditer(text):
+        key = match.group("key")
+        if key is not None:
+            if key in open_keys[-1]:
+                return match.start(), key
+            open_keys[-1].add(key)
+        elif match.group() == "{":
             open_keys.append(set())
-        elif found.group() == "}":
+        elif match.group() == "}":
             open_keys.pop()
     return None
 
@@ -119,15 +119,15 @@ def _constant(name: str) -> float:
 
 def _first_slip(text: str) -> tuple[int, str] | None:
     """Position and description of the first thing that people write and JSON does not know."""
-    for found in _TOKEN.finditer(text):
-        kind, word = found.lastgroup, found.group()
+    for match in _TOKEN.finditer(text):
+        kind, token = match.lastgroup, match.group()
         if kind == "string":
             continue
-        return found.start(), {
-            "comment": f"{word} begins a comment, and JSON has none; remove it",
-            "python": f"{word} is Python; in JSON it is {_PYTHON.get(word, '')}",
-            "number": f"{word} has underscores; in JSON it is {word.replace('_', '')}",
-            "constant": f"{word} is no JSON number",
+        return match.start(), {
+            "comment": f"{token} begins a comment, and JSON has none; remove it",
+            "python": f"{token} is Python; in JSON it is {_PYTHON.get(token, '')}",
+            "number": f"{token} has underscores; in JSON it is {token.replace('_', '')}",
+            "constant": f"{token} is no JSON number",
             "quote": "strings are written with double quotes, not with '",
             "comma": "a comma before the closing bracket; remove it",
         }[str(kind)]

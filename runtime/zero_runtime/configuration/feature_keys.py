@@ -27,18 +27,21 @@ _SIZE: Final = integer(-(2**63))
 _NAME: Final = optional(text)
 
 
-def _part(
-    part: str,
+def _unavailable(
+    feature: str,
     keys: dict[str, tuple[Check, object, str]],
     switch: str = "enabled",
     instead: str = "",
 ) -> Key:
     """A block of a part that is still to come: it passes unless ``switch`` is true in it."""
     table = {
-        switch: later(boolean, False, f"switch {part} on", part, instead),
-        **{name: waiting(check, default, meaning, part) for name, (check, default, meaning) in keys.items()},
+        switch: later(boolean, False, f"switch {feature} on", feature, instead),
+        **{
+            name: waiting(check, default, meaning, feature)
+            for name, (check, default, meaning) in keys.items()
+        },
     }
-    return waiting(inside(table), {}, part, part)
+    return waiting(inside(table), {}, feature, feature)
 
 
 def _remote(service: str, keys: dict[str, tuple[Check, object, str]]) -> Key:
@@ -107,7 +110,7 @@ FEATURES: Final[Table] = {
         "verbose": used(boolean, False, "print a line for each message"),
         "debug": used(boolean, False, "name the function that called deepspeed.comm"),
     }), {}, "the communication logger"),
-    "flops_profiler": _part("the flops profiler", {
+    "flops_profiler": _unavailable("the flops profiler", {
         "recompute_fwd_factor": (number(), 0.0, "of operations run again in the backward pass"),
         "profile_step": (_SIZE, 1, "which step"),
         "module_depth": (integer(-1), -1, "how deep modules are listed"),
@@ -124,7 +127,7 @@ FEATURES: Final[Table] = {
             "synchronized": used(boolean, True, "wait for the device before each reading, with steps_per_print"),
         }), {}, "samples per second"),
     }), {}, "timers of the engine"),
-    "autotuning": _part("autotuning", {
+    "autotuning": _unavailable("autotuning", {
         "fast": (boolean, True, "try ZeRO stages and micro-batches only"),
         "start_profile_step": (_SIZE, 3, "first step measured"),
         "end_profile_step": (_SIZE, 5, "last step measured"),
@@ -146,7 +149,7 @@ FEATURES: Final[Table] = {
         "model_info": (optional(mapping), None, "what is known of the model"),
         "model_info_path": (_NAME, None, "where it is written"),
     }, instead="`commprof sweep` varies settings"),
-    "compile": _part("DeepCompile", {
+    "compile": _unavailable("DeepCompile", {
         "autoep_non_moe": (boolean, False, "compile what is not an expert"),
         "free_activation": (boolean, False, "free activations early"),
         "free_activation_threshold": (_SIZE, 10_485_760, "bytes from which"),
@@ -165,7 +168,7 @@ FEATURES: Final[Table] = {
         "keep_all_input_tensors": (boolean, False, "keep all inputs"),
         "passes": (optional(strings), None, "compiler passes"),
     }, switch="deepcompile", instead="engine.compile() compiles the model with torch.compile"),
-    "hybrid_engine": _part("the hybrid engine", {
+    "hybrid_engine": _unavailable("the hybrid engine", {
         "max_out_tokens": (integer(1), 512, "tokens of an answer"),
         "inference_tp_size": (_SIZE, 1, "tensor-parallel ranks"),
         "release_inference_cache": (boolean, False, "free its cache"),
@@ -173,7 +176,7 @@ FEATURES: Final[Table] = {
         "tp_gather_partition_size": (_SIZE, 8, "layers gathered together"),
         "enable_cuda_graph": (boolean, False, "replay CUDA graphs"),
     }),
-    "data_efficiency": _part("data efficiency", {
+    "data_efficiency": _unavailable("data efficiency", {
         "seed": (_SIZE, 1234, "of the sampling"),
         "data_sampling": (mapping, {}, "curriculum learning and dynamic batches"),
         "data_routing": (mapping, {}, "random layerwise token dropping"),

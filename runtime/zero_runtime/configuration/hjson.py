@@ -43,16 +43,16 @@ class _Read(NamedTuple):
 def parse(text: str) -> Any:
     """The value in ``text``; the braces around the whole may be left out. Raises HjsonError."""
     begin = _skip(text, 0)
-    found = _value(text, begin) if text[begin : begin + 1] in ("{", "[") else _members(text, begin, "")
-    end = _skip(text, found.end)
+    parsed = _value(text, begin) if text[begin : begin + 1] in ("{", "[") else _members(text, begin, "")
+    end = _skip(text, parsed.end)
     if end != len(text):
         raise HjsonError(end, f"{text[end : end + 10]!r} follows the end of the configuration")
-    return found.value
+    return parsed.value
 
 
 def _skip(text: str, at: int, commas: bool = False) -> int:
-    found = (_SPACE_AND_COMMAS if commas else _SPACE).match(text, at)
-    return at if found is None else found.end()
+    match = (_SPACE_AND_COMMAS if commas else _SPACE).match(text, at)
+    return at if match is None else match.end()
 
 
 def _value(text: str, at: int) -> _Read:
@@ -66,11 +66,11 @@ def _value(text: str, at: int) -> _Read:
     literal = _LITERAL.match(text, at)
     if literal is not None:
         return _Read(json.loads(literal.group()), literal.end())
-    found = _TEXT.match(text, at)
-    said = "" if found is None else found.group().rstrip()
-    if found is None or _SLIP.search(said):
-        raise HjsonError(at, f"expected a value, found {said[:30]!r}")
-    return _Read(said, found.end())
+    match = _TEXT.match(text, at)
+    unquoted = "" if match is None else match.group().rstrip()
+    if match is None or _SLIP.search(unquoted):
+        raise HjsonError(at, f"expected a value, found {unquoted[:30]!r}")
+    return _Read(unquoted, match.end())
 
 
 def _string(text: str, at: int) -> _Read:
@@ -80,8 +80,12 @@ def _string(text: str, at: int) -> _Read:
     quoted = _QUOTED.match(text, at)
     if quoted is None:
         raise HjsonError(at, "a string that does not end in its line")
-    said = quoted.group()
-    inner = said[1:-1].replace("\\'", "'").replace('"', '\\"') if said[0] == "'" else said[1:-1]
+    quoted_text = quoted.group()
+    inner = (
+        quoted_text[1:-1].replace("\\'", "'").replace('"', '\\"')
+        if quoted_text[0] == "'"
+        else quoted_text[1:-1]
+    )
     try:
         return _Read(json.loads(f'"{inner}"'), quoted.end())
     except json.JSONDecodeError as error:
@@ -98,10 +102,10 @@ def _members(text: str, at: int, closing: str) -> _Read:
         if text[at : at + 1] in ('"', "'"):
             key, at = _string(text, at)
         else:
-            found = _KEY.match(text, at)
-            if found is None:
+            match = _KEY.match(text, at)
+            if match is None:
                 raise HjsonError(at, f"expected a key, found {text[at : at + 10]!r}")
-            key, at = found.group(), found.end()
+            key, at = match.group(), match.end()
         at = _skip(text, at)
         if text[at : at + 1] != ":":
             raise HjsonError(at, f"expected a colon after the key {key!r}")

@@ -61,14 +61,14 @@ def inert(check: Check, default: Any, meaning: str, why: str) -> Key:
     return Key(check, default, meaning, Status.INERT, why)
 
 
-def later(check: Check, default: Any, meaning: str, part: str, instead: str = "") -> Key:
+def later(check: Check, default: Any, meaning: str, feature: str, instead: str = "") -> Key:
     """A key that belongs to a part which is not in this version: nothing but what switches it off passes."""
-    return Key(check, default, meaning, Status.LATER, part, instead)
+    return Key(check, default, meaning, Status.LATER, feature, instead)
 
 
-def waiting(check: Check, default: Any, meaning: str, part: str) -> Key:
+def waiting(check: Check, default: Any, meaning: str, feature: str) -> Key:
     """A key beside the one that switches such a part on, or their block: it is checked, and nobody reads it yet."""
-    return Key(check, default, meaning, Status.WAITING, part)
+    return Key(check, default, meaning, Status.WAITING, feature)
 
 
 def refused(why: str, meaning: str) -> Key:
@@ -81,20 +81,20 @@ def inside(table: Table) -> Check:
     return Check("object", lambda name, value: read(table, name, mapping(name, value)), table)
 
 
-def read(table: Table, block: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def read(table: Table, block: str, block_values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a block: what was given, checked, and defaults for the rest.
 
     Args:
         table: its keys.
         block: its full name; empty for the top level.
-        given: what the configuration says; keys of ``table`` alone.
+        block_values: what the configuration says; keys of ``table`` alone.
 
     Raises:
         ConfigError: a value of the wrong kind, or a key that is refused.
         UnsupportedError: a key of a part that is not in this version, with a value that switches it on.
     """
     values = {name: _default(key, _full(block, name)) for name, key in table.items()}
-    for name, value in given.items():
+    for name, value in block_values.items():
         full, key = _full(block, name), table[name]
         if key.status is Status.REFUSED:
             _refuse(key, full, value)

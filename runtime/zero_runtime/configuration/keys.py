@@ -39,10 +39,10 @@ __all__ = ["BLOCKS", "Key", "Status", "Table", "inert_keys", "read", "stage_3_on
 
 
 def _sum_or_mean(name: str, value: Any) -> str:
-    said = value.lower() if isinstance(value, str) else value
-    if said not in ("mean", "sum"):
+    lowered = value.lower() if isinstance(value, str) else value
+    if lowered not in ("mean", "sum"):
         raise ConfigError(f"Invalid {name}: {value!r}; expected mean or sum")
-    return str(said)
+    return str(lowered)
 
 
 _CLIPPING: Final = Check(
@@ -174,27 +174,27 @@ def _blocks(name: str, table: Table) -> Iterator[tuple[str, Table]]:
 BLOCKS: Final[Mapping[str, Table]] = dict(_blocks("", TOP))
 
 
-def read(given: Mapping[str, Any]) -> dict[str, Any]:
+def read(document: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the whole configuration: what was given, checked, and defaults for the rest, in every block.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong kind, or a key that is refused.
         UnsupportedError: a key of a part that is not in this version, with a value that switches it on.
     """
-    given = as_deepspeed_reads(given)
-    _refuse_unknown("", given)
-    _refuse_sums(given)
-    return key_table.read(TOP, "", given)
+    document = as_deepspeed_reads(document)
+    _refuse_unknown("", document)
+    _refuse_sums(document)
+    return key_table.read(TOP, "", document)
 
 
-def as_deepspeed_reads(given: Mapping[str, Any], notices: list[str] | None = None) -> dict[str, Any]:
-    """``given`` with every value of its key's type: see :func:`zero_runtime.configuration.coercion.coerced`."""
-    return coerced(given, BLOCKS, notices)
+def as_deepspeed_reads(document: Mapping[str, Any], notices: list[str] | None = None) -> dict[str, Any]:
+    """``document`` with every value of its key's type: see :func:`zero_runtime.configuration.coercion.coerced`."""
+    return coerced(document, BLOCKS, notices)
 
 
-def _refuse_unknown(block: str, given: Mapping[str, Any]) -> None:
+def _refuse_unknown(block: str, block_values: Mapping[str, Any]) -> None:
     table = BLOCKS[block]
-    for name, value in given.items():
+    for name, value in block_values.items():
         full = _full(block, name)
         if name not in table:
             raise ConfigError(unknown_key(full, name, table, block, _elsewhere(block)))
@@ -202,55 +202,56 @@ def _refuse_unknown(block: str, given: Mapping[str, Any]) -> None:
             _refuse_unknown(full, value)
 
 
-def _refuse_sums(given: Mapping[str, Any]) -> None:
+def _refuse_sums(document: Mapping[str, Any]) -> None:
     """Refuse sums of gradients with what cannot be had at all, so that the message names both."""
-    zero, compiled = given.get("zero_optimization"), given.get("compile")
-    for part, wanted in (
+    zero, compiled = document.get("zero_optimization"), document.get("compile")
+    for feature, enabled in (
         ("ZenFlow", isinstance(zero, Mapping) and zero.get("zenflow") is not None),
         ("DeepCompile", isinstance(compiled, Mapping) and bool(compiled.get("deepcompile"))),
     ):
-        if wanted and str(given.get("gradient_allreduce_op")).lower() == "sum":
+        if enabled and str(document.get("gradient_allreduce_op")).lower() == "sum":
             raise ConfigError(
-                f"gradient_allreduce_op is sum, which is not supported with {part}, and {part} is not in this version; "
+                f"gradient_allreduce_op is sum, which is not supported with {feature}, and {feature} is not in this "
+                "version; "
                 "remove both"
             )
 
 
 def _elsewhere(block: str) -> dict[str, str]:
     """The keys of the other blocks by their own names, with the full ones: of several the first that acts."""
-    found: dict[str, str] = {}
+    full_names: dict[str, str] = {}
     for acts in (True, False):
         for other, table in BLOCKS.items():
             if other != block:
                 for name, key in table.items():
                     if (key.status is Status.USED) is acts:
-                        found.setdefault(name, _full(other, name))
-    return found
+                        full_names.setdefault(name, _full(other, name))
+    return full_names
 
 
-def inert_keys(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+def inert_keys(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Keys that were set to something other than their default and act nowhere, with the reason."""
     return [
         (full, key.note)
-        for full, key, value in _given(given)
+        for full, key, value in _set_keys(document)
         if key.status is Status.INERT and value not in (key.default, None) and not key_table.is_off(value)
     ]
 
 
-def stage_3_only(given: Mapping[str, Any]) -> list[str]:
+def stage_3_only(document: Mapping[str, Any]) -> list[str]:
     """Keys that were set to something other than their default and act at stage 3 only."""
     return [
         full
-        for full, key, value in _given(given)
+        for full, key, value in _set_keys(document)
         if key.stage_3_only and key.check.table is None and value not in (key.default, None)
     ]
 
 
-def _given(given: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Key, Any]]:
+def _set_keys(block_values: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Key, Any]]:
     """Full name, row and value of every key that was given, in every block."""
-    for name, value in given.items():
+    for name, value in block_values.items():
         key = BLOCKS[block][name]
         full = _full(block, name)
         yield full, key, value
         if key.check.table is not None and isinstance(value, Mapping) and not key_table.is_off(value):
-            yield from _given(value, full)
+            yield from _set_keys(value, full)

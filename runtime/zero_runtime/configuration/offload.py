@@ -24,10 +24,10 @@ OPTIMIZER_KEY: Final = "zero_optimization.offload_optimizer"
 
 
 def _share(name: str, value: Any) -> float:
-    found = float(number(0.0)(name, value))
-    if found > 1.0:
+    share = float(number(0.0)(name, value))
+    if share > 1.0:
         raise ConfigError(f"{name} is {value!r}; expected a number from 0 to 1")
-    return found
+    return share
 
 
 _SHARE: Final = Check("number from 0 to 1", _share, coerce=coerced_number)
@@ -100,8 +100,8 @@ def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
     Raises:
         ConfigError: keys that contradict each other, or files without a folder.
     """
-    given = dict(zero["offload_optimizer"] or {})
-    device = given.get("device", "none")
+    block = dict(zero["offload_optimizer"] or {})
+    device = block.get("device", "none")
     if zero["cpu_offload"]:
         if zero["offload_optimizer"] is not None and device != "cpu":
             raise ConfigError(
@@ -110,52 +110,52 @@ def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
         device = "cpu"
     if device == "none":
         return None
-    path = given.get("nvme_path")
+    path = block.get("nvme_path")
     if device == "nvme" and not path:
         raise ConfigError(
             f"{OPTIMIZER_KEY}.device is 'nvme' without nvme_path; set {OPTIMIZER_KEY}.nvme_path to a folder on a fast local "
             "disk"
         )
-    if device == "nvme" and given.get("buffer_count") == 0:
+    if device == "nvme" and block.get("buffer_count") == 0:
         raise ConfigError(
             f"{OPTIMIZER_KEY}.buffer_count is 0, and files are read through buffers; expected at least 1"
         )
-    both = given.get("pipeline")
+    both = block.get("pipeline")
     read, write = (
         each if each is not None else both is not False
-        for each in (given.get("pipeline_read"), given.get("pipeline_write"))
+        for each in (block.get("pipeline_read"), block.get("pipeline_write"))
     )
     return OptimizerOffload(
         device=device,
         nvme_path=path if device == "nvme" else None,
-        buffer_count=given.get("buffer_count", 4),
-        pin_memory=given.get("pin_memory", True),
+        buffer_count=block.get("buffer_count", 4),
+        pin_memory=block.get("pin_memory", True),
         pipeline_read=read,
         pipeline_write=write,
-        fast_init=given.get("fast_init", False),
-        ratio=given.get("ratio", 1.0),
+        fast_init=block.get("fast_init", False),
+        ratio=block.get("ratio", 1.0),
     )
 
 
-def read_aio(given: Mapping[str, Any] | None) -> AsynchronousIO:
+def read_aio(block: Mapping[str, Any] | None) -> AsynchronousIO:
     """The checked values of the block ``aio``.
 
     Raises:
         ConfigError: two names of one key with different values.
     """
-    if given is None:
+    if block is None:
         return AsynchronousIO()
-    threads, old = given["intra_op_parallelism"], given["thread_count"]
+    threads, old = block["intra_op_parallelism"], block["thread_count"]
     if old is not None and old != threads and threads != AIO["intra_op_parallelism"].default:
         raise ConfigError(
             f"aio has intra_op_parallelism {threads} and thread_count {old}, two names of one key; keep intra_op_parallelism"
         )
     return AsynchronousIO(
-        block_size=given["block_size"],
-        queue_depth=given["queue_depth"],
+        block_size=block["block_size"],
+        queue_depth=block["queue_depth"],
         threads=threads if old is None else old,
-        single_submit=given["single_submit"],
-        overlap_events=given["overlap_events"],
+        single_submit=block["single_submit"],
+        overlap_events=block["overlap_events"],
     )
 
 

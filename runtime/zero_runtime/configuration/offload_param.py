@@ -34,10 +34,10 @@ def modern(zero: Any, notices: list[str]) -> Any:
         return zero
     renamed = dict(zero)
     value = renamed.pop(OTHER_NAME)
-    known = renamed.get("offload_param")
-    if known is not None and known != value:
+    current = renamed.get("offload_param")
+    if current is not None and current != value:
         raise ConfigError(
-            f"zero_optimization has offload_param {known!r} and {OTHER_NAME} {value!r}, two names of one key; keep "
+            f"zero_optimization has offload_param {current!r} and {OTHER_NAME} {value!r}, two names of one key; keep "
             "offload_param"
         )
     notices.append(
@@ -52,8 +52,8 @@ def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
     Raises:
         ConfigError: keys that contradict each other, files without a folder, or no room for a buffer.
     """
-    given = dict(values["offload_param"] or {})
-    device = given.get("device") or "none"
+    block = dict(values["offload_param"] or {})
+    device = block.get("device") or "none"
     if values["cpu_offload_param"]:
         if values["offload_param"] is not None and device != "cpu":
             raise ConfigError(
@@ -62,7 +62,7 @@ def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
         device = "cpu"
     if device == "none":
         return SliceOffload()
-    path, pinned = given.get("nvme_path"), given.get("pin_memory", True)
+    path, pinned = block.get("nvme_path"), block.get("pin_memory", True)
     if device == "cpu":
         return SliceOffload(device, pinned=pinned)
     if not path:
@@ -70,23 +70,23 @@ def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
             f"{KEY}.device is 'nvme' without nvme_path; set {KEY}.nvme_path to a folder on a fast local disk"
         )
     for name in ("buffer_count", "buffer_size"):
-        if given[name] == 0:
+        if block[name] == 0:
             raise ConfigError(f"{KEY}.{name} is 0, and files are read through buffers; expected at least 1")
     return SliceOffload(
-        device, path, pinned, given["buffer_count"], given["buffer_size"], given["max_in_cpu"]
+        device, path, pinned, block["buffer_count"], block["buffer_size"], block["max_in_cpu"]
     )
 
 
 def slice_offload_of(zero: Mapping[str, Any]) -> SliceOffload:
     """The same of a ``zero_optimization`` block that nothing has been checked of."""
     zero = modern(zero, [])
-    given = zero.get("offload_param")
-    if given is not None:
-        given = mapping(KEY, given)
-        for name in given:
+    block = zero.get("offload_param")
+    if block is not None:
+        block = mapping(KEY, block)
+        for name in block:
             if name not in OFFLOAD_PARAM:
                 raise ConfigError(unknown_key(f"{KEY}.{name}", name, OFFLOAD_PARAM, KEY, {}))
-        given = read(OFFLOAD_PARAM, KEY, given)
+        block = read(OFFLOAD_PARAM, KEY, block)
     return read_slice_offload(
-        {"offload_param": given, "cpu_offload_param": zero.get("cpu_offload_param") is True}
+        {"offload_param": block, "cpu_offload_param": zero.get("cpu_offload_param") is True}
     )

@@ -114,14 +114,15 @@ class ParallelConfig:
                 f"{shown} makes {shared} ranks for each model, which does not divide the {world_size} ranks there are; "
                 f"start a multiple of {shared} ranks, or change one of them"
             )
-        left = world_size // shared
-        if self.data_parallel_size not in (None, left):
+        replica_count = world_size // shared
+        if self.data_parallel_size not in (None, replica_count):
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size}, but {world_size} ranks"
-                f"{f' divided by {shown}' if shown else ''} leave {left}; remove data_parallel_size, or make the product of "
+                f"{f' divided by {shown}' if shown else ''} leave {replica_count}; remove data_parallel_size, or make "
+                "the product of "
                 "all axes the number of ranks"
             )
-        return left
+        return replica_count
 
 
 def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
@@ -131,11 +132,11 @@ def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
         ConfigError: two keys give different sizes.
     """
     block = top["tensor_parallel"]
-    said = {"tp_size": top["tp_size"], "tensor_parallel.autotp_size": block["autotp_size"]}
+    configured = {"tp_size": top["tp_size"], "tensor_parallel.autotp_size": block["autotp_size"]}
     for name in ("tp", "tensor_parallel"):
         if block[name] is not None:
-            said[f"tensor_parallel.{name}.tp_size"] = block[name]["tp_size"]
-    wide = {name: size for name, size in said.items() if size > 1}
+            configured[f"tensor_parallel.{name}.tp_size"] = block[name]["tp_size"]
+    wide = {name: size for name, size in configured.items() if size > 1}
     if len(set(wide.values())) > 1:
         shown = " and ".join(f"{name} {size}" for name, size in wide.items())
         raise ConfigError(f"{shown} differ; keep one of them")
@@ -163,8 +164,8 @@ def check_parallel(config: ParallelConfig, optimizer: str | None) -> None:
         config: the parallel keys.
         optimizer: the type of the configuration's optimizer.
     """
-    whole = (optimizer or "").lower()
-    if config.tp_size > 1 and whole in ("muon", "lamb"):
+    optimizer_name = (optimizer or "").lower()
+    if config.tp_size > 1 and optimizer_name in ("muon", "lamb"):
         raise ConfigError(
             f"optimizer.type is {optimizer}, whose step depends on whole matrices, and tp_size is {config.tp_size}, which "
             "cuts them; use AdamW or another optimizer that works element by element"

@@ -15,14 +15,14 @@ _METHODS: Final = ("uniform", "parameters", "profile")
 
 
 def _method(name: str, value: Any) -> str:
-    found = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-    kind, _, pattern = found.lower().partition(":") if isinstance(found, str) else ("", "", "")
+    method = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    kind, _, pattern = method.lower().partition(":") if isinstance(method, str) else ("", "", "")
     if kind == "type" and pattern:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"{name} is {value!r}, which is no regular expression: {error}") from None
-        return str(found)
+        return str(method)
     if kind in _METHODS and not pattern:
         return kind
     raise ConfigError(
@@ -126,13 +126,13 @@ def read_pipeline(top: Mapping[str, Any]) -> PipelineConfig:
     )
 
 
-def _agreed(said: Mapping[str, Any]) -> Any:
-    given = {name: value for name, value in said.items() if value is not None}
-    if len(set(given.values())) > 1:
+def _agreed(by_key: Mapping[str, Any]) -> Any:
+    configured = {name: value for name, value in by_key.items() if value is not None}
+    if len(set(configured.values())) > 1:
         raise ConfigError(
-            f"{' and '.join(f'{name} {value!r}' for name, value in given.items())} differ; keep one of them"
+            f"{' and '.join(f'{name} {value!r}' for name, value in configured.items())} differ; keep one of them"
         )
-    return next(iter(given.values()), None)
+    return next(iter(configured.values()), None)
 
 
 def accumulation_steps(micro_batches: int | None, steps: int | None) -> int | None:

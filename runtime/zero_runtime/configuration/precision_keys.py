@@ -27,15 +27,15 @@ _AUTOCAST: Final = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _dtype(name: str, value: Any) -> str:
-    said = str(value).removeprefix("torch.")  # a dtype of torch's, or its name
-    return str(choice(*DTYPES)(name, _FURTHER_NAMES.get(said, value)))
+    dtype_name = str(value).removeprefix("torch.")  # a dtype of torch's, or its name
+    return str(choice(*DTYPES)(name, _FURTHER_NAMES.get(dtype_name, value)))
 
 
 def _autocast_dtype(name: str, value: Any) -> str:
-    said = _FURTHER_NAMES.get(str(value).removeprefix("torch."), str(value).removeprefix("torch."))
-    if said not in _AUTOCAST:
+    dtype_name = _FURTHER_NAMES.get(str(value).removeprefix("torch."), str(value).removeprefix("torch."))
+    if dtype_name not in _AUTOCAST:
         raise ConfigError(f"{name} is {value!r}; expected bfloat16, bf16, float16, fp16 or half")
-    return _AUTOCAST[said]
+    return _AUTOCAST[dtype_name]
 
 
 dtype: Final = Check(choice(*DTYPES).expected, _dtype)

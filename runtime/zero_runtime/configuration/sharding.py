@@ -132,16 +132,16 @@ def _either(values: Mapping[str, Any], name: str) -> Any:
     return values[name] if prefixed == PREFIXED[name] else prefixed
 
 
-def note_two_names(given: Mapping[str, Any], notices: list[str]) -> None:
+def note_two_names(block: Mapping[str, Any], notices: list[str]) -> None:
     """Add to ``notices`` a line for each key of ``zero_optimization`` given under both names, which DeepSpeed refuses.
 
     Raises:
         ConfigError: the two values differ.
     """
     for name in PREFIXED:
-        if name not in given or PREFIX + name not in given:
+        if name not in block or PREFIX + name not in block:
             continue
-        plain, prefixed = given[name], given[PREFIX + name]
+        plain, prefixed = block[name], block[PREFIX + name]
         if plain != prefixed:
             raise ConfigError(
                 f"zero_optimization has {name} {plain!r} and {PREFIX}{name} {prefixed!r}, two names of one key; keep one"

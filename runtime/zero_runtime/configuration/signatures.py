@@ -13,14 +13,14 @@ from zero_runtime.errors import ConfigError
 
 
 def check_arguments(
-    block: str, kind: Callable[..., Any], given: Mapping[str, Any], reserved: Sequence[str] = ()
+    block: str, kind: Callable[..., Any], arguments: Mapping[str, Any], reserved: Sequence[str] = ()
 ) -> None:
     """Refuse arguments that ``kind`` does not take, lacks, or cannot be of the type that its defaults have.
 
     Args:
         block: where they stand in the configuration, such as ``optimizer.params``.
         kind: the class; its first parameter is not the configuration's.
-        given: the arguments.
+        arguments: the arguments.
         reserved: further parameters that are not the configuration's.
 
     Raises:
@@ -29,19 +29,19 @@ def check_arguments(
     _, *parameters = inspect.signature(kind).parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return
-    known = {each.name: each.default for each in parameters if each.name not in reserved}
+    defaults = {each.name: each.default for each in parameters if each.name not in reserved}
     name = kind.__name__
-    takes = f"{name} takes {', '.join(known)}"
-    for key, value in given.items():
-        if key not in known:
-            near = get_close_matches(key, known, 1)
+    takes = f"{name} takes {', '.join(defaults)}"
+    for key, value in arguments.items():
+        if key not in defaults:
+            near = get_close_matches(key, defaults, 1)
             meant = f"; did you mean {near[0]!r}? {takes}" if near else f"; {takes}"
             raise ConfigError(f"{block}.{key} = {value!r} is not an argument of {name}{meant}")
-        wanted = _mismatch(known[key], value)
-        if wanted:
-            raise ConfigError(f"{block}.{key} is {value!r}; {name} expects {wanted}")
-    for key, default in known.items():
-        if default is inspect.Parameter.empty and key not in given:
+        expected = _mismatch(defaults[key], value)
+        if expected:
+            raise ConfigError(f"{block}.{key} is {value!r}; {name} expects {expected}")
+    for key, default in defaults.items():
+        if default is inspect.Parameter.empty and key not in arguments:
             raise ConfigError(f"{block} lacks {key!r}, without which there is no {name}; {takes}")
 
 

@@ -114,11 +114,11 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
 
 
 def _partitioned_types(values: Mapping[str, Any]) -> PartitionedTypes:
-    allowed, whole = values["zero_allowed_param_types"], values["zero_force_param_types"]
-    both = sorted(set(allowed or ()).intersection(whole or ()))
+    allowed, never_partitioned = values["zero_allowed_param_types"], values["zero_force_param_types"]
+    both = sorted(set(allowed or ()).intersection(never_partitioned or ()))
     if both:
         raise ConfigError(
             f"{', '.join(both)} is in zero_optimization.zero_allowed_param_types, which are partitioned, and in "
             "zero_force_param_types, which never are; keep it in one"
         )
-    return PartitionedTypes(allowed=allowed, whole=whole or ())
+    return PartitionedTypes(allowed=allowed, whole=never_partitioned or ())

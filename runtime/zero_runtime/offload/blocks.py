@@ -24,8 +24,8 @@ def aligned_empty(size: int, pinned: bool = False) -> torch.Tensor:
 
     ``pinned`` memory is what an accelerator copies from without a copy in between; it needs CUDA.
     """
-    whole = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-    return whole.narrow(0, -whole.data_ptr() % ALIGNMENT, aligned(size)).narrow(0, 0, size)
+    memory = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, aligned(size)).narrow(0, 0, size)
 
 
 def aligned(size: int) -> int:
@@ -78,13 +78,13 @@ def write_range(path: Path, data: memoryview, offset: int, direct: bool) -> None
         if not direct:
             _write_all(descriptor, data, offset)
             return
-        whole = len(data) // ALIGNMENT * ALIGNMENT if _begins_aligned(data) else 0
-        _write_all(descriptor, data[:whole], offset)
-        if whole < len(data):
-            rest = len(data) - whole
+        direct_bytes = len(data) // ALIGNMENT * ALIGNMENT if _begins_aligned(data) else 0
+        _write_all(descriptor, data[:direct_bytes], offset)
+        if direct_bytes < len(data):
+            rest = len(data) - direct_bytes
             bounce = _bounce(aligned(rest))
-            bounce[:rest] = data[whole:]
-            _write_all(descriptor, bounce, offset + whole)
+            bounce[:rest] = data[direct_bytes:]
+            _write_all(descriptor, bounce, offset + direct_bytes)
     finally:
         os.close(descriptor)
 
@@ -100,13 +100,13 @@ def read_range(path: Path, target: memoryview, offset: int, direct: bool) -> Non
         if not direct:
             _read_all(descriptor, target, offset, len(target))
             return
-        whole = len(target) // ALIGNMENT * ALIGNMENT if _begins_aligned(target) else 0
-        _read_all(descriptor, target[:whole], offset, whole)
-        if whole < len(target):
-            rest = len(target) - whole
+        direct_bytes = len(target) // ALIGNMENT * ALIGNMENT if _begins_aligned(target) else 0
+        _read_all(descriptor, target[:direct_bytes], offset, direct_bytes)
+        if direct_bytes < len(target):
+            rest = len(target) - direct_bytes
             bounce = _bounce(aligned(rest))
-            _read_all(descriptor, bounce, offset + whole, rest)
-            target[whole:] = bounce[:rest]
+            _read_all(descriptor, bounce, offset + direct_bytes, rest)
+            target[direct_bytes:] = bounce[:rest]
     finally:
         os.close(descriptor)
 
@@ -119,12 +119,12 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 def _read_all(descriptor: int, target: memoryview, offset: int, least: int) -> None:
     """Read into ``target``, of which the file must have the first ``least`` bytes."""
-    found = 0
-    while found < least:
-        count = os.preadv(descriptor, [target[found:]], offset + found)
+    done = 0
+    while done < least:
+        count = os.preadv(descriptor, [target[done:]], offset + done)
         if count == 0:
             raise EOFError
-        found += count
+        done += count
 
 
 def _begins_aligned(memory: memoryview) -> bool:
@@ -135,7 +135,7 @@ def _begins_aligned(memory: memoryview) -> bool:
 
 def _bounce(size: int) -> memoryview:
     """An aligned buffer of this thread."""
-    kept: mmap.mmap | None = getattr(_local, "bounce", None)
-    if kept is None or len(kept) < size:
-        kept = _local.bounce = mmap.mmap(-1, size)
-    return memoryview(kept)[:size]
+    buffer: mmap.mmap | None = getattr(_local, "bounce", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _local.bounce = mmap.mmap(-1, size)
+    return memoryview(buffer)[:size]

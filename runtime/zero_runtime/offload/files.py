@@ -160,11 +160,11 @@ class TensorFiles:
         file = self._file(name)
         self._settle(file)
         self._reserve(name, file, len(memory))
-        parts = self._parts(len(memory))
-        file.checksums = [0] * len(parts)
+        spans = self._spans(len(memory))
+        file.checksums = [0] * len(spans)
         requests = [
-            self._writers.submit(self._write_part, file, number, memory[part], part.start)
-            for number, part in enumerate(parts)
+            self._writers.submit(self._write_request, file, number, memory[span], span.start)
+            for number, span in enumerate(spans)
         ]
         file.last = Transfer(requests, lambda error: self._error("writing", name, file, error))
         return file.last
@@ -183,8 +183,8 @@ class TensorFiles:
             raise ValueError(f"{name} has {file.size} bytes, and what it is read into {len(memory)}")
         self._settle(file)
         requests = [
-            self._readers.submit(self._read_part, name, file, number, memory[part], part.start)
-            for number, part in enumerate(self._parts(file.size))
+            self._readers.submit(self._read_request, name, file, number, memory[span], span.start)
+            for number, span in enumerate(self._spans(file.size))
         ]
         file.last = Transfer(requests, lambda error: self._error("reading", name, file, error))
         return file.last
@@ -237,21 +237,21 @@ class TensorFiles:
             raise self._error("writing", name, file, error) from error
         file.size = size
 
-    def _parts(self, size: int) -> list[slice]:
+    def _spans(self, size: int) -> list[slice]:
         step = self._io.request
         return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
-    def _write_part(self, file: _File, number: int, data: memoryview, offset: int) -> None:
+    def _write_request(self, file: _File, number: int, data: memoryview, offset: int) -> None:
         if self._checked:
             file.checksums[number] = checksum(data)
         write_range(file.path, data, offset, self.direct)
 
-    def _read_part(self, name: str, file: _File, number: int, target: memoryview, offset: int) -> None:
+    def _read_request(self, name: str, file: _File, number: int, target: memoryview, offset: int) -> None:
         read_range(file.path, target, offset, self.direct)
-        if self._checked and (found := checksum(target)) != file.checksums[number]:
+        if self._checked and (checksum_read := checksum(target)) != file.checksums[number]:
             raise OffloadError(
                 f"{file.path} ({name}) has other bytes at {offset} than were written: the {ALGORITHM} of {len(target)} "
-                f"bytes is {found:08x}, expected {file.checksums[number]:08x}; the disk, or another program, has "
+                f"bytes is {checksum_read:08x}, expected {file.checksums[number]:08x}; the disk, or another program, has "
                 f"changed it; check the disk, and resume from the last checkpoint with another {self._key}"
             )
 

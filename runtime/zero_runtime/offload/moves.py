@@ -90,16 +90,16 @@ class Moves:
 
 def _blocks(tensors: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, list[_Block]]:
     """The blocks by kind, with all tensors in each."""
-    found: dict[tuple[torch.device, int], tuple[str, dict[int, torch.Tensor]]] = {}
+    by_place: dict[tuple[torch.device, int], tuple[str, dict[int, torch.Tensor]]] = {}
     for kind, theirs in tensors.items():
         for tensor in theirs:
             # A view keeps the tensor that it was made of, and so that one's memory.
             for each in (tensor, tensor._base):
                 if each is not None and each.untyped_storage().nbytes():
                     place = each.device, each.untyped_storage().data_ptr()
-                    found.setdefault(place, (kind, {}))[1][id(each)] = each
+                    by_place.setdefault(place, (kind, {}))[1][id(each)] = each
     blocks: dict[str, list[_Block]] = {}
-    for (device, _), (kind, members) in found.items():
+    for (device, _), (kind, members) in by_place.items():
         blocks.setdefault(kind, []).append(_Block(list(members.values()), device))
     return blocks
 
@@ -111,9 +111,9 @@ def _is_on_host(block: _Block) -> bool:
 def _move(tensors: Iterable[torch.Tensor], device: torch.device, pinned: bool, non_blocking: bool) -> None:
     """Copy the block that ``tensors`` are in to ``device``, and make them views of the copy."""
     tensors = list(tensors)
-    whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
-    copy = torch.empty(whole.numel(), dtype=torch.uint8, device=device, pin_memory=pinned)
-    copy.copy_(whole, non_blocking=non_blocking)
+    block = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
+    copy = torch.empty(block.numel(), dtype=torch.uint8, device=device, pin_memory=pinned)
+    copy.copy_(block, non_blocking=non_blocking)
     storage = copy.untyped_storage()
     for tensor in tensors:
         view = torch.empty(0, dtype=tensor.dtype, device=device)

@@ -90,7 +90,7 @@ class _Entry:
         self.numel = master.numel()
         self.dtype = master.dtype
         self.fill = fill
-        self.kept: dict[str, torch.dtype] = {}
+        self.stored_dtypes: dict[str, torch.dtype] = {}
         self.reading: _Reading | None = None
 
 
@@ -189,17 +189,17 @@ class StateFiles:
     def pending(self, number: int) -> bool:
         """Whether the master is still to be filled, since nothing has written it."""
         entry = self._entries[number]
-        return entry.fill is not None and MASTER not in entry.kept
+        return entry.fill is not None and MASTER not in entry.stored_dtypes
 
     def kept(self, number: int) -> dict[str, torch.dtype]:
         """The state tensors in files, by name."""
-        return {name: dtype for name, dtype in self._entries[number].kept.items() if name != MASTER}
+        return {name: dtype for name, dtype in self._entries[number].stored_dtypes.items() if name != MASTER}
 
-    def show(self, number: int, name: str, part: slice) -> torch.Tensor:
+    def show(self, number: int, name: str, span: slice) -> torch.Tensor:
         """A copy of a part of one state tensor, or of the master. Cheap where the last call was for the same stretch."""
         entry = self._entries[number]
         if name == MASTER and entry.fill is None:
-            return entry.master.detach()[part].clone()
+            return entry.master.detach()[span].clone()
         if self._shown != number:
             self._drop_shown()
             if entry.reading is None:
@@ -209,7 +209,7 @@ class StateFiles:
         entry.reading.wait()
         if name == MASTER and self.pending(number):
             self._fill(entry)
-        return entry.reading.tensors[name][part].clone()
+        return entry.reading.tensors[name][span].clone()
 
     def _drop_shown(self) -> None:
         if self._shown is not None:
@@ -240,7 +240,9 @@ class StateFiles:
         buffers = next((each for each in free if each.idle), free[0])
         buffers.settle()
         buffers.used = True
-        tensors = {name: buffers.tensor(name, entry.numel, dtype) for name, dtype in entry.kept.items()}
+        tensors = {
+            name: buffers.tensor(name, entry.numel, dtype) for name, dtype in entry.stored_dtypes.items()
+        }
         transfers = [self._files.read(f"{number}.{name}", tensor) for name, tensor in tensors.items()]
         entry.reading = _Reading(buffers, tensors, transfers)
 
@@ -249,10 +251,10 @@ class StateFiles:
         assert entry.reading is not None
         entry.reading.wait()
         if entry.fill is not None:
-            if MASTER not in entry.kept:
+            if MASTER not in entry.stored_dtypes:
                 self._fill(entry)
             entry.master.data = entry.reading.tensors[MASTER]
-        state = self._optimizer.state[entry.master] if entry.kept.keys() - {MASTER} else {}
+        state = self._optimizer.state[entry.master] if entry.stored_dtypes.keys() - {MASTER} else {}
         state.update((name, each) for name, each in entry.reading.tensors.items() if name != MASTER)
 
     def _fill(self, entry: _Entry) -> None:
@@ -270,9 +272,9 @@ class StateFiles:
         state.update((name, absent(entry.numel, each.dtype)) for name, each in tensors.items())
         if entry.fill is not None:
             tensors[MASTER] = entry.master.data
-        for name in entry.kept.keys() - tensors.keys():
+        for name in entry.stored_dtypes.keys() - tensors.keys():
             self._files.remove(f"{number}.{name}")
-        entry.kept = {name: tensor.dtype for name, tensor in tensors.items()}
+        entry.stored_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         writes = [self._files.write(f"{number}.{name}", each.detach()) for name, each in tensors.items()]
         if entry.fill is not None:
             entry.master.data = absent(entry.numel, entry.dtype)

@@ -69,13 +69,13 @@ def micro_batches_of(data: Any, targets: Any, count: int, share: Share) -> Itera
             f"data has {samples} samples, which {count} micro-batches do not divide; give {count} x "
             "train_micro_batch_size_per_gpu samples, or change gradient_accumulation_steps"
         )
-    whole = samples == share.micro_batch * count * share.replicas and share.replicas > 1
-    first, parts = (share.replica * count, count * share.replicas) if whole else (0, count)
-    pieces = [_pieces(each, parts)[first : first + count] for each in (data, targets)]
-    return iter(zip(*pieces, strict=True))
+    has_all_replicas = samples == share.micro_batch * count * share.replicas and share.replicas > 1
+    first, chunks = (share.replica * count, count * share.replicas) if has_all_replicas else (0, count)
+    chosen = [_chunks(each, chunks)[first : first + count] for each in (data, targets)]
+    return iter(zip(*chosen, strict=True))
 
 
-def _pieces(values: Any, count: int) -> list[Any]:
+def _chunks(values: Any, count: int) -> list[Any]:
     leaves, structure = tree_flatten(values)
     cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
     return [tree_unflatten([each[number] for each in cut], structure) for number in range(count)]

@@ -72,5 +72,5 @@ class Bubble:
         everybody = mine.new_empty(2 * self._stages.world_size)
         self._stages.all_gather_single(everybody, mine, why=_METRIC)
         step, work = everybody.view(-1, 2).unbind(1)
-        whole = self._stages.world_size * float(step.max().item())
-        return 1.0 - float(work.sum().item()) / whole if whole > 0 else 0.0
+        total_seconds = self._stages.world_size * float(step.max().item())
+        return 1.0 - float(work.sum().item()) / total_seconds if total_seconds > 0 else 0.0

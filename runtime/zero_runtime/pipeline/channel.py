@@ -60,7 +60,7 @@ class Channel:
         self._begun = begun
         self._sent: dict[int, Form] = {}
         self._received: dict[int, Form] = {}
-        self._own: deque[torch.Tensor] = (
+        self._sent_to_self: deque[torch.Tensor] = (
             deque()
         )  # what this rank has sent to itself, where it is the only one
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()  # what was begun to be sent
@@ -93,13 +93,13 @@ class Channel:
             UsageError: it is of another form than before, and shapes are told once; or it cannot be sent.
         """
         form, tensors = form_of(value)
-        known = self._sent.get(chunk)
-        if self._dynamic or known is None:
-            self._tell(form)
+        earlier_form = self._sent.get(chunk)
+        if self._dynamic or earlier_form is None:
+            self._send_form(form)
             self._sent[chunk] = form
-        elif form != known:
+        elif form != earlier_form:
             raise UsageError(
-                f"a stage returns {_shown(form)} after {_shown(known)}; give PipelineModule dynamic_shape=True "
+                f"a stage returns {_shown(form)} after {_shown(earlier_form)}; give PipelineModule dynamic_shape=True "
                 "where shapes change, or call engine.reset_activation_shape() on all ranks where they change rarely"
             )
         for each in tensors:
@@ -109,7 +109,7 @@ class Channel:
         """What comes before part ``chunk``. With ``differentiable`` its floating-point tensors are to get gradients."""
         form = self._received.get(chunk)
         if self._dynamic or form is None:
-            form = self._received[chunk] = self._hear()
+            form = self._received[chunk] = self._receive_form()
 
         def restore(tensors: list[torch.Tensor]) -> Any:
             pairs = zip(form.tensors, tensors, strict=True)
@@ -158,35 +158,35 @@ class Channel:
         while len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft()[0].wait()
 
-    def _tell(self, form: Form) -> None:
+    def _send_form(self, form: Form) -> None:
         header, more = form.header()
         self._send(self._numbers(header + [0] * (HEADER_NUMEL - len(header))), self._after)
         if more:
             self._send(self._numbers(more), self._after)
 
-    def _hear(self) -> Form:
-        header = self._heard(HEADER_NUMEL)
+    def _receive_form(self) -> Form:
+        header = self._receive_numbers(HEADER_NUMEL)
         count = more_numel(header)
-        return form_from(header, self._heard(count) if count else ())
+        return form_from(header, self._receive_numbers(count) if count else ())
 
-    def _heard(self, count: int) -> list[int]:
+    def _receive_numbers(self, count: int) -> list[int]:
         numbers = self._numbers([0] * count)
         self._receive(numbers, self._before)
-        found: list[int] = numbers.tolist()
-        return found
+        received: list[int] = numbers.tolist()
+        return received
 
     def _numbers(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._stages.device)
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         if stage == self._stages.rank:
-            self._own.append(tensor.clone())
+            self._sent_to_self.append(tensor.clone())
         elif tensor.numel():
             self._stages.send(tensor.contiguous(), stage, why=_PIPELINE)
 
     def _receive(self, tensor: torch.Tensor, stage: int) -> None:
         if stage == self._stages.rank:
-            tensor.copy_(self._own.popleft())
+            tensor.copy_(self._sent_to_self.popleft())
         elif tensor.numel():
             self._stages.receive(tensor, stage, why=_PIPELINE)
 

@@ -43,15 +43,15 @@ class StagedSaving(Saving):
         names = self._names(training)
         mine = self.module.stage_id if sizes else None
         as_saved, error = agreement.attempt(
-            lambda: _is_own(load_dir, tag, sizes.get(PIPE, 1), mine, set(parameters(training)))
+            lambda: _has_same_stages(load_dir, tag, sizes.get(PIPE, 1), mine, set(parameters(training)))
         )
         doing = f"loading {load_dir if tag is None else load_dir / tag}"
         if agreement.agree_on(everyone, error, int(bool(as_saved)), doing) and as_saved:
             return super()._load(training, load_dir, tag, wanted)
         opener = partial(open_stages, names=names)
-        found = load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
+        loaded = load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
         ties.synchronize(self.module.ties)
-        return found
+        return loaded
 
     def _names(self, training: Training) -> frozenset[str]:
         return frozenset((*parameters(training), *buffers(training.module), *aliases(training.module)))
@@ -59,9 +59,9 @@ class StagedSaving(Saving):
     def _load_recut(
         self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted
     ) -> Loaded | None:
-        found = super()._load_recut(training, load_dir, tag, wanted)
+        loaded = super()._load_recut(training, load_dir, tag, wanted)
         ties.synchronize(self.module.ties)
-        return found
+        return loaded
 
     def save_16bit_model(
         self,
@@ -129,11 +129,11 @@ class StagedSaving(Saving):
     ) -> None:
         """Load the layers of this stage from a state dict of all of them. All ranks must call it."""
         mine: Mapping[str, torch.Tensor] = self.module.state_dict()
-        own = {name: value for name, value in state_dict.items() if name in mine}
-        super().load_module_state_dict(own, strict, custom_load_fn)
+        stage_state = {name: value for name, value in state_dict.items() if name in mine}
+        super().load_module_state_dict(stage_state, strict, custom_load_fn)
 
 
-def _is_own(
+def _has_same_stages(
     load_dir: Path,
     tag: str | None,
     stages: int,
@@ -156,5 +156,5 @@ def _is_own(
         return saved is None
     if stage is None:
         return True
-    kept = Checkpoint(load_dir / named / part_name(stage)).manifest
-    return names <= {*kept.parameters, *kept.aliases}
+    manifest = Checkpoint(load_dir / named / part_name(stage)).manifest
+    return names <= {*manifest.parameters, *manifest.aliases}

@@ -123,7 +123,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
                 "train_batch needs an optimizer, and there is none; name one in the config, or pass one to initialize"
             )
         self._refuse_moved("train_batch", *STATES)
-        source = self._given(data_iter, data, targets, self.micro_batches)
+        source = self._source_of(data_iter, data, targets, self.micro_batches)
         self.train()
         self.tput_timer.start()
         begin = time.perf_counter()
@@ -165,9 +165,9 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
 
     def _gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if isinstance(self._gradients, AccumulatedGradients):
-            found = self._gradients.accumulated(parameter)
-            if found is not None:
-                return found
+            accumulated = self._gradients.accumulated(parameter)
+            if accumulated is not None:
+                return accumulated
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
@@ -236,15 +236,15 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             raise UsageError(f"reduce_output is {reduce_output!r}; expected 'avg' or None")
         self._refuse_moved("eval_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
-        source = self._given(data_iter, data, targets, count)
+        source = self._source_of(data_iter, data, targets, count)
         self.eval()
         stage = self._stage(source, count, with_loss=compute_loss)
         self._wait_for_all()
         stage.run(self.plan.inference(count, self.stage_id))
         result: Any = None
         if self.is_last_stage():
-            found = stage.losses if compute_loss else stage.results
-            result = list(found) if reduce_output is None else mean_of(found, self.grid)
+            values = stage.losses if compute_loss else stage.results
+            result = list(values) if reduce_output is None else mean_of(values, self.grid)
         if compute_loss and bcast_loss and reduce_output is not None:
             result = share_result(result, self.grid)
         if return_logits:
@@ -266,7 +266,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         """
         self._refuse_moved("inference_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
-        source = self._given(data_iter, data, None, count)
+        source = self._source_of(data_iter, data, None, count)
         self.eval()
         stage = self._stage(source, count, with_loss=False)
         self._wait_for_all()
@@ -283,7 +283,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
 
     # Data.
 
-    def _given(self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int) -> Source:
+    def _source_of(self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int) -> Source:
         if data is None and targets is not None and self.is_first_stage():
             raise UsageError("targets are given without data; give the first stage both, or data alone")
         if data is not None or targets is not None:

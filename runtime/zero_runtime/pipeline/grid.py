@@ -141,18 +141,18 @@ class PipelineGrid:
     slice_parallel_size = model_parallel_size = property(get_slice_parallel_world_size)
 
 
-def topology_of(given: Any) -> ProcessTopology:
+def topology_of(grid: Any) -> ProcessTopology:
     """The topology that a script gives: one of zero_runtime.groups.topology, or of deepspeed.runtime.pipe.topology.
 
     Raises:
         ConfigError: it is neither, or has no axis ``pipe``.
     """
-    found = getattr(given, "grid", given)
-    if not isinstance(found, ProcessTopology):
-        raise ConfigError(f"topology is a {type(given).__name__}; expected a ProcessTopology")
-    if PIPE not in found.axes:
-        raise ConfigError(f"the topology has the axes {', '.join(found.axes)}; expected one called {PIPE}")
-    return found
+    topology = getattr(grid, "grid", grid)
+    if not isinstance(topology, ProcessTopology):
+        raise ConfigError(f"topology is a {type(grid).__name__}; expected a ProcessTopology")
+    if PIPE not in topology.axes:
+        raise ConfigError(f"the topology has the axes {', '.join(topology.axes)}; expected one called {PIPE}")
+    return topology
 
 
 def topology_for(stages: int, world_size: int) -> ProcessTopology:

@@ -26,9 +26,9 @@ def slice_name(module: PipelineModule) -> str:
     return "".join(f"-{axis}_{place[axis]:02d}" for axis in axes)
 
 
-def layer_file(directory: str | Path, number: int, part: str) -> Path:
-    """The file of layer ``number`` of the whole model; ``part`` is its :func:`slice_name`."""
-    return Path(directory) / f"layer_{number:02d}{part}-model_states.pt"
+def layer_file(directory: str | Path, number: int, suffix: str) -> Path:
+    """The file of layer ``number`` of the whole model; ``suffix`` is its :func:`slice_name`."""
+    return Path(directory) / f"layer_{number:02d}{suffix}-model_states.pt"
 
 
 def layer_files(directory: str | Path, number: int) -> list[Path]:
@@ -81,9 +81,9 @@ def load_layers(module: PipelineModule, directory: str | Path, engine: Any, stri
     for number, layer in _layers_with_state(module):
         path = layer_file(directory, number, slice_name(module))
         if not path.is_file():
-            found = ", ".join(each.name for each in layer_files(directory, number)) or "none"
+            present = ", ".join(each.name for each in layer_files(directory, number)) or "none"
             raise CheckpointError(
-                f"there is no {path} for layer {number}; of this layer there are: {found}. Give the folder that "
+                f"there is no {path} for layer {number}; of this layer there are: {present}. Give the folder that "
                 "save_state_dict wrote, with as many ranks for each tensor"
             )
         if engine is None:

@@ -35,8 +35,8 @@ class LayerSpec:
 
     def build(self, log: bool = False) -> torch.nn.Module:
         """Make the layer; ``log`` is accepted for DeepSpeed's signature."""
-        made: torch.nn.Module = self.typename(*self.module_args, **self.module_kwargs)
-        return made
+        module: torch.nn.Module = self.typename(*self.module_args, **self.module_kwargs)
+        return module
 
     def __repr__(self) -> str:
         shown = [
@@ -77,18 +77,18 @@ class TiedLayerSpec(LayerSpec):
 Layer = torch.nn.Module | LayerSpec | Callable[[Any], Any]
 
 
-def checked_layers(given: Any) -> list[Layer]:
+def checked_layers(candidates: Any) -> list[Layer]:
     """The layers that a PipelineModule is given.
 
     Raises:
         ConfigError: it is no sequence of them, or one of them is none.
     """
-    if not isinstance(given, Iterable) or isinstance(given, str | Mapping | torch.nn.ModuleDict):
+    if not isinstance(candidates, Iterable) or isinstance(candidates, str | Mapping | torch.nn.ModuleDict):
         raise ConfigError(
-            f"layers of a PipelineModule are a {type(given).__name__}; expected a list of modules, LayerSpecs and "
+            f"layers of a PipelineModule are a {type(candidates).__name__}; expected a list of modules, LayerSpecs and "
             "functions, or a torch.nn.Sequential"
         )
-    layers = list(given)
+    layers = list(candidates)
     for number, layer in enumerate(layers):
         if not callable(layer) and not isinstance(layer, LayerSpec):
             raise ConfigError(

@@ -45,7 +45,7 @@ def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> t
         message
         for rank, order in enumerate(computations)
         for each, begin in zip(order, begins[rank], strict=True)
-        for message in _made(rank, each, begin + _duration(each), ranks, chunks)
+        for message in _messages_of(rank, each, begin + _duration(each), ranks, chunks)
     )
     return tuple(
         tuple(_steps(rank, order, begins[rank], messages, ranks, chunks))
@@ -62,49 +62,51 @@ def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[
     ends: dict[tuple[int, Instruction], int] = {}
     while any(todo):
         moved = False
-        for rank, left in enumerate(todo):
-            while left:
-                needed = _needed(rank, left[0], ranks, chunks)
+        for rank, pending in enumerate(todo):
+            while pending:
+                needed = _needed(rank, pending[0], ranks, chunks)
                 if needed is not None and needed not in ends:
                     break
                 begin = free[rank] if needed is None else max(free[rank], ends[needed])
                 begins[rank].append(begin)
-                free[rank] = ends[rank, left[0]] = begin + _duration(left[0])
-                left.popleft()
+                free[rank] = ends[rank, pending[0]] = begin + _duration(pending[0])
+                pending.popleft()
                 moved = True
         if not moved:
             raise UsageError("the computations of a schedule wait for one another for ever")
     return begins
 
 
-def _duration(each: Instruction) -> int:
-    return 2 if each.action is Action.BACKWARD else 1
+def _duration(computation: Instruction) -> int:
+    return 2 if computation.action is Action.BACKWARD else 1
 
 
-def _needed(rank: int, each: Instruction, ranks: int, chunks: int) -> tuple[int, Instruction] | None:
-    """The computation, and its rank, whose message ``each`` waits for."""
-    place = Place(rank, each.chunk)
-    if each.action is Action.FORWARD:
+def _needed(rank: int, computation: Instruction, ranks: int, chunks: int) -> tuple[int, Instruction] | None:
+    """The computation, and its rank, whose message ``computation`` waits for."""
+    place = Place(rank, computation.chunk)
+    if computation.action is Action.FORWARD:
         other = place.before(ranks)
-    elif each.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+    elif computation.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
         other = place.after(ranks, chunks)
     else:
         other = None
-    return None if other is None else (other.rank, each._replace(chunk=other.chunk))
+    return None if other is None else (other.rank, computation._replace(chunk=other.chunk))
 
 
-def _made(rank: int, each: Instruction, date: int, ranks: int, chunks: int) -> Iterator[_Message]:
-    place = Place(rank, each.chunk)
-    if each.action is Action.FORWARD:
+def _messages_of(
+    rank: int, computation: Instruction, date: int, ranks: int, chunks: int
+) -> Iterator[_Message]:
+    place = Place(rank, computation.chunk)
+    if computation.action is Action.FORWARD:
         other = place.after(ranks, chunks)
         kinds = Action.SEND_ACTIVATION, Action.RECEIVE_ACTIVATION
-    elif each.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+    elif computation.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
         other = place.before(ranks)
         kinds = Action.SEND_GRADIENT, Action.RECEIVE_GRADIENT
     else:
         return
     if other is not None:
-        sent, received = (Instruction(kind, each.micro_batch) for kind in kinds)
+        sent, received = (Instruction(kind, computation.micro_batch) for kind in kinds)
         yield _Message(
             date, rank, other.rank, sent._replace(chunk=place.chunk), received._replace(chunk=other.chunk)
         )

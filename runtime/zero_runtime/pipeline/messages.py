@@ -72,14 +72,14 @@ class Form(NamedTuple):
             return tensors[0]
         if self.structure == "tuple":
             return tuple(tensors)
-        told = json.loads(self.structure)
+        description = json.loads(self.structure)
         coming = iter(tensors)
-        leaves = [next(coming) if leaf is None else leaf[0] for leaf in told["leaves"]]
-        return tree_unflatten(leaves, treespec_loads(told["structure"]))
+        leaves = [next(coming) if leaf is None else leaf[0] for leaf in description["leaves"]]
+        return tree_unflatten(leaves, treespec_loads(description["structure"]))
 
 
-def _encode(each: TensorForm) -> list[int]:
-    return [_NUMBER_OF[each.dtype], len(each.shape), *each.shape]
+def _encode(form: TensorForm) -> list[int]:
+    return [_NUMBER_OF[form.dtype], len(form.shape), *form.shape]
 
 
 def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
@@ -100,11 +100,11 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
                 f"a stage returns a tensor of {each.dtype}, layout {each.layout} and shape {tuple(each.shape)}, "
                 "which cannot be sent to the next one; return dense tensors of the usual dtypes"
             )
-    found = tuple(TensorForm(each.dtype, tuple(each.shape)) for each in tensors)
+    forms = tuple(TensorForm(each.dtype, tuple(each.shape)) for each in tensors)
     if isinstance(value, torch.Tensor):
-        return Form(found, None), tensors
+        return Form(forms, None), tensors
     if type(value) is tuple and len(tensors) == len(leaves) == len(value):
-        return Form(found, "tuple"), tensors
+        return Form(forms, "tuple"), tensors
     plain = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
     try:
         text = json.dumps({"leaves": plain, "structure": treespec_dumps(structure)})
@@ -113,7 +113,7 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
             f"a stage returns a {type(value).__name__} that cannot be sent to the next one: {error}; return tensors, "
             "numbers, texts and None in tuples, lists and dictionaries"
         ) from None
-    return Form(found, text), tensors
+    return Form(forms, text), tensors
 
 
 def more_numel(header: Sequence[int]) -> int:
@@ -132,10 +132,10 @@ def form_from(header: Sequence[int], more: Sequence[int]) -> Form:
 
 
 def _decode(numbers: Sequence[int], position: int, count: int) -> tuple[list[TensorForm], int]:
-    found = []
+    forms = []
     for _ in range(count):
         dtype, dimensions = numbers[position : position + 2]
         position += 2
-        found.append(TensorForm(_DTYPES[dtype], tuple(numbers[position : position + dimensions])))
+        forms.append(TensorForm(_DTYPES[dtype], tuple(numbers[position : position + dimensions])))
         position += dimensions
-    return found, position
+    return forms, position

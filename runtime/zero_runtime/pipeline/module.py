@@ -98,7 +98,7 @@ class PipelineModule(torch.nn.Module):
         self.wanted_virtual_stages = virtual_stages
         self.forward_funcs: list[Callable[[Any], Any]] = []
         self.layer_numbers: list[int] = []  # of the layers of forward_funcs in the whole model
-        self._runs: list[range] = []  # of forward_funcs, for each part
+        self._layer_ranges: list[range] = []  # of forward_funcs, for each part
         self.tied_modules = torch.nn.ModuleDict()
         self.ties: list[ties.Tie] = []
         self.wanted: ProcessTopology | int | None = num_stages
@@ -170,13 +170,13 @@ class PipelineModule(torch.nn.Module):
         """
         stages = grid.num_stages
         self.method = method or DEFAULT_METHOD
-        parts = self.bounds(stages * chunks, self.method, sample)
+        bounds = self.bounds(stages * chunks, self.method, sample)
         self._clear()
-        self.grid, self.parts, self.virtual_stages = grid, parts, chunks
-        for part in range(grid.stage, stages * chunks, stages):
-            self._build(parts[part], parts[part + 1])
+        self.grid, self.parts, self.virtual_stages = grid, bounds, chunks
+        for chunk in range(grid.stage, stages * chunks, stages):
+            self._build(bounds[chunk], bounds[chunk + 1])
         self.to(grid.device)
-        self.ties = ties.make_ties(self._layer_specs, parts, dict(self.tied_modules), grid.processes)
+        self.ties = ties.make_ties(self._layer_specs, bounds, dict(self.tied_modules), grid.processes)
 
     def move_to(self, grid: PipelineGrid) -> None:
         """Let further axes stand beside stages and replicas, of which this rank's stage stays. All ranks must call it."""
@@ -204,8 +204,8 @@ class PipelineModule(torch.nn.Module):
         if kind == "type" and pattern:
             return partition.balanced(self._matches(pattern), stages)
         if kind == "profile":
-            given = self.sample_input if self.sample_input is not None else sample
-            return partition.balanced(layer_seconds(self._layer_specs, given), stages)
+            sample_input = self.sample_input if self.sample_input is not None else sample
+            return partition.balanced(layer_seconds(self._layer_specs, sample_input), stages)
         raise partition.unknown_method(method)
 
     def _matches(self, pattern: str) -> list[int]:
@@ -214,24 +214,24 @@ class PipelineModule(torch.nn.Module):
         except re.error as error:
             raise ConfigError(f"partition_method type:{pattern} is no regular expression: {error}") from None
         names = [name_of(layer) for layer in self._layer_specs]
-        found = [int(regex.search(name) is not None) for name in names]
-        if not any(found):
+        matches = [int(regex.search(name) is not None) for name in names]
+        if not any(matches):
             raise ConfigError(
                 f"partition_method type:{pattern} matches no layer; the layers are {', '.join(dict.fromkeys(names))}"
             )
-        return found
+        return matches
 
     def _clear(self) -> None:
         for name in list(self._modules):
             if name != "loss_fn":  # a loss that is a module is every stage's
                 del self._modules[name]
         self.tied_modules = torch.nn.ModuleDict()
-        self.forward_funcs, self.layer_numbers, self._runs = [], [], []
+        self.forward_funcs, self.layer_numbers, self._layer_ranges = [], [], []
 
     def _build(self, start: int, stop: int) -> None:
         built_before = len(self.forward_funcs)
         self.layer_numbers += range(start, stop)
-        self._runs.append(range(built_before, built_before + stop - start))
+        self._layer_ranges.append(range(built_before, built_before + stop - start))
         for number, layer in enumerate(self._layer_specs[start:stop], start):
             self.seeds.before_building(number)
             if isinstance(layer, TiedLayerSpec):
@@ -255,7 +255,7 @@ class PipelineModule(torch.nn.Module):
             raise UsageError(
                 "the layers of this PipelineModule are not dealt out to stages yet; zero_runtime.initialize does that"
             )
-        number, layers = self.seeds.begin_pass(chunk), self._runs[chunk]
+        number, layers = self.seeds.begin_pass(chunk), self._layer_ranges[chunk]
         interval = self.activation_checkpoint_interval or len(layers)
         for start in range(0, len(layers), interval):
             run = layers[start : start + interval]
@@ -275,11 +275,11 @@ class PipelineModule(torch.nn.Module):
         layers = [self.forward_funcs[number] for number in run]
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
-        found = (
+        modules = (
             getattr(layer, "args", (layer,))[0] if isinstance(layer, partial) else layer for layer in layers
         )
         return any(
-            next(each.parameters(), None) is not None for each in found if isinstance(each, torch.nn.Module)
+            next(each.parameters(), None) is not None for each in modules if isinstance(each, torch.nn.Module)
         )
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -341,8 +341,8 @@ class PipelineModule(torch.nn.Module):
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The files of that layer which are there, of all ranks that share its tensors."""
-        found = layer_files.layer_files(ckpt_dir, self.layer_numbers[local_layer_idx])
-        return [str(each) for each in found]
+        paths = layer_files.layer_files(ckpt_dir, self.layer_numbers[local_layer_idx])
+        return [str(each) for each in paths]
 
     def save_state_dict(
         self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False

@@ -46,14 +46,14 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
             "pipeline.stages) says how many stages there are; give one of them"
         )
     if mine is not None and config.stages not in (None, mine):
-        made = "is dealt out to" if model.is_dealt else "was made for"
+        verb = "is dealt out to" if model.is_dealt else "was made for"
         raise ConfigError(
-            f"the PipelineModule {made} {mine} stages, and the configuration asks for {config.stages}; make them "
+            f"the PipelineModule {verb} {mine} stages, and the configuration asks for {config.stages}; make them "
             "equal, or leave num_stages out of a new PipelineModule"
         )
-    found = mine or config.stages
-    assert found is not None
-    return found
+    stages = mine or config.stages
+    assert stages is not None
+    return stages
 
 
 def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan:
@@ -68,17 +68,18 @@ def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan
         ConfigError: they say different numbers of virtual stages, or several with another schedule than interleaved.
     """
     mine = model.virtual_stages if model.is_dealt else model.wanted_virtual_stages
-    said = config.virtual_stages
-    if said is None and model.wanted_virtual_stages is None and config.schedule == INTERLEAVED:
-        said = DEFAULT_CHUNKS
-    if mine is not None and said not in (None, mine):
-        made = "is dealt out in" if model.is_dealt else "was made for"
+    configured = config.virtual_stages
+    if configured is None and model.wanted_virtual_stages is None and config.schedule == INTERLEAVED:
+        configured = DEFAULT_CHUNKS
+    if mine is not None and configured not in (None, mine):
+        verb = "is dealt out in" if model.is_dealt else "was made for"
         raise ConfigError(
-            f"the PipelineModule {made} {mine} virtual stages on each stage, and the configuration says "
-            f"pipeline_parallel.virtual_stages {said}; give PipelineModule virtual_stages={said}, or leave num_stages out "
+            f"the PipelineModule {verb} {mine} virtual stages on each stage, and the configuration says "
+            f"pipeline_parallel.virtual_stages {configured}; give PipelineModule virtual_stages={configured}, or "
+            "leave num_stages out "
             "of it"
         )
-    chunks = mine or said or 1
+    chunks = mine or configured or 1
     name = config.schedule or (INTERLEAVED if chunks > 1 else "1f1b")
     if chunks > 1 and name != INTERLEAVED:
         raise ConfigError(
@@ -112,8 +113,8 @@ def prepare(
     method = _method(model, config.pipeline.partition_method)
     topology = _topology(model, config, stages)
     if model.grid is None:
-        given = sample() if sample is not None and method == "profile" else None
-        model.deal(PipelineGrid(topology), method, given, plan.chunks)
+        sample_input = sample() if sample is not None and method == "profile" else None
+        model.deal(PipelineGrid(topology), method, sample_input, plan.chunks)
     else:
         if model.grid.topology != topology:
             model.move_to(PipelineGrid(topology))
@@ -129,10 +130,10 @@ def prepare(
 
 def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> None:
     plan.check(config.gradient_accumulation_steps)
-    parts = plan.stages * plan.chunks
-    if plan.chunks > 1 and parts > len(model.layers):
+    chunks = plan.stages * plan.chunks
+    if plan.chunks > 1 and chunks > len(model.layers):
         raise ConfigError(
-            f"{plan.stages} stages of {plan.chunks} virtual stages each have {parts} parts, and the model has "
+            f"{plan.stages} stages of {plan.chunks} virtual stages each have {chunks} parts, and the model has "
             f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or cut the model into more layers"
         )
     interval = config.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
@@ -146,21 +147,21 @@ def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> Non
         )
 
 
-def _method(model: PipelineModule, said: str | None) -> str | None:
+def _method(model: PipelineModule, configured: str | None) -> str | None:
     mine = model.partition_method
-    if mine is not None and said not in (None, mine):
+    if mine is not None and configured not in (None, mine):
         raise ConfigError(
-            f"PipelineModule has partition_method {mine!r}, and the configuration says {said!r}; keep one of them"
+            f"PipelineModule has partition_method {mine!r}, and the configuration says {configured!r}; keep one of them"
         )
-    return said or mine
+    return configured or mine
 
 
 def _check_same(model: PipelineModule, method: str) -> None:
-    wanted = model.bounds(model.num_stages * model.virtual_stages, method)
-    if wanted != model.parts:
+    bounds = model.bounds(model.num_stages * model.virtual_stages, method)
+    if bounds != model.parts:
         raise ConfigError(
             f"the layers are dealt out already, by {model.method}, so that stages begin at {model.parts}, and "
-            f"{method} in the configuration means {wanted}; leave num_stages out of PipelineModule and say "
+            f"{method} in the configuration means {bounds}; leave num_stages out of PipelineModule and say "
             f"pipeline_parallel.pp_size {model.num_stages}, or give PipelineModule partition_method={method!r}"
         )
 
@@ -169,19 +170,20 @@ def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> Proc
     """The axes of all ranks: those of the model's own topology, or those that the configuration names."""
     replicas = config.parallel.replicas(comm.get_world_size(), stages)
     if isinstance(model.wanted, ProcessTopology):
-        given = model.wanted.widened(PIPE, DATA)
-        said = {
+        topology = model.wanted.widened(PIPE, DATA)
+        expected_sizes = {
             DATA: replicas,
             SEQUENCE: config.parallel.sequence_parallel_size,
             MODEL: config.parallel.tp_size,
         }
-        for axis, size in said.items():
-            if given.size(axis) != size:
+        for axis, size in expected_sizes.items():
+            if topology.size(axis) != size:
                 raise ConfigError(
-                    f"the topology of the PipelineModule has {given.size(axis)} ranks along {axis}, and the configuration "
+                    f"the topology of the PipelineModule has {topology.size(axis)} ranks along {axis}, and the "
+                    "configuration "
                     f"means {size}; make them equal"
                 )
-        return given
+        return topology
     sizes = {PIPE: stages, DATA: replicas}
     if config.parallel.sequence_parallel_size > 1:
         sizes[SEQUENCE] = config.parallel.sequence_parallel_size
@@ -214,14 +216,14 @@ def own_parameters(model: PipelineModule, given: Any, unknown: bool) -> list[Any
             )
         return None
     mine = set(model.parameters())
-    kept: list[Any] = []
+    of_stage: list[Any] = []
     for each in listed:
         if isinstance(each, dict):
-            kept.append({**each, "params": [p for p in _tensors(each["params"]) if p in mine]})
+            of_stage.append({**each, "params": [p for p in _tensors(each["params"]) if p in mine]})
         elif each in mine:
-            kept.append(each)
-    return [each for each in kept if not isinstance(each, dict) or each["params"]]
+            of_stage.append(each)
+    return [each for each in of_stage if not isinstance(each, dict) or each["params"]]
 
 
-def _tensors(given: Any) -> list[Any]:
-    return [given] if isinstance(given, torch.Tensor) else list(given)
+def _tensors(values: Any) -> list[Any]:
+    return [values] if isinstance(values, torch.Tensor) else list(values)

@@ -36,20 +36,20 @@ def layer_seconds(layers: Sequence[Layer], sample: Any) -> list[float]:
             "partition_method profile runs the layers, and there is nothing to run them on; give PipelineModule a "
             "sample_input, or initialize training_data"
         )
-    told = torch.full((len(layers),), -1.0, dtype=torch.float64, device=group.device)
+    measured = torch.full((len(layers),), -1.0, dtype=torch.float64, device=group.device)
     error = None
     if group.rank == 0:
         with torch.random.fork_rng():
             try:
-                told = torch.tensor(
+                measured = torch.tensor(
                     _measure(layers, sample, group.device), dtype=torch.float64, device=group.device
                 )
             except ConfigError as raised:
                 error = raised
-    group.broadcast(told, 0, why=_METRIC)
+    group.broadcast(measured, 0, why=_METRIC)
     if error is not None:
         raise error
-    seconds: list[float] = told.tolist()
+    seconds: list[float] = measured.tolist()
     if min(seconds) < 0:
         raise ConfigError("partition_method profile failed on rank 0, whose own message says why")
     return seconds
@@ -61,12 +61,12 @@ def _measure(layers: Sequence[Layer], sample: Any, device: torch.device) -> list
     values = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, sample)
     for number, layer in enumerate(layers):
         try:
-            found, values = _time(_runnable(layer, tied, device), values, device)
+            layer_time, values = _time(_runnable(layer, tied, device), values, device)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f"partition_method profile: layer {number} ({name_of(layer)}) does not run on the sample: {error}"
             ) from error
-        seconds.append(found)
+        seconds.append(layer_time)
     return seconds
 
 
@@ -86,10 +86,10 @@ def _time(run: Callable[[Any], Any], inputs: Any, device: torch.device) -> tuple
     rounds = []
     outputs = None
     for _ in range(ROUNDS):
-        given = tree_map(_leaf, inputs)
+        leaf_inputs = tree_map(_leaf, inputs)
         _wait(device)
         start = time.perf_counter()
-        outputs = run(given)
+        outputs = run(leaf_inputs)
         ends = [
             each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad
         ]

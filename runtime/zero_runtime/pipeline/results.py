@@ -38,9 +38,9 @@ def share_loss(mean: torch.Tensor, grid: PipelineGrid) -> torch.Tensor:
     """
     losses = torch.stack([mean.float().reshape(()), mean.float().reshape(())])
     if grid.is_last and grid.data.world_size > 1:
-        whole = losses[1].clone()
-        grid.data.all_reduce(whole, why=_METRIC)
-        losses[1] = whole / grid.data.world_size
+        total = losses[1].clone()
+        grid.data.all_reduce(total, why=_METRIC)
+        losses[1] = total / grid.data.world_size
     if grid.num_stages > 1:
         grid.pipe.broadcast(losses, grid.num_stages - 1, why=_METRIC)
     return losses[1]
@@ -48,10 +48,10 @@ def share_loss(mean: torch.Tensor, grid: PipelineGrid) -> torch.Tensor:
 
 def share_result(result: torch.Tensor | None, grid: PipelineGrid) -> torch.Tensor:
     """The one number that the last stage has found, on every stage."""
-    found = torch.zeros((), device=grid.device) if result is None else result.float().reshape(()).clone()
+    shared = torch.zeros((), device=grid.device) if result is None else result.float().reshape(()).clone()
     if grid.num_stages > 1:
-        grid.pipe.broadcast(found, grid.num_stages - 1, why=_METRIC)
-    return found
+        grid.pipe.broadcast(shared, grid.num_stages - 1, why=_METRIC)
+    return shared
 
 
 def combined(outputs: Sequence[Any]) -> Any:

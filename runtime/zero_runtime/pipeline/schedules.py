@@ -185,8 +185,8 @@ def _communicating(order: Iterable[Instruction], stages: int, rank: int) -> Sche
     return tuple(tuple(_with_messages(each, stages, rank)) for each in order)
 
 
-def _with_messages(each: Instruction, stages: int, rank: int) -> Iterator[Instruction]:
-    action, number, _ = each
+def _with_messages(computation: Instruction, stages: int, rank: int) -> Iterator[Instruction]:
+    action, number, _ = computation
     if action is Action.FORWARD:
         if rank:
             yield Instruction(Action.RECEIVE_ACTIVATION, number)
@@ -196,7 +196,7 @@ def _with_messages(each: Instruction, stages: int, rank: int) -> Iterator[Instru
         return
     if rank < stages - 1:
         yield Instruction(Action.RECEIVE_GRADIENT, number)
-    yield each
+    yield computation
     if rank:
         yield Instruction(Action.SEND_GRADIENT, number)
 

@@ -131,9 +131,9 @@ class _Simulation:
             moved = [self._advance(number) for number in range(len(self._ranks))]
             if not any(moved):
                 self._deadlock()
-        for (sender, receiver), left in self._sent.items():
-            if left:
-                raise UsageError(f"rank {receiver} never receives {left[0][0]} of rank {sender}")
+        for (sender, receiver), undelivered in self._sent.items():
+            if undelivered:
+                raise UsageError(f"rank {receiver} never receives {undelivered[0][0]} of rank {sender}")
         return Timeline(len(self._ranks), tuple(self._events), tuple(rank.peak for rank in self._ranks))
 
     def _advance(self, number: int) -> bool:
@@ -152,36 +152,36 @@ class _Simulation:
             moved = True
         return moved
 
-    def _compute(self, number: int, each: Instruction) -> bool:
+    def _compute(self, number: int, instruction: Instruction) -> bool:
         rank = self._ranks[number]
-        awaited = (number, each._replace(action=_AWAITED.get(each.action, each.action)))
+        awaited = (number, instruction._replace(action=_AWAITED.get(instruction.action, instruction.action)))
         arrival = self._arrivals.get(awaited, rank.time)
         if arrival is None:
             return False
         self._arrivals.pop(awaited, None)
         rank.todo.popleft()
         begin = max(rank.time, arrival)
-        rank.time = begin + self._times.get(each.action, 0.0)
-        if each.action in COMPUTATIONS:
-            self._events.append(Event(number, each, begin, rank.time))
-        key = (each.micro_batch, each.chunk)
-        if each.action is Action.FORWARD:
+        rank.time = begin + self._times.get(instruction.action, 0.0)
+        if instruction.action in COMPUTATIONS:
+            self._events.append(Event(number, instruction, begin, rank.time))
+        key = (instruction.micro_batch, instruction.chunk)
+        if instruction.action is Action.FORWARD:
             rank.live.add(key)
             rank.peak = max(rank.peak, len(rank.live))
-        elif each.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+        elif instruction.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
             if key not in rank.live:
-                raise UsageError(f"rank {number} runs {each} before its forward pass")
+                raise UsageError(f"rank {number} runs {instruction} before its forward pass")
             rank.live.remove(key)
         return True
 
-    def _send(self, number: int, each: Instruction) -> bool:
-        place = Place(number, each.chunk)
+    def _send(self, number: int, instruction: Instruction) -> bool:
+        place = Place(number, instruction.chunk)
         ranks = len(self._ranks)
-        forward = each.action is Action.SEND_ACTIVATION
+        forward = instruction.action is Action.SEND_ACTIVATION
         other = place.after(ranks, self._chunks) if forward else place.before(ranks)
         if other is None:
-            raise UsageError(f"rank {number} has nobody to {each}")
-        message = Instruction(_KINDS[each.action], each.micro_batch, other.chunk)
+            raise UsageError(f"rank {number} has nobody to {instruction}")
+        message = Instruction(_KINDS[instruction.action], instruction.micro_batch, other.chunk)
         rank, peer = self._ranks[number], self._ranks[other.rank]
         if self._blocking:
             if not peer.todo or peer.todo[0] != message:
@@ -194,17 +194,17 @@ class _Simulation:
         rank.todo.popleft()
         return True
 
-    def _receive(self, number: int, each: Instruction) -> bool:
-        place = Place(number, each.chunk)
+    def _receive(self, number: int, instruction: Instruction) -> bool:
+        place = Place(number, instruction.chunk)
         ranks = len(self._ranks)
-        forward = each.action is Action.RECEIVE_ACTIVATION
+        forward = instruction.action is Action.RECEIVE_ACTIVATION
         other = place.before(ranks) if forward else place.after(ranks, self._chunks)
         if other is None:
-            raise UsageError(f"rank {number} has nobody to {each}")
+            raise UsageError(f"rank {number} has nobody to {instruction}")
         if self._blocking:
             return False
-        self._expected.setdefault((other.rank, number), deque()).append(each)
-        self._arrivals[number, each] = None
+        self._expected.setdefault((other.rank, number), deque()).append(instruction)
+        self._arrivals[number, instruction] = None
         self._deliver(other.rank, number)
         self._ranks[number].todo.popleft()
         return True

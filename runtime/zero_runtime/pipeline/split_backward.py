@@ -39,19 +39,21 @@ def backward_of_inputs(
     """
     if not ends:
         return WeightGradients([])
-    given = [torch.ones_like(end) for end in ends] if gradients is None else list(gradients)
+    end_gradients = [torch.ones_like(end) for end in ends] if gradients is None else list(gradients)
     graph = _Graph(
         [get_gradient_edge(end) for end in ends], [get_gradient_edge(each).node for each in inputs]
     )
     if not graph.carriers:
-        torch.autograd.backward(list(ends), given)
+        torch.autograd.backward(list(ends), end_gradients)
         return WeightGradients([])
     carried = [
-        each for each in zip(ends, given, strict=True) if get_gradient_edge(each[0]).node in graph.carriers
+        each
+        for each in zip(ends, end_gradients, strict=True)
+        if get_gradient_edge(each[0]).node in graph.carriers
     ]
-    groups = graph.groups(given)
-    held = [each for group in groups for each in group.held]
-    handles = [handle for each in held for handle in each.watch()]
+    groups = graph.groups(end_gradients)
+    carriers = [each for group in groups for each in group.carriers]
+    handles = [handle for each in carriers for handle in each.watch()]
     try:
         torch.autograd.backward(
             [end for end, _ in carried],
@@ -103,8 +105,8 @@ class _Graph:
     def _hanging(self, node: Node) -> frozenset[Node]:
         if node not in self.carriers:
             return self._weights[node]
-        own = (self._weights[child] for child, _ in _edges(node) if child not in self.carriers)
-        return frozenset[Node]().union(*own)
+        hanging = (self._weights[child] for child, _ in _edges(node) if child not in self.carriers)
+        return frozenset[Node]().union(*hanging)
 
     def groups(self, gradients: Sequence[torch.Tensor]) -> list[_Group]:
         """Carriers and ends with weights, those with a weight in common together, the last of the forward pass first.
@@ -118,7 +120,7 @@ class _Graph:
             weights = self._hanging(node) if node in self.carriers else frozenset()
             if weights:
                 sides = [edge for edge in _edges(node) if edge[0] not in self.carriers]
-                _add(owners, _Group(weights, [_Held(node, sides, keepers[node])]))
+                _add(owners, _Group(weights, [_Carrier(node, sides, keepers[node])]))
         for root, gradient in zip(self._roots, gradients, strict=True):
             if root.node not in self.carriers and self._weights[root.node]:
                 _add(owners, _Group(self._weights[root.node], [], [(root, gradient)]))
@@ -137,21 +139,21 @@ class _Graph:
 
 def _after_children(roots: Iterable[Node]) -> Iterator[Node]:
     """The nodes that can be reached from ``roots``, each after all that it leads to."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack: list[tuple[Node, Iterator[tuple[Node, int]]]] = []
     for root in roots:
-        if root in seen:
+        if root in visited:
             continue
-        seen.add(root)
+        visited.add(root)
         stack.append((root, _edges(root)))
         while stack:
             node, children = stack[-1]
-            child = next((each for each, _ in children if each not in seen), None)
+            child = next((each for each, _ in children if each not in visited), None)
             if child is None:
                 stack.pop()
                 yield node
             else:
-                seen.add(child)
+                visited.add(child)
                 stack.append((child, _edges(child)))
 
 
@@ -168,7 +170,7 @@ def _is_in_python(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-class _Held:
+class _Carrier:
     """A carrier with weights, and what it got in the first half.
 
     Args:
@@ -218,8 +220,8 @@ class _Held:
 
     def clamp(self) -> Any:
         """Let the node have what it had, whatever another carrier of the second half sends it. Returns the hook's handle."""
-        kept = self._gradients
-        return self.node.register_prehook(lambda gradients: kept)
+        captured = self._gradients
+        return self.node.register_prehook(lambda gradients: captured)
 
 
 @dataclass(slots=True)
@@ -228,20 +230,20 @@ class _Group:
 
     Attributes:
         weights: nodes that add to a gradient.
-        held: the carriers that they hang on.
+        carriers: the carriers that they hang on.
         loose: ends of the forward pass that depend on weights alone, with their gradients.
     """
 
     weights: frozenset[Node]
-    held: list[_Held] = field(default_factory=list)
+    carriers: list[_Carrier] = field(default_factory=list)
     loose: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
-        alone = len(self.held) == 1
-        starts = [*self.loose, *(start for each in self.held for start in each.starts(alone))]
+        alone = len(self.carriers) == 1
+        starts = [*self.loose, *(start for each in self.carriers for start in each.starts(alone))]
         if not starts:
             return
-        handles = [each.clamp() for each in self.held]
+        handles = [each.clamp() for each in self.carriers]
         try:
             torch.autograd.backward(
                 [edge for edge, _ in starts],
@@ -257,5 +259,5 @@ class _Group:
 def _add(owners: dict[Node, _Group], new: _Group) -> None:
     """Note ``new`` as the group of its weights, made one with all groups that have some of them already."""
     for each in {id(owners[weight]): owners[weight] for weight in new.weights if weight in owners}.values():
-        new = _Group(each.weights | new.weights, each.held + new.held, each.loose + new.loose)
+        new = _Group(each.weights | new.weights, each.carriers + new.carriers, each.loose + new.loose)
     owners.update(dict.fromkeys(new.weights, new))

@@ -98,55 +98,57 @@ class Stage:
     def _training(self) -> bool:
         return torch.is_grad_enabled()
 
-    def _is_first(self, each: Pass) -> bool:
-        return self._engine.is_first_stage() and not each.chunk
+    def _is_first(self, current: Pass) -> bool:
+        return self._engine.is_first_stage() and not current.chunk
 
-    def _is_last(self, each: Pass) -> bool:
-        return self._engine.is_last_stage() and each.chunk == self._engine.module.virtual_stages - 1
+    def _is_last(self, current: Pass) -> bool:
+        return self._engine.is_last_stage() and current.chunk == self._engine.module.virtual_stages - 1
 
-    def _load(self, each: Pass) -> None:
-        if each.chunk and self._engine.is_first_stage():
+    def _load(self, current: Pass) -> None:
+        if current.chunk and self._engine.is_first_stage():
             return  # the only rank, which took labels with the inputs
         batch = self._source()
-        if self._is_first(each):
+        if self._is_first(current):
             inputs = self._on_device(inputs_of(batch))
             dtype = self._engine._precision.inputs
-            self._inputs[each] = inputs if dtype is None else cast_floating(inputs, dtype)
+            self._inputs[current] = inputs if dtype is None else cast_floating(inputs, dtype)
         if self._engine.is_last_stage() and self._with_loss:
-            self._labels[each.number] = self._on_device(labels_of(batch))
+            self._labels[current.number] = self._on_device(labels_of(batch))
 
     def _on_device(self, values: Any) -> Any:
         device = self._engine.device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
 
-    def _receive_activation(self, each: Pass) -> None:
+    def _receive_activation(self, current: Pass) -> None:
         hooks.phase("forward" if self._training else "evaluation")
-        self._arriving[each] = self._channel.receive_activation(self._training, each.chunk)
+        self._arriving[current] = self._channel.receive_activation(self._training, current.chunk)
 
-    def _forward(self, each: Pass) -> None:
+    def _forward(self, current: Pass) -> None:
         hooks.phase("forward" if self._training else "evaluation")
-        if each in self._arriving:
-            self._inputs[each] = self._arriving.pop(each).value()
-        engine, inputs = self._engine, self._inputs[each]
+        if current in self._arriving:
+            self._inputs[current] = self._arriving.pop(current).value()
+        engine, inputs = self._engine, self._inputs[current]
         if not self._training:
-            del self._inputs[each]
+            del self._inputs[current]
         # A copy, so that the first layer may work in place though gradients of the inputs are asked for.
-        given = tree_map(_copied, inputs) if self._training else inputs
+        layer_inputs = tree_map(_copied, inputs) if self._training else inputs
         # Layers that are checkpointed run again once, for both halves of the backward pass.
         halves = holding(engine.plan.splits_backward)
         with self._bubble.working(), autocast(engine._precision.autocast, engine.device), halves:
-            outputs = engine.module(given, each.chunk) if each.chunk else engine.module(given)
-            if not self._is_last(each):
-                self._outputs[each] = outputs
+            outputs = (
+                engine.module(layer_inputs, current.chunk) if current.chunk else engine.module(layer_inputs)
+            )
+            if not self._is_last(current):
+                self._outputs[current] = outputs
                 return
             if not self._training:
                 self.results.append(outputs)
                 if not self._with_loss:
                     return
-            loss = self._loss(outputs, each.number)
+            loss = self._loss(outputs, current.number)
         self.losses.append(loss.detach())
         if self._training:
-            self._outputs[each] = loss
+            self._outputs[current] = loss
 
     def _loss(self, outputs: Any, number: int) -> torch.Tensor:
         function, labels = self._engine.module.loss_fn, self._labels.pop(number)
@@ -167,57 +169,57 @@ class Stage:
             )
         return loss
 
-    def _send_activation(self, each: Pass) -> None:
+    def _send_activation(self, current: Pass) -> None:
         hooks.phase("forward" if self._training else "evaluation")
-        self._channel.send_activation(self._outputs[each], each.chunk)
+        self._channel.send_activation(self._outputs[current], current.chunk)
         if not self._training:
-            del self._outputs[each]
+            del self._outputs[current]
 
-    def _receive_gradient(self, each: Pass) -> None:
+    def _receive_gradient(self, current: Pass) -> None:
         hooks.phase("backward")
-        self._gradients[each] = self._channel.receive_gradients(self._outputs[each])
+        self._gradients[current] = self._channel.receive_gradients(self._outputs[current])
 
-    def _ends(self, each: Pass) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    def _ends(self, current: Pass) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """Where the backward pass begins, and with which gradients; None for the loss."""
-        engine, outputs = self._engine, self._outputs.pop(each)
-        if self._is_last(each):
+        engine, outputs = self._engine, self._outputs.pop(current)
+        if self._is_last(current):
             scale = engine._scale.value / self._micro_batches
             return [outputs if scale == 1.0 else outputs * scale], None
-        pairs = zip(_differentiable(outputs), self._gradients.pop(each).value(), strict=True)
-        kept = [(end, gradient) for end, gradient in pairs if end.requires_grad]
-        return [end for end, _ in kept], [gradient for _, gradient in kept]
+        pairs = zip(_differentiable(outputs), self._gradients.pop(current).value(), strict=True)
+        differentiable = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        return [end for end, _ in differentiable], [gradient for _, gradient in differentiable]
 
-    def _backward(self, each: Pass) -> None:
+    def _backward(self, current: Pass) -> None:
         hooks.phase("backward")
-        ends, gradients = self._ends(each)
+        ends, gradients = self._ends(current)
         with self._bubble.working():
             if ends:
                 torch.autograd.backward(ends, gradients)
-        self._finish_backward(each)
+        self._finish_backward(current)
 
-    def _backward_of_inputs(self, each: Pass) -> None:
+    def _backward_of_inputs(self, current: Pass) -> None:
         hooks.phase("backward")
-        ends, gradients = self._ends(each)
-        leaves = [leaf for leaf in tree_leaves(self._inputs[each]) if isinstance(leaf, torch.Tensor)]
+        ends, gradients = self._ends(current)
+        leaves = [leaf for leaf in tree_leaves(self._inputs[current]) if isinstance(leaf, torch.Tensor)]
         with self._bubble.working():
             received = [leaf for leaf in leaves if leaf.requires_grad]
-            self._weights[each] = backward_of_inputs(ends, gradients, received)
+            self._weights[current] = backward_of_inputs(ends, gradients, received)
 
-    def _backward_of_weights(self, each: Pass) -> None:
+    def _backward_of_weights(self, current: Pass) -> None:
         hooks.phase("backward")
         with self._bubble.working():
-            self._weights.pop(each).run()
-        self._finish_backward(each)
+            self._weights.pop(current).run()
+        self._finish_backward(current)
 
-    def _finish_backward(self, each: Pass) -> None:
+    def _finish_backward(self, current: Pass) -> None:
         with torch.no_grad():
             self._engine._gradients.finish_backward()
-        if self._is_first(each):
-            del self._inputs[each]
+        if self._is_first(current):
+            del self._inputs[current]
 
-    def _send_gradient(self, each: Pass) -> None:
+    def _send_gradient(self, current: Pass) -> None:
         hooks.phase("backward")
-        self._channel.send_gradients(self._inputs.pop(each))
+        self._channel.send_gradients(self._inputs.pop(current))
 
 
 def _copied(value: Any) -> Any:

@@ -40,12 +40,12 @@ def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> 
         bounds: where its parts begin, and the last one ends; part p is of stage p modulo ``stages``.
         stages: how many there are.
     """
-    found: dict[str, set[int]] = {}
-    for part in range(len(bounds) - 1):
-        for layer in layers[bounds[part] : bounds[part + 1]]:
+    stages_of_key: dict[str, set[int]] = {}
+    for chunk in range(len(bounds) - 1):
+        for layer in layers[bounds[chunk] : bounds[chunk + 1]]:
             if isinstance(layer, TiedLayerSpec):
-                found.setdefault(layer.key, set()).add(part % stages)
-    return {key: sorted(found[key]) for key in sorted(found)}
+                stages_of_key.setdefault(layer.key, set()).add(chunk % stages)
+    return {key: sorted(stages_of_key[key]) for key in sorted(stages_of_key)}
 
 
 def check_ties(layers: Sequence[Layer]) -> None:
@@ -113,15 +113,15 @@ def _weights(
     key: str, module: torch.nn.Module, names: Sequence[str]
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name in names:
-        found = module
-        for part in name.split("."):
-            found = getattr(found, part, None)  # type: ignore[assignment]
-        if not isinstance(found, torch.nn.Parameter):
+        attribute = module
+        for attribute_name in name.split("."):
+            attribute = getattr(attribute, attribute_name, None)  # type: ignore[assignment]
+        if not isinstance(attribute, torch.nn.Parameter):
             raise ConfigError(
                 f"tied_weight_attr {name!r} of the tied layers {key!r} is no parameter of {type(module).__name__}; expected "
                 f"one of: {', '.join(each for each, _ in module.named_parameters())}"
             )
-        yield name, found
+        yield name, attribute
 
 
 def _agree(tie: Tie, copied: bool) -> None:

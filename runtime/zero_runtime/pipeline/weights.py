@@ -15,7 +15,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.pipeline.grid import PipelineGrid
 
 
-class Kept(NamedTuple):
+class WeightEntry(NamedTuple):
     """A parameter or buffer of a stage.
 
     Attributes:
@@ -41,13 +41,13 @@ def save_weights(training: Training, grid: PipelineGrid, path: Path, exclude_fro
     sink: Any = None
     error: Exception | None = None
     if grid.is_first and weights.is_writing(training):
-        entries = [weights.entry(*each) for stage in stages for each in stage]
+        entries = [weights.entry(*entry) for stage in stages for entry in stage]
         sink, error = agreement.attempt(lambda: weights.open_sink(path, entries))
 
-    def put(each: Kept, whole: torch.Tensor) -> None:
+    def put(entry: WeightEntry, tensor: torch.Tensor) -> None:
         nonlocal error
         if error is None:
-            _, error = agreement.attempt(lambda: sink.put(each.name, whole))
+            _, error = agreement.attempt(lambda: sink.put(entry.name, tensor))
 
     _bring(training, grid, mine, stages, put)
     if sink is not None:
@@ -63,21 +63,21 @@ def collected_weights(
     training.settle()
     mine = weights.names_of(training.module, exclude_frozen)
     stages = _listed(grid.pipe, mine)
-    found: dict[str, torch.Tensor] = {}
+    collected: dict[str, torch.Tensor] = {}
 
-    def put(each: Kept, whole: torch.Tensor) -> None:
-        found[each.name] = whole.cpu().clone()
+    def put(entry: WeightEntry, tensor: torch.Tensor) -> None:
+        collected[entry.name] = tensor.cpu().clone()
 
     _bring(training, grid, mine, stages, put)
-    return found if grid.is_first and weights.is_writing(training) else None
+    return collected if grid.is_first and weights.is_writing(training) else None
 
 
-def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> list[list[Kept]]:
+def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> list[list[WeightEntry]]:
     """What each stage has to bring; what several have is the first one's. Two all_gathers, of lengths and of JSON."""
-    told = [
+    own_entries = [
         [each.key, str(each.dtype).removeprefix("torch."), each.shape] for each in weights.entries_of(mine)
     ]
-    text = json.dumps(told).encode()
+    text = json.dumps(own_entries).encode()
     length = torch.tensor([len(text)], dtype=torch.int64, device=stages.device)
     lengths = length.new_empty(stages.world_size)
     stages.all_gather_single(lengths, length, why=agreement.CHECKPOINT)
@@ -85,44 +85,44 @@ def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> l
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=stages.device)
     everybody = padded.new_empty(stages.world_size * longest)
     stages.all_gather_single(everybody, padded, why=agreement.CHECKPOINT)
-    seen: set[str] = set()
-    found = []
+    listed_names: set[str] = set()
+    stages_entries = []
     for row in everybody.view(stages.world_size, longest).cpu():
         entries = json.loads(bytes(row.tolist()))
-        found.append(
+        stages_entries.append(
             [
-                Kept(name, getattr(torch, dtype), tuple(shape))
+                WeightEntry(name, getattr(torch, dtype), tuple(shape))
                 for name, dtype, shape in entries
-                if name not in seen
+                if name not in listed_names
             ]
         )
-        seen.update(name for name, _, _ in entries)
-    return found
+        listed_names.update(name for name, _, _ in entries)
+    return stages_entries
 
 
 def _bring(
     training: Training,
     grid: PipelineGrid,
     mine: dict[torch.Tensor, list[str]],
-    stages: Sequence[Sequence[Kept]],
-    put: Callable[[Kept, torch.Tensor], None],
+    stages: Sequence[Sequence[WeightEntry]],
+    put: Callable[[WeightEntry, torch.Tensor], None],
 ) -> None:
     """Call ``put`` on the first stage with each tensor of all stages, one after the other."""
     by_name = {name: tensor for tensor, names in mine.items() for name in names}
     brings = weights.is_writing(training)
     for stage, listed in enumerate(stages):
-        for each in listed:
+        for entry in listed:
             if stage == grid.stage:
-                whole = _whole(training, by_name[each.name])
+                gathered = _whole(training, by_name[entry.name])
                 if brings and grid.is_first:
-                    put(each, whole)
-                elif brings and whole.numel():
-                    grid.pipe.send(_bytes(whole), 0, why=agreement.CHECKPOINT)
+                    put(entry, gathered)
+                elif brings and gathered.numel():
+                    grid.pipe.send(_bytes(gathered), 0, why=agreement.CHECKPOINT)
             elif brings and grid.is_first:
-                room = torch.empty(each.shape, dtype=each.dtype, device=grid.device)
+                room = torch.empty(entry.shape, dtype=entry.dtype, device=grid.device)
                 if room.numel():
                     grid.pipe.receive(_bytes(room), stage, why=agreement.CHECKPOINT)
-                put(each, room)
+                put(entry, room)
 
 
 def _whole(training: Training, tensor: torch.Tensor) -> torch.Tensor:

@@ -34,13 +34,13 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
     """
     if client is not None:
         makes = isinstance(client, type) or (callable(client) and not hasattr(client, "step"))
-        made = _of_optimizer(client, optimizer) if makes else client
-        if not hasattr(made, "step"):
+        scheduler = _of_optimizer(client, optimizer) if makes else client
+        if not hasattr(scheduler, "step"):
             raise ConfigError(
                 f"lr_scheduler is a {type(client).__name__}; expected a scheduler with a step method, or a function that "
                 "makes one of the optimizer"
             )
-        return made
+        return scheduler
     if config is None:
         return None
     kind = _kind(config.type)
@@ -71,14 +71,14 @@ def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch
 
 
 def _kind(name: str) -> type:
-    known = dict(_OWN)
+    classes = dict(_OWN)
     for other, value in vars(torch.optim.lr_scheduler).items():
         if isinstance(value, type) and issubclass(value, torch.optim.lr_scheduler.LRScheduler):
-            known.setdefault(other, value)
-    if name not in known or name == "LRScheduler":
-        near = get_close_matches(name, known, 1, 0.0)
+            classes.setdefault(other, value)
+    if name not in classes or name == "LRScheduler":
+        near = get_close_matches(name, classes, 1, 0.0)
         raise ConfigError(
             f"scheduler.type {name!r} is unknown; did you mean {near[0]!r}? It is one of {', '.join(_OWN)}, or a class of "
             "torch.optim.lr_scheduler"
         )
-    return known[name]
+    return classes[name]

@@ -115,8 +115,8 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def _after(self) -> float:
-        left = self.total_num_steps - self.last_batch_iteration
-        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
+        remaining = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, remaining / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupCosineLR(_Warmup):

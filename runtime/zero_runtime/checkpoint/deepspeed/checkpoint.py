@@ -25,7 +25,7 @@ from zero_runtime.checkpoint.deepspeed.runs import Run
 from zero_runtime.checkpoint.deepspeed.universal import read_universal
 from zero_runtime.checkpoint.deepspeed.whole import read_whole
 from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts, RankFile
-from zero_runtime.checkpoint.opened import OpenCheckpoint, Piece
+from zero_runtime.checkpoint.opened import OpenCheckpoint, StoredRange
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 
@@ -110,19 +110,22 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         module, buffers = first["module"], frozenset(first.get("buffer_names") or ())
         shapes = first.get("param_shapes")
         sharded = "zero_pp_rank" in paths[0].name
-        lost = sorted(set(range(int(first.get("dp_world_size") or 1))) - set(paths)) if sharded else []
-        if lost and not self._folder.universal:
-            missing = paths[0].with_name(paths[0].name.replace("pp_rank_0_", f"pp_rank_{lost[0]}_"))
+        missing_ranks = (
+            sorted(set(range(int(first.get("dp_world_size") or 1))) - set(paths)) if sharded else []
+        )
+        if missing_ranks and not self._folder.universal:
+            missing = paths[0].with_name(paths[0].name.replace("pp_rank_0_", f"pp_rank_{missing_ranks[0]}_"))
             raise CheckpointError(
-                f"{missing}, the model states of rank {lost[0]}, is missing; copy the files of all ranks, or load another "
+                f"{missing}, the model states of rank {missing_ranks[0]}, is missing; copy the files of all ranks, or "
+                "load another "
                 "tag"
             )
         self._aliases.update(first.get("shared_params") or {})
         common: Mapping[str, Any] = {}
         options: list[dict[str, Any]] = []
         if self._folder.universal:
-            partitions, found = read_universal(self._folder, shapes or [])
-            shapes = [{name: found[name] for name in named} for named in shapes or []]
+            partitions, shapes_in_files = read_universal(self._folder, shapes or [])
+            shapes = [{name: shapes_in_files[name] for name in named} for named in shapes or []]
         elif self._folder.optimizers or (shapes is not None and (sharded or not self._module_suffices)):
             partitions = read_partitions(self._folder, shapes)
         else:
@@ -186,7 +189,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                     continue
             if not sharded and first not in (trained or ()):
                 self._describe(first, value.shape, value.dtype, None, trained is None)
-                self._add("value", first, _piece(0, value.reshape(-1)))
+                self._add("value", first, _mapped_range(0, value.reshape(-1)))
 
     def _first_name(self, name: str, value: torch.Tensor, places: dict[tuple[Any, ...], str]) -> str:
         """The name under which ``value`` is kept: another one's, where they are tied."""
@@ -204,7 +207,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             if name in buffers and isinstance(module[name], torch.Tensor):
                 if rank == 0:
                     self._buffers.append(name)
-                self._add("buffer", name, _piece(rank, module[name]))
+                self._add("buffer", name, _mapped_range(rank, module[name]))
 
     def _take_frozen(self, models: Mapping[int, Mapping[str, Any]]) -> None:
         """Take up parameters that nothing trained and of which, at stage 3, every rank has a slice."""
@@ -216,25 +219,25 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             start = 0
             for rank in sorted(models):
                 fragment = models[rank]["frozen_param_fragments"][name].reshape(-1)
-                held = fragment.narrow(0, 0, min(fragment.numel(), numel - start))
+                elements = fragment.narrow(0, 0, min(fragment.numel(), numel - start))
                 if start == 0:
                     self._describe(name, shape, fragment.dtype, None, trained=False)
-                if held.numel():
-                    self._add("value", name, _piece(start, held))
-                start += held.numel()
+                if elements.numel():
+                    self._add("value", name, _mapped_range(start, elements))
+                start += elements.numel()
 
     def _take_runs(self, runs: Sequence[Run]) -> None:
         for name in {run.name for run in runs if run.value is not None}:
-            self._pieces.pop(("value", name), None)  # the model's own, in 16 bits
+            self._ranges.pop(("value", name), None)  # the model's own, in 16 bits
         for run in runs:
             if run.value is not None:
-                self._add("value", run.name, _piece(run.start, run.value))
+                self._add("value", run.name, _mapped_range(run.start, run.value))
             for state, tensor in run.state.items():
-                self._add(f"state.{state}", run.name, _piece(run.start, tensor))
+                self._add(f"state.{state}", run.name, _mapped_range(run.start, tensor))
             for state, tensor in run.whole.items():
                 key = f"{run.name}/{state}"
-                self._whole.setdefault(run.name, {})[state] = key
-                self._add("whole", key, _piece(0, tensor))
+                self._other_state_keys.setdefault(run.name, {})[state] = key
+                self._add("whole", key, _mapped_range(0, tensor))
             if run.scalars:
                 scalars = {name: self._scalar(name, value) for name, value in run.scalars.items()}
                 self._scalars[run.name] = scalars
@@ -249,15 +252,15 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 f"{path} is of another model: it lacks {', '.join(map(repr, missing[:5]))}; pass "
                 "load_optimizer_states=False and load_module_strict=False to load what both have"
             )
-        whole = read_whole(
+        states = read_whole(
             path, optimizer, groups, {name: facts.shape for name, facts in self._facts.items()}
         )
-        self._take_runs(whole.runs)
+        self._take_runs(states.runs)
         for number, names in enumerate(groups):
             for name in names:
                 facts = self._facts[name]
                 self._describe(name, facts.shape, getattr(torch, facts.dtype), number)
-        return whole.options
+        return states.options
 
     def _scalar(self, name: str, value: Any) -> Scalar | NumberTensor:
         if isinstance(value, torch.Tensor):
@@ -319,13 +322,13 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             for old in list(states):
                 new = state_name(optimizer, old)
                 if new != old:
-                    pieces, dtype = self._pieces.pop((f"state.{old}", name)), states.pop(old)
+                    ranges, dtype = self._ranges.pop((f"state.{old}", name)), states.pop(old)
                     if new is not None:
-                        self._pieces[f"state.{new}", name] = pieces
+                        self._ranges[f"state.{new}", name] = ranges
                         states[new] = dtype
 
 
-class _Held:
+class _Mapped:
     """A tensor that is at hand: its file is mapped into memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -338,9 +341,9 @@ class _Held:
         return self._tensor
 
 
-def _piece(start: int, tensor: torch.Tensor) -> Piece:
+def _mapped_range(start: int, tensor: torch.Tensor) -> StoredRange:
     tensor = tensor.detach()
-    return Piece(start, tensor.numel(), tensor.dtype, _Held(tensor), "")
+    return StoredRange(start, tensor.numel(), tensor.dtype, _Mapped(tensor), "")
 
 
 def open_folder(

@@ -63,9 +63,9 @@ def client_values(states: Mapping[str, Any]) -> dict[str, Any]:
 
 def stage(common: Mapping[str, Any], config: Any) -> int:
     """The ZeRO stage: as the optimizer states say, or else the configuration."""
-    told = common.get("zero_stage")
-    if isinstance(told, int):
-        return int(told)
+    recorded = common.get("zero_stage")
+    if isinstance(recorded, int):
+        return int(recorded)
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     number = zero.get("stage") if isinstance(zero, dict) else None
     return number if isinstance(number, int) else 0
@@ -73,19 +73,22 @@ def stage(common: Mapping[str, Any], config: Any) -> int:
 
 def loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state of the loss scale; None where it is fixed."""
-    kept = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
-    if not (kept.get("dynamic") or kept.get("dynamic_loss_scale")) or "cur_scale" not in kept:
+    scaler_state = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
+    if (
+        not (scaler_state.get("dynamic") or scaler_state.get("dynamic_loss_scale"))
+        or "cur_scale" not in scaler_state
+    ):
         return None
     return {
-        "value": float(kept["cur_scale"]),
-        "steps": int(kept.get("cur_iter", 0)),
-        "last_overflow": int(kept.get("last_overflow_iter", -1)),
-        "overflows_left": int(kept.get("cur_hysteresis", 1)),
+        "value": float(scaler_state["cur_scale"]),
+        "steps": int(scaler_state.get("cur_iter", 0)),
+        "last_overflow": int(scaler_state.get("last_overflow_iter", -1)),
+        "overflows_left": int(scaler_state.get("cur_hysteresis", 1)),
         "dynamic": True,
-        "window": int(kept.get("scale_window", 1000)),
-        "hysteresis": int(kept.get("delayed_shift", 1)),
-        "consecutive_hysteresis": bool(kept.get("consecutive_hysteresis", False)),
-        "minimum": float(kept.get("min_scale", 1.0)),
+        "window": int(scaler_state.get("scale_window", 1000)),
+        "hysteresis": int(scaler_state.get("delayed_shift", 1)),
+        "consecutive_hysteresis": bool(scaler_state.get("consecutive_hysteresis", False)),
+        "minimum": float(scaler_state.get("min_scale", 1.0)),
     }
 
 
@@ -97,12 +100,12 @@ def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]],
         states: the names of the state tensors of each parameter that was trained.
         known: the class of the optimizer that loads the checkpoint; believed where nothing speaks against it.
     """
-    told = config.get("optimizer")
-    if isinstance(told, dict) and isinstance(name := told.get("type"), str):
-        found = _CLASSES.get(name.lower(), name)
-        params = told.get("params")
+    optimizer_block = config.get("optimizer")
+    if isinstance(optimizer_block, dict) and isinstance(name := optimizer_block.get("type"), str):
+        class_name = _CLASSES.get(name.lower(), name)
+        params = optimizer_block.get("params")
         corrected = not isinstance(params, dict) or params.get("bias_correction") is not False
-        return found if found != "AdamW" or corrected else "UncorrectedAdam"
+        return class_name if class_name != "AdamW" or corrected else "UncorrectedAdam"
     kinds = set(states)
     fitting = _BY_STATES.get(next(iter(kinds)), ()) if len(kinds) == 1 else ()
     if not fitting or known in fitting:

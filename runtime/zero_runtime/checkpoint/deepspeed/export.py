@@ -80,10 +80,10 @@ def write_universal(
     """
     tag = checkpoint.manifest.tag
     check_tag(tag)
-    made, fresh = out / tag, out / f".{tag}.writing"
-    if made.exists() and not replace:
+    folder, fresh = out / tag, out / f".{tag}.writing"
+    if folder.exists() and not replace:
         raise CheckpointError(
-            f"{made} is there already; pass --force to replace it, or choose another directory"
+            f"{folder} is there already; pass --force to replace it, or choose another directory"
         )
     trained = [name for name, facts in checkpoint.parameters.items() if facts.group is not None]
     if not trained or checkpoint.manifest.optimizer is None:
@@ -101,40 +101,40 @@ def write_universal(
         _write_global(checkpoint, fresh / UNIVERSAL / GLOBAL, trained[0], steps_as_tensors)
         torch.save(_model_states(checkpoint), fresh / _MODEL[0])
         shutil.copy2(fresh / _MODEL[0], fresh / _MODEL[1])
-        if made.exists():
-            shutil.rmtree(made)
-        fresh.rename(made)
+        if folder.exists():
+            shutil.rmtree(folder)
+        fresh.rename(folder)
         sync_directory(out)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{made} could not be written: {error}; make room or choose another directory"
+            f"{folder} could not be written: {error}; make room or choose another directory"
         ) from None
     replace_file(out / LATEST_UNIVERSAL, tag)
-    return made
+    return folder
 
 
 def _write_parameter(checkpoint: OpenCheckpoint, directory: Path, name: str, as_tensor: bool) -> None:
     directory.mkdir(parents=True)
     facts = checkpoint.parameters[name]
     numel = math.prod(facts.shape)
-    whole = torch.empty(numel, dtype=torch.float32)
-    checkpoint.read_value(name, 0, whole)
-    torch.save({PARAMETER: whole.view(facts.shape)}, directory / f"{VALUE}.pt")
+    flat = torch.empty(numel, dtype=torch.float32)
+    checkpoint.read_value(name, 0, flat)
+    torch.save({PARAMETER: flat.view(facts.shape)}, directory / f"{VALUE}.pt")
     for state, dtype in checkpoint.state_dtypes(name).items():
-        whole = torch.empty(numel, dtype=dtype)
-        checkpoint.read_state(state, name, 0, whole)
-        torch.save({PARAMETER: whole.view(facts.shape)}, directory / f"{state}.pt")
+        flat = torch.empty(numel, dtype=dtype)
+        checkpoint.read_state(state, name, 0, flat)
+        torch.save({PARAMETER: flat.view(facts.shape)}, directory / f"{state}.pt")
     step = _step(checkpoint, name, as_tensor)
     if step is not None:
         torch.save(step, directory / f"{STEP}.pt")
 
 
 def _step(checkpoint: OpenCheckpoint, name: str, as_tensor: bool) -> Any:
-    kept = checkpoint.scalars(name).get(STEP)
-    value = kept.value if isinstance(kept, NumberTensor) else kept
+    stored = checkpoint.scalars(name).get(STEP)
+    value = stored.value if isinstance(stored, NumberTensor) else stored
     if not isinstance(value, int | float):
         return None
     return torch.tensor(float(value)) if as_tensor else int(value)

@@ -51,16 +51,17 @@ def read_dict(path: Path, *keys: str) -> dict[str, Any]:
     Raises:
         CheckpointError: also where it holds something else.
     """
-    found = read(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary; {_AGAIN}")
-    missing = [key for key in keys if key not in found]
+    content = read(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; expected a dictionary; {_AGAIN}")
+    missing = [key for key in keys if key not in content]
     if missing:
         raise CheckpointError(
-            f"{path} has no {', '.join(map(repr, missing))}, only {', '.join(map(repr, list(found)[:8]))}; expected a file "
+            f"{path} has no {', '.join(map(repr, missing))}, only {', '.join(map(repr, list(content)[:8]))}; expected "
+            "a file "
             f"as DeepSpeed 0.14 to 0.19 writes it; {_AGAIN}"
         )
-    return found
+    return content
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -71,15 +72,15 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """
     if path.suffix == ".safetensors":
         try:
-            found = import_module("safetensors.torch").load_file(path)
+            tensors = import_module("safetensors.torch").load_file(path)
         except Exception as error:
             raise CheckpointError(_damaged(path, error)) from None
     else:
-        found = read_dict(path)
-    strange = [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
+        tensors = read_dict(path)
+    strange = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if strange:
         raise CheckpointError(f"{path} holds {strange[0]!r}, which is no tensor; expected weights by name")
-    return dict(found)
+    return dict(tensors)
 
 
 def read_index(path: Path) -> list[str]:
@@ -126,10 +127,10 @@ def checksum(path: Path) -> int:
             return zlib.crc32(opened.read(_CHUNK))
     try:
         with zipfile.ZipFile(path) as archive:
-            told = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
+            listing = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
     except (OSError, zipfile.BadZipFile) as error:
         raise CheckpointError(_damaged(path, error)) from None
-    return zlib.crc32(repr(told).encode())
+    return zlib.crc32(repr(listing).encode())
 
 
 def _is_whole(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
@@ -143,8 +144,8 @@ def _is_whole(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     return (
-        f"{path} cannot be read ({said}); expected a file of torch.save's, as DeepSpeed writes it. It is damaged, was cut "
+        f"{path} cannot be read ({reason}); expected a file of torch.save's, as DeepSpeed writes it. It is damaged, was cut "
         f"off, or is something else; {_AGAIN}"
     )

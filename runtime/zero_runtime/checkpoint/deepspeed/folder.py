@@ -50,8 +50,8 @@ class Folder:
     def files(self) -> list[Path]:
         """All files that are read, in one order everywhere."""
         below = self.directory / UNIVERSAL
-        kept = sorted(below.rglob("*.pt")) if self.universal else []
-        return [*self.models.values(), *self.optimizers.values(), *kept, *self.weights]
+        parameter_files = sorted(below.rglob("*.pt")) if self.universal else []
+        return [*self.models.values(), *self.optimizers.values(), *parameter_files, *self.weights]
 
 
 def find(directory: Path) -> Folder | None:
@@ -96,12 +96,12 @@ def is_exported(directory: Path) -> bool:
 
 def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
     """The files whose names match, by data-parallel rank and by number among the ranks that share one model."""
-    found = {}
+    paths = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match:
-            found[int(match[1] or 0), int(match[2])] = directory / name
-    return dict(sorted(found.items()))
+            paths[int(match[1] or 0), int(match[2])] = directory / name
+    return dict(sorted(paths.items()))
 
 
 def _check_kind(directory: Path, names: Sequence[str]) -> None:

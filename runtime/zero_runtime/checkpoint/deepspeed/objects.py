@@ -109,8 +109,8 @@ def plain(value: Any) -> Any:
         numbers = [
             each for (each,) in struct.iter_unpack(value.kind.order + _CODES[value.kind.code], value.data)
         ]
-        whole = value.kind.code[0] != "f"
-        return torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64).view(value.shape)
+        is_integer = value.kind.code[0] != "f"
+        return torch.tensor(numbers, dtype=torch.int64 if is_integer else torch.float64).view(value.shape)
     if isinstance(value, torch.Tensor):
         return value.clone()  # which stays when the file that is mapped goes
     if isinstance(value, Number):

@@ -11,12 +11,12 @@ import torch
 
 from zero_runtime.checkpoint.deepspeed.file import read_dict
 from zero_runtime.checkpoint.deepspeed.folder import Folder
-from zero_runtime.checkpoint.deepspeed.runs import Flat, Run, end_to_end, sliced
+from zero_runtime.checkpoint.deepspeed.runs import Flat, Run, end_to_end, partitioned
 from zero_runtime.errors import CheckpointError
 
 STATES: Final = "optimizer_state_dict"
 _SHARDED: Final = "fp32_flat_groups"
-_PIECES: Final = "single_partition_of_fp32_groups"
+_PARTITIONED: Final = "single_partition_of_fp32_groups"
 
 
 class Partitions(NamedTuple):
@@ -55,7 +55,7 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
             f"{folder.models[0]} has no 'param_shapes', so nobody can say which parameters {paths[0].name} holds; load it "
             "with DeepSpeed and save it again"
         )
-    key = _SHARDED if _SHARDED in ranks[0] else _PIECES
+    key = _SHARDED if _SHARDED in ranks[0] else _PARTITIONED
     flats = [_flats(path, rank, key) for path, rank in zip(paths, ranks, strict=True)]
     if len(flats[0]) != len(shapes):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
             "different saves; copy all files again, or load another tag"
         )
     options = [options_of(each) for each in _base(ranks[0], key)[1]] or [{} for _ in shapes]
-    owners = list(range(len(shapes))) if key == _PIECES else _owners(paths[0], _base(ranks[0], key)[1])
+    owners = list(range(len(shapes))) if key == _PARTITIONED else _owners(paths[0], _base(ranks[0], key)[1])
     runs: list[Run] = []
     groups: dict[str, int] = {}
     for number, (named, owner) in enumerate(zip(shapes, owners, strict=True)):
@@ -73,7 +73,7 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
         numels = [math.prod(shape) for shape in named.values()]
         of_group = [each[number] for each in flats]
         if key == _SHARDED:
-            runs += sliced(names, numels, of_group)
+            runs += partitioned(names, numels, of_group)
         else:
             paddings = _paddings(paths[0], ranks[0], number, len(names))
             runs += end_to_end(names, numels, paddings, of_group)
@@ -83,29 +83,30 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
 
 def _complete(folder: Folder) -> list[Path]:
     """The files of ranks 0, 1, ..., as many as there should be."""
-    held = folder.optimizers
-    if not held:
+    by_rank = folder.optimizers
+    if not by_rank:
         raise CheckpointError(
             f"{folder.directory} has model states and no file zero_pp_rank_0_mp_rank_00_optim_states.pt, which holds what "
             "the optimizer updates; copy all files of the checkpoint, or load another tag. Below stage 3, "
             "load_module_only=True takes the model's own weights"
         )
-    missing = sorted(set(range(max(held) + 1)) - set(held))
+    missing = sorted(set(range(max(by_rank) + 1)) - set(by_rank))
     if missing:
-        last = held[max(held)]
-        lost = last.with_name(last.name.replace(f"pp_rank_{max(held)}_", f"pp_rank_{missing[0]}_"))
+        last = by_rank[max(by_rank)]
+        missing_file = last.with_name(last.name.replace(f"pp_rank_{max(by_rank)}_", f"pp_rank_{missing[0]}_"))
         raise CheckpointError(
-            f"{lost}, the optimizer states of rank {missing[0]}, is missing; copy the files of all ranks, or load "
+            f"{missing_file}, the optimizer states of rank {missing[0]}, is missing; copy the files of all ranks, or load "
             "another tag"
         )
-    return [held[rank] for rank in range(len(held))]
+    return [by_rank[rank] for rank in range(len(by_rank))]
 
 
 def _states(path: Path, file: Mapping[str, Any]) -> Mapping[str, Any]:
     states = file[STATES]
-    if not isinstance(states, dict) or not (_SHARDED in states or _PIECES in states):
+    if not isinstance(states, dict) or not (_SHARDED in states or _PARTITIONED in states):
         raise CheckpointError(
-            f"{path} has neither {_PIECES!r} nor {_SHARDED!r}: it was not written by ZeRO of DeepSpeed 0.14 to 0.19; load "
+            f"{path} has neither {_PARTITIONED!r} nor {_SHARDED!r}: it was not written by ZeRO of DeepSpeed 0.14 to "
+            "0.19; load "
             "another tag"
         )
     return states
@@ -113,8 +114,8 @@ def _states(path: Path, file: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_count(paths: Sequence[Path], ranks: Sequence[Mapping[str, Any]]) -> None:
     for path, rank in zip(paths, ranks, strict=True):
-        told = rank.get("partition_count", len(paths))
-        expected = max(told) if isinstance(told, list) else told
+        partition_count = rank.get("partition_count", len(paths))
+        expected = max(partition_count) if isinstance(partition_count, list) else partition_count
         if expected != len(paths):
             raise CheckpointError(
                 f"{path} was saved by {expected} ranks, and there are files of {len(paths)}; copy the files of all ranks "
@@ -140,7 +141,7 @@ def _flats(path: Path, rank: Mapping[str, Any], key: str) -> list[Flat]:
         ) from None
     if "base_optimizer_state_step" in rank:
         steps = [rank["base_optimizer_state_step"]] * len(rank[key])
-    found = []
+    flats = []
     for number, master in enumerate(rank[key]):
         if not isinstance(master, torch.Tensor):
             raise CheckpointError(
@@ -150,8 +151,8 @@ def _flats(path: Path, rank: Mapping[str, Any], key: str) -> list[Flat]:
         mine = dict(state.get(number, {}))
         if mine and number < len(steps) and steps[number] is not None:
             mine.setdefault("step", steps[number])
-        found.append(Flat(str(path), master.detach().reshape(-1), mine))
-    return found
+        flats.append(Flat(str(path), master.detach().reshape(-1), mine))
+    return flats
 
 
 def _owners(path: Path, groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -164,14 +165,14 @@ def _owners(path: Path, groups: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> list[int]:
     """The elements of padding after each parameter of a group (zero_optimization.parameter_alignment)."""
-    told = rank.get("param_alignment_paddings")
-    if told is None:
+    paddings = rank.get("param_alignment_paddings")
+    if paddings is None:
         return [0] * count
-    if number >= len(told) or len(told[number]) != count:
+    if number >= len(paddings) or len(paddings[number]) != count:
         raise CheckpointError(
             f"{path} tells of the padding of other parameters than its model states have; they are of different saves"
         )
-    return [int(each) for each in told[number]]
+    return [int(each) for each in paddings[number]]
 
 
 # What an optimizer of DeepSpeed's keeps among the options and torch's do not have, or what stands elsewhere here.

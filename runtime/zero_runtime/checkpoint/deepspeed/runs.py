@@ -85,7 +85,7 @@ class Flat:
         return Run(name, start, self.master.narrow(0, offset, numel), state, scalars)
 
 
-class _Stretch(NamedTuple):
+class _Shard(NamedTuple):
     """What one rank holds of one parameter: elements from ``start``, at ``offset`` of its master.
 
     ``place`` is where they are among the parameters of which the rank holds a part, each of them whole.
@@ -116,82 +116,83 @@ def end_to_end(
         CheckpointError: the vector is too short for the parameters.
     """
     length = ranks[0].master.numel()
-    stretches = [_stretches(numels, paddings, number * length, each) for number, each in enumerate(ranks)]
-    of_whole = _of_whole(numels, ranks, stretches)
+    shards_by_rank = [_shards(numels, paddings, number * length, each) for number, each in enumerate(ranks)]
+    of_whole = _of_whole(numels, ranks, shards_by_rank)
     runs: list[list[Run]] = [[] for _ in names]
-    for flat, held in zip(ranks, stretches, strict=True):
-        for each in held:
+    for flat, shards in zip(ranks, shards_by_rank, strict=True):
+        for each in shards:
             runs[each.parameter].append(
                 flat.run(names[each.parameter], each.start, each.offset, each.numel, each.place, of_whole)
             )
-    for name, numel, found in zip(names, numels, runs, strict=True):
-        if sum(each.value.numel() for each in found if each.value is not None) < numel:
+    for name, numel, runs_of_parameter in zip(names, numels, runs, strict=True):
+        if sum(each.value.numel() for each in runs_of_parameter if each.value is not None) < numel:
             held_by_all = sum(flat.master.numel() for flat in ranks)
             raise CheckpointError(
                 f"the {len(ranks)} files of optimizer states hold {held_by_all} elements of the group of {name!r}, and it "
                 f"needs more for that alone: {ranks[-1].where} is of another save; copy all files again, or load another tag"
             )
-    return [each for found in runs for each in found]
+    return [each for runs_of_parameter in runs for each in runs_of_parameter]
 
 
-def _stretches(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Flat) -> list[_Stretch]:
+def _shards(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Flat) -> list[_Shard]:
     """What a rank holds whose master begins at element ``begin`` of the flat vector."""
-    found = []
+    shards = []
     offset = place = 0
     for parameter, (numel, padding) in enumerate(zip(numels, paddings, strict=True)):
         low, high = max(offset, begin), min(offset + numel, begin + flat.master.numel())
         if low < high:
             start = low - offset
-            found.append(_Stretch(parameter, start, low - begin, high - low, place + start))
+            shards.append(_Shard(parameter, start, low - begin, high - low, place + start))
             place += numel
         offset += numel + padding
-    return found
+    return shards
 
 
 def _of_whole(
-    numels: Sequence[int], ranks: Sequence[Flat], stretches: Sequence[Sequence[_Stretch]]
+    numels: Sequence[int], ranks: Sequence[Flat], shards_by_rank: Sequence[Sequence[_Shard]]
 ) -> frozenset[str]:
     """The state tensors that every rank keeps of whole parameters, as Muon does its momentum, told by their lengths.
 
     Where all ranks' lengths are also those of their parts alone, both are the same.
     """
-    holding = [number for number, held in enumerate(stretches) if held]
-    wholes = [sum(numels[each.parameter] for each in stretches[number]) for number in holding]
-    found = set()
+    holding = [number for number, shards in enumerate(shards_by_rank) if shards]
+    wholes = [sum(numels[each.parameter] for each in shards_by_rank[number]) for number in holding]
+    state_names = set()
     for key in {key for number in holding for key in ranks[number].state}:
         values = [ranks[number].state.get(key) for number in holding]
         lengths = [value.numel() if isinstance(value, torch.Tensor) else 0 for value in values]
         if lengths == wholes:
-            found.add(key)
+            state_names.add(key)
         elif lengths[0] == wholes[0] > ranks[holding[0]].master.numel():
             raise CheckpointError(
                 f"{ranks[holding[-1]].where} has {lengths[-1]} elements of {key!r}, and the parameters that it has a part "
                 f"of {wholes[-1]}, which {ranks[holding[0]].where} keeps whole; it was saved with elastic_checkpoint, or is "
                 "of another save; save it without, or pass load_optimizer_states=False"
             )
-    return frozenset(found)
+    return frozenset(state_names)
 
 
-def sliced(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Flat]) -> list[Run]:
+def partitioned(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Flat]) -> list[Run]:
     """The runs of parameters each of which is cut among the ranks, its last slice padded: stage 3.
 
     Raises:
         CheckpointError: a rank holds another number of elements.
     """
-    slices = [-(-numel // len(ranks)) for numel in numels]
+    shard_numels = [-(-numel // len(ranks)) for numel in numels]
     runs = []
     for number, flat in enumerate(ranks):
-        if flat.master.numel() != sum(slices):
+        if flat.master.numel() != sum(shard_numels):
             raise CheckpointError(
-                f"{flat.where} holds {flat.master.numel()} elements of the group of {names[0]!r}, where {sum(slices)} are "
+                f"{flat.where} holds {flat.master.numel()} elements of the group of {names[0]!r}, where "
+                f"{sum(shard_numels)} are "
                 f"the slices of {len(ranks)} ranks: it is of another save, or was saved with parameters or optimizer "
                 "states on NVMe; copy all files again, or load another tag"
             )
         offset = 0
-        for name, numel, length in zip(names, numels, slices, strict=True):
+        for name, numel, length in zip(names, numels, shard_numels, strict=True):
             start = number * length
-            held = min(length, numel - start)
-            if held > 0:
-                runs.append(flat.run(name, start, offset, held))
+            elements = min(length, numel - start)
+            if elements > 0:
+                runs.append(flat.run(name, start, offset, elements))
             offset += length
     return runs

@@ -35,26 +35,28 @@ def read_universal(
     below = folder.directory / UNIVERSAL
     common = read_dict(below / GLOBAL)
     sub_groups = common.get(STATES, {}).get("param_groups")
-    told = common.get("param_groups") or sub_groups or []
+    param_groups = common.get("param_groups") or sub_groups or []
     owners = list(range(len(shapes)))
     if sub_groups:  # stage 3, which may make several groups of one
-        by_index = {index: number for number, group in enumerate(told) for index in group.get("params", ())}
+        by_index = {
+            index: number for number, group in enumerate(param_groups) for index in group.get("params", ())
+        }
         owners = [by_index.get(index, 0) for index in owners]
-    counted = _counted(common, told)
-    runs, groups, found = [], {}, {}
+    counted = _counted(common, param_groups)
+    runs, groups, shapes_in_files = [], {}, {}
     for owner, named in zip(owners, shapes, strict=True):
         for name, shape in named.items():
-            run, found[name] = _parameter(below / name, name, tuple(shape), counted)
+            run, shapes_in_files[name] = _parameter(below / name, name, tuple(shape), counted)
             runs.append(run)
             groups[name] = owner
-    return Partitions(runs, groups, [options_of(each) for each in told], common), found
+    return Partitions(runs, groups, [options_of(each) for each in param_groups], common), shapes_in_files
 
 
-def _counted(common: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> Any:
+def _counted(common: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Any:
     """The steps that the optimizer has taken, where parameters do not say: those of the first one."""
     states = common.get(STATES, {}).get("state", {})
     steps = [state["step"] for state in states.values() if "step" in state]
-    steps += [group["step"] for group in told if "step" in group]
+    steps += [group["step"] for group in param_groups if "step" in group]
     return steps[0] if steps else None
 
 

@@ -47,21 +47,22 @@ def read_whole(
     """
     inner = optimizer.get(STATES, optimizer)
     try:
-        state, told = inner["state"], inner["param_groups"]
-        steps = [_step(group, state) for group in told]
+        state, param_groups = inner["state"], inner["param_groups"]
+        steps = [_step(group, state) for group in param_groups]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} has no state of an optimizer under 'optimizer' ({error}); load another tag, or pass "
             "load_optimizer_states=False"
         ) from None
-    if len(told) != len(groups):
+    if len(param_groups) != len(groups):
         raise CheckpointError(
-            f"{path} has the optimizer state of {len(told)} param groups, and the engine has {len(groups)}. It names no "
+            f"{path} has the optimizer state of {len(param_groups)} param groups, and the engine has {len(groups)}. "
+            "It names no "
             "parameters, so it loads only into the same param groups; make them so, or pass load_optimizer_states=False"
         )
-    options = [options_of(group) for group in told]
+    options = [options_of(group) for group in param_groups]
     runs: list[Run] = []
-    for number, (group, names) in enumerate(zip(told, groups, strict=True)):
+    for number, (group, names) in enumerate(zip(param_groups, groups, strict=True)):
         if _FLAT in optimizer:
             runs += _from_flat(path, number, optimizer[_FLAT][number], state, steps[number], names, shapes)
             continue
@@ -106,11 +107,11 @@ def _from_flat(
 
 
 def _indices(
-    path: Path, number: int, told: Sequence[int], state: Mapping[int, Any], names: Sequence[str]
+    path: Path, number: int, group_indices: Sequence[int], state: Mapping[int, Any], names: Sequence[str]
 ) -> Sequence[int]:
     """The numbers of ``names`` in the optimizer, which may have been given frozen parameters too."""
-    with_state = [index for index in told if index in state]
-    for indices in (told, with_state):
+    with_state = [index for index in group_indices if index in state]
+    for indices in (group_indices, with_state):
         if len(indices) == len(names):
             return indices
     raise CheckpointError(
@@ -128,21 +129,22 @@ def _run(
     master: torch.Tensor | None,
     shape: Sequence[int],
 ) -> Run:
-    state, scalars, whole = {}, {}, {}
+    state, scalars, other_shapes = {}, {}, {}
     for key, value in values.items():
         if not isinstance(value, torch.Tensor) or (value.dim() == 0 and tuple(shape) != ()) or key == "step":
             scalars[key] = value
         elif tuple(value.shape) == tuple(shape):
             state[key] = value.reshape(-1)
         else:
-            whole[key] = value
-    if any(value.numel() == math.prod(shape) for value in whole.values()):
+            other_shapes[key] = value
+    if any(value.numel() == math.prod(shape) for value in other_shapes.values()):
         raise CheckpointError(
-            f"{path} has state tensors of shape {tuple(next(iter(whole.values())).shape)} where parameter {name!r} has "
+            f"{path} has state tensors of shape {tuple(next(iter(other_shapes.values())).shape)} where parameter "
+            f"{name!r} has "
             f"{tuple(shape)}: its parameters are in another order; make the param groups as they were, or pass "
             "load_optimizer_states=False"
         )
     if scalars.get("step") is not None and step is not None:
         scalars["step"] = step
     value = None if master is None else master.detach().reshape(-1)
-    return Run(name, 0, value, state, scalars, whole)
+    return Run(name, 0, value, state, scalars, other_shapes)

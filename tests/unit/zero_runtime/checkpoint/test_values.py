@@ -185,7 +185,7 @@ TENSORS = {
 
 
 def test_files_are_what_safetensors_reads(tmp_path):
-    entries = [tensor_file.held(name, tensor) for name, tensor in TENSORS.items()]
+    entries = [tensor_file.entry_of(name, tensor) for name, tensor in TENSORS.items()]
     written = tensor_file.write(tmp_path / "ours.safetensors", entries, {"a": "b"})
     assert written.num_bytes == (tmp_path / "ours.safetensors").stat().st_size
     found = load_file(tmp_path / "ours.safetensors")
@@ -199,7 +199,7 @@ def test_files_have_the_length_of_those_of_safetensors(tmp_path):
     whole = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
     save_file(whole, tmp_path / "theirs.safetensors")
     tensor_file.write(
-        tmp_path / "ours.safetensors", [tensor_file.held(name, each) for name, each in whole.items()], {}
+        tmp_path / "ours.safetensors", [tensor_file.entry_of(name, each) for name, each in whole.items()], {}
     )
     sizes = [(tmp_path / f"{each}.safetensors").stat().st_size for each in ("ours", "theirs")]
     assert abs(sizes[0] - sizes[1]) < 64  # the empty metadata
@@ -215,7 +215,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 path = pathlib.Path({str(tmp_path)!r}) / "x.safetensors"
 try:
-    tensor_file.write(path, [tensor_file.held("x", torch.zeros(200_000))], {{}})
+    tensor_file.write(path, [tensor_file.entry_of("x", torch.zeros(200_000))], {{}})
 except CheckpointError as error:
     print(error)
 """
