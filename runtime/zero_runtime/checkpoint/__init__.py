@@ -1,6 +1,6 @@
-"""Checkpoints: saved by every rank for itself, loaded at any world size, stage and layout.
+"""Checkpoints: each rank saves its own file, and any world size, ZeRO stage and layout loads them.
 
-``engine.save_checkpoint`` and ``engine.load_checkpoint`` are the ways in; the format stands in ``docs/checkpoints.md``.
+Call ``engine.save_checkpoint`` and ``engine.load_checkpoint``. ``docs/checkpoints.md`` describes the format.
 """
 
 from __future__ import annotations

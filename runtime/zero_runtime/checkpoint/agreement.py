@@ -1,4 +1,4 @@
-"""How ranks that save or load together learn of each other's failures, so that none waits for one that gave up."""
+"""Agreement among ranks that save or load together: a failure on one rank raises on all, so that none waits forever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """What ``function`` returns, and None; or None, and what it raised."""
+    """Call ``function``. Returns its result and None, or None and the exception that it raised."""
     try:
         return function(), None
     except Exception as error:
@@ -34,15 +34,15 @@ def barrier(group: DataParallelGroup) -> None:
 
 
 def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None:
-    """Go on if no rank has failed: one all_reduce MAX of one number.
+    """Return if no rank has failed, else raise on all of them: one all_reduce MAX of one number.
 
     Args:
         group: the ranks.
-        error: what went wrong on this one.
-        doing: what all were doing, for the message.
+        error: this rank's failure; None without one.
+        doing: what all ranks were doing, for the message.
 
     Raises:
-        CheckpointError: on every rank, if one has failed; ``error`` itself on that one.
+        CheckpointError: on every rank, if one has failed; on that rank it is ``error`` itself.
     """
     failed = torch.tensor([0 if error is None else group.rank + 1], dtype=torch.int64, device=group.device)
     group.all_reduce(failed, ReduceOp.MAX, why=CHECKPOINT)
@@ -50,7 +50,7 @@ def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None
 
 
 def agree_all(groups: Iterable[DataParallelGroup], error: Exception | None, doing: str) -> None:
-    """As :func:`agree`, in one group after the other: together they reach every rank from any."""
+    """As :func:`agree`, in one group after the other. Together the groups must connect every rank with every other."""
     for group in groups:
         try:
             agree(group, error, doing)
@@ -63,7 +63,7 @@ def agree_all(groups: Iterable[DataParallelGroup], error: Exception | None, doin
 def exchange(
     group: DataParallelGroup, written: Written | None, error: Exception | None, doing: str
 ) -> list[Written]:
-    """Tell all ranks what each has written: one all_gather of three numbers. Raises as :func:`agree` does."""
+    """Share with all ranks what each has written: one all_gather of three numbers. Raises as :func:`agree` does."""
     report = written or Written(0, 0)
     mine = torch.tensor([error is not None, *report], dtype=torch.int64, device=group.device)
     everybody = mine.new_empty(3 * group.world_size)
@@ -75,7 +75,7 @@ def exchange(
 
 
 def agree_on(group: DataParallelGroup, error: Exception | None, number: int, doing: str) -> bool:
-    """As :func:`agree`, and whether all ranks have the same ``number``, of up to 62 bits; still one all_reduce MAX."""
+    """As :func:`agree`; returns whether all ranks have the same ``number`` (up to 62 bits). Still one all_reduce MAX."""
     failed = 0 if error is None else group.rank + 1
     report = torch.tensor([failed, number, -number], dtype=torch.int64, device=group.device)
     group.all_reduce(report, ReduceOp.MAX, why=CHECKPOINT)
@@ -85,15 +85,15 @@ def agree_on(group: DataParallelGroup, error: Exception | None, number: int, doi
 
 
 def validate_tag(group: DataParallelGroup, tag: str, mode: str) -> None:
-    """See to it that all ranks save the same tag: all_reduce MAX and MIN of its hash of 20 bytes.
+    """Check that all ranks save the same tag: all_reduce MAX and MIN of its hash of 20 bytes.
 
     Args:
         group: the ranks.
-        tag: this rank's.
-        mode: ``checkpoint.tag_validation``: Ignore sends nothing, Warn tells rank 0's stderr, Fail raises.
+        tag: this rank's tag.
+        mode: ``checkpoint.tag_validation``: Ignore sends nothing, Warn prints a warning on rank 0, Fail raises.
 
     Raises:
-        CheckpointError: on every rank, where tags differ and ``mode`` is Fail.
+        CheckpointError: on every rank, if tags differ and ``mode`` is Fail.
     """
     if mode.lower() == "ignore":
         return

@@ -1,6 +1,6 @@
-"""One state dict of a whole model out of a checkpoint, in fp32: as a call, and as a file.
+"""Consolidation: one fp32 state dict of the complete model from a checkpoint, returned or written to a file.
 
-The names are those by which scripts know them from ``deepspeed.utils.zero_to_fp32``.
+The functions have the names of ``deepspeed.utils.zero_to_fp32``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Tensor(NamedTuple):
 
 
 def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckpoint:
-    """The checkpoint ``tag`` in ``directory``, or the one that was saved last, or ``directory`` itself; verified.
+    """Open and verify the checkpoint ``tag`` in ``directory``, the one that was saved last, or ``directory`` itself.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     directory = Path(directory)
     if tag is None and not (directory / FILE_NAME).is_file():
@@ -64,17 +64,17 @@ def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckp
 def consolidated_state_dict(
     directory: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole model on the CPU: floating-point parameters in fp32, others and buffers as they are.
+    """The complete model on the CPU: floating-point parameters in fp32, other parameters and buffers unchanged.
 
-    Tied parameters stand under all their names and are one tensor.
+    Tied parameters appear under all their names and are one tensor.
 
     Args:
-        directory: where checkpoints are (``save_dir``), or one checkpoint.
-        tag: which one; None for the one saved last.
+        directory: the directory of checkpoints (``save_dir``), or one checkpoint.
+        tag: of the checkpoint; None for the one that was saved last.
         exclude_frozen_parameters: leave out parameters that were not trainable.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     return state_dict(open_checkpoint(directory, tag), True, exclude_frozen_parameters)
 
@@ -82,7 +82,7 @@ def consolidated_state_dict(
 def state_dict(
     checkpoint: OpenCheckpoint, fp32: bool = True, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole model on the CPU, in fp32 or in the dtypes that the model had."""
+    """The complete model on the CPU, in fp32 or in the dtypes that the model had."""
     tensors: dict[str, torch.Tensor] = {}
     for each in _tensors(checkpoint, fp32, exclude_frozen):
         tensors[each.name] = tensors[each.stored_as] if each.stored_as in tensors else _read(checkpoint, each)
@@ -95,7 +95,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """:func:`consolidated_state_dict` by its name in DeepSpeed. ``lazy_mode`` is accepted, and changes nothing."""
+    """:func:`consolidated_state_dict` under its DeepSpeed name. ``lazy_mode`` is accepted and has no effect."""
     return consolidated_state_dict(checkpoint_dir, tag, exclude_frozen_parameters)
 
 
@@ -118,15 +118,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the consolidated state dict into ``output_dir``, in files of at most ``max_shard_size``.
 
-    One file is ``pytorch_model.bin``, or with ``safe_serialization`` ``model.safetensors``. Several are numbered, and an
-    index names for each tensor its file.
+    One file is ``pytorch_model.bin``, or with ``safe_serialization`` ``model.safetensors``. Several files are numbered, and
+    an index names the file of each tensor.
 
     Args:
-        checkpoint_dir: where checkpoints are.
-        output_dir: made if need be; files of these names are replaced.
+        checkpoint_dir: the directory of checkpoints.
+        output_dir: created if it is missing; files of these names are replaced.
         max_shard_size: bytes, or a number with KB, MB or GB; None for one file.
-        safe_serialization: safetensors, which is written tensor by tensor; otherwise torch.save's format.
-        tag: which checkpoint; None for the one saved last.
+        safe_serialization: write safetensors, tensor by tensor; otherwise torch.save's format.
+        tag: of the checkpoint; None for the one that was saved last.
         exclude_frozen_parameters: leave out parameters that were not trainable.
 
     Raises:
@@ -157,7 +157,7 @@ def _write(checkpoint: OpenCheckpoint, tensors: list[_Tensor], path: Path) -> No
     fresh = path.with_name(f".{path.name}.writing")
     try:
         if path.suffix in PICKLED:
-            # torch.save needs them all at once.
+            # torch.save needs all tensors in memory at once.
             read: dict[str, torch.Tensor] = {}
             for each in tensors:
                 read[each.name] = read[each.stored_as] if each.stored_as in read else _read(checkpoint, each)

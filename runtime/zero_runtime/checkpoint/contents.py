@@ -1,19 +1,19 @@
-"""What one rank puts into its file: tensors under keys that say what they are of, and scalars in the header.
+"""The contents of one rank's file: tensors, whose keys say what they belong to, and scalars in the header.
 
 ====================================  ============================================================================
 key                                   tensor
 ====================================  ============================================================================
-``value/<start>/<name>``              elements from <start> of parameter <name>: of its fp32 master where it is trained
+``value/<start>/<name>``              elements from <start> of parameter <name>: of its fp32 master if it is trained
 ``state.<state>/<start>/<name>``      the same elements of one tensor of the optimizer's state
-``whole.<state>/0/<name>``            a state tensor of another shape than the parameter, whole
+``whole.<state>/0/<name>``            a complete state tensor whose shape differs from the parameter's
 ``buffer/<name>``                     a persistent buffer
 ``random/<generator>``                the state of a random generator
-``residual/<name>``                   what gradient compression has left over of parameter <name> on this rank
+``residual/<name>``                   the residual of gradient compression of parameter <name> on this rank
 ``json/<number>``                     a tensor inside client state, options or the state of a schedule
 ====================================  ============================================================================
 
-Every element of every parameter is written by exactly one rank: by the one whose optimizer holds it, or, where all ranks
-hold all of it, by the one that has the least to write so far.
+Exactly one rank writes each element of each parameter: the rank whose optimizer holds it. If all ranks hold the complete
+parameter, the rank with the fewest elements to write so far writes it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CHECKPOINT: Final = hooks.tag("checkpoint")
 
 
 def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], dict[str, str]]:
-    """This rank's tensors, and the metadata of its file. ``excluded`` parameters are left out.
+    """This rank's tensors, and the metadata of its file, without the ``excluded`` parameters.
 
     Raises:
-        CheckpointError: a state that cannot be kept.
+        CheckpointError: a state value that a checkpoint cannot store.
     """
     rank = training.group.rank
     writers = _writers(training)
@@ -80,7 +80,7 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
 
 
 def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[Entry]:
-    """The buffers of rank 0, and of every rank whose own differ: one broadcast of 8 bytes, if there are any."""
+    """The buffers of rank 0, and of every rank whose buffers differ: one broadcast of 8 bytes if the model has buffers."""
     named = buffers(module)
     if not named:
         return []
@@ -95,7 +95,7 @@ def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[En
 
 
 def _writers(training: Training) -> dict[str, int]:
-    """For each parameter the rank that writes it where all ranks hold all of it."""
+    """For each parameter, the rank that writes it if all ranks hold the complete parameter."""
     loads = [0] * training.group.world_size
     writers = {}
     for name, parameter in parameters(training).items():
@@ -118,7 +118,7 @@ def _fragment_entries(fragment: Stored) -> list[Entry]:
 
 
 def _parameter_entries(name: str, parameter: torch.nn.Parameter, rank: int, writer: int) -> list[Entry]:
-    """A parameter that the optimizer has not: this rank's slice where it is sharded, else the whole from one rank."""
+    """A parameter that no optimizer updates: this rank's shard if it is sharded, else the complete one from one rank."""
     shard = shard_of(parameter)
     if shard is None:
         if rank != writer or parameter.numel() == 0:

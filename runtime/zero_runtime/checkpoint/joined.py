@@ -1,7 +1,7 @@
-"""The parts of a model that stages of a pipeline saved, and ranks that share tensors, as one checkpoint.
+"""One checkpoint from those of pipeline stages and tensor-parallel ranks.
 
-Parameters are named by the number of their layer in the whole model, so that a name says what it is whatever stage had it.
-Which stage gets what on loading is its own affair: it asks for what it has, and this finds the part.
+Parameters are named by the number of their layer in the complete model, so names do not depend on the stage. A stage that
+loads reads the parameters that it has by name, and this module finds the checkpoint that holds each of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zero_runtime.tensor_parallel.cuts import Cut
 
 
 class JoinedCheckpoint(PartedCheckpoint):
-    """Several checkpoints of different parameters as one.
+    """Several checkpoints of different parameters, read as one.
 
     Args:
         directory: that holds them.
-        parts: the checkpoints. A parameter that several have is read from the first.
-        names: of the parameters, buffers and aliases that are looked at; None for all.
+        checkpoints: of the parts. A parameter that several of them have is read from the first.
+        names: of the parameters, buffers and aliases to load; None for all.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class JoinedCheckpoint(PartedCheckpoint):
             )
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was given to ``save``: the first part's, or that of each where each has its own."""
+        """A value of the manifest as it was passed to ``save``: the first part's, or those of all parts in one dict."""
         if isinstance(value, tuple):
             decoded = [
                 checkpoint.decode(encoded)
@@ -65,7 +65,7 @@ class JoinedCheckpoint(PartedCheckpoint):
         self._part_of[name].read_master(name, start, target)
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The state tensors of parameter ``name`` that have an element for each of its own."""
+        """The element-wise state tensors of parameter ``name``, and their dtypes."""
         return self._part_of[name].state_dtypes(name)
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
@@ -73,15 +73,15 @@ class JoinedCheckpoint(PartedCheckpoint):
         self._part_of[name].read_state(state, name, start, target)
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are one number, or none."""
+        """The state values of parameter ``name`` that are no tensors or have one element."""
         return self._part_of[name].scalars(name)
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` of other shapes."""
+        """The state tensors of parameter ``name`` whose shapes differ from its own."""
         return self._part_of[name].whole(name)
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """A buffer, as the first rank of its part had it."""
+        """A buffer, as the first rank of its part saved it."""
         return self._part_of[name].buffer(name, 0)
 
 
@@ -105,7 +105,7 @@ def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Man
 
 
 def saved_axes(directory: Path) -> dict[str, int]:
-    """Ranks along each axis that cut the model which saved ``directory``, where there are several; empty for a whole model.
+    """The ranks along each axis that partitioned the model in ``directory``, if several; empty for a complete model.
 
     Raises:
         CheckpointError: its ``parts.json`` cannot be read.
@@ -116,7 +116,7 @@ def saved_axes(directory: Path) -> dict[str, int]:
 
 
 def saved_stages(directory: Path) -> int | None:
-    """How many stages of a pipeline saved ``directory``; 1 for a whole model, None where something else cuts it.
+    """The number of pipeline stages that saved ``directory``; 1 for a complete model, None for other partitions.
 
     Raises:
         CheckpointError: its ``parts.json`` cannot be read.
@@ -131,16 +131,16 @@ def open_stages(
     names: Collection[str] | None = None,
     cuts: Mapping[str, Cut] | None = None,
 ) -> JoinedCheckpoint:
-    """The checkpoints of all parts in ``directory``, of stages and of slices, as one.
+    """Open the checkpoints of all stages and tensor-parallel ranks in ``directory`` as one.
 
     Args:
         directory: of the checkpoint.
         rounding: as for :class:`~zero_runtime.checkpoint.opened.OpenCheckpoint`.
-        names: of what is looked at; None for all.
-        cuts: how the model at hand has its parameters cut; None where it has whole ones.
+        names: of the parameters, buffers and aliases to load; None for all.
+        cuts: how the current model partitions its parameters; None if they are complete.
 
     Raises:
-        CheckpointError: a part is missing or damaged, is cut along another axis, or is of another step.
+        CheckpointError: a part is missing or damaged, is partitioned along another axis, or is of another step.
     """
     axes, content = saved_axes(directory), _content(directory)
     if set(axes) > {PIPE, MODEL}:

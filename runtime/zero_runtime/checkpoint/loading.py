@@ -1,6 +1,6 @@
-"""Loading a checkpoint into an engine of any world size, stage and layout.
+"""Loading a checkpoint into an engine of any world size, ZeRO stage and layout.
 
-First everything that can be wrong is looked at, on all ranks; then the engine is changed.
+All ranks first check everything that can fail; only then does the engine change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_runtime.optimizer_step.fragments import IMPLEMENTATION
 from zero_runtime.sharding.residency import residency_of
 from zero_runtime.sharding.shards import shard_of
 
-# Optimizers whose states mean the same.
+# Optimizers whose states have the same meaning.
 _ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
 
 
@@ -33,16 +33,16 @@ Opener = Callable[[Path, Mapping[str, torch.dtype]], OpenCheckpoint]
 
 
 class Wanted(NamedTuple):
-    """What is loaded; the arguments of ``engine.load_checkpoint``.
+    """What to load: the arguments of ``engine.load_checkpoint``.
 
     Attributes:
         strict: whether the model must have exactly the parameters and buffers that were saved.
-        optimizer_states: the optimizer's state, the options of its param groups, the loss scale and the random states.
-        scheduler_states: the schedule's.
-        module_only: parameters and buffers, and nothing else.
-        from_fp32: fill fp32 masters with what was kept in fp32, not with the model's dtype.
+        optimizer_states: load the optimizer's state, the options of its param groups, the loss scale and random states.
+        scheduler_states: load the state of the learning-rate schedule.
+        module_only: load parameters and buffers and nothing else.
+        from_fp32: fill fp32 masters with the saved fp32 values; False rounds those to the model's dtype.
         custom: called with ``src``, the state dict, and ``dst``, the model, instead of loading parameters and buffers.
-        universal: without a tag, prefer the universal folder of DeepSpeed's that was made last.
+        universal: without a tag, prefer DeepSpeed's universal folder that was written last.
     """
 
     strict: bool = True
@@ -55,9 +55,9 @@ class Wanted(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What has been loaded: the directory, the client state, and the counters.
+    """What was loaded: the directory, the client state and the counters.
 
-    There are no counters with ``module_only``, nor of weights alone.
+    The counters are None with ``module_only`` and for checkpoints that hold only weights.
     """
 
     directory: Path
@@ -66,11 +66,11 @@ class Loaded(NamedTuple):
 
 
 class Others(NamedTuple):
-    """What is known where a checkpoint is one of several parts of a model.
+    """The other parts of a model whose ranks save one checkpoint each.
 
     Attributes:
         group: the ranks that load the other parts.
-        counters: which all parts must have.
+        counters: those that every part must have.
     """
 
     group: DataParallelGroup
@@ -88,19 +88,19 @@ def load(
     """Load a checkpoint into ``training``. All ranks must call it.
 
     Args:
-        training: what is loaded into.
-        load_dir: where checkpoints are.
-        tag: which one; None for the one saved last.
-        wanted: what of it.
-        others: where this checkpoint is one of several parts.
-        opener: opens it; None for what its files say.
+        training: the engine's parts to load into.
+        load_dir: the directory of checkpoints.
+        tag: of the checkpoint; None for the one that was saved last.
+        wanted: what to load.
+        others: the other parts, if this checkpoint is one of several.
+        opener: opens the checkpoint; None to recognize its format by its files.
 
     Returns:
-        None where ``tag`` is None and nothing has been saved there.
+        None if ``tag`` is None and no checkpoint has been saved there.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot; the engine is as it was, except after a failure to
-            read what was there a moment before.
+        CheckpointError: on every rank, if one of them fails. The engine is unchanged, unless a file could no longer be
+            read after the checks.
     """
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
@@ -129,7 +129,7 @@ def load(
 def _agree(
     group: DataParallelGroup, checkpoint: OpenCheckpoint | None, error: Exception | None, doing: str
 ) -> None:
-    """Go on if all ranks have opened one checkpoint. Raises CheckpointError on every rank otherwise."""
+    """Check that all ranks have opened the same checkpoint. Raises CheckpointError on every rank otherwise."""
     if not agreement.agree_on(group, error, 0 if checkpoint is None else _identity(checkpoint), doing):
         raise CheckpointError(
             f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
@@ -145,7 +145,7 @@ def _open(
     others: Others | None,
     opener: Opener | None,
 ) -> OpenCheckpoint | None:
-    """The checkpoint, once it fits ``training`` and this rank's share of its files has the right checksums."""
+    """Open the checkpoint, check that it fits ``training``, and verify this rank's share of its files."""
     directory = _directory(load_dir, tag, wanted.universal)
     if directory is None:
         if training.group.rank == 0:
@@ -173,7 +173,7 @@ def _open(
 
 
 def _directory(load_dir: Path, tag: str | None, universal: bool) -> Path | None:
-    """The directory of ``tag``, or of the tag that was saved last; None where nothing was saved."""
+    """The directory of ``tag``, or of the tag that was saved last; None if there is none."""
     if tag is None:
         tag = read_latest(load_dir, LATEST_UNIVERSAL) if universal else None
         tag = tag or read_latest(load_dir) or read_latest(load_dir, LATEST_UNIVERSAL)
@@ -189,7 +189,7 @@ def _directory(load_dir: Path, tag: str | None, universal: bool) -> Path | None:
 
 
 def _known(training: Training) -> Known:
-    """What a checkpoint that names no parameters needs to know of the model."""
+    """What reading a checkpoint without parameter names needs to know about the model."""
     groups: dict[int, list[str]] = {}
     for name, (_, number) in training.trained.items():
         groups.setdefault(number, []).append(name)
@@ -205,7 +205,7 @@ def _known(training: Training) -> Known:
 
 
 def _identity(checkpoint: OpenCheckpoint) -> int:
-    """A number that tells checkpoints apart."""
+    """A number that differs between checkpoints: a hash of the checksums of their files."""
     crc = 1
     for each in checkpoint.manifest.files:
         crc = (crc * 31 + each.crc32) % (1 << 61)
@@ -292,7 +292,7 @@ def _restore(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) -> 
 
 
 def _restore_residuals(training: Training, checkpoint: OpenCheckpoint | None) -> None:
-    """Take over what gradient compression had left over; without a checkpoint nothing is, for it was of other weights."""
+    """Load the residuals of gradient compression; without a checkpoint set them to zero, since the weights changed."""
     if training.residuals is None:
         return
     saved_by = 0 if checkpoint is None else len(checkpoint.manifest.files)
@@ -307,7 +307,7 @@ def _no_residuals(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
-    """Fill parameters, this rank's slices of sharded ones, and buffers."""
+    """Fill parameters, this rank's shards of sharded ones, and buffers."""
     optimizer = training.optimizer
     masters = set() if optimizer is None else {id(each.tensor) for each in optimizer.held()}
     for name, parameter in parameters(training).items():
@@ -343,7 +343,7 @@ def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
 
 
 def _restore_by(custom: Callable[..., Any], training: Training, checkpoint: OpenCheckpoint) -> None:
-    """Let the client's function load a whole state dict in the model's dtypes, then take masters from the model."""
+    """Have the script's function load a complete state dict in the model's dtypes, then copy masters from the model."""
     from zero_runtime.checkpoint.consolidation import state_dict
 
     if any(shard_of(parameter) is not None for parameter in training.module.parameters()):
@@ -369,7 +369,7 @@ class _Whole:
 
 
 def _restore_options(training: Training, checkpoint: OpenCheckpoint) -> None:
-    """Give each param group the options that its parameters were saved with; where they differ, it keeps its own."""
+    """Restore the options of each param group. An option whose saved values differ within the group is left unchanged."""
     saved = checkpoint.decode(checkpoint.manifest.param_groups)
     members: dict[int, set[int]] = {}
     for name, (_, number) in training.trained.items():

@@ -6,9 +6,9 @@ A checkpoint is a directory that holds ``manifest.json`` and the files that it n
     <save_dir>/<tag>/manifest.json
     <save_dir>/<tag>/rank-00000-1.safetensors       rank 0's file of generation 1
 
-The manifest is what makes it a checkpoint. It is written last, and replaced in one step; every save of one tag is a
-generation with files of its own, and the files of the one before are removed after that. So a save that is cut off
-anywhere leaves either the old checkpoint or the new one.
+A directory is a checkpoint once it has a manifest, which is written last and replaced atomically. Each save of a tag is a
+generation with its own files; the files of the previous generation are removed afterwards. So a save that is interrupted
+at any point leaves either the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ FORMAT: Final = "zero_runtime checkpoint"
 VERSION: Final = 1
 FILE_NAME: Final = "manifest.json"
 LATEST: Final = "latest"
-PARTS: Final = "parts.json"  # of a model that several ranks hold together
-LATEST_UNIVERSAL: Final = "latest_universal"  # DeepSpeed's, of what its ds_to_universal made
+PARTS: Final = "parts.json"  # of a model that pipeline stages or tensor-parallel ranks share
+LATEST_UNIVERSAL: Final = (
+    "latest_universal"  # the tag of the last universal folder, as DeepSpeed's ds_to_universal names it
+)
 _RANK_FILE: Final = re.compile(r"rank-\d{5,}-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The file of one rank: its name in the directory, its length in bytes, and the CRC-32 of them."""
+    """The file of one rank: its name in the directory, its length in bytes, and its CRC-32."""
 
     name: str
     num_bytes: int
@@ -48,10 +50,11 @@ class ParameterFacts:
     Attributes:
         shape: of the whole parameter.
         dtype: the model's, such as bfloat16; the checkpoint may hold its values in fp32.
-        group: its param group; None where the optimizer has it not.
+        group: its param group; None if no optimizer updates it.
         requires_grad: whether it was trainable.
-        cut_dim: the dimension along which each rank of those that share tensors holds a part; None where each has all of it.
-        cut_sections: extents along it of what is joined in the whole, each cut by itself; empty where that is not known.
+        cut_dim: the dimension along which tensor-parallel ranks partition it; None if each rank has the complete tensor.
+        cut_sections: extents along that dimension of the sections that are partitioned separately, such as the query, key
+            and value of one joint weight; empty if they are not known.
     """
 
     shape: tuple[int, ...]
@@ -64,22 +67,22 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint that is no tensor. ``Any`` stands for values in the form of ``values.Encoder``.
+    """Everything in a checkpoint but its tensors. ``Any`` stands for values in the form of ``values.Encoder``.
 
     Attributes:
         tag: of the checkpoint.
         generation: how many times this tag has been saved.
         zero_runtime, torch: versions that wrote it.
-        stage: the ZeRO stage; for readers only, since nothing depends on it.
+        stage: the ZeRO stage, for people; loading does not depend on it.
         counters: global_steps, global_samples, skipped_steps, micro_steps, gradient_accumulation_steps.
         optimizer: the class of the torch optimizer; None without one.
         param_groups: the options of each param group.
         lr_scheduler, loss_scale: their states; None without one.
-        client_state: the client's.
-        parameters: by name.
-        aliases: further names of tied parameters and shared buffers, and the names under which they are kept.
+        client_state: the values that the script passed to ``save_checkpoint``.
+        parameters: facts by name.
+        aliases: further names of tied parameters and shared buffers, and the names under which they are stored.
         buffers: names of the persistent buffers.
-        extra_state: of modules that have some, by module name.
+        extra_state: the state of modules with ``get_extra_state``, by module name.
         excluded: frozen parameters that were left out.
         files: by rank.
     """
@@ -109,7 +112,7 @@ def rank_file_name(rank: int, generation: int) -> str:
 
 
 def part_name(rank: int) -> str:
-    """The directory of the part of one of the ranks that hold a model together."""
+    """The directory of rank ``rank`` among the ranks that share one model."""
     return f"part-{rank:05d}"
 
 
@@ -187,7 +190,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def describe_foreign(directory: Path) -> str:
-    """What a directory without a manifest is, and what to do about it."""
+    """Why a directory without a manifest is not loaded, and what to do."""
     if not directory.exists():
         beside = directory.parent
         tags = sorted(each.parent.name for each in beside.glob(f"*/{FILE_NAME}")) if beside.is_dir() else []
@@ -202,8 +205,8 @@ def describe_foreign(directory: Path) -> str:
     names = sorted(each.name for each in directory.iterdir())
     if PARTS in names:
         return (
-            f"{directory} is of a model that several ranks held together ({PARTS}); load it with the same tp_size and "
-            "stages as saved it"
+            f"{directory} holds one checkpoint for each rank that shared the model ({PARTS}); load it with "
+            "engine.load_checkpoint, which takes any tp_size and number of stages"
         )
     if not names:
         return f"{directory} is empty: no checkpoint was saved there; load another tag"
@@ -221,7 +224,7 @@ def write_latest(directory: Path, tag: str) -> None:
 
 
 def read_latest(directory: Path, name: str = LATEST) -> str | None:
-    """The tag that was saved last into ``directory``, as the file ``name`` says; None where there is none.
+    """The tag that was saved last into ``directory``, read from the file ``name``; None if there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, or holds no tag.

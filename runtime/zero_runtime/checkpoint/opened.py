@@ -1,4 +1,4 @@
-"""An open checkpoint of any format: its manifest, and every tensor in it by name and range."""
+"""Open checkpoints of any format: the manifest, and reads of tensors by name and range."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 
 
 class TensorSource(Protocol):
-    """Where a piece is read from: an open file, which reads the range that is asked for."""
+    """An open file that reads ranges of its tensors on request."""
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor of ``key``."""
+        """The complete tensor of ``key``."""
 
     def get_slice(self, key: str) -> Any:
-        """What gives elements of the tensor of ``key`` when it is sliced."""
+        """A lazy view of the tensor of ``key``; indexing it with a slice reads those elements."""
 
 
 class StoredRange(NamedTuple):
-    """Consecutive elements of a tensor, in one file."""
+    """Consecutive elements of a tensor, stored in one file."""
 
     start: int
     numel: int
@@ -36,16 +36,16 @@ class StoredRange(NamedTuple):
 
 
 class OpenCheckpoint:
-    """What is common to checkpoints of all formats. A subclass fills the manifest and adds pieces.
+    """Base of checkpoints of all formats. A subclass sets the manifest and adds the stored ranges.
 
     Args:
         directory: of the checkpoint.
         rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
 
     Attributes:
-        manifest: what it says of itself.
-        residual_layout: which ranks used which elements of what gradient compression had left over; None where that is
-            not said.
+        manifest: everything but tensors.
+        residual_layout: which ranks used which elements of the residuals of gradient compression; None if the checkpoint
+            does not record it.
     """
 
     manifest: Manifest
@@ -68,14 +68,14 @@ class OpenCheckpoint:
         raise CheckpointError(f"{self.directory} has no checksums")
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was given to ``save``."""
+        """A value of the manifest as it was passed to ``save``."""
         return value
 
     # Parameters.
 
     @property
     def parameters(self) -> Mapping[str, ParameterFacts]:
-        """The parameters that are kept, by name."""
+        """The parameters that are stored, by name."""
         return {
             name: each
             for name, each in self.manifest.parameters.items()
@@ -83,16 +83,16 @@ class OpenCheckpoint:
         }
 
     def name_of(self, name: str) -> str:
-        """The name under which parameter or buffer ``name`` is kept: its own, or that of what it is tied to."""
+        """The name under which parameter or buffer ``name`` is stored: its own, or that of the tensor that it is tied to."""
         return self.manifest.aliases.get(name, name)
 
     def has(self, name: str) -> bool:
-        """Whether parameter ``name`` is kept."""
+        """Whether parameter ``name`` is stored."""
         stored_name = self.name_of(name)
         return stored_name in self.manifest.parameters and stored_name not in self.manifest.excluded
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``, as exactly as they are kept."""
+        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``, in the precision that is stored."""
         self._read("value", self.name_of(name), start, target)
 
     def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class OpenCheckpoint:
     # The optimizer's state.
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The state tensors of parameter ``name`` that have an element for each of its own."""
+        """The element-wise state tensors of parameter ``name``, and their dtypes."""
         return self._states.get(self.name_of(name), {})
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
@@ -112,20 +112,20 @@ class OpenCheckpoint:
         self._read(f"state.{state}", self.name_of(name), start, target)
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are one number, or none."""
+        """The state values of parameter ``name`` that are no tensors or have one element."""
         return self._scalars.get(self.name_of(name), {})
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` of other shapes."""
+        """The state tensors of parameter ``name`` whose shapes differ from its own."""
         name = self.name_of(name)
         return {
             state: self._tensor("whole", key) for state, key in self._other_state_keys.get(name, {}).items()
         }
 
-    # What else there is.
+    # Buffers and the states of ranks.
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """A buffer: that of ``rank`` where it is kept, and of rank 0 elsewhere."""
+        """The buffer of ``rank``, or that of rank 0 if ``rank`` stored none of its own."""
         name = self.name_of(name)
         by_rank = {stored.start: stored for stored in self._ranges.get(("buffer", name), ())}
         if not by_rank:
@@ -141,7 +141,7 @@ class OpenCheckpoint:
         return self._of_rank("random", rank)
 
     def residuals(self, rank: int) -> dict[str, torch.Tensor]:
-        """What gradient compression had left over on ``rank``, by parameter."""
+        """The residuals of gradient compression of ``rank``, by parameter."""
         return self._of_rank("residual", rank)
 
     def _of_rank(self, wanted: str, rank: int) -> dict[str, torch.Tensor]:
@@ -156,16 +156,16 @@ class OpenCheckpoint:
     # For subclasses.
 
     def _add(self, kind: str, name: str, stored: StoredRange) -> None:
-        """Take up a piece of ``kind``: value, state.<state>, whole, buffer, random or json."""
+        """Add a stored range of ``kind``: value, state.<state>, whole, buffer, random, residual or json."""
         self._ranges.setdefault((kind, name), []).append(stored)
         if kind.startswith("state."):
             self._states.setdefault(name, {})[kind.removeprefix("state.")] = stored.dtype
 
     def _check_complete(self) -> None:
-        """Sort the pieces, once all are added.
+        """Sort the stored ranges, once all are added, and check that they cover each parameter.
 
         Raises:
-            CheckpointError: an element of a parameter is in none of them.
+            CheckpointError: no range has some element of a parameter.
         """
         for ranges in self._ranges.values():
             ranges.sort(key=lambda stored: stored.start)

@@ -1,4 +1,4 @@
-"""Several checkpoints opened as one, whatever each of them has of the model."""
+"""Base of checkpoints that consist of several others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zero_runtime.checkpoint.opened import OpenCheckpoint
 
 
 class PartedCheckpoint(OpenCheckpoint):
-    """What is common to checkpoints that are made of others: ranks and files are counted part by part.
+    """Several checkpoints, read as one. Ranks and files are numbered through all of them in order.
 
     Args:
         directory: that holds them.
-        parts: the checkpoints, in order.
+        checkpoints: in order.
     """
 
     def __init__(self, directory: Path, checkpoints: Sequence[OpenCheckpoint]) -> None:
@@ -23,7 +23,7 @@ class PartedCheckpoint(OpenCheckpoint):
         self._checkpoints = checkpoints
 
     def verify(self, ranks: Iterable[int]) -> None:
-        """Compare files with their checksums; they are numbered part by part."""
+        """Compare files with their checksums; ``ranks`` are numbered through all checkpoints."""
         numbers = [
             (checkpoint, number)
             for checkpoint in self._checkpoints
@@ -34,7 +34,7 @@ class PartedCheckpoint(OpenCheckpoint):
             checkpoint.verify([number])
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random generators of ``rank``, counted part by part."""
+        """The states of the random generators of ``rank``, numbered through all checkpoints."""
         for checkpoint in self._checkpoints:
             files = len(checkpoint.manifest.files)
             if rank < files:
@@ -43,5 +43,5 @@ class PartedCheckpoint(OpenCheckpoint):
         return {}
 
     def residuals(self, rank: int) -> dict[str, torch.Tensor]:
-        """Nothing: what gradient compression had left over is of parameters that are elsewhere, or cut otherwise, now."""
+        """Empty: residuals of gradient compression do not apply once parameters are partitioned in another way."""
         return {}

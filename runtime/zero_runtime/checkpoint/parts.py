@@ -1,14 +1,14 @@
-"""Checkpoints of a model that several ranks hold together: one checkpoint for each part, and a file that says so.
+"""Checkpoints of a model that several ranks share: one checkpoint for each part, and ``parts.json``.
 
 ::
 
     <save_dir>/latest
-    <save_dir>/<tag>/parts.json                     which axes there are, and of which step the parts are
-    <save_dir>/<tag>/part-00000/manifest.json       what the first of the ranks of each model keeps
-    <save_dir>/<tag>/part-00001/manifest.json       the second
+    <save_dir>/<tag>/parts.json                     the axes, and the step of the parts
+    <save_dir>/<tag>/part-00000/manifest.json       the part of the first rank of each model
+    <save_dir>/<tag>/part-00001/manifest.json       the part of the second rank
 
-Each part is a checkpoint of its own, which the ranks that hold it save and load among themselves; ``parts.json`` is written
-once all are whole, and names their step, so that parts of two saves are never taken for one.
+Each part is a complete checkpoint, which the replicas of that rank save and load among themselves. ``parts.json`` is
+written once all parts are complete and names their step, so that parts of two saves are never mixed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def save_parts(
     save_latest: bool = True,
     exclude_frozen: bool = False,
 ) -> None:
-    """Save ``training`` as ``save_dir/tag``. All ranks must call it; the arguments are those of ``writer.save``, and
+    """Save ``training`` as ``save_dir/tag``. All ranks must call it; further arguments are those of ``writer.save``.
 
     Args:
-        model: the ranks that hold the model together.
-        sizes: ranks along each axis that cuts it.
+        model: the ranks that share the model.
+        sizes: ranks along each axis that partitions it.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot.
+        CheckpointError: on every rank, if one of them fails.
     """
     doing = f"saving {save_dir / tag}"
     _, error = agreement.attempt(lambda: check_tag(tag))
@@ -97,10 +97,10 @@ def load_parts(
     tag: str | None,
     wanted: Wanted,
 ) -> Loaded | None:
-    """Load this rank's part of a checkpoint of equally many parts. All ranks must call it; arguments as in ``loading.load``.
+    """Load this rank's part of a checkpoint with as many parts. All ranks must call it; arguments as in ``loading.load``.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot; or the checkpoint is of other axes.
+        CheckpointError: on every rank, if one of them fails; or the checkpoint has other axes.
     """
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     named = read_latest(load_dir) if tag is None else tag
@@ -118,7 +118,7 @@ def load_parts(
 
 
 def axes_of_saved(load_dir: Path, tag: str | None) -> dict[str, int] | None:
-    """Ranks along each axis that cut the model which was saved; None where nothing was, or by another program.
+    """The ranks along each axis that partitioned the saved model; None without a checkpoint of this runtime.
 
     Raises:
         CheckpointError: ``latest`` or ``parts.json`` cannot be read.
@@ -139,15 +139,15 @@ def load_recut(
     wanted: Wanted,
     names: Collection[str] | None,
 ) -> Loaded | None:
-    """Load what this rank has of a model that was cut otherwise, or not at all. All ranks must call it.
+    """Load this rank's shards of a model that was saved with another partition, or complete. All ranks must call it.
 
     Args:
-        training: what is loaded into.
+        training: the engine's parts to load into.
         load_dir, tag, wanted: as in ``loading.load``.
-        names: of what is looked at; None for all that was saved.
+        names: of the parameters, buffers and aliases to load; None for all that were saved.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot.
+        CheckpointError: on every rank, if one of them fails.
     """
     cuts = {name: cut for name, each in parameters(training).items() if (cut := cut_of(each)) is not None}
     strange = [name for name, each in parameters(training).items() if is_cut(each) and name not in cuts]

@@ -1,6 +1,6 @@
-"""The states of the random generators of one process: Python's, NumPy's where it is loaded, torch's on CPU and CUDA.
+"""The states of a process's random generators: Python's, NumPy's if it is imported, torch's on CPU and CUDA.
 
-With them the named states of activation checkpointing's tracker, from which model-parallel ranks draw numbers of their own.
+They include the named states of activation checkpointing's tracker, from which model-parallel ranks draw different numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from zero_runtime.activation_checkpointing.random_states import default_generator, get_rng_tracker
 from zero_runtime.errors import CheckpointError
 
-_TRACKED: Final = "tracked."  # before the device and the name of a state of the tracker's
+_TRACKED: Final = "tracked."  # prefix of the tracker's states: tracked.<device>.<name>
 
 
 def collect(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states as tensors, by name. What is not one array of numbers is appended to it as numbers."""
+    """The states as tensors, by name. Further values of a generator are appended to its array of numbers."""
     version, words, following = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
@@ -41,15 +41,15 @@ def collect(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _tracked() -> str:
-    # A generator's state means nothing to one of another device.
+    # A generator of another device cannot use this state.
     return f"{_TRACKED}{default_generator().device.type}."
 
 
 def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put the generators into ``states``. A generator that has no state there keeps its own.
+    """Restore the generators from ``states``. A generator without a state there is left unchanged.
 
     Raises:
-        CheckpointError: the states are not ones that :func:`collect` makes.
+        CheckpointError: the states do not come from :func:`collect`.
     """
     try:
         for name, put in _restorers(states, device).items():
@@ -89,7 +89,7 @@ def _restorers(
 
 
 def _restore_tracked(states: Mapping[str, torch.Tensor]) -> None:
-    """Put the tracker's states back by name, also those that have not been added yet; the others stay as they are."""
+    """Restore the tracker's states by name, also ones that the script has not added yet; others are left unchanged."""
     prefix = _tracked()
     tracked = {
         name.removeprefix(prefix): state.to(torch.uint8).clone()

@@ -21,17 +21,16 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.experimental.compression.residuals import layout_of
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 
-_CHUNK: Final = 1 << 20  # bytes that are summed up at once
+_CHUNK: Final = 1 << 20  # bytes that are read and checksummed at a time
 
 
 class Checkpoint(OpenCheckpoint):
-    """A checkpoint whose files are all there, as long as they should be, and hold every element of every parameter.
+    """A checkpoint of this runtime. Opening it checks that all files exist, have their sizes and cover every parameter.
 
-    Only headers are read here. :meth:`verify` reads whole files; the ``read_...`` methods read the ranges they are
-    asked for.
+    Opening reads headers only. :meth:`verify` reads complete files; the ``read_...`` methods read the requested ranges.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or a damaged one; with what is wrong and what to do.
+        CheckpointError: it is not a checkpoint, or it is damaged.
     """
 
     def __init__(self, directory: Path, rounding: Mapping[str, torch.dtype] | None = None) -> None:
@@ -61,7 +60,7 @@ class Checkpoint(OpenCheckpoint):
                 )
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was given to ``save``."""
+        """A value of the manifest as it was passed to ``save``."""
         return values.decode(value, lambda key: self._tensor("json", key))
 
     def _open(self, rank: int, rank_file: RankFile) -> None:

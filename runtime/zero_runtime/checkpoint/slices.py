@@ -1,6 +1,6 @@
-"""The parts that ranks which shared tensors saved, as one checkpoint whose tensors are cut anew, or whole.
+"""One checkpoint from those of tensor-parallel ranks, with its tensors complete or partitioned for the current model.
 
-A tensor is put together of all its parts, and cut as the model at hand has it; its optimizer state goes with it.
+A tensor and its optimizer state are joined from the shards of all ranks, then partitioned as the current model requires.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 from zero_runtime.tensor_parallel.cuts import Cut
 
-# Tensors that are put together at a time: one parameter's, in its value and its states.
+# Joined tensors that are cached at a time: the value and the states of one parameter.
 _MOST_JOINED: Final = 4
 
 
 class SlicedCheckpoint(PartedCheckpoint):
-    """The checkpoints of all ranks that shared each tensor of a model, or of one of its stages, as one.
+    """The checkpoints of all tensor-parallel ranks of a model, or of one of its pipeline stages, read as one.
 
     Args:
         directory: that holds them.
-        slices: the checkpoints, in the order of the ranks.
-        cuts: how the model at hand has its parameters cut; those that are not named are whole.
+        checkpoints: in the order of the ranks.
+        cuts: how the current model partitions its parameters; parameters without an entry are complete.
 
     Raises:
-        CheckpointError: it is not known how a parameter was cut.
+        CheckpointError: the saved partition of a parameter is not known.
     """
 
     def __init__(self, directory: Path, checkpoints: Sequence[Checkpoint], cuts: Mapping[str, Cut]) -> None:
@@ -58,7 +58,7 @@ class SlicedCheckpoint(PartedCheckpoint):
         return dataclasses.replace(facts, shape=shape, cut_dim=None, cut_sections=())
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was given to ``save``: the first rank's."""
+        """A value of the manifest as it was passed to ``save``: the first rank's."""
         return self._checkpoints[0].decode(value)
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class SlicedCheckpoint(PartedCheckpoint):
         self._fill("master", name, start, target)
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The state tensors of parameter ``name`` that have an element for each of its own."""
+        """The element-wise state tensors of parameter ``name``, and their dtypes."""
         return self._checkpoints[0].state_dtypes(name)
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
@@ -78,14 +78,14 @@ class SlicedCheckpoint(PartedCheckpoint):
         self._fill(f"state.{state}", name, start, target)
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are one number, or none."""
+        """The state values of parameter ``name`` that are no tensors or have one element."""
         return self._checkpoints[0].scalars(name)
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` of other shapes.
+        """The state tensors of parameter ``name`` whose shapes differ from its own.
 
         Raises:
-            CheckpointError: there are some of a parameter that is cut, which cannot be cut with it.
+            CheckpointError: the parameter is partitioned, and such states cannot be partitioned with it.
         """
         states = self._checkpoints[0].whole(name)
         stored_name = self.name_of(name)
@@ -98,7 +98,7 @@ class SlicedCheckpoint(PartedCheckpoint):
         return states
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """A buffer, as the first rank had it."""
+        """A buffer, as the first rank saved it."""
         return self._checkpoints[0].buffer(name, 0)
 
     def _fill(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class SlicedCheckpoint(PartedCheckpoint):
         target.copy_(self._joined_tensors[kind, stored_name].narrow(0, start, target.numel()))
 
     def _at_hand(self, kind: str, name: str) -> torch.Tensor:
-        """What the model at hand has of a tensor, 1-D."""
+        """The elements of a tensor that the current model has, 1-D."""
         shape = self._checkpoints[0].manifest.parameters[name].shape
         saved, cut = self._saved[name], self._cuts.get(name)
         shards = [

@@ -1,8 +1,8 @@
-"""Writing a safetensors file tensor by tensor.
+"""A writer of safetensors files, tensor by tensor.
 
-The format is 8 bytes (length of the header, little-endian), a JSON header that says dtype, shape and place of each tensor,
-and their bytes end to end. The safetensors package reads these files here; it writes only what is all in memory at once
-and on the CPU, and neither syncs nor sums up what it wrote, so writing is done here.
+The format is 8 bytes (length of the header, little-endian), a JSON header with the dtype, shape and position of each
+tensor, and their bytes in order. The safetensors package reads these files. It is not used for writing, because it needs
+all tensors in CPU memory at once, and neither syncs the file nor computes a checksum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMES: Final = {
     torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
-_CHUNK: Final = 1 << 24  # bytes handed to the kernel at once
+_CHUNK: Final = 1 << 24  # bytes of one write
 
 
 class Entry(NamedTuple):
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         key: its name in the file.
         dtype: of its elements.
         shape: of the tensor.
-        produce: makes it, on any device; called once, when its turn has come.
+        produce: returns the tensor, on any device; called once, when it is written.
     """
 
     key: str
@@ -56,14 +56,14 @@ class Entry(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What is known of a file that has been written: its length in bytes, and the CRC-32 of them."""
+    """A file that has been written: its length in bytes, and its CRC-32."""
 
     num_bytes: int
     crc32: int
 
 
 def entry_of(key: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Entry:
-    """The entry of a tensor that is there, in ``shape`` where that is given."""
+    """The entry of an existing tensor, with ``shape`` in place of its own if that is not None."""
     entry_shape = tuple(tensor.shape) if shape is None else tuple(shape)
     return Entry(key, tensor.dtype, entry_shape, lambda: tensor)
 
@@ -73,7 +73,7 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> 
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written; it is removed then. Also for a dtype that
-            the format has not.
+            the format does not have.
     """
     with removed_on_failure(path), path.open("wb") as file:
         crc = 0
@@ -87,7 +87,7 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> 
 
 @contextmanager
 def removed_on_failure(path: Path) -> Iterator[None]:
-    """Inside, the file at ``path`` is being written; where that fails, it is removed, and CheckpointError says why."""
+    """Context in which the file at ``path`` is written: on an error remove it and raise CheckpointError with the reason."""
     try:
         yield
     except OSError as error:
@@ -99,7 +99,7 @@ def removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path) -> None:
-    """Remove a file that was begun, or is not needed any more, as far as that can be done."""
+    """Remove an incomplete or superseded file; errors are ignored."""
     with suppress(OSError):
         path.unlink()
 
@@ -123,7 +123,7 @@ def data(entry: Entry) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor: those that it has, where it is contiguous and on the CPU."""
+    """The bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.detach().cpu().contiguous().view(-1)
@@ -132,7 +132,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of ``entries``, and by key the place of each tensor in the file, in bytes."""
+    """The header of a file of ``entries``, and by key the position of each tensor in the file, in bytes."""
     description: dict[str, object] = {"__metadata__": dict(metadata)}
     starts = {}
     position = 0
@@ -156,8 +156,8 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
 
 
 def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:
-    # Wide elements first, so that every tensor begins at a multiple of its element size. Otherwise as they were given: what
-    # is in files is then read in their order.
+    # Wide elements first, so that every tensor begins at a multiple of its element size. Otherwise in the given order:
+    # tensors that come from files are then read in the order of those files.
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -170,21 +170,21 @@ def _chunks(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[b
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` last, as far as the file system can."""
+    """Sync the directory entries of ``path`` to disk, if the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some file systems know no sync of directories
+        pass  # some file systems cannot sync directories
     finally:
         os.close(descriptor)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give the file at ``path`` the content ``text``, all at once: readers see the old one or the new one.
+    """Replace the content of the file at ``path`` by ``text`` atomically: readers see the old or the new content.
 
     Raises:
-        CheckpointError: it cannot be written; the old one is as it was.
+        CheckpointError: the file cannot be written; its old content is unchanged.
     """
     fresh = path.with_name(f".{path.name}.writing")
     try:

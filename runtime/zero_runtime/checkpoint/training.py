@@ -1,4 +1,4 @@
-"""What a checkpoint is made from and loaded into: the parts of an engine, and the names of what its model has."""
+"""The parts of an engine that a checkpoint saves and loads, and the names of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_runtime.tensor_parallel.cuts import cut_of
 
 
 class Training(NamedTuple):
-    """The parts of an engine that a checkpoint keeps.
+    """The parts of an engine that a checkpoint stores.
 
     Attributes:
         module: the model.
@@ -25,10 +25,10 @@ class Training(NamedTuple):
         loss_scale: the scale of the loss, or None.
         group: the data-parallel ranks.
         stage: the ZeRO stage.
-        sharded: whether each rank's optimizer holds another part of the parameters.
+        sharded: whether each rank's optimizer holds a different part of the parameters.
         counters: as in the manifest.
-        residuals: what gradient compression has left over on this rank; None where it keeps nothing.
-        slices: the ranks that share each tensor; None where this one has all of it.
+        residuals: those of gradient compression on this rank; None without error feedback.
+        slices: the tensor-parallel ranks; None if this rank has complete tensors.
     """
 
     module: torch.nn.Module
@@ -48,13 +48,13 @@ class Training(NamedTuple):
         return {} if self.optimizer is None else self.optimizer.trained()
 
     def settle(self) -> None:
-        """Let the optimizer's masters and the model's parameters be of one moment."""
+        """Wait until the optimizer's masters and the model's parameters belong to the same step."""
         if self.optimizer is not None:
             self.optimizer.settle()
 
 
 def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
-    """All parameters by name: those of the model, and those that only the optimizer has."""
+    """All parameters by name: the model's, and those that only the optimizer has."""
     named = dict(training.module.named_parameters())
     in_model = set(named.values())
     others = {name: each for name, (each, _) in training.trained.items() if each not in in_model}
@@ -62,7 +62,7 @@ def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
 
 
 def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The shape of the whole parameter, gathered or not."""
+    """The shape of the complete parameter, gathered or not."""
     shard = shard_of(parameter)
     return tuple(parameter.shape if shard is None else shard.shape)
 
@@ -86,7 +86,7 @@ def _cut(parameter: torch.nn.Parameter) -> tuple[int | None, tuple[int, ...]]:
     cut = cut_of(parameter)
     if cut is not None:
         return cut.dim, cut.sections
-    # Scripts that cut parameters themselves say along which dimension, if anything.
+    # Scripts that partition parameters themselves set only the dimension, if anything.
     return (int(getattr(parameter, "partition_dim", 0)), ()) if is_cut(parameter) else (None, ())
 
 

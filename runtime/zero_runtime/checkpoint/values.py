@@ -1,6 +1,6 @@
-"""Values that a checkpoint keeps as JSON: client state, options of param groups, the state of schedules.
+"""Values that a checkpoint stores as JSON: client state, options of param groups, the state of schedules.
 
-What JSON has not is written as an object of one key that begins with ``$``::
+A value without a JSON type is written as an object with one key that begins with ``$``::
 
     (1, 2)                    {"$tuple": [1, 2]}
     {0: "a"}                  {"$pairs": [[0, "a"]]}       a dict with keys other than strings, or one that begins with $
@@ -11,9 +11,9 @@ What JSON has not is written as an object of one key that begins with ``$``::
     torch.device("cpu")       {"$device": "cpu"}
     {1, 2}                    {"$set": [1, 2]}
     Namespace(lr=0.1)         {"$namespace": {"lr": 0.1}}
-    array of NumPy            {"$array": ["uint32", "json/8"]}   kept as a tensor; a number of NumPy is one of Python's
+    array of NumPy            {"$array": ["uint32", "json/8"]}   stored as a tensor; a NumPy number becomes one of Python's
 
-Anything else is refused, because it could be kept as pickle only, and reading pickle runs whatever code is in it.
+Anything else is refused: it could only be stored as pickle, and reading pickle runs the code in it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Encoder:
         """``value`` as JSON.
 
         Args:
-            where: what it is, for messages: ``client_state``, and keys in brackets on the way down.
+            where: the name of the value for messages: ``client_state``, followed by keys in brackets.
             value: None, booleans, numbers, strings, tensors, arrays of NumPy, and lists, tuples, sets, dicts and
                 argparse.Namespace of them.
 
         Raises:
-            CheckpointError: anything else, naming its place.
+            CheckpointError: any other value; the message names where it is.
         """
         if value is None or isinstance(value, bool | str):
             return value if not isinstance(value, str) else str(value)
@@ -90,7 +90,7 @@ class Encoder:
         if not value.shape and type(value).__name__ != "ndarray":
             return self.encode(where, value.item())
         kind = value.dtype.newbyteorder("=")
-        # No tensor file holds unsigned numbers of more than a byte, so their bits are kept as signed ones.
+        # A tensor file cannot hold unsigned numbers of more than a byte, so their bits are stored as signed ones.
         signed = kind.str.replace("u", "i") if kind.kind == "u" and kind.itemsize > 1 else kind
         try:
             tensor = torch.from_numpy(value.astype(kind).copy().view(signed))
@@ -128,10 +128,10 @@ class Encoder:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value that :meth:`Encoder.encode` was given; ``tensor`` reads one by its key.
+    """The value that was passed to :meth:`Encoder.encode`; ``tensor`` reads a tensor by its key.
 
     Raises:
-        CheckpointError: JSON that no value is written as.
+        CheckpointError: JSON that :meth:`Encoder.encode` does not write.
     """
     if isinstance(value, list):
         return [decode(each, tensor) for each in value]
@@ -188,7 +188,7 @@ def _is_of_numpy(value: Any) -> bool:
 
 
 def _array(kind: str, tensor: torch.Tensor) -> Any:
-    """The array of NumPy, of dtype ``kind``, that ``tensor`` was; the tensor itself where NumPy is not installed."""
+    """The NumPy array of dtype ``kind`` that ``tensor`` stores; the tensor itself if NumPy is not installed."""
     try:
         import_module("numpy")
     except ImportError:

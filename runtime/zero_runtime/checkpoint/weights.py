@@ -1,7 +1,7 @@
 """``save_16bit_model``: the model's weights in its own dtypes, in one file that rank 0 writes.
 
-A name ending in ``.safetensors`` gets that format, written as the parameters come: at stage 3, layer by layer. Any other
-gets torch.save's, for which rank 0 collects the model on the CPU first, as DeepSpeed does.
+A name that ends in ``.safetensors`` selects that format, which is written as parameters are gathered: at stage 3, layer by
+layer. Any other name selects torch.save's format, for which rank 0 first collects the model on the CPU, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     """Write the model's weights to ``path``. All ranks must call it.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write it; what was there before is as it was.
+        CheckpointError: on every rank, if rank 0 cannot write it; an existing file is unchanged.
     """
     training.settle()
     doing = f"saving {path}"
@@ -45,7 +45,7 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     if is_writing(training):
         sink, error = agreement.attempt(lambda: open_sink(path, entries_of(names)))
     for parameters in _layers(training.module):
-        # Ranks gather together, so that one which cannot write still takes part.
+        # Gathering is collective, so a rank that cannot write still takes part.
         with _gathered(parameters):
             whole_tensors = joined(training, parameters)
             if sink is not None and error is None:
@@ -68,13 +68,13 @@ def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[
     collected: dict[str, torch.Tensor] = {}
     for parameters in _layers(training.module):
         with _gathered(parameters):
-            found = joined(training, parameters)
+            whole_tensors = joined(training, parameters)
             if is_writing(training):
-                _collect(collected, names, found)
+                _collect(collected, names, whole_tensors)
     if not is_writing(training):
         return None
     _collect(collected, names, {buffer: buffer for buffer in buffers(training.module).values()})
-    return {name: collected[name] for found in names.values() for name in found}
+    return {name: collected[name] for all_names in names.values() for name in all_names}
 
 
 def _collect(
@@ -89,17 +89,17 @@ def _collect(
 
 
 def slices_of(training: Training) -> list[DataParallelGroup]:
-    """The ranks that share each tensor, where there are any."""
+    """The group of tensor-parallel ranks, if there is one."""
     return [] if training.slices is None else [training.slices]
 
 
 def is_writing(training: Training) -> bool:
-    """Whether this rank is the one that writes, of those that hold this part of the model."""
+    """Whether this rank writes: the first of those that hold this part of the model."""
     return all(group.rank == 0 for group in [*slices_of(training), training.group])
 
 
 def joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
-    """Each parameter and the whole of it, of the parts that ranks have; all ranks must call it."""
+    """Each parameter and its complete tensor, joined from the shards of tensor-parallel ranks; all ranks must call it."""
     if training.slices is None:
         return {parameter: parameter for parameter in parameters}
     return {
@@ -142,7 +142,7 @@ def _put(
 
 
 def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
-    """A file into which the tensors of ``entries`` are ``put`` by name, in any order, before it is ``close``d."""
+    """A file that takes the tensors of ``entries`` by name with ``put``, in any order, until ``close``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.writing")
     if path.suffix != ".safetensors":
@@ -151,12 +151,12 @@ def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
 
 
 def entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-    """The entry of a tensor that is put when it has come."""
+    """The entry of a tensor that is written later, with ``put``."""
     return Entry(name, dtype, tuple(shape), _never)
 
 
 def entries_of(names: Mapping[torch.Tensor, Sequence[str]]) -> list[Entry]:
-    """The entries of whole tensors of which this rank has all or a part, under all their names."""
+    """The entries of the complete tensors of which this rank has all or a shard, under all their names."""
     entries = []
     for tensor, all_names in names.items():
         shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
@@ -171,7 +171,7 @@ def _never() -> torch.Tensor:
 
 
 class _Streamed:
-    """A safetensors file into which tensors are put in any order."""
+    """A safetensors file whose tensors are written in any order."""
 
     def __init__(self, path: Path, fresh: Path, entries: Sequence[Entry]) -> None:
         self._path, self._fresh = path, fresh
@@ -198,7 +198,7 @@ class _Streamed:
 
 
 class _Collected:
-    """A file of torch.save's, made of all tensors at once."""
+    """A file in torch.save's format, written once all tensors are collected."""
 
     def __init__(self, path: Path, fresh: Path) -> None:
         self._path, self._fresh = path, fresh

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank its file, then rank 0 the manifest, then ``latest``."""
+"""Saving a checkpoint: every rank writes its file, then rank 0 writes the manifest and ``latest``."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def save(
     """Save ``training`` as ``save_dir/tag``. All ranks must call it, with one directory that all of them see.
 
     Args:
-        training: what is saved.
-        save_dir: where checkpoints are; made if need be.
-        tag: name of this one; an older one of that name stays whole until this one is.
-        client_state: the client's values; rank 0's are kept.
-        tag_validation: what is done where ranks disagree on the tag: Ignore, Warn or Fail.
-        save_latest: make it the one that is loaded when no tag is named.
+        training: the engine's parts to save.
+        save_dir: the directory of checkpoints; created if it is missing.
+        tag: name of the checkpoint; an older one of that name stays complete until this one is.
+        client_state: values of the script; those of rank 0 are saved.
+        tag_validation: what to do if ranks disagree on the tag: Ignore, Warn or Fail.
+        save_latest: make it the checkpoint that is loaded when no tag is named.
         exclude_frozen: leave frozen parameters out.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot; the checkpoints that were there are as they were.
+        CheckpointError: on every rank, if one of them fails; existing checkpoints are unchanged.
     """
     group = training.group
     training.settle()
@@ -81,7 +81,7 @@ def save(
 
 
 class _Draft:
-    """A checkpoint that is being written: nothing that was there is touched before :meth:`commit`."""
+    """A checkpoint that is being written. Existing files are unchanged until :meth:`commit`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Draft:
         return written
 
     def commit(self, written: Sequence[Written], save_latest: bool) -> None:
-        """Make the files of all ranks the checkpoint; then remove what was one before."""
+        """Write the manifest that names the files of all ranks; then remove the files of the previous generation."""
         generation = self._manifest.generation
         files = [RankFile(rank_file_name(rank, generation), *each) for rank, each in enumerate(written)]
         for rank, each in enumerate(files):
@@ -139,19 +139,18 @@ class _Draft:
                 discard(path)
 
     def abandon(self) -> None:
-        """Remove this rank's file, unless the manifest names it already and only ``latest`` could not be written."""
+        """Remove this rank's file, unless the manifest names it already because only writing ``latest`` failed."""
         if next_generation(self._directory) > self._manifest.generation:
             return
         discard(self._path)
         with suppress(OSError):
-            self._directory.rmdir()  # if nothing else is in it
+            self._directory.rmdir()  # only if it is empty
 
 
 def next_generation(directory: Path) -> int:
-    """The generation that a save to ``directory`` makes. All ranks see the same, since it changes in ``commit`` only."""
-    if not (
-        directory / FILE_NAME
-    ).exists():  # nor need the directory be there: another rank may be removing it
+    """The generation that a save to ``directory`` makes. All ranks see the same, since only ``commit`` changes it."""
+    # The directory need not exist either: another rank may be removing it.
+    if not (directory / FILE_NAME).exists():
         return 1
     try:
         return read_manifest(directory).generation + 1

@@ -1,5 +1,5 @@
-"""Checkpoints that DeepSpeed wrote, read as they are, and checkpoints written for DeepSpeed to read.
+"""Reads checkpoints that DeepSpeed wrote, and writes universal folders that DeepSpeed loads.
 
-Nothing in a file is run: torch reads it with ``weights_only=True``, and the few classes of DeepSpeed's own that such files
-name become objects without methods (:mod:`zero_runtime.checkpoint.deepspeed.objects`).
+No code in a file is run: torch reads it with ``weights_only=True``, and the few DeepSpeed classes that such files name
+become objects without methods (:mod:`zero_runtime.checkpoint.deepspeed.objects`).
 """

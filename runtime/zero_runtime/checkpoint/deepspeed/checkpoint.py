@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's, open: the same as one of this runtime's own, for all who read it."""
+"""Open checkpoints that DeepSpeed wrote, with the same interface as this runtime's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXTRA: Final = "_extra_state"
 
 
 class Known(NamedTuple):
-    """What a model that loads a checkpoint knows of itself, and some checkpoints do not say.
+    """Facts about the loading model that some checkpoints do not record.
 
     Attributes:
         groups: the names of the parameters that each param group trains, in the optimizer's order.
@@ -51,18 +51,18 @@ class Known(NamedTuple):
 
 
 class DeepSpeedCheckpoint(OpenCheckpoint):
-    """A checkpoint that DeepSpeed 0.14 to 0.19 wrote: of any stage, universal, or the weights alone.
+    """A checkpoint that DeepSpeed 0.14 to 0.19 wrote: of any stage, universal, or weights only.
 
     Tensors stay in their files until they are read.
 
     Args:
-        folder: which files there are.
+        folder: the files of the checkpoint.
         rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
-        known: of the model that loads it; None where there is no model.
-        module_suffices: whether the model's own weights do where all files of optimizer states are missing.
+        known: facts about the loading model; None without a model.
+        module_suffices: accept the model's own weights if all files of optimizer states are missing.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of a kind that is not read here.
+        CheckpointError: a file is missing, damaged, or of a kind that cannot be read.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         for rank in ranks:
             file.verify(self._folder.files[rank])
 
-    # The weights alone.
+    # Weights only.
 
     def _weights(self) -> Manifest:
         tensors: dict[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         self._take_module(tensors, self._known.buffers if self._known else frozenset())
         return self._manifest({}, {}, None, [], 0)
 
-    # All of a training.
+    # A complete training state.
 
     def _training(self) -> Manifest:
         paths = self._folder.models
@@ -170,9 +170,9 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         trained: Mapping[str, Any] | None = None,
         sharded: bool = False,
     ) -> None:
-        """Take up the model's own tensors, but for those that are ``trained``, where that is known.
+        """Add the model's own tensors, except ``trained`` parameters, whose values the optimizer states hold.
 
-        Where the model is ``sharded``, its parameters are empty there.
+        In a ``sharded`` model (stage 3) the parameters in the model states are empty.
         """
         self._take_buffers(module, buffers, 0)
         places: dict[tuple[Any, ...], str] = {}
@@ -192,7 +192,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._add("value", first, _mapped_range(0, value.reshape(-1)))
 
     def _first_name(self, name: str, value: torch.Tensor, places: dict[tuple[Any, ...], str]) -> str:
-        """The name under which ``value`` is kept: another one's, where they are tied."""
+        """The name under which ``value`` is stored: that of the parameter or buffer it is tied to, or its own."""
         if name in self._aliases:
             return self._aliases[name]
         if self._known is not None and name in self._known.aliases:
@@ -210,7 +210,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._add("buffer", name, _mapped_range(rank, module[name]))
 
     def _take_frozen(self, models: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take up parameters that nothing trained and of which, at stage 3, every rank has a slice."""
+        """Add frozen parameters, of which every rank has a shard at stage 3."""
         shapes = models[0].get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
             if name in self._facts:
@@ -228,7 +228,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
 
     def _take_runs(self, runs: Sequence[Run]) -> None:
         for name in {run.name for run in runs if run.value is not None}:
-            self._ranges.pop(("value", name), None)  # the model's own, in 16 bits
+            self._ranges.pop(("value", name), None)  # the model's own values, in 16 bits
         for run in runs:
             if run.value is not None:
                 self._add("value", run.name, _mapped_range(run.start, run.value))
@@ -245,7 +245,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
     def _take_unnamed(
         self, path: Path, optimizer: Mapping[str, Any], groups: Sequence[Sequence[str]]
     ) -> list[dict[str, Any]]:
-        """Take up the state of an optimizer that names no parameters. Returns the options of its param groups."""
+        """Add the state of an optimizer that names no parameters. Returns the options of its param groups."""
         missing = [name for names in groups for name in names if name not in self._facts]
         if missing:
             raise CheckpointError(
@@ -268,7 +268,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         value = plain(value)
         kind = self._known.optimizer if self._known else None
         if name == "step" and (kind is None or hasattr(torch.optim, kind)):
-            # torch's own optimizers count in tensors, DeepSpeed's in whole numbers.
+            # torch's optimizers count steps in tensors, DeepSpeed's in integers.
             return NumberTensor(float(value), torch.float32)
         return value  # type: ignore[no-any-return]
 
@@ -301,7 +301,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             aliases={alias: name for alias, name in self._aliases.items() if alias not in self._facts},
             buffers=self._buffers,
             extra_state=self._extra,
-            # exclude_frozen_parameters leaves them out without a word.
+            # DeepSpeed's exclude_frozen_parameters leaves them out without recording it.
             excluded=sorted(name for name in frozen if name not in self._facts),
             files=tuple(
                 RankFile(str(path.relative_to(self.directory)), path.stat().st_size, file.checksum(path))
@@ -329,13 +329,13 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
 
 
 class _Mapped:
-    """A tensor that is at hand: its file is mapped into memory."""
+    """A tensor whose file is mapped into memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        return self._tensor.clone()  # which stays when the file goes
+        return self._tensor.clone()  # a copy outlives the mapped file
 
     def get_slice(self, key: str) -> torch.Tensor:
         return self._tensor
@@ -352,10 +352,10 @@ def open_folder(
     known: Known | None = None,
     module_suffices: bool = False,
 ) -> DeepSpeedCheckpoint | None:
-    """The checkpoint of DeepSpeed's in ``directory``; None where there is none. Arguments as of the class.
+    """DeepSpeed's checkpoint in ``directory``; None if there is none. Arguments as for :class:`DeepSpeedCheckpoint`.
 
     Raises:
-        CheckpointError: it is damaged, or of a kind that is not read here.
+        CheckpointError: it is damaged, or of a kind that cannot be read.
     """
     folder = find(directory)
     if folder is None:

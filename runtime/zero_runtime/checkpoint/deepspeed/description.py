@@ -1,4 +1,4 @@
-"""What the files say of a training besides its tensors, in this runtime's words."""
+"""Counters, loss scale, optimizer class and client values in DeepSpeed's files, in this runtime's terms."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Final
 
 from zero_runtime.checkpoint.deepspeed.objects import plain
 
-# What DeepSpeed keeps beside the client's values, in one dictionary with them.
+# DeepSpeed's own keys in the dictionary that also holds the client's values.
 _OWN_KEYS: Final = frozenset((
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps",
     "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
     "checkpoint_parallel_dimensions", "num_experts", "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers",
 ))  # fmt: skip
-# The classes that stand for DeepSpeed's optimizers here, by the types in a configuration and by the names of state tensors.
+# This runtime's classes for DeepSpeed's optimizers, by the type in a configuration.
 _CLASSES: Final = {
     "adam": "AdamW",
     "adamw": "AdamW",
@@ -24,7 +24,7 @@ _CLASSES: Final = {
     "lion": "Lion",
     "muon": "Muon",
 }
-# Several classes keep the same: the first is taken where nothing is known.
+# The same by the names of state tensors. Several classes have the same states: the first is the default.
 _BY_STATES: Final[Mapping[frozenset[str], Sequence[str]]] = {
     frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "UncorrectedAdam", "Lamb", "Lion"),
     frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): ("AdamW",),
@@ -34,7 +34,7 @@ _BY_STATES: Final[Mapping[frozenset[str], Sequence[str]]] = {
     frozenset(("exp_avg_sq",)): ("Adagrad",),
     frozenset(("exp_avg",)): ("Lion",),
 }
-# What state tensors are called here that DeepSpeed's own optimizers call otherwise; None for one that they do not use.
+# State tensors whose name in DeepSpeed's own optimizers differs: DeepSpeed's name to this runtime's; None for unused ones.
 _STATE_NAMES: Final[Mapping[str, Mapping[str, str | None]]] = {
     "Adagrad": {"exp_avg_sq": "sum"},
     "Lion": {"exp_avg_sq": None},
@@ -50,19 +50,19 @@ def counters(states: Mapping[str, Any]) -> dict[str, int]:
         "global_steps": steps,
         "global_samples": int(states.get("global_samples") or 0),
         "skipped_steps": int(states.get("skipped_steps") or 0),
-        # DeepSpeed keeps no count of micro-steps: a window begins where a step ended.
+        # DeepSpeed saves no count of micro-steps: accumulation starts again after each step.
         "micro_steps": steps,
         "gradient_accumulation_steps": 1,
     }
 
 
 def client_values(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's values among the model states."""
+    """The script's own values (client state) among the model states."""
     return {key: plain(value) for key, value in states.items() if key not in _OWN_KEYS}
 
 
 def stage(common: Mapping[str, Any], config: Any) -> int:
-    """The ZeRO stage: as the optimizer states say, or else the configuration."""
+    """The ZeRO stage: from the optimizer states, else from the configuration."""
     recorded = common.get("zero_stage")
     if isinstance(recorded, int):
         return int(recorded)
@@ -72,7 +72,7 @@ def stage(common: Mapping[str, Any], config: Any) -> int:
 
 
 def loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the loss scale; None where it is fixed."""
+    """The state of the loss scale; None if it is static."""
     scaler_state = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
     if (
         not (scaler_state.get("dynamic") or scaler_state.get("dynamic_loss_scale"))
@@ -93,12 +93,12 @@ def loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]], known: str | None) -> str:
-    """The class of the optimizer, which no file names.
+    """The class of the optimizer, inferred because no file names it.
 
     Args:
         config: the configuration, which may name its type.
         states: the names of the state tensors of each parameter that was trained.
-        known: the class of the optimizer that loads the checkpoint; believed where nothing speaks against it.
+        known: the class of the optimizer that loads the checkpoint; used unless the states contradict it.
     """
     optimizer_block = config.get("optimizer")
     if isinstance(optimizer_block, dict) and isinstance(name := optimizer_block.get("type"), str):
@@ -114,5 +114,5 @@ def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]],
 
 
 def state_name(optimizer: str | None, name: str) -> str | None:
-    """What the class ``optimizer`` calls the state tensor that DeepSpeed calls ``name``; None where it has no such."""
+    """The name in class ``optimizer`` of the state tensor that DeepSpeed calls ``name``; None if it has no such state."""
     return _STATE_NAMES.get(optimizer or "", {}).get(name, name)

@@ -1,15 +1,15 @@
-"""A universal folder for DeepSpeed, made of a checkpoint: DeepSpeed loads it with ``checkpoint.load_universal``.
+"""Writes a checkpoint as a universal folder, which DeepSpeed loads with ``checkpoint.load_universal``.
 
 ::
 
     <out>/latest_universal                                   the tag
-    <out>/<tag>/zero/<parameter>/fp32.pt                     the fp32 master, whole
-    <out>/<tag>/zero/<parameter>/exp_avg.pt ... step.pt      the optimizer's state of it
+    <out>/<tag>/zero/<parameter>/fp32.pt                     the complete fp32 master
+    <out>/<tag>/zero/<parameter>/exp_avg.pt ... step.pt      its optimizer state
     <out>/<tag>/zero/optimizer_state.pt                      options of param groups, loss scale
     <out>/<tag>/mp_rank_00_model_states.pt                   the model, the schedule, counters, client state
-    <out>/<tag>/zero_pp_rank_0_mp_rank_00_model_states.pt    the same by the name that stage 3 looks for
+    <out>/<tag>/zero_pp_rank_0_mp_rank_00_model_states.pt    the same, under the name that stage 3 reads
 
-One folder is for stages 1, 2 and 3: what they look for in it does not collide.
+One folder serves stages 1, 2 and 3: the files that they read do not conflict.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCALER: Final = "deepspeed.runtime.fp16.loss_scaler"
 
 
 class DynamicLossScaler:
-    """The attributes of DeepSpeed's class of this name, under which an object of this one is written."""
+    """Has the attributes of DeepSpeed's class of this name; its objects are written under DeepSpeed's module name."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.cur_scale = float(state["value"])
@@ -62,20 +62,20 @@ class DynamicLossScaler:
 def write_universal(
     checkpoint: OpenCheckpoint, out: Path, steps_as_tensors: bool = False, replace: bool = False
 ) -> Path:
-    """Write ``checkpoint`` as a universal folder of DeepSpeed's, one parameter in memory at a time but for the model.
+    """Write ``checkpoint`` as a DeepSpeed universal folder. Apart from the model, one parameter is in memory at a time.
 
     Args:
-        checkpoint: of this runtime or of DeepSpeed's.
-        out: where the folder is made, by the checkpoint's tag.
-        steps_as_tensors: count the optimizer's steps in tensors, as torch's optimizers need it (torch_adam, or one that
-            the script makes), and not in whole numbers, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam do.
-        replace: whether a folder that is there already may be replaced.
+        checkpoint: of this runtime or of DeepSpeed.
+        out: the directory in which the folder is created; the folder's name is the checkpoint's tag.
+        steps_as_tensors: write step counts as tensors, as torch's optimizers need them (torch_adam, or one that the
+            script makes). False writes integers, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam need them.
+        replace: whether an existing folder may be replaced.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: the folder is there already, cannot be written, or the checkpoint has no optimizer's state by
+        CheckpointError: the folder exists or cannot be written, or the checkpoint has no optimizer state by parameter
             name.
     """
     tag = checkpoint.manifest.tag
@@ -146,8 +146,8 @@ def _write_global(checkpoint: OpenCheckpoint, path: Path, first: str, as_tensor:
         {name: value for name, value in group.items() if name not in IMPLEMENTATION}
         for group in checkpoint.decode(manifest.param_groups)
     ]
-    # Stage 3 gives the options of the first group to all of them, so it gets those alone that are the same in all; and
-    # a learning rate that a schedule will set anew, since without it the first step would have the configuration's.
+    # Stage 3 applies the options of the first group to all groups, so only options that are equal in all are written. The
+    # learning rate is also written if a schedule sets it: otherwise the first step would use the configuration's.
     scheduled = manifest.lr_scheduler is not None
     shared = {
         name: value
@@ -172,9 +172,9 @@ def _write_global(checkpoint: OpenCheckpoint, path: Path, first: str, as_tensor:
 
 
 def _save_renamed(content: Mapping[str, Any], path: Path) -> None:
-    """Write ``content`` by torch.save, and the class of the loss scaler by its name in DeepSpeed.
+    """Write ``content`` with torch.save, and name the class of the loss scaler as in DeepSpeed.
 
-    A class that is not installed cannot be written under its name, so the name is put in afterwards.
+    pickle cannot write the name of a class that is not installed, so the name is replaced afterwards.
     """
     written = io.BytesIO()
     torch.save(content, written)

@@ -1,4 +1,4 @@
-"""One file of torch.save, read without running anything in it, its tensors mapped and not copied."""
+"""Reads one torch.save file without running code in it; tensors are memory-mapped, not copied."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 from zero_runtime.checkpoint.deepspeed.objects import STAND_INS
 from zero_runtime.errors import CheckpointError
 
-_CHUNK: Final = 1 << 20  # bytes that are summed up at once
+_CHUNK: Final = 1 << 20  # bytes that are read and checksummed at a time
 _AGAIN: Final = "copy it again, or load another tag"
 
 
 def read(path: Path) -> Any:
-    """What ``path`` holds, on the CPU. Tensors are read when they are used.
+    """The content of ``path``, on the CPU. Tensors are read when they are used.
 
     Raises:
-        CheckpointError: it is missing, cut off or of another format, or names a class that is not on the closed list;
-            nothing of it was run.
+        CheckpointError: it is missing, truncated or of another format, or names a class that is not on the closed list;
+            no code in it was run.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; copy all files of the checkpoint, or load another tag")
@@ -46,10 +46,10 @@ def read(path: Path) -> Any:
 
 
 def read_dict(path: Path, *keys: str) -> dict[str, Any]:
-    """As :func:`read`, of a file that holds a dictionary with ``keys``.
+    """As :func:`read`, for a file that must hold a dictionary with ``keys``.
 
     Raises:
-        CheckpointError: also where it holds something else.
+        CheckpointError: as :func:`read`; or the file holds something else.
     """
     content = read(path)
     if not isinstance(content, dict):
@@ -84,10 +84,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_index(path: Path) -> list[str]:
-    """The names of the files that ``path``, the index of weights in several files, names.
+    """The names of the weight files that the index ``path`` lists.
 
     Raises:
-        CheckpointError: it is no such index.
+        CheckpointError: it is not an index of weights.
     """
     try:
         places: Mapping[str, str] = json.loads(path.read_text())["weight_map"]
@@ -101,7 +101,7 @@ def read_index(path: Path) -> list[str]:
 
 
 def verify(path: Path) -> None:
-    """Read all of ``path`` and compare it with the checksums in it; a file written without them passes.
+    """Read all of ``path`` and compare it with the checksums in it; a file without checksums passes.
 
     Raises:
         CheckpointError: it is damaged.
@@ -121,8 +121,8 @@ def verify(path: Path) -> None:
 
 
 def checksum(path: Path) -> int:
-    """A number of 32 bits that other content would change: of the names, lengths and checksums in ``path``."""
-    if path.suffix == ".safetensors":  # whose beginning names its tensors and their places
+    """A 32-bit checksum of the names, lengths and checksums of the records in ``path``."""
+    if path.suffix == ".safetensors":  # its header names the tensors and their positions
         with path.open("rb") as opened:
             return zlib.crc32(opened.read(_CHUNK))
     try:

@@ -1,4 +1,4 @@
-"""Which files a directory of DeepSpeed's has, by their names alone."""
+"""Finds the files of a DeepSpeed checkpoint by their names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Folder:
         directory: of the checkpoint.
         models: the files of model states by data-parallel rank; only rank 0 has one below stage 3.
         optimizers: the files of ZeRO's optimizer states by data-parallel rank.
-        universal: whether parameters have a directory each, below ``zero``.
-        weights: the files of an export of the weights alone.
+        universal: whether each parameter has a directory below ``zero``.
+        weights: the files of a weights-only export.
         model_parallel: how many ranks shared one copy of the model.
     """
 
@@ -48,17 +48,17 @@ class Folder:
 
     @property
     def files(self) -> list[Path]:
-        """All files that are read, in one order everywhere."""
+        """All files that are read, in the same order on every rank."""
         below = self.directory / UNIVERSAL
         parameter_files = sorted(below.rglob("*.pt")) if self.universal else []
         return [*self.models.values(), *self.optimizers.values(), *parameter_files, *self.weights]
 
 
 def find(directory: Path) -> Folder | None:
-    """The checkpoint of DeepSpeed's in ``directory``; None where there is none.
+    """The files of DeepSpeed's checkpoint in ``directory``; None if there is none.
 
     Raises:
-        CheckpointError: one of a kind that cannot be read here, or with a file missing.
+        CheckpointError: it is of a kind that cannot be read, or a file is missing.
     """
     if not directory.is_dir():
         return None
@@ -90,12 +90,12 @@ def find(directory: Path) -> Folder | None:
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether ``directory`` has weights of an export, by their usual names."""
+    """Whether ``directory`` has exported weights under their usual names."""
     return any((directory / name).is_file() for name in _WEIGHTS)
 
 
 def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """The files whose names match, by data-parallel rank and by number among the ranks that share one model."""
+    """The files whose names match, by data-parallel rank and model-parallel rank."""
     paths = {}
     for name in names:
         match = pattern.fullmatch(name)

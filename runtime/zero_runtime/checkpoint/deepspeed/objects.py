@@ -1,7 +1,7 @@
-"""What stands for the objects in a file of DeepSpeed's: their values, and nothing of what they do.
+"""Stand-ins for the classes that DeepSpeed's files name: they hold values and have no behavior.
 
-This is the closed list of classes that such a file may name beside torch's own. Each name becomes one of the classes here,
-so that reading a file imports nothing and runs nothing of DeepSpeed, NumPy or the script that saved it.
+This is the closed list of classes that such a file may name besides torch's own. Each name becomes one of the classes
+here, so that reading a file imports and runs no code of DeepSpeed, NumPy or the script that saved it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 
 class Attributes:
-    """An object that was kept as its attributes: a loss scaler, or a place in a flat tensor."""
+    """An object of which only the attributes are kept: a loss scaler, or an address in a flat tensor."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
 
 class Number(int):
-    """A member of an enumeration of numbers, such as a ZeRO stage."""
+    """A member of an integer enumeration, such as a ZeRO stage."""
 
 
 class Text(str):
-    """A member of an enumeration of texts, such as the device of offloading."""
+    """A member of a string enumeration, such as the device of offload."""
 
     __slots__ = ()
 
 
 class ArrayType:
-    """The dtype of a NumPy value: ``code`` such as f8, and the order of its bytes."""
+    """The dtype of a NumPy value: ``code`` such as f8, and its byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code = code
@@ -74,13 +74,13 @@ _CODES: Final = {
 
 
 def scalar(kind: ArrayType, data: bytes) -> bool | int | float:
-    """A NumPy number as Python's."""
+    """A NumPy number as a Python number."""
     (value,) = struct.unpack(kind.order + _CODES[kind.code], data)
     return value  # type: ignore[no-any-return]
 
 
 def reconstruct(*_: Any) -> Array:
-    """An array before its content is known, as NumPy's pickles begin one."""
+    """An empty array, which NumPy's pickles fill afterwards."""
     return Array()
 
 
@@ -104,7 +104,7 @@ STAND_INS: Final[Mapping[str, Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """``value`` in types of Python's and torch's: arrays become tensors, enumerations their values; tensors are copied."""
+    """``value`` in Python's and torch's types: arrays become tensors, enumerations their values; tensors are copied."""
     if isinstance(value, Array):
         numbers = [
             each for (each,) in struct.iter_unpack(value.kind.order + _CODES[value.kind.code], value.data)
@@ -112,7 +112,7 @@ def plain(value: Any) -> Any:
         is_integer = value.kind.code[0] != "f"
         return torch.tensor(numbers, dtype=torch.int64 if is_integer else torch.float64).view(value.shape)
     if isinstance(value, torch.Tensor):
-        return value.clone()  # which stays when the file that is mapped goes
+        return value.clone()  # a copy outlives the mapped file
     if isinstance(value, Number):
         return int(value)
     if isinstance(value, Text):

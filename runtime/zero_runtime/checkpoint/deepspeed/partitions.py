@@ -1,4 +1,4 @@
-"""ZeRO's files of optimizer states (stages 1 to 3): one of each rank, with its part of flat groups of parameters."""
+"""ZeRO's files of optimizer states (stages 1 to 3): one for each rank, with its shard of flat groups of parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PARTITIONED: Final = "single_partition_of_fp32_groups"
 
 
 class Partitions(NamedTuple):
-    """What the files of optimizer states of all ranks say together.
+    """The contents of all ranks' files of optimizer states.
 
     Attributes:
-        runs: every part of every parameter that was trained.
+        runs: all elements of all parameters that were trained.
         groups: the param group of each of those parameters.
         options: of the param groups.
-        common: what rank 0's file says besides: loss scale, stage, ....
+        common: the other values in rank 0's file: loss scale, stage and others.
     """
 
     runs: list[Run]
@@ -39,9 +39,8 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
     """Read the optimizer states of all ranks.
 
     Args:
-        folder: which files there are.
-        shapes: of the parameters, group by group in the order in which they lie in the flat groups; None where the model
-            states do not say.
+        folder: the files of the checkpoint.
+        shapes: of the parameters, group by group, in their order in the flat groups; None if the model states lack them.
 
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the others.
@@ -82,7 +81,7 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
 
 
 def _complete(folder: Folder) -> list[Path]:
-    """The files of ranks 0, 1, ..., as many as there should be."""
+    """The files of ranks 0, 1, ... without a gap."""
     by_rank = folder.optimizers
     if not by_rank:
         raise CheckpointError(
@@ -126,7 +125,7 @@ def _check_count(paths: Sequence[Path], ranks: Sequence[Mapping[str, Any]]) -> N
 def _base(rank: Mapping[str, Any], key: str) -> tuple[Any, list[dict[str, Any]]]:
     """The state of the torch optimizer by flat group, and its param groups."""
     base = rank[STATES if key == _SHARDED else "base_optimizer_state"]
-    if isinstance(base, list):  # elastic_checkpoint: the states alone, without padding
+    if isinstance(base, list):  # elastic_checkpoint: only the states, without padding
         return dict(enumerate(base)), []
     return base["state"], base["param_groups"]
 
@@ -156,7 +155,7 @@ def _flats(path: Path, rank: Mapping[str, Any], key: str) -> list[Flat]:
 
 
 def _owners(path: Path, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The param group of each flat group, of which stage 3 may make several of one."""
+    """The param group of each flat group; stage 3 may split one param group into several flat groups."""
     owners = {index: number for number, group in enumerate(groups) for index in group["params"]}
     if sorted(owners) != list(range(len(owners))):
         raise CheckpointError(f"{path} numbers its flat groups {sorted(owners)}; expected 0, 1, ...")
@@ -164,7 +163,7 @@ def _owners(path: Path, groups: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> list[int]:
-    """The elements of padding after each parameter of a group (zero_optimization.parameter_alignment)."""
+    """Elements of padding after each parameter of a group (zero_optimization.parameter_alignment)."""
     paddings = rank.get("param_alignment_paddings")
     if paddings is None:
         return [0] * count
@@ -175,10 +174,10 @@ def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> l
     return [int(each) for each in paddings[number]]
 
 
-# What an optimizer of DeepSpeed's keeps among the options and torch's do not have, or what stands elsewhere here.
+# Options of DeepSpeed's optimizers that torch's do not have, or that this runtime stores elsewhere.
 _NO_OPTIONS: Final = ("params", "step", "bias_correction", "max_grad_norm", "freeze_step", "name")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group as torch's optimizers have them."""
+    """The options of a param group that torch's optimizers have."""
     return {name: value for name, value in group.items() if name not in _NO_OPTIONS}

@@ -1,4 +1,4 @@
-"""Runs: consecutive elements of one parameter with their share of the optimizer's state, whatever file they come from."""
+"""Runs: consecutive elements of one parameter with their optimizer state, from any of DeepSpeed's formats."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Run:
     Attributes:
         name: of the parameter.
         start: first element within the flattened parameter.
-        value: the elements of what the optimizer updates, 1-D; None where only the model itself has them.
-        state: its state tensors that have an element for each of these, cut alike.
+        value: these elements of the master that the optimizer updates, 1-D; None if only the model itself has them.
+        state: these elements of its element-wise state tensors.
         scalars: its state values that are one number.
-        whole: its state tensors of other shapes.
+        whole: its complete state tensors of other shapes.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """What one rank holds of one flat group of parameters.
+    """One rank's shard of one flat group of parameters.
 
     Attributes:
         where: the file, for messages.
-        master: what the optimizer updates, 1-D.
-        state: the optimizer's state of it, by name.
+        master: the elements that the optimizer updates, 1-D.
+        state: their optimizer state, by name.
     """
 
     where: str
@@ -55,15 +55,15 @@ class Flat:
         place: int = 0,
         of_whole: frozenset[str] = frozenset(),
     ) -> Run:
-        """The run of ``numel`` elements from ``offset`` of this rank, which are those from ``start`` of a parameter.
+        """The run of ``numel`` elements from ``start`` of a parameter, which begin at ``offset`` of this rank's master.
 
         Args:
             name: of the parameter.
             start: first element within it.
-            offset: first element within the master, and within every state tensor but those of ``of_whole``.
-            numel: elements.
-            place: first element within the state tensors of ``of_whole``.
-            of_whole: names of the state tensors that have all of every parameter of which this rank holds a part.
+            offset: first element within the master, and within each state tensor not in ``of_whole``.
+            numel: number of elements.
+            place: first element within the state tensors in ``of_whole``.
+            of_whole: names of the state tensors that hold complete parameters, for each parameter with a shard here.
 
         Raises:
             CheckpointError: a state tensor is too short for it.
@@ -86,9 +86,9 @@ class Flat:
 
 
 class _Shard(NamedTuple):
-    """What one rank holds of one parameter: elements from ``start``, at ``offset`` of its master.
+    """One rank's shard of one parameter: elements from ``start``, at ``offset`` of its master.
 
-    ``place`` is where they are among the parameters of which the rank holds a part, each of them whole.
+    ``place`` is their offset if all parameters with a shard on this rank lay complete, one after another.
     """
 
     parameter: int
@@ -101,16 +101,16 @@ class _Shard(NamedTuple):
 def end_to_end(
     names: Sequence[str], numels: Sequence[int], paddings: Sequence[int], ranks: Sequence[Flat]
 ) -> list[Run]:
-    """The runs of parameters that lie one after the other in one flat vector, which is cut among the ranks.
+    """The runs of parameters that lie one after another in one flat vector, which is partitioned among the ranks.
 
-    So it is at stages 1 and 2: every rank's piece is as long as the first one's; the last one's ends with padding, or
-    without it.
+    This is the layout of stages 1 and 2: every rank's shard is as long as the first one's. The last shard may end with
+    padding.
 
     Args:
         names: of the parameters, in the order of the vector.
         numels: of each.
         paddings: after each, in elements.
-        ranks: what each rank holds.
+        ranks: the shard of each rank.
 
     Raises:
         CheckpointError: the vector is too short for the parameters.
@@ -135,7 +135,7 @@ def end_to_end(
 
 
 def _shards(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Flat) -> list[_Shard]:
-    """What a rank holds whose master begins at element ``begin`` of the flat vector."""
+    """The shards of a rank whose master begins at element ``begin`` of the flat vector."""
     shards = []
     offset = place = 0
     for parameter, (numel, padding) in enumerate(zip(numels, paddings, strict=True)):
@@ -151,9 +151,9 @@ def _shards(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Fl
 def _of_whole(
     numels: Sequence[int], ranks: Sequence[Flat], shards_by_rank: Sequence[Sequence[_Shard]]
 ) -> frozenset[str]:
-    """The state tensors that every rank keeps of whole parameters, as Muon does its momentum, told by their lengths.
+    """The state tensors that ranks keep for complete parameters, such as Muon's momentum; recognized by their lengths.
 
-    Where all ranks' lengths are also those of their parts alone, both are the same.
+    If the lengths on all ranks also equal those of the shards, both readings give the same elements.
     """
     holding = [number for number, shards in enumerate(shards_by_rank) if shards]
     wholes = [sum(numels[each.parameter] for each in shards_by_rank[number]) for number in holding]
@@ -173,10 +173,10 @@ def _of_whole(
 
 
 def partitioned(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Flat]) -> list[Run]:
-    """The runs of parameters each of which is cut among the ranks, its last slice padded: stage 3.
+    """The runs of parameters that are partitioned separately, each with a padded last shard: the layout of stage 3.
 
     Raises:
-        CheckpointError: a rank holds another number of elements.
+        CheckpointError: a rank holds a different number of elements.
     """
     shard_numels = [-(-numel // len(ranks)) for numel in numels]
     runs = []

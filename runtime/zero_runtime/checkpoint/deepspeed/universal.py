@@ -1,4 +1,4 @@
-"""Universal folders: a directory for each parameter, with one file for each tensor of its training."""
+"""Reads DeepSpeed's universal folders: a directory for each parameter, with a file for each of its tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GLOBAL: Final = "optimizer_state.pt"
 def read_universal(
     folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]]
 ) -> tuple[Partitions, dict[str, tuple[int, ...]]]:
-    """Read the parameters that were trained, and the shapes of those whose files tell them.
+    """Read the parameters that were trained, and their shapes, which their own files may correct.
 
     Args:
-        folder: which files there are.
-        shapes: of the parameters, group by group, as the model states have them.
+        folder: the files of the checkpoint.
+        shapes: of the parameters, group by group, as in the model states.
 
     Raises:
         CheckpointError: a file is missing or damaged, or holds something else.
@@ -37,7 +37,7 @@ def read_universal(
     sub_groups = common.get(STATES, {}).get("param_groups")
     param_groups = common.get("param_groups") or sub_groups or []
     owners = list(range(len(shapes)))
-    if sub_groups:  # stage 3, which may make several groups of one
+    if sub_groups:  # stage 3, which may split one group into several
         by_index = {
             index: number for number, group in enumerate(param_groups) for index in group.get("params", ())
         }
@@ -53,7 +53,7 @@ def read_universal(
 
 
 def _counted(common: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Any:
-    """The steps that the optimizer has taken, where parameters do not say: those of the first one."""
+    """The optimizer's step count for parameters without one of their own: the first one in the file."""
     states = common.get(STATES, {}).get("state", {})
     steps = [state["step"] for state in states.values() if "step" in state]
     steps += [group["step"] for group in param_groups if "step" in group]

@@ -1,7 +1,7 @@
-"""The optimizer's state in a checkpoint without ZeRO (stage 0): by number, not by name.
+"""Reads the optimizer state of a checkpoint without ZeRO (stage 0), which is stored by number, not by name.
 
-It names no parameter: the first state is that of the first parameter that the optimizer was given, and so on. So it can be
-read only by one who knows those parameters, in order: an engine of the same model and param groups.
+The first state belongs to the first parameter that was passed to the optimizer, and so on. So only an engine with the same
+model and param groups, which knows the order of the parameters, can load it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def read_whole(
     groups: Sequence[Sequence[str]],
     shapes: Mapping[str, Sequence[int]],
 ) -> WholeStates:
-    """The optimizer's state and fp32 masters, where it has some.
+    """The optimizer's state, and its fp32 masters if it has some.
 
     Args:
         path: of the file, for messages.
-        optimizer: what the file keeps under that key: a torch optimizer's state, or that of a 16-bit wrapper around one.
+        optimizer: the value of that key in the file: the state of a torch optimizer, or of a 16-bit wrapper around one.
         groups: the names of the parameters of each param group, in the optimizer's order.
         shapes: of all parameters.
 
@@ -76,9 +76,9 @@ def read_whole(
 
 
 def _step(group: Mapping[str, Any], state: Mapping[int, Any]) -> Any:
-    """The steps that DeepSpeed's own optimizers count for a group; None where each parameter has a count of its own.
+    """The step count that DeepSpeed's own optimizers keep for a group; None if each parameter has its own.
 
-    They keep a whole number, and raise that of one parameter of the group alone.
+    They store an integer, and increment it for only one parameter of the group.
     """
     counts = [state[index].get("step") for index in group["params"] if index in state]
     counts = [each for each in [group.get("step"), *counts] if isinstance(each, int)]
@@ -109,7 +109,7 @@ def _from_flat(
 def _indices(
     path: Path, number: int, group_indices: Sequence[int], state: Mapping[int, Any], names: Sequence[str]
 ) -> Sequence[int]:
-    """The numbers of ``names`` in the optimizer, which may have been given frozen parameters too."""
+    """The numbers of ``names`` in the optimizer, which may also have received frozen parameters."""
     with_state = [index for index in group_indices if index in state]
     for indices in (group_indices, with_state):
         if len(indices) == len(names):
