@@ -1,4 +1,4 @@
-"""Where the micro-batches of a step come from."""
+"""The micro-batches of a pipeline step: from an iterator, or from tensors of the complete step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Source = Callable[[], Any]
 
 
 class Share(NamedTuple):
-    """What a replica takes of a step: samples of a micro-batch, the number of replicas, and which one this is."""
+    """A replica's share of a step: samples of a micro-batch, the number of replicas, and this replica's number."""
 
     micro_batch: int
     replicas: int
@@ -22,7 +22,7 @@ class Share(NamedTuple):
 
 
 def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any], Any] | None) -> Source:
-    """What gives the next batch, as ``function`` has changed it."""
+    """A function that returns the next batch, passed through ``function`` if that is not None."""
 
     def source() -> Any:
         assert batches is not None
@@ -44,17 +44,17 @@ def inputs_of(batch: Any) -> Any:
 
 
 def labels_of(batch: Any) -> Any:
-    """The labels of a batch: the second of a pair; None where there are none."""
+    """The labels of a batch: the second of a pair; None without labels."""
     return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 
 def micro_batches_of(data: Any, targets: Any, count: int, share: Share) -> Iterator[Any]:
-    """``data`` and ``targets`` of a whole step in ``count`` micro-batches of this replica.
+    """Divide ``data`` and ``targets`` of a step into ``count`` micro-batches of this replica.
 
-    Where they have the samples of all replicas, this one takes its own run of them.
+    If they hold the samples of all replicas, only this replica's are used.
 
     Raises:
-        UsageError: there are tensors of different numbers of samples, or ``count`` does not divide them.
+        UsageError: tensors have different numbers of samples, or ``count`` does not divide them.
     """
     leaves = [leaf for leaf in tree_leaves((data, targets)) if isinstance(leaf, torch.Tensor)]
     numbers = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}

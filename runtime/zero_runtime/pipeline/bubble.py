@@ -1,4 +1,4 @@
-"""How long a stage works in a step, and how long it waits for other stages."""
+"""Pipeline bubble: how long a stage computes in a step, and how long it is idle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP: Final = "step"
 
 
 class Times(NamedTuple):
-    """Seconds of a step: from the first instruction of the schedule to its last one, and of these in computation."""
+    """Seconds of a step from the first instruction of the schedule to the last, and the part spent in computation."""
 
     step: float
     work: float
@@ -29,7 +29,7 @@ class Times(NamedTuple):
 
 
 class Bubble:
-    """Measures a stage. On CUDA the times are the device's, and reading them waits for it.
+    """Measures the idle share of a stage. On CUDA the times are device times, and reading them waits for the device.
 
     Args:
         stages: the ranks of all stages.
@@ -51,20 +51,20 @@ class Bubble:
         return self._clock(_STEP)
 
     def publish(self, expected: float) -> None:
-        """Record the idle share of the step, and the ``expected`` one, as metrics. Not on CUDA, where it would wait."""
+        """Record the idle share of the step and the ``expected`` one as metrics; not on CUDA, where that would wait."""
         if hooks.recording() and self._stages.device.type != "cuda":
             hooks.metric("pipeline_bubble", self.times().idle_fraction)
             hooks.metric("pipeline_bubble_expected", expected)
 
     def times(self) -> Times:
-        """Of the last step on this stage."""
+        """The times of the last step on this stage."""
         if self._last is None:
             seconds = self._clock.read()
             self._last = Times(seconds.get(Part(_STEP), 0.0), seconds.get(Part(_WORK), 0.0))
         return self._last
 
     def idle_fraction(self) -> float:
-        """The idle share of all stages together in the last step: 1 - work of all / (stages x the longest).
+        """The idle share of all stages in the last step: 1 - total work / (stages x longest step).
 
         All ranks must call it: one all_gather of two numbers over the stages.
         """

@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: activations forward, their gradients back."""
+"""Messages between neighboring pipeline stages: activations forward, gradients backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zero_runtime.errors import UsageError
 from zero_runtime.pipeline.messages import HEADER_NUMEL, Form, TensorForm, form_from, form_of, more_numel
 
 _PIPELINE: Final = hooks.tag("pipeline")
-IN_FLIGHT: Final = 16  # tensors that were begun to be sent before the first of them is waited for
+IN_FLIGHT: Final = 16  # asynchronous sends that may be outstanding before the oldest is waited for
 
 
 class Arrival:
-    """Tensors that come, or have come."""
+    """Tensors that are being received, or have been."""
 
     def __init__(self, tensors: list[torch.Tensor], restore: Callable[[list[torch.Tensor]], Any]) -> None:
         self._restore = restore
@@ -27,26 +27,26 @@ class Arrival:
         self.works: list[Any] = []
 
     def value(self) -> Any:
-        """What was sent, once it is there."""
+        """The value that was sent; waits until it has arrived."""
         while self.works:
             self.works.pop(0).wait()
         return self._restore(self.tensors)
 
 
 class Channel:
-    """This stage's ends of what joins it with the stage before and the stage after.
+    """This stage's connections to the previous and the next stage.
 
-    Every message is a send or receive of one tensor, which blocks, or, with ``begun``, is only begun: what is received is
-    waited for where its value is asked for, and what is sent some messages later, or by :meth:`settle`. Shapes are told once
-    for each part of the model, in a header before its first activation, or, with ``dynamic``, before each; a header blocks.
-    All are tagged ``pipeline``; the micro-batch is the record's ``micro_step``. Where each rank has several parts (chunks)
-    the last rank is joined with the first too.
+    Every message is a blocking send or receive of one tensor. With ``begun`` messages are asynchronous: a received tensor is
+    waited for when its value is used, a sent one some messages later or in :meth:`settle`. A header before the first
+    activation of each chunk, or with ``dynamic`` before every activation, gives the shapes; headers block. All messages are
+    tagged ``pipeline``; the micro-batch is the record's ``micro_step``. If each rank has several chunks of the model, the
+    last rank is also connected with the first.
 
     Args:
         stages: the ranks of all stages, in order.
-        dynamic: whether what is sent may change its form from one micro-batch to the next.
-        chunks: parts of the model on each rank.
-        begun: whether messages are only begun. The schedule must have them in one order on all ranks.
+        dynamic: whether shapes and dtypes may change from one micro-batch to the next.
+        chunks: chunks of the model on each rank.
+        begun: whether messages are asynchronous. The schedule must have them in the same order on all ranks.
     """
 
     def __init__(
@@ -60,18 +60,17 @@ class Channel:
         self._begun = begun
         self._sent: dict[int, Form] = {}
         self._received: dict[int, Form] = {}
-        self._sent_to_self: deque[torch.Tensor] = (
-            deque()
-        )  # what this rank has sent to itself, where it is the only one
-        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()  # what was begun to be sent
+        # Messages between chunks of this rank, if it is the only stage.
+        self._sent_to_self: deque[torch.Tensor] = deque()
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()  # asynchronous sends that are outstanding
 
     def reset(self) -> None:
-        """Tell shapes anew before the next activation. All stages must do so."""
+        """Send shapes again before the next activation. All stages must call it."""
         self._sent.clear()
         self._received.clear()
 
     def open(self) -> None:
-        """Send each stage's neighbours one number, so that their connections are made before the first step."""
+        """Send one number between neighboring stages, so that connections exist before the first step."""
         number = torch.zeros((), device=self._stages.device)
         rank, last = self._stages.rank, self._stages.world_size - 1
         even = rank % 2 == 0
@@ -87,10 +86,10 @@ class Channel:
                 self._receive(number, self._before)
 
     def send_activation(self, value: Any, chunk: int = 0) -> None:
-        """Send what part ``chunk`` of this rank returned to the next one.
+        """Send the output of this rank's chunk ``chunk`` to the next chunk.
 
         Raises:
-            UsageError: it is of another form than before, and shapes are told once; or it cannot be sent.
+            UsageError: its form differs from the last one's without ``dynamic``; or it cannot be sent.
         """
         form, tensors = form_of(value)
         earlier_form = self._sent.get(chunk)
@@ -106,7 +105,7 @@ class Channel:
             self._start_send(each.detach(), self._after)
 
     def receive_activation(self, differentiable: bool, chunk: int = 0) -> Arrival:
-        """What comes before part ``chunk``. With ``differentiable`` its floating-point tensors are to get gradients."""
+        """Receive the input of chunk ``chunk``. With ``differentiable`` its floating-point tensors require gradients."""
         form = self._received.get(chunk)
         if self._dynamic or form is None:
             form = self._received[chunk] = self._receive_form()
@@ -123,18 +122,18 @@ class Channel:
         return self._arriving(form.tensors, self._before, restore)
 
     def send_gradients(self, inputs: Any) -> None:
-        """Send the gradients of what was received back; zeros for what had no part in the loss."""
+        """Send the gradients of received ``inputs`` back; zeros for inputs that the loss does not depend on."""
         for each in tree_leaves(inputs):
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 self._start_send(torch.zeros_like(each) if each.grad is None else each.grad, self._before)
 
     def receive_gradients(self, outputs: Any) -> Arrival:
-        """The gradients of the floating-point tensors of ``outputs``, which were sent: a list, in order."""
+        """Receive the gradients of the floating-point tensors of ``outputs``, which were sent: a list, in order."""
         form, _ = form_of(outputs)
         return self._arriving([each for each in form.tensors if each.has_gradient], self._after, list)
 
     def settle(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all outstanding sends are complete."""
         while self._leaving:
             self._leaving.popleft()[0].wait()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline, which may be loaded by another number of stages."""
+"""Checkpoints of a pipeline, which any number of stages can load."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from zero_runtime.training.saving import Saving, folder
 
 
 class StagedSaving(Saving):
-    """The methods of :class:`~zero_runtime.training.saving.Saving` where they differ for stages."""
+    """The methods of :class:`~zero_runtime.training.saving.Saving` that differ for pipeline stages."""
 
     module: PipelineModule
     parallelism: Parallelism
 
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
-        """Load what this stage has, whatever stages saved it. All ranks must call it."""
+        """Load the layers of this stage, whatever number of stages saved them. All ranks must call it."""
         sizes = self.parallelism.model_sizes()
         everyone = DataParallelGroup()
         cut, error = agreement.attempt(lambda: MODEL in (axes_of_saved(load_dir, tag) or {}))
@@ -71,11 +71,11 @@ class StagedSaving(Saving):
     ) -> bool:
         """Save the weights of all stages in the model's own dtypes, in one file that rank 0 writes. All ranks must call it.
 
-        Parameters are named by the number of their layer in the whole model; shared ones by the key of their layers.
+        Parameters are named by the number of their layer in the complete model; shared ones by the key of their layers.
 
         Args:
-            save_dir: of the file; made if need be.
-            save_filename: ending in .safetensors, which is written tensor by tensor, or else of torch.save's format.
+            save_dir: of the file; created if it is missing.
+            save_filename: a name that ends in .safetensors is written tensor by tensor; others are in torch.save's format.
             exclude_frozen_parameters: leave frozen parameters out.
 
         Returns:
@@ -99,18 +99,18 @@ class StagedSaving(Saving):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The weights of all stages on rank 0, None elsewhere; by the name that libraries call. All ranks must."""
+        """The weights of all stages on rank 0, None elsewhere; libraries call it by this name. All ranks must call it."""
         with self._checkpointing() as training:
             return collected_weights(training, self._grid, exclude_frozen_parameters)
 
     def module_state_dict(
         self, exclude_frozen_parameters: bool = False, whole: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The state of this stage's layers, by their names in the whole model.
+        """The state of this stage's layers, by their names in the complete model.
 
         Args:
             exclude_frozen_parameters: leave frozen parameters out.
-            whole: that of all stages, copied to the CPU of rank 0, and None elsewhere; then all ranks must call it.
+            whole: return the state of all stages on the CPU of rank 0, and None elsewhere; all ranks must call it then.
         """
         if whole:
             return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -127,7 +127,7 @@ class StagedSaving(Saving):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """Load the layers of this stage from a state dict of all of them. All ranks must call it."""
+        """Load the layers of this stage from a state dict of the complete model. All ranks must call it."""
         mine: Mapping[str, torch.Tensor] = self.module.state_dict()
         stage_state = {name: value for name, value in state_dict.items() if name in mine}
         super().load_module_state_dict(stage_state, strict, custom_load_fn)
@@ -140,13 +140,13 @@ def _has_same_stages(
     stage: int | None,
     names: set[str],
 ) -> bool:
-    """Whether stages like these saved the checkpoint, so that each finds what it has in the part of its own number.
+    """Whether the same stages saved the checkpoint, so that each loads the part with its own number.
 
     Args:
         load_dir, tag: of the checkpoint.
-        stages: how many there are.
-        stage: this one; None for the only one.
-        names: of its parameters.
+        stages: number of stages.
+        stage: of this rank; None without stages.
+        names: of the stage's parameters.
     """
     named = read_latest(load_dir) if tag is None else tag
     if named is None:

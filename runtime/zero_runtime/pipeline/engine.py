@@ -1,4 +1,4 @@
-"""The engine of a pipeline: whole steps of many micro-batches, of which each stage does its part."""
+"""The engine of a pipeline: each call trains or evaluates one complete step of many micro-batches."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _OTHER: Final = hooks.tag("other")
 
 
 class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
-    """A pipeline that trains. Made by :func:`zero_runtime.initialize` of a ``PipelineModule``.
+    """The engine of a pipeline. :func:`zero_runtime.initialize` returns it for a ``PipelineModule``.
 
     Attributes:
         grid, mpu: the ranks of stages and replicas.
         stage_id: this rank's stage.
         plan: the schedule of its steps.
-        num_stages: how many there are.
+        num_stages: number of stages.
         micro_batches: of a step: the gradient accumulation steps.
-        total_parameters: of all stages, shared ones in each of them; ``unique_parameters`` counts those once.
-        agg_train_loss: what ``train_batch`` returned last.
+        total_parameters: elements of all stages, with shared parameters in each stage; ``unique_parameters`` counts shared
+            ones once.
+        agg_train_loss: the last result of ``train_batch``.
     """
 
     module: PipelineModule
@@ -55,7 +56,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self._source: Iterator[Any] | None = None
-        self._batch_seconds, self._timed_batches = 0.0, 0  # of train_batch since the last line
+        self._batch_seconds, self._timed_batches = 0.0, 0  # of train_batch since the last progress line
         self.plan = plan_of(self.module, config.pipeline)
         self._channel = Channel(
             self.grid.pipe, self.module.dynamic_shape, self.plan.chunks, begun=self.plan.begins_messages
@@ -86,11 +87,11 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         return self._config.train_micro_batch_size_per_gpu
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage is the first, which gets the inputs."""
+        """Whether this rank's stage is the first, which receives the inputs."""
         return self.grid.is_first
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage is the last, which gets the labels."""
+        """Whether this rank's stage is the last, which receives the labels."""
         return self.grid.is_last
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -102,14 +103,14 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, *, data: Any = None, targets: Any = None
     ) -> torch.Tensor:
-        """Take one whole step. All ranks must call it.
+        """Take one complete training step. All ranks must call it.
 
         Args:
-            data_iter: of (inputs, labels), one for each micro-batch; only the first and the last stage ask it. Default: the
-                training data, again and again.
-            data: in its place all inputs of the step, tensors whose first dimension is the samples of this replica (or of
-                all replicas, of which this one's are taken): they are cut into micro-batches.
-            targets: the labels likewise.
+            data_iter: of (inputs, labels), one for each micro-batch; only the first and the last stage read it. Default: the
+                training data, repeated.
+            data: instead of ``data_iter``, all inputs of the step: tensors whose first dimension is the samples of this
+                replica, or of all replicas. They are divided into micro-batches.
+            targets: the labels, likewise.
 
         Returns:
             The mean loss of all micro-batches of all replicas, 0-D, on every rank.
@@ -144,7 +145,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         return self.agg_train_loss
 
     def _accumulate(self, stage: Stage) -> None:
-        """All micro-batches forward and backward; their gradients are added up."""
+        """Run all micro-batches forward and backward and accumulate their gradients."""
         self._gradients.begin_step()
         self._gradients.pause(True)
         try:
@@ -188,12 +189,14 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         if self._watch is not None:
             self._watch.see_step(self.global_steps)
         self._report.see_memory("after step")
-        self.tput_timer.stop(global_step=True, report_speed=False)  # the line of a step says it
+        self.tput_timer.stop(
+            global_step=True, report_speed=False
+        )  # the progress line of a step has the speed
         self._report.see_step(self._progress()._replace(batches=self._batch_times))
         hooks.end_step()
 
     def _batch_times(self) -> BatchTimes:
-        """Loss and time of the batches since the last call, which waits for the loss."""
+        """Loss and time of the batches since the last call; waits for the loss."""
         assert self.agg_train_loss is not None
         seconds = self._batch_seconds / self._timed_batches
         self._batch_seconds, self._timed_batches = 0.0, 0
@@ -217,20 +220,20 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         data: Any = None,
         targets: Any = None,
     ) -> Any:
-        """Evaluate as many micro-batches as a step has; nothing changes. All ranks must call it.
+        """Evaluate as many micro-batches as a step has, without changing the model. All ranks must call it.
 
         Args:
             data_iter: as for :meth:`train_batch`.
-            return_logits: return the outputs of the last micro-batch too, on the last stage.
-            compute_loss: whether ``loss_fn`` is called; otherwise the outputs themselves are what is reduced.
-            reduce_output: ``avg`` for the mean over micro-batches and replicas, None for a list of one for each micro-batch.
-            bcast_loss: give the mean loss to all stages.
-            num_micro_batches: another number of them.
+            return_logits: also return the outputs of the last micro-batch, on the last stage.
+            compute_loss: whether to call ``loss_fn``; otherwise the outputs themselves are reduced.
+            reduce_output: ``avg`` for the mean over micro-batches and replicas, None for a list, one for each micro-batch.
+            bcast_loss: send the mean loss to all stages.
+            num_micro_batches: number of micro-batches, if not that of a step.
             data, targets: as for :meth:`train_batch`.
 
         Returns:
-            The mean loss, 0-D; without ``bcast_loss`` or ``compute_loss``, and for a list, on the last stage alone, and None
-            elsewhere. With ``return_logits`` a pair of that and the outputs.
+            The mean loss, 0-D. Without ``bcast_loss`` or ``compute_loss``, and for a list, only the last stage returns it;
+            others return None. With ``return_logits`` a pair of the loss and the outputs.
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output is {reduce_output!r}; expected 'avg' or None")
@@ -259,7 +262,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         data: Any = None,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run the layers alone, without labels or loss. All ranks must call it.
+        """Run the layers without labels or loss. All ranks must call it.
 
         Returns:
             On the last stage the outputs of all micro-batches, joined along the first dimension; None elsewhere.
@@ -274,7 +277,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         return combined(stage.results) if self.is_last_stage() else None
 
     def _wait_for_all(self) -> None:
-        """As DeepSpeed does, lest ranks be several evaluations apart."""
+        """Barrier, as in DeepSpeed, so that ranks do not drift several evaluations apart."""
         with _OTHER:
             comm.barrier()
 
@@ -301,41 +304,41 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         return Share(self.micro_batch_size, self.parallelism.replicas, self.parallelism.replica)
 
     def set_dataloader(self, loader: Any) -> None:
-        """Take the batches of ``loader`` from now on, where none are given."""
+        """Use the batches of ``loader`` from now on in calls without data."""
         self.training_dataloader = loader
         self._batches = None
         self._source = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Take the batches of ``iterator`` from now on, where none are given."""
+        """Use the batches of ``iterator`` from now on in calls without data."""
         self._source = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call ``fn`` with each batch; what it returns is used in place of the batch."""
+        """Call ``fn`` with each batch and use its result in place of the batch."""
         self.batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Let what stages send each other have other shapes from now on. All ranks must call it."""
+        """Allow activations to have other shapes from now on. All ranks must call it."""
         self._channel.reset()
 
     # Idle time.
 
     def bubble_fraction(self) -> float:
-        """The share of the last step in which stages did not compute, over all of them. All ranks must call it.
+        """The share of the last step in which stages did not compute, over all stages. All ranks must call it.
 
-        Messages count as idle, so that it is at least :meth:`expected_bubble_fraction` where stages take equal time.
+        Messages count as idle, so it is at least :meth:`expected_bubble_fraction` if stages take equal time.
         """
         return self._bubble.idle_fraction()
 
     def expected_bubble_fraction(self) -> float:
-        """The share of the schedule, with stages, forward and backward passes of equal time, and messages of none.
+        """The idle share of the schedule if stages and passes take equal time and messages take none.
 
-        (stages - 1) / (virtual stages x micro-batches + stages - 1); with ``zero_bubble``, where half a backward pass takes
-        that time, (stages - 1) / (3 x micro-batches + stages - 1) with at least as many micro-batches as stages.
+        (stages - 1) / (virtual stages x micro-batches + stages - 1). With ``zero_bubble``, where each half of a backward
+        pass takes that time, (stages - 1) / (3 x micro-batches + stages - 1) for at least as many micro-batches as stages.
         """
         return self.plan.idle_fraction(self.micro_batches)
 
-    # What a pipeline does in one call only.
+    # Calls that a pipeline has only as one complete step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Refused: see :meth:`train_batch`."""

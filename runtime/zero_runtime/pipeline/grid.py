@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: its stages, its replicas, and the groups along each axis."""
+"""The grid of a pipeline's ranks: stages, replicas, and the process groups along each axis."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _REPLICAS: Final = (DATA, SEQUENCE)
 
 
 class PipelineGrid:
-    """Where this rank is among stages and replicas. Its ``get_...`` methods are those of Megatron's model-parallel unit.
+    """This rank's position among stages and replicas. Its ``get_...`` methods are those of Megatron's model-parallel unit.
 
     Args:
-        topology: the axes of all ranks; ``data`` and ``pipe`` are added where they are missing.
+        topology: the axes of all ranks; ``data`` and ``pipe`` are added if they are missing.
 
     Attributes:
         processes: the groups along each axis.
         stage: this rank's stage.
-        num_stages: how many there are.
+        num_stages: number of stages.
     """
 
     def __init__(self, topology: ProcessTopology) -> None:
@@ -53,7 +53,7 @@ class PipelineGrid:
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """The device of the parameters."""
         return self.pipe.device
 
     @property
@@ -67,11 +67,11 @@ class PipelineGrid:
         return self.stage == self.num_stages - 1
 
     def stage_to_global(self, stage_id: int, **place: int) -> int:
-        """The rank of another stage at this rank's place in the other axes, which ``place`` changes."""
+        """The rank of stage ``stage_id`` with this rank's coordinates on the other axes, except those in ``place``."""
         return self.topology.rank(**{**self.processes.place, PIPE: stage_id, **place})
 
     def get_global_rank(self) -> int:
-        """This rank."""
+        """This rank's number in the job."""
         return self.processes.rank
 
     def get_stage_id(self) -> int:
@@ -105,7 +105,7 @@ class PipelineGrid:
         return self.data.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their ranks."""
+        """The ranks of the replicas of this stage."""
         return list(self.data.global_ranks)
 
     def get_model_parallel_rank(self) -> int:
@@ -121,18 +121,18 @@ class PipelineGrid:
         return self.model.group
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's slice of the tensors of its stage."""
+        """This rank's number among the tensor-parallel ranks of its stage."""
         return self.processes.along(MODEL)
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
 
     def get_slice_parallel_world_size(self) -> int:
-        """The number of slices."""
+        """The number of tensor-parallel ranks."""
         return self.processes.size(MODEL)
 
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
-    # The same as attributes, by DeepSpeed's names.
+    # The same as attributes, under DeepSpeed's names.
     global_rank = property(get_global_rank)
     stage_id = property(get_stage_id)
     data_parallel_id = property(get_data_parallel_id)
@@ -142,10 +142,10 @@ class PipelineGrid:
 
 
 def topology_of(grid: Any) -> ProcessTopology:
-    """The topology that a script gives: one of zero_runtime.groups.topology, or of deepspeed.runtime.pipe.topology.
+    """The topology that a script passes: of zero_runtime.groups.topology, or of deepspeed.runtime.pipe.topology.
 
     Raises:
-        ConfigError: it is neither, or has no axis ``pipe``.
+        ConfigError: it is neither, or it lacks the axis ``pipe``.
     """
     topology = getattr(grid, "grid", grid)
     if not isinstance(topology, ProcessTopology):
@@ -156,7 +156,7 @@ def topology_of(grid: Any) -> ProcessTopology:
 
 
 def topology_for(stages: int, world_size: int) -> ProcessTopology:
-    """Stages, and as many replicas of them as there are ranks for.
+    """The topology of ``stages`` pipeline stages with as many replicas as ``world_size`` allows.
 
     Raises:
         ConfigError: the stages do not divide the ranks.

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline does in a step, as rows of data."""
+"""The instructions of pipeline schedules, as data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final, NamedTuple
 
 
 class Action(StrEnum):
-    """What an instruction does with one micro-batch."""
+    """The kind of an instruction, applied to one micro-batch."""
 
     LOAD = "load"
     FORWARD = "forward"
     BACKWARD = "backward"
-    BACKWARD_INPUT = "backward_input"  # gradients of the inputs alone, which the stage before waits for
-    BACKWARD_WEIGHT = "backward_weight"  # gradients of the parameters, which nobody waits for
+    BACKWARD_INPUT = "backward_input"  # only gradients of the inputs, which the previous stage waits for
+    BACKWARD_WEIGHT = "backward_weight"  # gradients of the parameters, which no other stage waits for
     SEND_ACTIVATION = "send_activation"
     RECEIVE_ACTIVATION = "receive_activation"
     SEND_GRADIENT = "send_gradient"
@@ -31,9 +31,9 @@ class Instruction(NamedTuple):
     """One action of one rank.
 
     Attributes:
-        action: what is done.
-        micro_batch: with which one of the step, from 0.
-        chunk: in which of the rank's parts of the model, from 0; there are several where stages are interleaved.
+        action: what to do.
+        micro_batch: number within the step, from 0.
+        chunk: number among the rank's chunks of the model, from 0; interleaved schedules have several.
     """
 
     action: Action
@@ -42,19 +42,19 @@ class Instruction(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A part of the model: the chunk of a rank. Parts are passed in the order of ``chunk``, then ``rank``."""
+    """A chunk of the model on a rank. Activations pass through the chunks in the order of ``chunk``, then ``rank``."""
 
     rank: int
     chunk: int = 0
 
     def before(self, ranks: int) -> Place | None:
-        """The part whose outputs are this one's inputs; None for the first."""
+        """The chunk whose outputs are this one's inputs; None for the first."""
         if self.rank:
             return Place(self.rank - 1, self.chunk)
         return Place(ranks - 1, self.chunk - 1) if self.chunk else None
 
     def after(self, ranks: int, chunks: int) -> Place | None:
-        """The part that gets this one's outputs; None for the last."""
+        """The chunk that receives this one's outputs; None for the last."""
         if self.rank < ranks - 1:
             return Place(self.rank + 1, self.chunk)
         return Place(0, self.chunk + 1) if self.chunk < chunks - 1 else None

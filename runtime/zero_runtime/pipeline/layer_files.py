@@ -1,7 +1,7 @@
-"""A file for each layer, as DeepSpeed's pipelines save theirs: ``layer_03-model_states.pt``.
+"""Files with one layer each, as DeepSpeed's pipelines save them: ``layer_03-model_states.pt``.
 
-Such files say nothing of stages, so that another number of them can read what one has written. Checkpoints of the engine
-are of another form (docs/checkpoints.md); these are for scripts that call ``PipelineModule.save_state_dict`` themselves.
+Such files do not depend on stages, so any number of stages can read them. The engine's checkpoints have another format
+(docs/checkpoints.md); these are for scripts that call ``PipelineModule.save_state_dict`` themselves.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 
 def slice_name(module: PipelineModule) -> str:
-    """What tells the files of ranks that share tensors apart: ``-model_00``; empty where none do."""
+    """The part of a file name that identifies a tensor-parallel rank: ``-model_00``; empty without tensor parallelism."""
     place = module.mpu().processes.place
     axes = [axis for axis in place if axis not in (DATA, PIPE, SEQUENCE) and module.topology().size(axis) > 1]
     return "".join(f"-{axis}_{place[axis]:02d}" for axis in axes)
 
 
 def layer_file(directory: str | Path, number: int, suffix: str) -> Path:
-    """The file of layer ``number`` of the whole model; ``suffix`` is its :func:`slice_name`."""
+    """The file of layer ``number`` of the complete model; ``suffix`` is its :func:`slice_name`."""
     return Path(directory) / f"layer_{number:02d}{suffix}-model_states.pt"
 
 
 def layer_files(directory: str | Path, number: int) -> list[Path]:
-    """The files of a layer that are there, of all ranks that share its tensors."""
+    """The existing files of a layer, of all tensor-parallel ranks."""
     return sorted(Path(directory).glob(f"layer_{number:02d}-*model_states.pt"))
 
 
 def save_layers(module: PipelineModule, directory: str | Path, engine: Any, exclude_frozen: bool) -> None:
-    """Write the files of this stage's layers; the first replica does it.
+    """Write the files of this stage's layers; only the first replica writes.
 
     Args:
         module: the pipeline.
-        directory: made if need be.
+        directory: created if it is missing.
         engine: saves a state dict with ``save(state_dict, path)``; None for torch.save.
         exclude_frozen: leave frozen parameters out.
     """
@@ -53,7 +53,7 @@ def save_layers(module: PipelineModule, directory: str | Path, engine: Any, excl
         frozen = {
             name for name, each in layer.named_parameters() if exclude_frozen and not each.requires_grad
         }
-        # Copies, since what lies in a flat buffer would be saved with all of it.
+        # Copies, since a view into a flat buffer would be saved with the complete buffer.
         state = {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for name, value in layer.state_dict().items()
@@ -72,8 +72,8 @@ def load_layers(module: PipelineModule, directory: str | Path, engine: Any, stri
     Args:
         module: the pipeline.
         directory: of the files.
-        engine: loads a state dict with ``load(path, map_location)``; None for torch.load of tensors alone.
-        strict: refuse other names than a layer has.
+        engine: loads a state dict with ``load(path, map_location)``; None for torch.load with ``weights_only``.
+        strict: refuse missing and unexpected names.
 
     Raises:
         CheckpointError: a file is missing.

@@ -1,4 +1,4 @@
-"""Layers that a pipeline builds when it knows which stage has them."""
+"""Layer specifications, which a pipeline builds once it knows the stage of each layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LayerSpec:
 
     Args:
         typename: a class of modules.
-        module_args, module_kwargs: what it is built with.
+        module_args, module_kwargs: its arguments.
 
     Raises:
-        ConfigError: ``typename`` is no class of modules.
+        ConfigError: ``typename`` is not a class of modules.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> torch.nn.Module:
-        """Make the layer; ``log`` is accepted for DeepSpeed's signature."""
+        """Build the layer; ``log`` exists for compatibility with DeepSpeed."""
         module: torch.nn.Module = self.typename(*self.module_args, **self.module_kwargs)
         return module
 
@@ -47,14 +47,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares parameters with all others of the same ``key``, also of other stages.
+    """A layer that shares parameters with all others of the same ``key``, also those of other stages.
 
     Args:
-        key: what those have in common; the layer is built once in each stage.
+        key: of the layers that share parameters; each stage builds the layer once.
         typename: a class of modules.
-        module_args, module_kwargs: what it is built with.
+        module_args, module_kwargs: its arguments.
         forward_fn: called with (module, input) in place of the module itself.
-        tied_weight_attr: names of the shared parameters in the module, dotted where they are deeper.
+        tied_weight_attr: names of the shared parameters in the module, with dots for submodules.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ Layer = torch.nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 def checked_layers(candidates: Any) -> list[Layer]:
-    """The layers that a PipelineModule is given.
+    """The layers that are passed to a PipelineModule, checked.
 
     Raises:
-        ConfigError: it is no sequence of them, or one of them is none.
+        ConfigError: ``candidates`` is not a sequence, or an element is not a layer.
     """
     if not isinstance(candidates, Iterable) or isinstance(candidates, str | Mapping | torch.nn.ModuleDict):
         raise ConfigError(
@@ -100,7 +100,7 @@ def checked_layers(candidates: Any) -> list[Layer]:
 
 
 def name_of(layer: Layer) -> str:
-    """What a layer is called where it is shown, and where a pattern looks for it."""
+    """The name of a layer in messages and for patterns: its class or function name."""
     if isinstance(layer, LayerSpec):
         return str(layer.typename.__name__)
     if isinstance(layer, torch.nn.Module):
@@ -109,9 +109,9 @@ def name_of(layer: Layer) -> str:
 
 
 def trained_numel(layer: Layer) -> int:
-    """Elements of a layer's trainable parameters. One that is not built is built for it, without memory where it can be.
+    """The number of elements of a layer's trainable parameters.
 
-    The random numbers that come next are the same as without the call.
+    A specification is built for it, on the meta device if possible. The random generators are unchanged afterwards.
     """
     if isinstance(layer, LayerSpec):
         layer = draft(layer)
@@ -121,10 +121,10 @@ def trained_numel(layer: Layer) -> int:
 
 
 def draft(spec: LayerSpec) -> torch.nn.Module:
-    """A layer to look at, built without memory where it can be. The random numbers that come next stay the same."""
+    """Build a layer for inspection, on the meta device if possible. The random generators are unchanged afterwards."""
     with torch.random.fork_rng():
         try:
             with torch.device("meta"):
                 return spec.build()
-        except (RuntimeError, TypeError):  # it computes with values, or names a device
+        except (RuntimeError, TypeError):  # its constructor computes with values, or names a device
             return spec.build()

@@ -1,10 +1,10 @@
-"""Where messages stand among the computations of ranks, so that the two ranks of each always meet. Pure.
+"""Places messages between the computations of a pipeline so that no rank deadlocks. Pure.
 
-The computations of all ranks are run on paper, whole backward passes in two units of time and all others in one, and every
-message is dated by the end of what made it. All ranks send and receive in the order of these dates, which is one order for
-all: so the earliest message that is not done is what both of its ranks come to next, and nobody waits for ever, however long
-computations take in truth, and even where messages block. A message stands before the first computation that begins after
-it, in the list of its sender and of its receiver alike.
+The computations of all ranks are simulated: complete backward passes take two units of time, all others one. Each message
+gets the time at which the computation that produces it ends. All ranks send and receive in the order of these times, which
+is the same on all ranks. So both ranks of the earliest pending message reach it next, and no rank deadlocks, however long
+computations really take, even if messages block. On its sender and on its receiver, a message is placed before the first
+computation that begins after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Steps = tuple[tuple[Instruction, ...], ...]
 
 
 class _Message(NamedTuple):
-    """What a computation has made for another place; compared by date, and by its ranks where that is the same."""
+    """The output of a computation on its way to another chunk; ordered by date, then by ranks."""
 
     date: int
     sender: int
@@ -30,14 +30,14 @@ class _Message(NamedTuple):
 
 
 def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> tuple[Steps, ...]:
-    """The schedules of all ranks: their computations, with loading and messages in between.
+    """The schedules of all ranks: their computations with loads and messages in between.
 
     Args:
         computations: of each rank, in order.
-        chunks: parts of the model on each rank.
+        chunks: chunks of the model on each rank.
 
     Raises:
-        UsageError: the computations wait for one another for ever.
+        UsageError: the computations wait for each other in a circle.
     """
     ranks = len(computations)
     begins = _begins(computations, chunks)
@@ -54,7 +54,7 @@ def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> t
 
 
 def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[list[int]]:
-    """When each computation begins, as early as it can."""
+    """The earliest time at which each computation can begin."""
     ranks = len(computations)
     todo = [deque(order) for order in computations]
     begins: list[list[int]] = [[] for _ in computations]
@@ -82,7 +82,7 @@ def _duration(computation: Instruction) -> int:
 
 
 def _needed(rank: int, computation: Instruction, ranks: int, chunks: int) -> tuple[int, Instruction] | None:
-    """The computation, and its rank, whose message ``computation`` waits for."""
+    """The rank and computation whose message ``computation`` waits for; None if it waits for none."""
     place = Place(rank, computation.chunk)
     if computation.action is Action.FORWARD:
         other = place.before(ranks)
@@ -120,7 +120,7 @@ def _steps(
     ranks: int,
     chunks: int,
 ) -> Iterator[tuple[Instruction, ...]]:
-    """A step for each computation, with what stands before it; and one for the messages after the last."""
+    """One step for each computation, with the messages and loads before it; and one for the messages after the last."""
     mine = deque(each for each in messages if rank in (each.sender, each.receiver))
 
     def until(date: float) -> Iterator[Instruction]:

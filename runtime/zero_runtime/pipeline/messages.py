@@ -1,9 +1,9 @@
-"""What stages send each other, as numbers: a header that says which tensors come, in which shapes and structure. Pure.
+"""Headers of the messages between pipeline stages: dtypes, shapes and structure of the tensors, as numbers. Pure.
 
 A header is 256 int32, in DeepSpeed's layout: for one tensor ``0, dtype, dimensions, sizes...``; for a tuple of tensors
-``2, their number`` and ``dtype, dimensions, sizes...`` of each. Anything else (lists, dictionaries, nested tuples, values
-that are no tensors, tuples too long for 256 numbers) is ``3, n``, and n more numbers follow in a message of their own: the
-number of tensors, the same of each, and the structure as JSON, a number for each byte.
+``2, their number`` and ``dtype, dimensions, sizes...`` of each. All other values (lists, dictionaries, nested tuples,
+values that are not tensors, tuples too long for 256 numbers) are ``3, n``. A second message with n numbers follows: the
+number of tensors, the same for each tensor, and the structure as JSON, one number for each byte.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class TensorForm(NamedTuple):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it: for all floating-point and complex tensors."""
+        """Whether the receiver sends a gradient back: for floating-point and complex tensors."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Room for such a tensor."""
+        """An uninitialized tensor of this form."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Form(NamedTuple):
-    """All that is the same of two messages whose tensors differ in values alone.
+    """The form of a message: everything but the values of its tensors.
 
     Attributes:
         tensors: in the order in which they are sent.
@@ -55,7 +55,7 @@ class Form(NamedTuple):
     structure: str | None
 
     def header(self) -> tuple[list[int], list[int]]:
-        """The numbers of the header, and of the message that follows it; that is empty in most cases."""
+        """The numbers of the header, and those of the second message, which is empty in most cases."""
         plain = [number for each in self.tensors for number in _encode(each)]
         if self.structure is None:
             return [_TENSOR, *plain], []
@@ -67,7 +67,7 @@ class Form(NamedTuple):
         return [_NESTED, len(more)], more
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value that a message of this form stands for."""
+        """The value that was sent, from the ``tensors`` of a message of this form."""
         if self.structure is None:
             return tensors[0]
         if self.structure == "tuple":
@@ -86,7 +86,7 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
     """The form of ``value``, and its tensors.
 
     Raises:
-        UsageError: it holds something that cannot be sent: no tensor, number, text or None, or a tensor of a strange kind.
+        UsageError: it holds a value other than tensors, numbers, strings and None, or a tensor that cannot be sent.
     """
     leaves, structure = tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -117,7 +117,7 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
 
 
 def more_numel(header: Sequence[int]) -> int:
-    """How many numbers follow the header in a message of their own."""
+    """How many numbers follow the header in a second message."""
     return header[1] if header[0] == _NESTED else 0
 
 

@@ -1,4 +1,4 @@
-"""A model as a sequence of layers, of which each stage of a pipeline has a run."""
+"""``PipelineModule``: a model as a sequence of layers that is partitioned into pipeline stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_METHOD = "parameters"
 
 
 class PipelineModule(torch.nn.Module):
-    """Layers of which each gets what the one before returns. A rank builds those of its own stage.
+    """A sequence of layers, each called with the output of the previous one. A rank builds only the layers of its stage.
 
     ::
 
@@ -42,27 +42,27 @@ class PipelineModule(torch.nn.Module):
 
     Args:
         layers: modules, ``LayerSpec``s, ``TiedLayerSpec``s and functions of one argument; also a ``torch.nn.Sequential``.
-        num_stages: how many stages there are. Without it and without ``topology`` the layers are dealt out, and built, by
-            ``initialize``, whose configuration says it (``pipeline_parallel.pp_size`` or ``pipeline.stages``); until then
-            the model has no parameters. The same where torch.distributed is not initialised yet.
+        num_stages: number of stages. Without it and without ``topology``, ``initialize`` assigns and builds the layers
+            according to the configuration (``pipeline_parallel.pp_size`` or ``pipeline.stages``); until then the model has
+            no parameters. The same holds if torch.distributed is not initialized yet.
         topology: the axes of all ranks, one of which is ``pipe``, in place of ``num_stages``.
         loss_fn: called with (output of the last layer, labels); without it the output is the loss.
         seed_layers: seed the random generators by layer, before each is built and before it runs.
-        seed_fn: called with a seed, to do that.
+        seed_fn: called with a seed, in place of seeding all generators.
         base_seed: the seed of layer 0.
-        partition_method: ``uniform`` (as many layers each), ``parameters`` (as many trainable elements), ``type:REGEX`` (as
-            many layers whose class is called so, any case), ``profile`` (as much time: forward and backward passes of each
-            layer are measured on rank 0). Default: what the configuration says, else ``parameters``.
+        partition_method: what to balance between stages: ``uniform`` (layers), ``parameters`` (trainable elements),
+            ``type:REGEX`` (layers whose class name matches, in any case), ``profile`` (time: forward and backward passes of
+            each layer are measured on rank 0). Default: the configuration's method, else ``parameters``.
         activation_checkpoint_interval: layers between two activation checkpoints; 0 for none.
-        activation_checkpoint_func: does them.
-        checkpointable_layers: class names; only runs of these are checkpointed. Default: all with parameters.
-        dynamic_shape: what stages send each other may change its shapes and dtypes from one micro-batch to the next.
+        activation_checkpoint_func: the function that checkpoints a call.
+        checkpointable_layers: class names; only sequences of these are checkpointed. Default: all with parameters.
+        dynamic_shape: shapes and dtypes of activations may change from one micro-batch to the next.
         sample_input: of the first layer, for ``profile``; default: the first batch of the training data.
-        virtual_stages: parts of the model on each stage, dealt out in turn, for the schedule ``interleaved``. Default: what
-            the configuration says, else 1.
+        virtual_stages: chunks of the model on each stage, assigned in turn, for the schedule ``interleaved``. Default: the
+            configuration's number, else 1.
 
     Raises:
-        ConfigError: an argument that cannot be used; fewer layers than stages; stages that do not divide the ranks.
+        ConfigError: an argument is invalid; there are fewer layers than stages; the stages do not divide the ranks.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -97,8 +97,8 @@ class PipelineModule(torch.nn.Module):
         self.virtual_stages = 1
         self.wanted_virtual_stages = virtual_stages
         self.forward_funcs: list[Callable[[Any], Any]] = []
-        self.layer_numbers: list[int] = []  # of the layers of forward_funcs in the whole model
-        self._layer_ranges: list[range] = []  # of forward_funcs, for each part
+        self.layer_numbers: list[int] = []  # of the layers of forward_funcs in the complete model
+        self._layer_ranges: list[range] = []  # indices into forward_funcs, for each chunk
         self.tied_modules = torch.nn.ModuleDict()
         self.ties: list[ties.Tie] = []
         self.wanted: ProcessTopology | int | None = num_stages
@@ -112,13 +112,12 @@ class PipelineModule(torch.nn.Module):
         if self.wanted is not None and comm.is_initialized() and not unmeasured:
             self.deal(PipelineGrid(self._topology()), self.partition_method, chunks=virtual_stages or 1)
             return
-        for number, layer in enumerate(
-            self._layer_specs
-        ):  # so that their parameters are there to be chosen from
+        # Until layers are assigned to stages, scripts can select parameters of modules that exist already.
+        for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, torch.nn.Module):
                 self.add_module(str(number), layer)
 
-    # Dealing out.
+    # Assigning layers to stages.
 
     def _check_arguments(self) -> None:
         for number, layer in enumerate(self._layer_specs):
@@ -148,22 +147,22 @@ class PipelineModule(torch.nn.Module):
 
     @property
     def layers(self) -> list[Layer]:
-        """All layers, as they were given."""
+        """All layers, as they were passed."""
         return self._layer_specs
 
     @property
     def is_dealt(self) -> bool:
-        """Whether the layers are dealt out and built."""
+        """Whether the layers are assigned to stages and built."""
         return self.grid is not None
 
     def deal(self, grid: PipelineGrid, method: str | None, sample: Any = None, chunks: int = 1) -> None:
-        """Deal the layers out to the stages of ``grid`` and build those of this rank's. All ranks must call it.
+        """Assign the layers to the stages of ``grid`` and build those of this rank's stage. All ranks must call it.
 
         Args:
             grid: the ranks.
             method: as ``partition_method``.
-            sample: an input of the first layer, for ``profile``, where the module has none.
-            chunks: parts of the model on each stage.
+            sample: an input of the first layer, for ``profile``, if the module has none.
+            chunks: chunks of the model on each stage.
 
         Raises:
             ConfigError: as :meth:`bounds`.
@@ -179,7 +178,7 @@ class PipelineModule(torch.nn.Module):
         self.ties = ties.make_ties(self._layer_specs, bounds, dict(self.tied_modules), grid.processes)
 
     def move_to(self, grid: PipelineGrid) -> None:
-        """Let further axes stand beside stages and replicas, of which this rank's stage stays. All ranks must call it."""
+        """Use a grid with further axes besides stages and replicas; this rank's stage stays. All ranks must call it."""
         assert self.grid is not None
         if (grid.num_stages, grid.stage) != (self.num_stages, self.stage_id):
             raise ConfigError(
@@ -190,7 +189,7 @@ class PipelineModule(torch.nn.Module):
         self.ties = ties.make_ties(self._layer_specs, self.parts, dict(self.tied_modules), grid.processes)
 
     def bounds(self, stages: int, method: str, sample: Any = None) -> list[int]:
-        """Where the layers of each of ``stages``, or of as many parts, begin and end under ``method``.
+        """The first layer of each of ``stages`` stages or chunks under ``method``, and the end of the last one.
 
         Raises:
             ConfigError: an unknown method, a pattern that no layer matches, or fewer layers than stages.
@@ -223,7 +222,7 @@ class PipelineModule(torch.nn.Module):
 
     def _clear(self) -> None:
         for name in list(self._modules):
-            if name != "loss_fn":  # a loss that is a module is every stage's
+            if name != "loss_fn":  # every stage keeps a loss that is a module
                 del self._modules[name]
         self.tied_modules = torch.nn.ModuleDict()
         self.forward_funcs, self.layer_numbers, self._layer_ranges = [], [], []
@@ -250,7 +249,7 @@ class PipelineModule(torch.nn.Module):
     # Running.
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
-        """Run the layers of this stage, or of its part ``chunk``."""
+        """Run the layers of this stage, or of its chunk ``chunk``."""
         if not self.is_dealt:
             raise UsageError(
                 "the layers of this PipelineModule are not dealt out to stages yet; zero_runtime.initialize does that"
@@ -290,7 +289,7 @@ class PipelineModule(torch.nn.Module):
             )
         self.activation_checkpoint_interval = interval
 
-    # What others ask.
+    # Queries.
 
     def _dealt(self) -> PipelineGrid:
         if self.grid is None:
@@ -312,9 +311,9 @@ class PipelineModule(torch.nn.Module):
         return self.num_stages
 
     def partitions(self) -> list[int]:
-        """Stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``.
+        """The bounds of stages: stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``.
 
-        With virtual stages these are the bounds of all parts, of which stage s has every ``num_stages``-th from part s on.
+        With virtual stages these are the bounds of all chunks, of which stage s has every ``num_stages``-th from chunk s on.
         """
         return self.parts
 
@@ -329,40 +328,40 @@ class PipelineModule(torch.nn.Module):
         return self._dealt().topology
 
     def mpu(self) -> PipelineGrid:
-        """The ranks and groups along each axis, with the methods that Megatron calls a model-parallel unit."""
+        """The ranks and groups along each axis, with the methods of Megatron's model-parallel unit."""
         return self._dealt()
 
     # Files of layers.
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """The file of a layer of this stage, by its number in it, as :meth:`save_state_dict` writes it."""
+        """The file of layer ``local_layer_idx`` of this stage, as :meth:`save_state_dict` writes it."""
         number = self.layer_numbers[local_layer_idx]
         return str(layer_files.layer_file(ckpt_dir, number, layer_files.slice_name(self)))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The files of that layer which are there, of all ranks that share its tensors."""
+        """The existing files of layer ``local_layer_idx`` of this stage, of all tensor-parallel ranks."""
         paths = layer_files.layer_files(ckpt_dir, self.layer_numbers[local_layer_idx])
         return [str(each) for each in paths]
 
     def save_state_dict(
         self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
     ) -> None:
-        """Write a file for each layer of this stage, in DeepSpeed's names; the first replica does it.
+        """Write a file for each layer of this stage, under DeepSpeed's names; only the first replica writes.
 
         Args:
-            save_dir: of the files; made if need be.
+            save_dir: of the files; created if it is missing.
             checkpoint_engine: saves a state dict with ``save(state_dict, path)``; default: torch.save.
             exclude_frozen_params: leave frozen parameters out.
         """
         layer_files.save_layers(self, save_dir, checkpoint_engine, exclude_frozen_params)
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
-        """Read the files of this stage's layers, whatever stages wrote them. An optimizer does not see it.
+        """Read the files of this stage's layers, whatever stages wrote them. An optimizer's masters are not updated.
 
         Args:
             load_dir: of the files.
-            checkpoint_engine: loads a state dict with ``load(path, map_location)``; default: torch.load of tensors alone.
-            strict: refuse other names than a layer has.
+            checkpoint_engine: loads a state dict with ``load(path, map_location)``; default: torch.load, weights only.
+            strict: refuse missing and unexpected names.
 
         Raises:
             CheckpointError: a file is missing.
@@ -370,7 +369,7 @@ class PipelineModule(torch.nn.Module):
         layer_files.load_layers(self, load_dir, checkpoint_engine, strict)
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Sum the gradients of tied parameters over the stages that share them; ``train_batch`` does it by itself."""
+        """Sum the gradients of tied parameters over the stages that share them; ``train_batch`` does it automatically."""
 
         def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
             if parameter.grad is None:
@@ -384,7 +383,7 @@ class PipelineModule(torch.nn.Module):
         return None
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compile each layer with torch.compile, whose arguments these are."""
+        """Compile each layer with torch.compile and these arguments."""
         for number, layer in enumerate(self.forward_funcs):
             if isinstance(layer, torch.nn.Module):
                 layer.compile(*arguments, **options)
@@ -393,7 +392,7 @@ class PipelineModule(torch.nn.Module):
 
 
 def stages_of(module: PipelineModule) -> int | None:
-    """The number of stages that ``module`` was made for; None where the configuration is to say it."""
+    """The number of stages that ``module`` was made for; None if the configuration has to set it."""
     if isinstance(module.wanted, ProcessTopology):
         return module.wanted.size(PIPE)
     return module.wanted

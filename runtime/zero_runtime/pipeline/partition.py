@@ -1,4 +1,4 @@
-"""Dealing layers out to stages: consecutive runs of them. Pure arithmetic."""
+"""Partition of layers into stages of consecutive layers. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Bounds = list[int]  # stage s has the layers from bounds[s] to bounds[s + 1]
 
 
 def uniform(layers: int, stages: int) -> Bounds:
-    """As many layers for each stage; the first stages have one more where they do not divide evenly."""
+    """The same number of layers for each stage; if they do not divide evenly, the first stages have one more."""
     _check(layers, stages)
     size, more = divmod(layers, stages)
     return [stage * size + min(stage, more) for stage in range(stages + 1)]
 
 
 def balanced(weights: Sequence[float], stages: int) -> Bounds:
-    """Runs of layers whose heaviest and lightest differ least in weight; DeepSpeed 0.19.8's rule.
+    """The partition with the smallest difference between the heaviest and the lightest stage; DeepSpeed 0.19.8's rule.
 
-    Of the ways that come to the same, the one whose last cuts are latest. Every stage gets at least one layer.
+    Among equal partitions, the one whose last bounds are latest. Every stage gets at least one layer.
     """
     count = len(weights)
     _check(count, stages)
@@ -57,7 +57,7 @@ def _check(layers: int, stages: int) -> None:
 
 
 def unknown_method(method: object) -> ConfigError:
-    """What to say of a partition method that is none."""
+    """The error for an unknown partition method."""
     return ConfigError(
         f"partition_method is {method!r}; expected uniform, parameters, profile, or type: and a pattern of class names "
         "such as type:transformer"

@@ -1,4 +1,4 @@
-"""Which schedule the steps of a pipeline follow."""
+"""The plan of a pipeline: its schedule by name, for a number of stages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEFAULT_CHUNKS = 2
 
 
 class Plan(NamedTuple):
-    """A schedule by the name that a configuration gives it, for a number of stages.
+    """A schedule by its name in the configuration, for a number of stages.
 
     Attributes:
         name: 1f1b, gpipe, interleaved or zero_bubble.
         stages: ranks that share a model.
-        chunks: parts of the model on each; 1 but for interleaved.
+        chunks: chunks of the model on each rank; 1 except for interleaved.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
 
     @property
     def begins_messages(self) -> bool:
-        """Whether its messages are only begun, and waited for later, not sent and received one after the other."""
+        """Whether its messages are asynchronous: started, and waited for later."""
         return self.name in (INTERLEAVED, ZERO_BUBBLE)
 
     @property
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         return self.name == ZERO_BUBBLE
 
     def check(self, micro_batches: int) -> None:
-        """Raise ConfigError where there is no such step of ``micro_batches``."""
+        """Raise ConfigError if the schedule does not support ``micro_batches`` in a step."""
         if self.name == INTERLEAVED and micro_batches % self.stages:
             raise ConfigError(
                 f"pipeline_parallel.schedule interleaved works on {self.stages} micro-batches at a time, one for each "
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
             )
 
     def training(self, micro_batches: int, stage: int) -> Schedule:
-        """What the rank of ``stage`` does in a step."""
+        """The schedule of a training step on the rank of ``stage``."""
         if self.name == INTERLEAVED:
             return schedules.interleaved(self.stages, micro_batches, stage, self.chunks)
         functions = {

@@ -1,4 +1,4 @@
-"""From a PipelineModule and a configuration to a stage that is built: how many stages there are, and what they get."""
+"""Prepares a PipelineModule for training: reconciles it with the configuration and builds this rank's stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zero_runtime.pipeline.plan import DEFAULT_CHUNKS, INTERLEAVED, Plan
 
 
 def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
-    """The number of stages that ``model`` and the configuration agree on; 1 for a model that is no pipeline.
+    """The number of stages that ``model`` and the configuration agree on; 1 for a model that is not a pipeline.
 
     Raises:
-        ConfigError: nobody says it, both do and differ, or the configuration asks for stages of a model that has no layers.
+        ConfigError: neither sets it, both do and differ, or the configuration sets stages for a model that is no pipeline.
     """
     if not isinstance(model, PipelineModule):
         if config.stages is not None and config.stages > 1:
@@ -60,12 +60,12 @@ def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan
     """The schedule that ``model`` and the configuration agree on.
 
     Args:
-        model: a pipeline, whose layers may not be dealt out yet.
-        config: what the configuration says.
-        stages: as many as :func:`stages_for` says.
+        model: a pipeline, whose layers may not be assigned to stages yet.
+        config: the pipeline keys of the configuration.
+        stages: the result of :func:`stages_for`.
 
     Raises:
-        ConfigError: they say different numbers of virtual stages, or several with another schedule than interleaved.
+        ConfigError: their numbers of virtual stages differ, or there are several with a schedule other than interleaved.
     """
     mine = model.virtual_stages if model.is_dealt else model.wanted_virtual_stages
     configured = config.virtual_stages
@@ -90,23 +90,23 @@ def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan
 
 
 def plan_of(model: PipelineModule, config: PipelineConfig) -> Plan:
-    """The schedule of a model that is dealt out as the configuration says."""
+    """The schedule of a model whose layers are assigned to stages."""
     return plan_for(model, config, model.num_stages)
 
 
 def prepare(
     model: PipelineModule, config: RuntimeConfig, stages: int, sample: Callable[[], Any] | None
 ) -> Parallelism:
-    """Deal the layers of ``model`` out, unless they are, as the configuration says. All ranks must call it.
+    """Assign the layers of ``model`` to stages by the configuration, unless they are already. All ranks must call it.
 
     Args:
         model: the pipeline.
         config: the configuration.
-        stages: as many as :func:`stages_for` says.
-        sample: gives an input of the first layer, for the method ``profile``.
+        stages: the result of :func:`stages_for`.
+        sample: returns an input of the first layer, for the method ``profile``.
 
     Raises:
-        ConfigError: as ``PipelineModule.deal``; or the model was dealt out in another way than the configuration says.
+        ConfigError: as ``PipelineModule.deal``; or the model's existing assignment contradicts the configuration.
     """
     plan = plan_for(model, config.pipeline, stages)
     _check_plan(plan, model, config)
@@ -167,7 +167,7 @@ def _check_same(model: PipelineModule, method: str) -> None:
 
 
 def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> ProcessTopology:
-    """The axes of all ranks: those of the model's own topology, or those that the configuration names."""
+    """The axes of all ranks: those of the model's own topology, else those of the configuration."""
     replicas = config.parallel.replicas(comm.get_world_size(), stages)
     if isinstance(model.wanted, ProcessTopology):
         topology = model.wanted.widened(PIPE, DATA)
@@ -193,12 +193,12 @@ def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> Proc
 
 
 def own_parameters(model: PipelineModule, given: Any, unknown: bool) -> list[Any] | None:
-    """Of ``model_parameters`` those of this rank's stage; None for all of them.
+    """The ``model_parameters`` of this rank's stage; None for all of them.
 
     Args:
-        model: dealt out.
+        model: whose layers are assigned to stages.
         given: tensors or param groups; None for all.
-        unknown: whether the layers were not dealt out when they were given, so that the model did not have them all.
+        unknown: whether the layers had not been assigned when they were passed, so that the model lacked parameters.
 
     Raises:
         ConfigError: param groups of a model whose layers were not built yet.

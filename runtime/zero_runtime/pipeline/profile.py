@@ -1,4 +1,4 @@
-"""How long each layer takes, measured on rank 0: for dealing layers out by time."""
+"""Profile of a pipeline's layers on rank 0, for the partition by time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROUNDS: Final = 3
 
 
 def layer_seconds(layers: Sequence[Layer], sample: Any) -> list[float]:
-    """Seconds of one forward and backward pass of each layer: the median of three on rank 0, which all ranks get.
+    """Seconds of one forward and backward pass of each layer: the median of three on rank 0, sent to all ranks.
 
     Args:
         layers: built one at a time.
-        sample: an input of the first one.
+        sample: an input of the first layer.
 
     Raises:
-        ConfigError: there is no sample, or a layer does not run on what it gets.
+        ConfigError: there is no sample, or a layer fails on its input.
     """
     group = DataParallelGroup()
     if sample is None:
@@ -71,7 +71,7 @@ def _measure(layers: Sequence[Layer], sample: Any, device: torch.device) -> list
 
 
 def _runnable(layer: Layer, tied: dict[str, torch.nn.Module], device: torch.device) -> Callable[[Any], Any]:
-    """The layer, built where it is not; of tied ones the first, which is kept in ``tied``."""
+    """The layer, built if necessary; tied layers share the first one, which ``tied`` holds."""
     if isinstance(layer, TiedLayerSpec):
         if layer.key not in tied:
             tied[layer.key] = layer.build().to(device)

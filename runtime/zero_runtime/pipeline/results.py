@@ -1,4 +1,4 @@
-"""What the last stage has found, and how the others learn of it."""
+"""Losses and outputs of the last stage, and their communication to the other stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _METRIC: Final = hooks.tag("metric")
 
 
 def mean_of(values: Sequence[Any], grid: PipelineGrid | None = None) -> Any:
-    """The mean of tensors, or of tuples of them, one by one; with ``grid`` over the replicas too, one all_reduce each."""
+    """The element-wise mean of tensors, or of tuples of tensors; with ``grid`` also over replicas, one all_reduce each."""
     columns = [tree_flatten(value)[0] for value in values]
     structure = tree_flatten(values[0])[1]
     means = []
@@ -31,7 +31,7 @@ def mean_of(values: Sequence[Any], grid: PipelineGrid | None = None) -> Any:
 
 
 def share_loss(mean: torch.Tensor, grid: PipelineGrid) -> torch.Tensor:
-    """The mean loss of all replicas, on every rank. As DeepSpeed sends it: with that of the replica itself.
+    """The mean loss of all replicas, on every rank. As in DeepSpeed, the message also has the replica's own loss.
 
     Args:
         mean: the loss of this replica, 0-D, on the last stage; anything elsewhere.
@@ -47,7 +47,7 @@ def share_loss(mean: torch.Tensor, grid: PipelineGrid) -> torch.Tensor:
 
 
 def share_result(result: torch.Tensor | None, grid: PipelineGrid) -> torch.Tensor:
-    """The one number that the last stage has found, on every stage."""
+    """The one-element ``result`` of the last stage, on every stage."""
     shared = torch.zeros((), device=grid.device) if result is None else result.float().reshape(()).clone()
     if grid.num_stages > 1:
         grid.pipe.broadcast(shared, grid.num_stages - 1, why=_METRIC)

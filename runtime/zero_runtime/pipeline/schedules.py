@@ -1,6 +1,6 @@
-"""Schedules of pipelines as pure functions: from numbers of stages and micro-batches to what each rank does, in order.
+"""Pipeline schedules as pure functions from numbers of stages and micro-batches to a rank's instructions.
 
-A schedule is a tuple of steps, a step a tuple of instructions.
+A schedule is a tuple of steps, and a step is a tuple of instructions.
 
 =====================  ============================================  ======================================  ==============
 schedule               idle share of a rank (F = B)                  live activations of rank r of P         source
@@ -30,11 +30,11 @@ Schedule = tuple[Step, ...]
 
 
 def one_f_one_b(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """One forward, one backward: as DeepSpeed's TrainSchedule, instruction by instruction.
+    """One forward, one backward: the same instructions as DeepSpeed's TrainSchedule.
 
-    All stages step together: at time t, stage s runs the forward pass of micro-batch (t - s) / 2 where that is whole, else
-    the backward pass of (t - (2P - 1 - s)) / 2. Of two neighbours one sends first and the other one receives first, at every
-    time: messages that block cannot deadlock.
+    All stages run in lockstep: at time t, stage s runs the forward pass of micro-batch (t - s) / 2 if that is an integer,
+    else the backward pass of (t - (2P - 1 - s)) / 2. At every time, one of two neighbors sends first and the other receives
+    first, so blocking messages cannot deadlock.
     """
     _check(stages, micro_batches, stage)
 
@@ -67,7 +67,7 @@ def _lockstep(time: int, stage: int, stages: int, valid: Callable[[int], bool]) 
 
 
 def inference(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """Forward passes alone. Even stages send before they receive, and odd ones receive first, as in DeepSpeed."""
+    """Forward passes only. Even stages send before they receive, and odd ones receive first, as in DeepSpeed."""
     _check(stages, micro_batches, stage)
     return tuple(
         tuple(_inference_step(time - stage, stage, stages, micro_batches))
@@ -102,9 +102,9 @@ def gpipe(stages: int, micro_batches: int, stage: int) -> Schedule:
 
 
 def zero_bubble(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """ZB-H1: 1F1B whose weights' gradients are computed later, where a rank would be idle, with 1F1B's peak of activations.
+    """ZB-H1: 1F1B that computes weight gradients later, when a rank would be idle, with 1F1B's peak of activations.
 
-    Stage s puts them off by s micro-batches, so that every stage has some left for the end of the step.
+    Stage s delays them by s micro-batches, so that every stage has some left for the end of the step.
     """
     _check(stages, micro_batches, stage)
     return _zero_bubble(stages, micro_batches)[stage]
@@ -129,10 +129,10 @@ def _with_late_weights(stages: int, micro_batches: int, stage: int) -> Iterator[
 
 
 def interleaved(stages: int, micro_batches: int, stage: int, chunks: int = 2) -> Schedule:
-    """1F1B over ``chunks`` parts of the model on each rank, dealt out in turn: rank r has the parts r, r + P, r + 2P, ...
+    """1F1B over ``chunks`` chunks of the model on each rank, assigned in turn: rank r has the chunks r, r + P, r + 2P, ...
 
     Raises:
-        ConfigError: the ranks do not divide the micro-batches.
+        ConfigError: the number of micro-batches is not a multiple of the ranks.
     """
     _check(stages, micro_batches, stage)
     if chunks < 1 or micro_batches % stages:
@@ -164,7 +164,7 @@ def _in_turn(stages: int, micro_batches: int, stage: int, chunks: int) -> list[I
 
 
 def interleaved_inference(stages: int, micro_batches: int, stage: int, chunks: int) -> Schedule:
-    """Forward passes alone over ``chunks`` parts on each rank: up to as many micro-batches as ranks, part after part."""
+    """Forward passes only, over ``chunks`` chunks on each rank: up to as many micro-batches as ranks, chunk after chunk."""
     _check(stages, micro_batches, stage)
     return _interleaved_inference(stages, micro_batches, chunks)[stage]
 
@@ -181,7 +181,7 @@ def _interleaved_inference(stages: int, micro_batches: int, chunks: int) -> tupl
 
 
 def _communicating(order: Iterable[Instruction], stages: int, rank: int) -> Schedule:
-    """The messages around computations: each receives what it needs right before, and sends what it made right after."""
+    """Add messages to computations: receive the input right before each, and send the output right after it."""
     return tuple(tuple(_with_messages(each, stages, rank)) for each in order)
 
 
@@ -202,20 +202,20 @@ def _with_messages(computation: Instruction, stages: int, rank: int) -> Iterator
 
 
 def idle_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """The share of a step in which a rank is idle, with stages of equal time: (P-1) / (VM+P-1)."""
+    """The idle share of a rank's step if all stages take equal time: (P-1) / (VM+P-1)."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 def zero_bubble_idle_fraction(
     stages: int, micro_batches: int, forward: float, backward: float, weight: float
 ) -> float:
-    """The same with ZB-H1: (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W)), of times in one unit."""
+    """The idle share with ZB-H1: (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W)), with times in any one unit."""
     idle = (stages - 1) * (forward + backward - weight)
     return idle / (micro_batches * (forward + backward + weight) + idle)
 
 
 def live_activations(stages: int, micro_batches: int, stage: int) -> int:
-    """Micro-batches whose activations a stage holds at once under 1F1B: min(P - s, M)."""
+    """The number of micro-batches whose activations a stage holds at a time under 1F1B: min(P - s, M)."""
     return min(stages - stage, micro_batches)
 
 

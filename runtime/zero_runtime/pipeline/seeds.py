@@ -1,4 +1,4 @@
-"""Seeds of single layers, so that their initial values do not depend on which stage builds them."""
+"""Seeds for each layer, so that initial values do not depend on the stage that builds the layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class LayerSeeds:
     """Seeds the random generators before a layer is built, and before it runs.
 
     Args:
-        active: otherwise nothing is seeded.
+        active: False seeds nothing.
         function: called with a seed, in place of seeding Python's, NumPy's and torch's generators.
         base: the seed of layer 0.
 
-    A rank may have several parts of the model, whose forward passes are counted apart.
+    A rank may have several chunks of the model; forward passes are counted separately for each.
     """
 
     def __init__(self, active: bool, function: Callable[[int], object] | None, base: int) -> None:
@@ -27,17 +27,17 @@ class LayerSeeds:
         self._function = function or seed_all
 
     def before_building(self, layer: int) -> None:
-        """Layer number ``layer`` is built next."""
+        """Seed for building layer number ``layer``."""
         if self.active:
             self._function(self.base + layer)
 
     def begin_pass(self, chunk: int) -> int:
-        """The number of the forward pass of part ``chunk`` that begins now, from 1."""
+        """Count a forward pass of chunk ``chunk``. Returns its number, from 1."""
         self._passes[chunk] = self._passes.get(chunk, 0) + 1
         return self._passes[chunk]
 
     def before_running(self, layer: int, number: int) -> None:
-        """Layer number ``layer`` runs next, in forward pass ``number``, counted from 1; DeepSpeed 0.19.8's seed."""
+        """Seed for layer number ``layer`` in forward pass ``number``, from 1, as DeepSpeed 0.19.8 does."""
         if self.active:
             self._function(self.base * (number + 1) + layer)
 

@@ -1,4 +1,4 @@
-"""Running schedules on paper: when each instruction begins and ends, who waits, and what is alive meanwhile. Pure."""
+"""Simulation of pipeline schedules: times of instructions, waits, and live activations. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LETTERS: Final = {
 
 
 class Event(NamedTuple):
-    """An instruction of a rank, with the times between which it ran."""
+    """An instruction of a rank, with its begin and end."""
 
     rank: int
     instruction: Instruction
@@ -40,12 +40,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What became of a schedule.
+    """The result of a simulated schedule.
 
     Attributes:
-        ranks: number of them.
-        events: of all ranks, in the order in which they were found.
-        peaks: for each rank, how many (micro-batch, chunk) had run forward and not backward at once.
+        ranks: number of ranks.
+        events: of all ranks, in the order of the simulation.
+        peaks: for each rank, the largest number of (micro-batch, chunk) that had run forward and not yet backward.
     """
 
     ranks: int
@@ -54,7 +54,7 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return max(event.end for event in self.events)
 
     def busy(self, rank: int) -> float:
@@ -67,7 +67,7 @@ class Timeline:
         return 1.0 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.length)
 
     def __str__(self) -> str:
-        """A line for each rank: what it computes in each unit of time; dots where it is idle."""
+        """A line for each rank: its computation in each unit of time, and dots for idle time."""
         lines = []
         for rank in range(self.ranks):
             cells = ["."] * round(self.length)
@@ -92,13 +92,12 @@ def simulate(
     Args:
         schedules: of each rank.
         times: how long each computation takes.
-        chunks: parts of the model on each rank.
-        blocking: whether a send and its receive wait for each other. Otherwise they are only begun, and what was sent is
-            waited for by the computation that needs it.
+        chunks: chunks of the model on each rank.
+        blocking: whether a send and its receive wait for each other. Otherwise they are asynchronous, and the computation
+            that needs a message waits for it.
 
     Raises:
-        UsageError: ranks wait for one another for ever, messages come in another order than they are received in, or some
-            are left over.
+        UsageError: ranks deadlock, messages are sent in another order than they are received, or are never received.
     """
     return _Simulation(schedules, times, chunks, blocking).run()
 
@@ -120,7 +119,7 @@ class _Simulation:
         self._chunks = chunks
         self._blocking = blocking
         self._events: list[Event] = []
-        # (sender, receiver) -> in order: what the receiver calls it, and when it was sent; and what it expects
+        # (sender, receiver) -> in order: the receive instruction of a message and when it was sent; and expected receives
         self._sent: dict[tuple[int, int], deque[tuple[Instruction, float]]] = {}
         self._expected: dict[tuple[int, int], deque[Instruction]] = {}
         # (receiver, message) -> when it was sent; None before
@@ -137,7 +136,7 @@ class _Simulation:
         return Timeline(len(self._ranks), tuple(self._events), tuple(rank.peak for rank in self._ranks))
 
     def _advance(self, number: int) -> bool:
-        """Let a rank go on as far as it can. Returns whether it did anything."""
+        """Run a rank until it has to wait. Returns whether it ran any instruction."""
         rank, moved = self._ranks[number], False
         while rank.todo:
             each = rank.todo[0]
@@ -210,7 +209,7 @@ class _Simulation:
         return True
 
     def _deliver(self, sender: int, receiver: int) -> None:
-        """Let what ``sender`` has sent arrive where ``receiver`` expects it, first come first served."""
+        """Match messages of ``sender`` with the receives of ``receiver``, in order."""
         sent = self._sent.get((sender, receiver), deque())
         expected = self._expected.get((sender, receiver), deque())
         while sent and expected:

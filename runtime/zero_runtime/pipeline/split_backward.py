@@ -1,14 +1,13 @@
-"""A backward pass in two halves: the gradients of the inputs first, and those of the weights whenever there is time.
+"""A backward pass in two halves: first the gradients of the inputs, later those of the weights.
 
-The graph of a forward pass falls into nodes from which an input can be reached, which carry gradients to the inputs, and the
-rest, which hangs on them: the weights, and what is computed of weights alone. The first half runs the carriers alone, asked
-for no weight's gradient, and keeps the gradients that arrive at those with something hanging on them. The second half
-starts there, and runs what hangs: each carrier again, but asked for the gradients of its weights alone. Operations of torch
-compute only what they are asked for, so that neither half repeats the work of the other. Functions in Python
-(torch.autograd.Function) compute everything at once: what they return for the weights is kept, and they do not run again,
-unless their weights are used elsewhere too.
+The graph of a forward pass consists of carriers, nodes from which an input can be reached, and the rest: weights, and
+nodes that depend on weights only. Carriers pass gradients to the inputs. The first half runs only the carriers, requests no
+gradient of a weight, and stores the gradients that arrive at carriers with weights. The second half starts at these
+carriers and runs each again, but requests only the gradients of its weights. torch's operations compute only the requested
+gradients, so neither half repeats work of the other. Functions in Python (torch.autograd.Function) compute all gradients at
+once: those of the weights are stored, and the function does not run again, unless its weights are also used elsewhere.
 
-A hook on a tensor that carries gradients runs in each half; what it returned in the first one counts.
+A hook on a tensor that carries gradients runs in each half; the result of the first run counts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = tuple[torch.Tensor | None, ...]
-_LEAF: Final = "variable"  # what a node that adds to a gradient calls the tensor
+_LEAF: Final = "variable"  # the attribute of an AccumulateGrad node that is its tensor
 
 
 def backward_of_inputs(
@@ -30,9 +29,9 @@ def backward_of_inputs(
     """The first half: add the gradients of ``inputs`` to their ``grad``.
 
     Args:
-        ends: of the forward pass, all with a gradient.
+        ends: outputs of the forward pass that require gradients.
         gradients: of each of them; None for a loss of one element.
-        inputs: leaves. Where the ends depend on none of them there are no halves: all gradients are computed here.
+        inputs: leaves. If the ends depend on none of them, all gradients are computed here.
 
     Returns:
         The second half.
@@ -68,7 +67,7 @@ def backward_of_inputs(
 
 
 class WeightGradients:
-    """The second half of a backward pass, which may be run once."""
+    """The second half of a backward pass, which can run once."""
 
     def __init__(self, groups: list[_Group]) -> None:
         self._groups = groups
@@ -81,7 +80,7 @@ class WeightGradients:
 
 
 class _Graph:
-    """What hangs together in a graph.
+    """The carriers and weights of an autograd graph.
 
     Attributes:
         carriers: nodes from which an input can be reached, the inputs' own included.
@@ -95,7 +94,7 @@ class _Graph:
         for node in self._order:
             if node in targets or any(child in self.carriers for child, _ in node.next_functions):
                 self.carriers.add(node)
-        # The weights that hang on a node which is no carrier.
+        # The weights below each node that is not a carrier.
         self._weights: dict[Node, frozenset[Node]] = {}
         for node in self._order:
             if node not in self.carriers:
@@ -109,7 +108,7 @@ class _Graph:
         return frozenset[Node]().union(*hanging)
 
     def groups(self, gradients: Sequence[torch.Tensor]) -> list[_Group]:
-        """Carriers and ends with weights, those with a weight in common together, the last of the forward pass first.
+        """Groups of carriers and ends with weights, joined if they have a weight in common; last of the forward pass first.
 
         Args:
             gradients: of the roots.
@@ -127,7 +126,7 @@ class _Graph:
         return list({id(group): group for group in owners.values()}.values())
 
     def _keepers(self) -> dict[Node, Node]:
-        """What to hold so that a node stays: itself, or what leads to it, since that alone owns a function in Python."""
+        """For each node, the object that keeps it alive: itself, or for Python functions a node before it, which owns it."""
         keepers = {root.node: root.ownership_token or root.node for root in self._roots}
         for node in reversed(self._order):
             if not _is_in_python(node):
@@ -138,7 +137,7 @@ class _Graph:
 
 
 def _after_children(roots: Iterable[Node]) -> Iterator[Node]:
-    """The nodes that can be reached from ``roots``, each after all that it leads to."""
+    """The nodes that can be reached from ``roots``, in post-order: each after all of its children."""
     visited: set[Node] = set()
     stack: list[tuple[Node, Iterator[tuple[Node, int]]]] = []
     for root in roots:
@@ -158,7 +157,7 @@ def _after_children(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def _edges(node: Node) -> Iterator[tuple[Node, int]]:
-    """Where ``node`` sends gradients: (node, number among what that one receives)."""
+    """The edges along which ``node`` sends gradients: (node, number of that node's input)."""
     return ((child, number) for child, number in node.next_functions if child is not None)
 
 
@@ -171,12 +170,12 @@ def _is_in_python(node: Node) -> bool:
 
 
 class _Carrier:
-    """A carrier with weights, and what it got in the first half.
+    """A carrier with weights, and the gradients that it received in the first half.
 
     Args:
         node: the carrier.
-        sides: where it sends gradients that no input needs.
-        keeper: what keeps it alive.
+        sides: edges to nodes that no input depends on.
+        keeper: the object that keeps it alive.
     """
 
     def __init__(self, node: Node, sides: Sequence[tuple[Node, int]], keeper: Node) -> None:
@@ -187,7 +186,7 @@ class _Carrier:
         self._returned: list[tuple[GradientEdge, torch.Tensor]] | None = None
 
     def watch(self) -> list[Any]:
-        """Keep what arrives from now on. Returns the handles of the hooks."""
+        """Store the gradients that arrive from now on. Returns the handles of the hooks."""
         handles = [self.node.register_prehook(self._keep)]
         if _is_in_python(self.node):
             handles.append(self.node.register_hook(self._keep_returned))
@@ -205,7 +204,7 @@ class _Carrier:
         ]
 
     def starts(self, alone: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Where the second half starts, and with which gradients.
+        """The edges at which the second half starts, with their gradients.
 
         Args:
             alone: whether no other carrier has the same weights.
@@ -219,7 +218,7 @@ class _Carrier:
         ]
 
     def clamp(self) -> Any:
-        """Let the node have what it had, whatever another carrier of the second half sends it. Returns the hook's handle."""
+        """Keep the node's stored gradients, whatever other carriers send it in the second half. Returns the hook's handle."""
         captured = self._gradients
         return self.node.register_prehook(lambda gradients: captured)
 
@@ -230,8 +229,8 @@ class _Group:
 
     Attributes:
         weights: nodes that add to a gradient.
-        carriers: the carriers that they hang on.
-        loose: ends of the forward pass that depend on weights alone, with their gradients.
+        carriers: the carriers to which they belong.
+        loose: ends of the forward pass that depend on weights only, with their gradients.
     """
 
     weights: frozenset[Node]
@@ -248,7 +247,7 @@ class _Group:
             torch.autograd.backward(
                 [edge for edge, _ in starts],
                 [gradient for _, gradient in starts],
-                retain_graph=True,  # of which other groups may need a part; it goes when nobody holds it
+                retain_graph=True,  # other groups may need parts of it; it is freed with its last reference
                 inputs=[getattr(node, _LEAF) for node in self.weights],
             )
         finally:
@@ -257,7 +256,7 @@ class _Group:
 
 
 def _add(owners: dict[Node, _Group], new: _Group) -> None:
-    """Note ``new`` as the group of its weights, made one with all groups that have some of them already."""
+    """Add ``new`` as the group of its weights, merged with all groups that already have some of them."""
     for each in {id(owners[weight]): owners[weight] for weight in new.weights if weight in owners}.values():
         new = _Group(each.weights | new.weights, each.carriers + new.carriers, each.loose + new.loose)
     owners.update(dict.fromkeys(new.weights, new))

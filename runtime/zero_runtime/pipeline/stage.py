@@ -1,4 +1,4 @@
-"""One stage during one step: it runs the instructions of a schedule."""
+"""One pipeline stage during one step, which runs the instructions of a schedule."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """A micro-batch in one of the rank's parts of the model."""
+    """A micro-batch in one of the rank's chunks of the model."""
 
     number: int
     chunk: int
 
 
 class Stage:
-    """What a stage holds of the micro-batches that are under way.
+    """The state of a stage during one step: inputs, outputs and gradients of the micro-batches in progress.
 
     Args:
         engine: whose step it is.
-        channel: to the neighbouring stages.
-        bubble: what the computation is counted in.
+        channel: to the neighboring stages.
+        bubble: measures the computation.
         source: of batches.
         micro_batches: of the step.
         with_loss: whether the last stage calls the loss function.
 
     Attributes:
         losses: of each micro-batch so far, detached, on the last stage.
-        results: outputs of the last stage of each micro-batch, where it is not trained.
+        results: outputs of the last stage for each micro-batch, in evaluation.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Stage:
 
     def _load(self, current: Pass) -> None:
         if current.chunk and self._engine.is_first_stage():
-            return  # the only rank, which took labels with the inputs
+            return  # the only rank, which read the labels with the inputs
         batch = self._source()
         if self._is_first(current):
             inputs = self._on_device(inputs_of(batch))
@@ -130,9 +130,9 @@ class Stage:
         engine, inputs = self._engine, self._inputs[current]
         if not self._training:
             del self._inputs[current]
-        # A copy, so that the first layer may work in place though gradients of the inputs are asked for.
+        # A copy, so that the first layer may work in place although the inputs require gradients.
         layer_inputs = tree_map(_copied, inputs) if self._training else inputs
-        # Layers that are checkpointed run again once, for both halves of the backward pass.
+        # Checkpointed layers run again only once, for both halves of the backward pass.
         halves = holding(engine.plan.splits_backward)
         with self._bubble.working(), autocast(engine._precision.autocast, engine.device), halves:
             outputs = (
@@ -180,7 +180,7 @@ class Stage:
         self._gradients[current] = self._channel.receive_gradients(self._outputs[current])
 
     def _ends(self, current: Pass) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """Where the backward pass begins, and with which gradients; None for the loss."""
+        """The tensors at which the backward pass begins, and their gradients; None for the loss."""
         engine, outputs = self._engine, self._outputs.pop(current)
         if self._is_last(current):
             scale = engine._scale.value / self._micro_batches

@@ -1,4 +1,4 @@
-"""Parameters that several stages share: each has a copy, and their gradients are summed over those stages."""
+"""Tied parameters, which several stages share: each stage has a copy, and gradients are summed over the stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOADED: Final = hooks.tag("checkpoint")
 
 
 class Tie(NamedTuple):
-    """What this rank shares with other stages of its replica.
+    """Parameters that this rank shares with other stages of its replica.
 
     Attributes:
         key: of the layers.
@@ -37,8 +37,8 @@ def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> 
 
     Args:
         layers: of the model.
-        bounds: where its parts begin, and the last one ends; part p is of stage p modulo ``stages``.
-        stages: how many there are.
+        bounds: the first layer of each chunk, and the end of the last; chunk p belongs to stage p modulo ``stages``.
+        stages: number of stages.
     """
     stages_of_key: dict[str, set[int]] = {}
     for chunk in range(len(bounds) - 1):
@@ -49,10 +49,10 @@ def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> 
 
 
 def check_ties(layers: Sequence[Layer]) -> None:
-    """Refuse tied layers whose shared parameters differ in shape or dtype; layers of one stage are one module anyway.
+    """Refuse tied layers whose shared parameters differ in shape or dtype.
 
     Raises:
-        ConfigError: they do, or a name is that of no parameter.
+        ConfigError: they differ, or a name does not denote a parameter.
     """
     first: dict[str, TiedLayerSpec] = {}
     for layer in layers:
@@ -86,10 +86,10 @@ def make_ties(
     modules: Mapping[str, torch.nn.Module],
     grid: ProcessGrid,
 ) -> list[Tie]:
-    """The ties of this rank, and the same values on all stages of each: those of the first. All ranks must call it.
+    """The ties of this rank. Each tie's values are broadcast from its first stage. All ranks must call it.
 
-    Every copy but the first stage's is marked with ``ds_pipe_replicated``, DeepSpeed's name: in the norm of all gradients
-    it is left out.
+    Every copy but the first stage's is marked with ``ds_pipe_replicated``, DeepSpeed's name; the norm of all gradients
+    skips these copies.
     """
     if grid.size(PIPE) == 1:
         return []
@@ -131,7 +131,7 @@ def _agree(tie: Tie, copied: bool) -> None:
 
 
 def synchronize(ties: Sequence[Tie]) -> None:
-    """Give all stages the first one's values again, once they have loaded a checkpoint."""
+    """Broadcast the first stage's values again, after a checkpoint was loaded."""
     for tie in ties:
         for weight in tie.weights.values():
             tie.group.broadcast(weight.detach(), 0, why=_LOADED)
@@ -142,7 +142,7 @@ def reduce_gradients(ties: Sequence[Tie], gradient_of: Callable[[torch.nn.Parame
 
     Args:
         ties: of this rank.
-        gradient_of: gives the gradient of a parameter, to be changed in place.
+        gradient_of: returns the gradient of a parameter, which is changed in place.
     """
     for tie in ties:
         for name, weight in tie.weights.items():

@@ -1,4 +1,4 @@
-"""The weights of all stages on the first one: collected, or put into one file as they come."""
+"""Collects the weights of all stages on the first one, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class WeightEntry(NamedTuple):
 
     Attributes:
         name: one of its names.
-        dtype: its own.
-        shape: of the whole tensor.
+        dtype: of the tensor.
+        shape: of the complete tensor.
     """
 
     name: str
@@ -33,7 +33,7 @@ def save_weights(training: Training, grid: PipelineGrid, path: Path, exclude_fro
     """Write the weights of all stages to ``path``. All ranks must call it.
 
     Raises:
-        CheckpointError: on every rank, if the first one cannot write it; what was there before is as it was.
+        CheckpointError: on every rank, if the first one cannot write it; an existing file is unchanged.
     """
     training.settle()
     mine = weights.names_of(training.module, exclude_frozen)
@@ -73,7 +73,7 @@ def collected_weights(
 
 
 def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> list[list[WeightEntry]]:
-    """What each stage has to bring; what several have is the first one's. Two all_gathers, of lengths and of JSON."""
+    """The tensors that each stage sends; shared ones are sent by the first. Two all_gathers, of lengths and of JSON."""
     own_entries = [
         [each.key, str(each.dtype).removeprefix("torch."), each.shape] for each in weights.entries_of(mine)
     ]
@@ -107,7 +107,7 @@ def _bring(
     stages: Sequence[Sequence[WeightEntry]],
     put: Callable[[WeightEntry, torch.Tensor], None],
 ) -> None:
-    """Call ``put`` on the first stage with each tensor of all stages, one after the other."""
+    """Call ``put`` on the first stage with each tensor of all stages, one at a time."""
     by_name = {name: tensor for tensor, names in mine.items() for name in names}
     brings = weights.is_writing(training)
     for stage, listed in enumerate(stages):
@@ -126,12 +126,12 @@ def _bring(
 
 
 def _whole(training: Training, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of ``tensor``, of the parts that the ranks of this stage have."""
+    """The complete ``tensor``, joined from the shards of this stage's tensor-parallel ranks."""
     if isinstance(tensor, torch.nn.Parameter):
         return weights.joined(training, [tensor])[tensor].detach()
     return tensor.detach()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, or for a sender a copy of it, in a type that every backend sends."""
+    """The same memory, or a contiguous copy, as uint8, which every backend can send."""
     return tensor.contiguous().view(-1).view(torch.uint8)
