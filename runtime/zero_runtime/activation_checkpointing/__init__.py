@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a function saves for the backward pass is computed again there.
+"""Activation checkpointing: tensors that a function saves for the backward pass are recomputed there.
 
 ``zero_runtime.checkpointing`` is this package, with the names of ``deepspeed.checkpointing``::
 
@@ -27,7 +27,7 @@ from zero_runtime.activation_checkpointing.regions import (
     non_reentrant_checkpoint,
 )
 
-# DeepSpeed's names, which say CUDA whatever the device is.
+# DeepSpeed's names, which say CUDA for any device.
 CudaRNGStatesTracker = RNGTracker
 get_cuda_rng_tracker = get_rng_tracker
 model_parallel_cuda_manual_seed = model_parallel_manual_seed

@@ -1,4 +1,4 @@
-"""``configure`` and its kin: DeepSpeed's functions that say how checkpoints are kept."""
+"""``configure`` and related functions of DeepSpeed, which set how checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how checkpoints are kept from now on, in place of all that was said before. The signature is DeepSpeed's.
+    """Set how checkpoints are stored from now on, replacing earlier settings. The signature is DeepSpeed's.
 
     Args:
         mpu_: names the model-parallel ranks (:func:`~zero_runtime.activation_checkpointing.model_parallel.model_parallel`);
             None for those of the last call.
-        deepspeed_config: a configuration, as a dict or the path of a JSON file, of which the block
-            ``activation_checkpointing`` counts.
-        partition_activations: each model-parallel rank keeps its part. This and the following win over the block.
-        contiguous_checkpointing: its ``contiguous_memory_optimization``.
-        num_checkpoints: its ``number_checkpoints``.
-        checkpoint_in_cpu: its ``cpu_checkpointing``.
-        synchronize: its ``synchronize_checkpoint_boundary``.
+        deepspeed_config: a configuration, as a dict or the path of a JSON file; only its block
+            ``activation_checkpointing`` is used.
+        partition_activations: each model-parallel rank keeps its shard. This and the following override the block.
+        contiguous_checkpointing: the key ``contiguous_memory_optimization``.
+        num_checkpoints: the key ``number_checkpoints``.
+        checkpoint_in_cpu: the key ``cpu_checkpointing``.
+        synchronize: the key ``synchronize_checkpoint_boundary``.
         profile: print times.
 
     Raises:
-        ConfigError: a setting or a combination that cannot be used.
+        ConfigError: an invalid setting or combination.
     """
     document = {} if deepspeed_config is None else configuration.load(deepspeed_config)
     block = keys.as_deepspeed_reads(document).get(BLOCK)
@@ -65,13 +65,13 @@ def configure(
 def configure_by(
     settings: ActivationCheckpointing, device: str, has_block: bool, tensor: DataParallelGroup | None = None
 ) -> None:
-    """What ``initialize`` does with its configuration. What :func:`configure` has said stays.
+    """Apply the configuration of ``initialize``, unless :func:`configure` was called.
 
     Args:
         settings: of the configuration.
         device: the type of the model's device.
         has_block: whether the configuration has the block.
-        tensor: the ranks that share each tensor, and have the same activations; None for no such ranks.
+        tensor: the tensor-parallel ranks, which have the same activations; None without them.
     """
     if process.configured_by == "configure":
         return
@@ -88,31 +88,31 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Free the buffers of ``contiguous_memory_optimization``: call it after forward passes without a backward pass."""
+    """Free the buffers of ``contiguous_memory_optimization``. Call it after forward passes without a backward pass."""
     if process.store is not None:
         process.store.reset()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Change ``partition_activations`` alone."""
+    """Change only ``partition_activations``."""
     process.use(process.settings.changed({"partition_activations": partition_activation}), process.ranks)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Change ``number_checkpoints`` alone."""
+    """Change only ``number_checkpoints``."""
     process.use(process.settings.changed({"number_checkpoints": nlayers}), process.ranks)
 
 
 def forget() -> None:
-    """Go back to the defaults, without model-parallel ranks."""
+    """Restore the defaults, without model-parallel ranks."""
     process.use(ActivationCheckpointing(), ModelParallel())
     process.configured_by = None
 
 
 def model_parallel_manual_seed(seed: int) -> None:
-    """Seed the default generator with ``seed``, and the state ``model-parallel-rng`` with one of each model-parallel rank.
+    """Seed the default generator with ``seed``, and the state ``model-parallel-rng`` with ``seed + 2718 + rank``.
 
-    As in DeepSpeed and Megatron-LM: the latter is ``seed + 2718 + rank``. All other states are forgotten.
+    As in DeepSpeed and Megatron-LM; ``rank`` is the model-parallel rank. All other states are removed.
     """
     tracker = get_rng_tracker()
     tracker.reset()
@@ -121,7 +121,7 @@ def model_parallel_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Begin the state ``model-parallel-rng`` anew, as :func:`model_parallel_manual_seed` does."""
+    """Seed the state ``model-parallel-rng`` again, as :func:`model_parallel_manual_seed` does."""
     with get_rng_tracker().fork():
         default_generator().manual_seed(_own_seed(seed))
 

@@ -1,9 +1,9 @@
-"""Regions that run again once, however many parts their backward pass has.
+"""Checkpointed regions that are recomputed only once, for a backward pass in several parts.
 
-torch.utils.checkpoint runs a region again in every backward pass through it, and drops what that saved when the pass ends.
-A pipeline whose backward passes are in two halves (``pipeline.split_backward``) goes through a region many times: once for
-the gradients of the inputs, and once for those of each weight. Here what the second run saves is kept for as long as the
-graph of the first one is there.
+torch.utils.checkpoint recomputes a region in every backward pass through it, and frees the saved tensors when the pass
+ends. A pipeline whose backward passes are in two halves (``pipeline.split_backward``) passes through a region many times:
+once for the gradients of the inputs, and once for those of each weight. Here the tensors that the second run saves live as
+long as the graph of the first run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _is_holding: Final[ContextVar[bool]] = ContextVar("regions_are_held", default=Fa
 
 @contextmanager
 def holding(active: bool = True) -> Iterator[None]:
-    """Within this block regions are of the kind that runs again once."""
+    """Within this block, regions are recomputed only once."""
     token = _is_holding.set(active)
     try:
         yield
@@ -32,15 +32,15 @@ def holding(active: bool = True) -> Iterator[None]:
 
 
 def is_holding() -> bool:
-    """Whether a region that is run now is of that kind."""
+    """Whether regions that run now are recomputed only once."""
     return _is_holding.get()
 
 
 def run_and_drop_saved(region: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
-    """Run ``region`` on ``inputs``, and drop what it saves.
+    """Run ``region`` on ``inputs`` and drop the tensors that it saves for the backward pass.
 
     Args:
-        region: is called again, with tensors equal to ``inputs``, once something of what it saved is asked for.
+        region: called again, with tensors equal to ``inputs``, when the first saved tensor is needed.
         inputs: tensors that are kept until then.
     """
     saved = _Saved(region, inputs)
@@ -49,7 +49,7 @@ def run_and_drop_saved(region: Callable[..., Any], inputs: Sequence[torch.Tensor
 
 
 class _Saved:
-    """The tensors that a region saves, by their number."""
+    """The tensors that a region saves for the backward pass, by number."""
 
     def __init__(self, region: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
         self._region = region
@@ -64,12 +64,12 @@ class _Saved:
         self._caches = torch.is_autocast_cache_enabled()
 
     def drop(self, tensor: torch.Tensor) -> int:
-        """Give ``tensor`` a number."""
+        """The number that stands for a saved ``tensor``."""
         self._count += 1
         return self._count - 1
 
     def find(self, number: int) -> torch.Tensor:
-        """The tensor that has this number."""
+        """The saved tensor with this number; runs the region again first if necessary."""
         if self._tensors is None:
             self._tensors = self._run_again()
         if len(self._tensors) != self._count:

@@ -1,4 +1,4 @@
-"""The model-parallel ranks among which activations are partitioned, as a script's ``mpu`` names them."""
+"""The model-parallel ranks that partition activations, from a script's ``mpu``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ModelParallel(NamedTuple):
     """This process among the ranks that share a model.
 
     Attributes:
-        rank: its number among them.
-        group: them all; None where it is the only one.
+        rank: its number in the group.
+        group: all of these ranks; None if it is the only one.
     """
 
     rank: int = 0
@@ -24,12 +24,12 @@ class ModelParallel(NamedTuple):
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """What ``mpu`` says: an object with the methods ``get_model_parallel_rank``, ``_world_size`` and ``_group``.
+    """The ranks of ``mpu``: an object with the methods ``get_model_parallel_rank``, ``_world_size`` and ``_group``.
 
-    Those of ``get_tensor_model_parallel`` come first where it has them.
+    The methods ``get_tensor_model_parallel_...`` take precedence if it has them.
 
     Raises:
-        ConfigError: it has neither, or they contradict each other.
+        ConfigError: it has neither, or the methods contradict each other.
     """
     prefix = next((each for each in _PREFIXES if hasattr(mpu, f"{each}_rank")), _PREFIXES[-1])
     if not all(callable(getattr(mpu, f"{prefix}_{suffix}", None)) for suffix in _PARTS):

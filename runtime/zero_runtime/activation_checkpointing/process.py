@@ -1,4 +1,4 @@
-"""What this process does about activation checkpoints: DeepSpeed has one configuration for each process, and so has this."""
+"""The activation-checkpointing settings of this process; as in DeepSpeed, each process has one set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Process:
 
     Attributes:
         settings: in use.
-        ranks: those that share a model.
-        store: keeps tensors in their ways; None where all stay as they are.
-        configured_by: who has set them: ``configure``, ``initialize``, or None.
+        ranks: the model-parallel ranks.
+        store: stores tensors as the settings require; None if all tensors stay unchanged.
+        configured_by: what applied the settings: ``configure``, ``initialize``, or None.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Process:
         self.configured_by: str | None = None
 
     def use(self, settings: ActivationCheckpointing, ranks: ModelParallel) -> None:
-        """Do as ``settings`` say from now on; checkpoints that are alive stay what they are."""
+        """Apply ``settings`` from now on; existing checkpoints are unchanged."""
         self.settings, self.ranks = settings, ranks
         moves = (
             settings.partition_activations and ranks.group is not None,
@@ -36,7 +36,7 @@ class Process:
         self.store = Store(settings, ranks.group) if any(moves) else None
 
     def idle_settings(self, device: str) -> list[str]:
-        """A sentence for each setting that changes nothing here. ``device`` is the type of the model's device."""
+        """A sentence for each setting without effect here. ``device`` is the type of the model's device."""
         sentences = []
         if self.settings.partition_activations and self.ranks.group is None:
             sentences.append(
@@ -53,11 +53,11 @@ class Process:
 process: Final = Process()
 
 
-# The settings by which scripts ask, as DeepSpeed's module has them.
+# Queries of scripts, as in DeepSpeed's module.
 
 
 def partitions_activations() -> bool:
-    """Whether each rank of a model-parallel group keeps its part of every checkpoint."""
+    """Whether each rank of a model-parallel group keeps its shard of every checkpoint."""
     return process.settings.partition_activations
 
 
@@ -67,12 +67,12 @@ def moves_to_host() -> bool:
 
 
 def uses_buffers() -> bool:
-    """Whether checkpoints are copied into buffers that are made once."""
+    """Whether checkpoints are copied into buffers that are allocated once."""
     return process.settings.contiguous_memory_optimization
 
 
 def synchronizes() -> bool:
-    """Whether the device is waited for at each checkpoint."""
+    """Whether each checkpoint waits for the device."""
     return process.settings.synchronize_checkpoint_boundary
 
 

@@ -1,4 +1,4 @@
-"""Random generators: named states beside the default one, and the states of a moment, put back in the backward pass."""
+"""Random generators: named states besides the default one, and snapshots that the backward pass restores."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MODEL_PARALLEL: Final = (
 def default_generator() -> torch.Generator:
     """The generator that models draw from: the CUDA device's, where there is one, else the CPU's."""
     if torch.cuda.is_available():
-        number = torch.cuda.current_device()  # which makes the generators, too
+        number = torch.cuda.current_device()  # also creates the generators
         return torch.cuda.default_generators[number]
     return torch.default_generator
 
 
 class RNGTracker:
-    """Random states by name, beside that of the default generator.
+    """Random states by name, besides that of the default generator.
 
-    Model-parallel ranks draw the same numbers where each computes the same (dropout of a whole activation), and other
-    numbers where each has a part of its own: there they :meth:`fork` a state that was added with another seed on each rank.
+    Model-parallel ranks draw the same numbers if each computes the same (dropout of a complete activation). They draw
+    different numbers for their own shards: there they :meth:`fork` a state that has a different seed on each rank.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class RNGTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
@@ -44,11 +44,11 @@ class RNGTracker:
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace all states by ``states``, as :meth:`get_states` gave them."""
+        """Replace all states by ``states``, as returned by :meth:`get_states`."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a state ``name`` with ``seed``.
+        """Add a state ``name`` with ``seed``.
 
         Raises:
             UsageError: the seed or the name is in use.
@@ -62,7 +62,7 @@ class RNGTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from state ``name`` inside; the default generator goes on afterwards as if nothing had been drawn.
+        """Draw from state ``name`` within the block; afterwards the default generator continues where it was.
 
         Raises:
             UsageError: there is no such state.
@@ -86,12 +86,12 @@ _tracker: Final = RNGTracker()
 
 
 def get_rng_tracker() -> RNGTracker:
-    """The tracker of this process. Its states are put back for what is computed again in the backward pass."""
+    """The tracker of this process. Its states are restored when regions are recomputed in the backward pass."""
     return _tracker
 
 
 class RandomStates:
-    """The states of all generators now: the CPU's, those of the devices of ``tensors``, and the tracker's."""
+    """A snapshot of all generators: the CPU's, those of the devices of ``tensors``, and the tracker's."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         elsewhere = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
@@ -102,7 +102,7 @@ class RandomStates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the generators are as they were; afterwards as if nothing had been drawn."""
+        """Within the block the generators have the snapshot's states; afterwards they continue where they were."""
         tracked = _tracker.get_states()
         with torch.random.fork_rng(devices=self._devices, device_type=self._kind):
             torch.set_rng_state(self._cpu)

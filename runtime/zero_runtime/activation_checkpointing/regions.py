@@ -1,14 +1,13 @@
-"""Regions: calls whose inputs alone are kept, and which run again in the backward pass.
+"""Checkpointed regions: calls of which only the inputs are kept, and which run again in the backward pass.
 
-torch.utils.checkpoint, in the way that is not reentrant, drops what the operations of a region save, runs the region again
-when the first of it is asked for, and stops as soon as all is there. A region adds to that: what its inputs are kept in
-(:mod:`~zero_runtime.activation_checkpointing.storage`), the states of all random generators, and its
-ends.
+The non-reentrant torch.utils.checkpoint drops the tensors that a region saves, runs the region again when the first of
+them is needed, and stops once all are recomputed. A region adds storage of its inputs
+(:mod:`~zero_runtime.activation_checkpointing.storage`), the states of all random generators, and its ends.
 
-A region begins with a mark, an operation that saves a tensor of no elements, and ends with an exit. In the backward pass
-the exit comes first. It asks for what the mark has saved, so that the region runs again before any of it is
-differentiated: modules with sharded parameters (stage 3) are entered in the order in which DeepSpeed's reentrant
-checkpoints enter them. The mark comes last in the backward pass: then the region is done.
+A region begins with a mark, an operation that saves an empty tensor, and ends with an exit. In the backward pass the exit
+comes first. It requests the tensor of the mark, so that the region runs again before any part of it is differentiated.
+So modules with sharded parameters (stage 3) are entered in the same order as with DeepSpeed's reentrant checkpoints. The
+mark comes last in the backward pass: then the region is done.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from zero_runtime.activation_checkpointing.times import Boundaries
 
 @_disable_dynamo
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` and keep its inputs only; what it saves for the backward pass is computed again there.
+    """Call ``function`` and keep only its inputs; tensors that it saves for the backward pass are recomputed there.
 
-    Gradients are those of ``function(*args, **kwargs)`` to the bit, if the function does the same when it is called again.
-    Random numbers are the same the second time: those of the default generators and of ``get_rng_tracker()``.
+    Gradients equal those of ``function(*args, **kwargs)`` to the bit, if the function is deterministic. Random numbers are
+    the same in the second call: those of the default generators and of ``get_rng_tracker()``.
 
     Args:
         function: a module, or anything that can be called.
         args, kwargs: its arguments. Tensors are found in nested tuples, lists and dictionaries.
 
     Returns:
-        What the function returns. Tensors in it that have a gradient are aliases of the function's own.
+        The function's result. Tensors in it that require gradients are aliases of the function's own.
 
     Raises:
         UsageError: ``contiguous_memory_optimization`` has too few buffers.
@@ -50,19 +49,19 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @_disable_dynamo
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As :func:`checkpoint`, but run again when the backward pass first needs something saved, not before it begins.
+    """As :func:`checkpoint`, but recompute when the backward pass first needs a saved tensor, not before it begins.
 
-    At stage 3 parameters are gathered in another order for it. With ``profile`` the backward pass is not timed.
+    At stage 3 this changes the order in which parameters are gathered. With ``profile`` the backward pass is not timed.
     """
     return _run(function, args, kwargs, ends=False)
 
 
 class CheckpointFunction:
-    """DeepSpeed's name of what :func:`checkpoint` does, for scripts that call it directly."""
+    """:func:`checkpoint` under DeepSpeed's name, for scripts that call it directly."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """Checkpoint ``run_function(*args)``, and append what it returns to ``all_outputs``, one by one."""
+        """Checkpoint ``run_function(*args)`` and append its results to ``all_outputs``, one by one."""
         outputs = checkpoint(run_function, *args)
         all_outputs += [outputs] if isinstance(outputs, torch.Tensor) else outputs
         return outputs
@@ -80,14 +79,14 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool) ->
 
 
 class _Passed(int):
-    """A tensor among the inputs that torch keeps, by its number among these."""
+    """The number of an input tensor among those that torch keeps."""
 
 
 class _Region:
-    """A function and its inputs. The first call runs it, every later one is in a backward pass.
+    """A function and its inputs. The first call runs it; every later call is in a backward pass.
 
     Attributes:
-        given: the inputs that torch keeps.
+        passed: the inputs that torch keeps.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class _Region:
         self._random = RandomStates(tensors)
 
     def _keep(self, leaves: Sequence[Any]) -> list[Any]:
-        """What is needed to have ``leaves`` again, a tensor that is passed twice once."""
+        """Store ``leaves`` so that they can be restored; a tensor that is passed twice is stored once."""
         store = process.store
         stored_leaves: list[Any] = []
         by_id: dict[int, Any] = {}
@@ -140,7 +139,7 @@ class _Region:
             self._function(*args, **kwargs)
 
     def _inputs(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The inputs as they were, those that were kept elsewhere made whole."""
+        """The inputs as they were passed; those in the store are restored."""
         stored = {id(each): each for each in self._stored_leaves if isinstance(each, StoredTensor)}
         differentiable = [each for each in stored.values() if each.requires_grad]
         restored = {key: each.whole() for key, each in stored.items() if not each.requires_grad}
@@ -172,7 +171,7 @@ class _Region:
 
 
 def _anchor(device: torch.device) -> torch.Tensor:
-    """What makes an operation one that is differentiated."""
+    """An empty tensor that requires a gradient, which makes autograd record an operation."""
     return torch.empty(0, device=device, requires_grad=True)
 
 
@@ -212,7 +211,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Restored(torch.autograd.Function):
-    """Inputs that were kept elsewhere. They are results of an operation, so that the region may change them in place."""
+    """Inputs from the store. They are results of an operation, so that the region may change them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, stored: Sequence[StoredTensor]) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Buffers that are made once and hold one checkpoint in each of their rows (``contiguous_memory_optimization``)."""
+"""Buffers that are allocated once and hold one checkpoint in each row (``contiguous_memory_optimization``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_runtime.errors import UsageError
 
 
 class Kind(NamedTuple):
-    """What has a buffer of its own: an argument of checkpointed functions, by place, size, dtype and device."""
+    """The key of a buffer: an argument of checkpointed functions, by position, size, dtype and device."""
 
     place: int
     numel: int
@@ -19,7 +19,7 @@ class Kind(NamedTuple):
 
 
 class Slot:
-    """One row of a buffer; given back when nobody refers to it any more.
+    """One row of a buffer; returned to it when no reference is left.
 
     Attributes:
         row: 1-D.
@@ -48,10 +48,10 @@ class Slots:
         self._buffers: dict[Kind, tuple[torch.Tensor, list[int]]] = {}
 
     def take(self, kind: Kind) -> Slot:
-        """A row that is free; the first of a kind makes the buffer.
+        """Take a free row; the first of a kind allocates the buffer.
 
         Raises:
-            UsageError: there is none.
+            UsageError: no row is free.
         """
         if kind not in self._buffers:
             pinned = kind.device.type == "cpu" and torch.cuda.is_available()
@@ -70,5 +70,5 @@ class Slots:
         return Slot(buffer[number], number, free)
 
     def reset(self) -> None:
-        """Make new buffers from now on. Checkpoints that are still needed keep the old ones."""
+        """Allocate new buffers from now on. Checkpoints that are still needed keep the old ones."""
         self._buffers.clear()

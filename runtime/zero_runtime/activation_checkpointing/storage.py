@@ -1,10 +1,9 @@
-"""Where the inputs of checkpointed functions are kept between forward and backward: in parts, on the host, in buffers.
+"""Storage of the inputs of checkpointed functions between forward and backward: sharded, in host memory, or in buffers.
 
-A kept tensor is a copy in the order of its memory. Over the ``n`` ranks of a model-parallel group each keeps
-``ceil(numel / n)`` elements, and one all_gather makes the tensor whole again. Tensors that this does not fit stay as
-they are: parameters, what is not floating point, what has gaps or overlaps in memory, what is marked
-``no_checkpointing``, and tensors of fewer elements than the group has ranks. A tensor that several functions are given,
-as a mask is, is kept once.
+A stored tensor is a copy in memory order. Each of the ``n`` ranks of a model-parallel group stores ``ceil(numel / n)``
+elements, and one all_gather restores the tensor. Other tensors stay unchanged: parameters, tensors that are not floating
+point, have gaps or overlaps in memory, are marked ``no_checkpointing``, or have fewer elements than the group has ranks. A
+tensor that is passed to several functions, such as a mask, is stored once.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _HOST: Final = torch.device("cpu")
 
 
 class StoredTensor:
-    """A tensor that is kept elsewhere.
+    """A tensor in the store.
 
     Attributes:
-        requires_grad: whether the tensor did.
+        requires_grad: of the original tensor.
     """
 
     __slots__ = ("__weakref__", "_device", "_group", "_shape", "_shard", "_slot", "_strides", "requires_grad")
@@ -46,23 +45,23 @@ class StoredTensor:
 
     @torch.no_grad()
     def whole(self) -> torch.Tensor:
-        """The tensor: new memory with the same shape, strides and values. On all ranks of the group, where there is one."""
+        """The restored tensor: new memory, same shape, strides and values. All ranks of the group must call it."""
         shard = self._shard.to(self._device, non_blocking=True)
         if self._group is not None:
             flat = torch.empty(shard.numel() * self._group.world_size, dtype=shard.dtype, device=self._device)
             self._group.all_gather_single(flat, shard, why=_GATHER)
         else:
             flat = shard.clone() if shard is self._shard else shard
-        # Not a view, so that the function may change it in place, as it may change the tensor itself.
+        # Not a view, so that the function may change it in place, as it may change the original tensor.
         return flat.new_empty(0).set_(flat.untyped_storage(), 0, self._shape, self._strides)
 
 
 class Store:
-    """Keeps tensors as the settings say.
+    """Stores tensors as the settings require.
 
     Args:
-        settings: which of the ways.
-        group: the model-parallel ranks, all of which have the same activations; None for none.
+        settings: sharded, in host memory, in buffers.
+        group: the model-parallel ranks, which all have the same activations; None without them.
     """
 
     def __init__(self, settings: ActivationCheckpointing, group: DataParallelGroup | None) -> None:
@@ -71,12 +70,11 @@ class Store:
         self._slots = (
             Slots(settings.number_checkpoints or 0) if settings.contiguous_memory_optimization else None
         )
-        self._stored = (
-            WeakTensorKeyDictionary()
-        )  # tensor -> its version when it was kept, and what it is kept in
+        # tensor -> its version when it was stored, and a reference to the stored copy
+        self._stored = WeakTensorKeyDictionary()
 
     def takes(self, value: Any) -> bool:
-        """Whether ``value``, an argument of a checkpointed function, is kept here; what is not stays where it is."""
+        """Whether ``value``, an argument of a checkpointed function, is stored here; others stay unchanged."""
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return False
         if value.layout is not torch.strided or not value.is_floating_point() or not value.numel():
@@ -91,8 +89,8 @@ class Store:
         return group if group is not None and tensor.numel() >= group.world_size else None
 
     def keep(self, tensor: torch.Tensor, place: int) -> StoredTensor:
-        """Keep a copy of ``tensor``, or of this rank's part, which is argument number ``place``."""
-        if tensor.is_inference():  # which counts no versions
+        """Store a copy of ``tensor``, argument number ``place``, or of this rank's shard of it."""
+        if tensor.is_inference():  # inference tensors have no version counter
             return self._copy(tensor, place)
         version, reference = self._stored.get(tensor, (-1, None))
         stored = reference() if reference is not None and version == tensor._version else None
@@ -122,13 +120,13 @@ class Store:
         return StoredTensor(tensor, shard, slot, group)
 
     def reset(self) -> None:
-        """Make new buffers from now on."""
+        """Allocate new buffers from now on."""
         if self._slots is not None:
             self._slots.reset()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in any order, each once."""
+    """Whether the elements are contiguous in memory, in any order of dimensions, without overlaps."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:

@@ -1,4 +1,4 @@
-"""The ends of a checkpointed call: there the device is waited for, and times are printed, where the settings say so."""
+"""The boundaries of a checkpointed call, at which the device is synchronized and times are printed if configured."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NOTHING: Final = nullcontext()
 
 
 class Boundaries:
-    """The ends of one call: of its forward pass, of the same pass run again, and of its backward pass.
+    """The boundaries of one call: of its forward pass, of the recomputation, and of its backward pass.
 
     Args:
-        settings: what to do there. A profile waits for the device too, since its times would be those of the launches.
+        settings: what to do there. A profile also waits for the device, since it would time the launches otherwise.
         function: for its name.
     """
 
@@ -31,14 +31,14 @@ class Boundaries:
         self._acts = settings.profile or settings.synchronize_checkpoint_boundary
         self._function = name_of(function) if self._profile else ""
         self._begun = 0.0
-        self._repeated = 0.0  # seconds of the forward pass that was run again
+        self._repeated = 0.0  # seconds of the recomputation
 
     def forward(self) -> AbstractContextManager[None]:
         """Around the forward pass."""
         return self._forward() if self._acts else _NOTHING
 
     def again(self) -> AbstractContextManager[None]:
-        """Around the same pass in the backward pass."""
+        """Around the recomputation in the backward pass."""
         return self._again() if self._acts else _NOTHING
 
     @contextmanager
@@ -54,16 +54,16 @@ class Boundaries:
             self._begun = begun
         try:
             yield
-        finally:  # it ends by an exception when all is there that is needed
+        finally:  # torch ends a recomputation by an exception once it has all saved tensors
             self._repeated += self._now() - begun
 
     def begin_backward(self) -> None:
-        """The gradients of the outputs are there."""
+        """Called when the gradients of the outputs have arrived."""
         if self._acts:
             self._begun = self._now()
 
     def end_backward(self) -> None:
-        """What the function did has been differentiated."""
+        """Called when the function's operations have been differentiated."""
         if self._acts and self._begun:
             again = f", of which {self._repeated * 1e3:.2f} ms the forward pass again"
             self._print("backward", self._now() - self._begun, again)

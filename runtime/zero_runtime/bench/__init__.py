@@ -1,1 +1,1 @@
-"""What this machine can do, measured: ``python -m zero_runtime.bench``."""
+"""Benchmarks of this machine's collectives and disks: ``python -m zero_runtime.bench``."""

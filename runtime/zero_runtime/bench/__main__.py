@@ -1,6 +1,6 @@
-"""``python -m zero_runtime.bench [NAME ...]``: run one benchmark; without a name ``comm`` among the ranks of a launcher.
+"""``python -m zero_runtime.bench [NAME ...]``: run one benchmark.
 
-Otherwise what there is is listed.
+Without a name it runs ``comm`` if a launcher started it, and lists the benchmarks otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_runtime.bench import io, messages
 from zero_runtime.errors import ZeroRuntimeError
 
 Benchmark = Callable[[Sequence[str]], int]
-# What each does, in one line, and how it is run.
+# Each benchmark's description in one line, and its main function.
 BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
     "comm": ("how fast collectives are among the ranks of a launcher, by operation and size", messages.main),
     "io": ("how fast files of offloaded tensors are read and written", io.main),
@@ -22,7 +22,7 @@ BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 where it could not be done."""
+    """Run the command. Returns the exit code: 0, or 2 after an error."""
     command = list(sys.argv[1:] if arguments is None else arguments)
     if "RANK" in os.environ and (not command or command[0].startswith("-")):
         command = ["comm", *command]

@@ -1,8 +1,8 @@
-"""How fast a disk reads and writes the files of offloaded tensors: with and past the page cache, by blocks and threads.
+"""Measures how fast a disk reads and writes offloaded tensors: with or without the page cache, by blocks and threads.
 
-It writes and reads with the code that offload uses, checksums included, so the fastest row is what ``aio`` should say.
-Writes past the page cache end on the disk; the others are timed until the kernel has put them there (fsync). Before a read
-through the page cache, the file is dropped from it.
+It uses offload's own code, checksums included, so the fastest row gives the best ``aio`` block. Direct writes end on the
+disk; writes through the page cache are timed until fsync returns. Before a read through the page cache, the file is dropped
+from the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     """One way to read and write.
 
     Attributes:
-        direct: past the page cache.
+        direct: bypass the page cache.
         io: blocks and threads.
     """
 
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What one way reaches, in bytes per second."""
+    """The speed of one setting, in bytes per second."""
 
     setting: Setting
     write: float
@@ -52,7 +52,7 @@ class Speed(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 where it could not be done."""
+    """Run the command. Returns the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.bench io",
         description="Measure how fast files of offloaded tensors are written and read, and print the block aio that was "
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ways(folder: Path, blocks: Sequence[int], threads: Sequence[int], depth: int) -> list[Setting]:
-    """Every combination, with direct ones first where the file system of ``folder`` takes them."""
+    """All combinations; direct ones come first if the file system of ``folder`` supports them."""
     how = [True, False] if takes_direct(folder) else [False]
     return [
         Setting(direct, AsynchronousIO(block, depth, threads=count))
@@ -105,7 +105,7 @@ def measure(folder: Path, setting: Setting, size: int, repeats: int) -> Speed:
     """Write and read a tensor of ``size`` bytes ``repeats`` times in a folder below ``folder``.
 
     Raises:
-        OffloadError: it cannot be written or read, or comes back changed.
+        OffloadError: it cannot be written or read, or was changed on the disk.
     """
     below = folder / "files"
     below.mkdir()
@@ -143,7 +143,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def fastest(speeds: Sequence[Speed]) -> Speed:
-    """The way that writes and reads a byte in the least time."""
+    """The setting that takes the least time to write and read a byte."""
     return min(speeds, key=lambda speed: 1 / speed.write + 1 / speed.read)
 
 

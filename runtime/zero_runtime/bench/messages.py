@@ -1,6 +1,6 @@
-"""How fast collectives are here, by operation and size: the sweep of nccl-tests, through the calls of the runtime itself.
+"""Measures collectives by operation and size, as nccl-tests does, with the calls of this runtime.
 
-Run under ``commprof run`` it is recorded as any program is, and the page Bandwidth of the dashboard shows it.
+Under ``commprof run`` it is recorded like any program, and the dashboard's page Bandwidth shows the result.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Operation(NamedTuple):
     """One operation.
 
     Attributes:
-        prepare: of a group and a message of so many elements (S of nccl-tests), what carries it out once.
-        factor: bus bandwidth / algorithm bandwidth among so many ranks (nccl-tests, doc/PERFORMANCE.md).
+        prepare: from a group and a message (its elements are S of nccl-tests), returns a function that runs it once.
+        factor: bus bandwidth / algorithm bandwidth for a number of ranks (nccl-tests, doc/PERFORMANCE.md).
     """
 
     prepare: Callable[[DataParallelGroup, torch.Tensor], Callable[[], Any]]
@@ -77,14 +77,14 @@ OPERATIONS: Final[dict[str, Operation]] = {
 
 
 class Timing(NamedTuple):
-    """What one operation of one size took: the median of its calls, on the slowest rank.
+    """The result of one operation and size: the median of its calls, on the slowest rank.
 
     Attributes:
         operation: its name.
         payload_bytes: S of nccl-tests.
         seconds: of a call.
-        algorithm: bandwidth, in bytes per second: S by time.
-        bus: bandwidth as it compares between operations and numbers of ranks.
+        algorithm: algorithm bandwidth, in bytes per second: S divided by time.
+        bus: bus bandwidth, which is comparable between operations and numbers of ranks.
     """
 
     operation: str
@@ -95,7 +95,7 @@ class Timing(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command on this rank; 0, or 2 where it could not be done."""
+    """Run the command on this rank. Returns the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.bench comm",
         description="Time collectives among the ranks of a launcher: commprof run --nproc 4 -m zero_runtime.bench comm",
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     group: DataParallelGroup, operation: str, payload: int, dtype: torch.dtype, iterations: int, warmup: int
 ) -> Timing:
-    """Carry out ``operation`` on about ``payload`` bytes, whole elements for each rank. Every rank must call it."""
+    """Run ``operation`` on about ``payload`` bytes, a whole number of elements for each rank. Every rank must call it."""
     each = max(1, payload // dtype.itemsize // group.world_size)
     message = torch.ones(each * group.world_size, dtype=dtype, device=group.device)
     chosen = OPERATIONS[operation]

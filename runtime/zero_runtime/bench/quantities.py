@@ -1,4 +1,4 @@
-"""Numbers of a command line: counts, and bytes with a unit."""
+"""Types of command-line options: counts, and bytes with a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.checkpoint DIR OUT [--tag T]``: one fp32 state dict, or a universal folder, of a checkpoint."""
+"""``python -m zero_runtime.checkpoint DIR OUT``: writes a checkpoint as one fp32 state dict or as a universal folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_runtime.errors import ZeroRuntimeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 where it could not be done."""
+    """Run the command. Returns the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.checkpoint",
         description="Write the whole model of a checkpoint into one file, in fp32; or all of a training into a folder that "

@@ -1,4 +1,4 @@
-"""The block ``activation_checkpointing``: its keys, and what it says once it is checked."""
+"""The configuration block ``activation_checkpointing``: its keys and its checked values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCheckpointing:
-    """How ``zero_runtime.checkpointing.checkpoint`` keeps what it saves. The fields are the keys of the block."""
+    """How ``zero_runtime.checkpointing.checkpoint`` stores inputs. The fields are the keys of the block."""
 
     partition_activations: bool = False
     cpu_checkpointing: bool = False
@@ -55,7 +55,7 @@ class ActivationCheckpointing:
             )
 
     def changed(self, changes: Mapping[str, Any]) -> ActivationCheckpointing:
-        """These settings with those of ``changes`` in their place. Raises ConfigError as the block of a config does."""
+        """These settings, updated by ``changes``. Raises ConfigError as the block of a configuration does."""
         for name in changes:
             if name not in KEYS:
                 raise ConfigError(unknown_key(f"{BLOCK}.{name}", name, KEYS, BLOCK, {}))

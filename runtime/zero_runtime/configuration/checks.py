@@ -15,7 +15,7 @@ from zero_runtime.errors import ConfigError
 
 
 def unchanged(value: Any) -> Any:
-    """``value`` as it is."""
+    """Return ``value`` unchanged."""
     return value
 
 
@@ -23,10 +23,10 @@ class Check(NamedTuple):
     """A check, called with the key's full name and the value.
 
     Attributes:
-        expected: what passes, for the documentation.
+        expected: description of valid values, for the documentation.
         function: the check itself.
-        table: for an object with known keys: those.
-        coerce: the value of this type that DeepSpeed makes of one of another type; the value itself where it makes none.
+        table: the keys of an object with known keys; None otherwise.
+        coerce: converts a value of another type as DeepSpeed does; returns the value itself if DeepSpeed converts nothing.
     """
 
     expected: str
@@ -40,7 +40,7 @@ class Check(NamedTuple):
 
 
 def integer(minimum: int = 0) -> Check:
-    """A check for whole numbers of at least ``minimum``; 5e8 is one."""
+    """A check for integers of at least ``minimum``; floats with integer values such as 5e8 pass."""
 
     def check(name: str, value: Any) -> int:
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -54,7 +54,7 @@ def integer(minimum: int = 0) -> Check:
 
 
 def number(minimum: float | None = None, maximum: float = sys.float_info.max) -> Check:
-    """A check for numbers of at least ``minimum`` and at most ``maximum``: finite ones, unless that is infinite."""
+    """A check for numbers of at least ``minimum`` and at most ``maximum``; finite ones unless ``maximum`` is infinite."""
 
     def check(name: str, value: Any) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= maximum
@@ -78,7 +78,7 @@ def choice(*values: str) -> Check:
 
 
 def choice_of_any_case(*values: str) -> Check:
-    """A check for one of ``values``, however its letters are written."""
+    """A check for one of ``values`` in any case."""
 
     def check(name: str, value: Any) -> str:
         matches = [each for each in values if isinstance(value, str) and each.lower() == value.lower()]
@@ -88,7 +88,7 @@ def choice_of_any_case(*values: str) -> Check:
 
 
 def either(keyword: str, check: Check) -> Check:
-    """``check``, with the one string ``keyword`` allowed besides."""
+    """``check``, which also accepts the string ``keyword``."""
     return Check(
         f"`{keyword}` or {check.expected}",
         lambda name, value: keyword if value == keyword else check(name, value),
@@ -97,7 +97,7 @@ def either(keyword: str, check: Check) -> Check:
 
 
 def not_boolean(check: Check) -> Check:
-    """``check``, with true and false refused where they would be read as 1 and 0."""
+    """``check``, which refuses true and false instead of reading them as 1 and 0."""
     return Check(
         check.expected,
         check.function,
@@ -106,7 +106,7 @@ def not_boolean(check: Check) -> Check:
 
 
 def unlimited(check: Check) -> Check:
-    """``check``, with infinity allowed besides: accelerate's number of steps that are never done."""
+    """``check``, which also accepts infinity: accelerate's value for an interval that never elapses."""
     return Check(
         f"{check.expected} or inf",
         lambda name, value: value if value == float("inf") else check(name, value),
@@ -114,7 +114,7 @@ def unlimited(check: Check) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """``check``, with null allowed."""
+    """``check``, which also accepts null."""
     return Check(
         f"{check.expected} or null",
         lambda name, value: None if value is None else check(name, value),
@@ -131,7 +131,7 @@ _DIGITS: Final = re.compile(r"[+-]?\d+(_\d+)*(\.0*)?")
 
 
 def _truth(value: Any) -> Any:
-    """The boolean that pydantic reads in ``value``."""
+    """``value`` as the boolean that pydantic reads, or unchanged."""
     if isinstance(value, str):
         return _WORDS.get(value.lower(), value)
     if isinstance(value, int | float) and value in (0, 1):
@@ -140,7 +140,7 @@ def _truth(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """The whole number that pydantic reads in ``value``."""
+    """``value`` as the integer that pydantic reads, or unchanged."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
@@ -149,7 +149,7 @@ def _whole(value: Any) -> Any:
 
 
 def coerced_number(value: Any) -> Any:
-    """The number that pydantic reads in ``value``."""
+    """``value`` as the number that pydantic reads, or unchanged."""
     if isinstance(value, bool):
         return float(value)
     if isinstance(value, str):
@@ -161,7 +161,7 @@ def coerced_number(value: Any) -> Any:
 
 
 def _boolean(name: str, value: Any) -> bool:
-    if isinstance(value, int) and value in (0, 1):  # also as numbers, which DeepSpeed takes too
+    if isinstance(value, int) and value in (0, 1):  # DeepSpeed also accepts 0 and 1
         return bool(value)
     raise ConfigError(f"{name} is {value!r}; expected true or false{_auto(value)}")
 
@@ -223,7 +223,7 @@ def unknown_key(
     block: str,
     elsewhere: Mapping[str, str] | None = None,
 ) -> str:
-    """What to say of key ``key`` (``full`` with its block), which is in no table.
+    """The error message for key ``key``, which is in no table.
 
     Args:
         full: its full name.
@@ -237,13 +237,13 @@ def unknown_key(
     reason = _KNOWN_OTHERWISE.get(key)
     if reason is not None:
         return f"unknown key {full!r}; {reason}"
-    # A slip of one letter in this block, a key of another block, such a slip in one, and what is less near in this block.
+    # In this order: a typo of one letter in this block, a key of another block, a typo in one of those, and less similar
+    # keys of this block.
     for names, likeness in ((known, 0.9), (elsewhere, 1.0), (elsewhere, 0.9), (known, 0.75)):
         near = get_close_matches(key.lower(), list(names), 1, likeness)
         if likeness < 0.9 and not near and len(key) > 4:
-            near = [name for name in names if name.startswith(key.lower())][
-                :1
-            ]  # only the beginning of a name
+            # The key may be only the beginning of a name.
+            near = [name for name in names if name.startswith(key.lower())][:1]
         if near:
             meant = elsewhere[near[0]] if names is elsewhere else prefix + near[0]
             return f"unknown key {full!r}; did you mean {meant!r}?"
@@ -253,7 +253,7 @@ def unknown_key(
     return f"unknown key {full!r}: {place} has no key of a similar name; docs/config.md lists all keys; remove it"
 
 
-COMMENTS: Final = ("_", "#", "//", "$", "comment")  # what the keys begin with that people write as comments
+COMMENTS: Final = ("_", "#", "//", "$", "comment")  # prefixes of keys that people use for comments
 _INFERENCE: Final = (
     "it belongs to the configuration of deepspeed.init_inference, which is not in this version; remove it"
 )

@@ -1,8 +1,8 @@
-"""Values of another type than their key has, read as DeepSpeed 0.19.8 reads them.
+"""Conversion of values to the types of their keys, as in DeepSpeed 0.19.8.
 
 DeepSpeed reads most blocks with pydantic, which drops keys whose value is ``"auto"`` and converts strings, numbers and
-booleans into each other. It reads the top level and the blocks of :data:`UNCHECKED` without a check: unknown keys are
-ignored, and a boolean is whatever Python takes for true. There only words are read otherwise here: ``"false"`` is false.
+booleans into each other. It reads the top level and the blocks of :data:`UNCHECKED` without checks: unknown keys are
+ignored, and booleans follow Python's truth value. Only strings differ here: ``"false"`` is false.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_runtime.configuration.checks import COMMENTS, boolean
 from zero_runtime.configuration.key_table import Table
 
 AUTO: Final = "auto"
-# Blocks of which DeepSpeed checks neither names nor types.
+# Blocks whose names and types DeepSpeed does not check.
 UNCHECKED: Final = frozenset(
     {
         "",
@@ -33,9 +33,9 @@ UNCHECKED: Final = frozenset(
         "timers",
     }
 )
-# Blocks that DeepSpeed does not have: they are taken as they are, but for comments.
+# Blocks that DeepSpeed does not have: only comments are removed from them.
 _OWN: Final = ("gradient_compression", "pipeline_parallel", "communication")
-# Of these it uses a value only where the part is switched on, so that "auto" and null do no harm.
+# Blocks whose values DeepSpeed uses only if the feature is enabled, so that "auto" and null have no effect.
 _UNUSED: Final = frozenset(
     {
         "flops_profiler",
@@ -52,19 +52,19 @@ _NULL_AT_TOP: Final = frozenset({"bf16", "seq_parallel_communication_data_type"}
 
 
 def is_comment(block: str, name: str) -> bool:
-    """Whether a key that is in no table is a comment, which DeepSpeed ignores in the blocks that it does not check."""
+    """Whether an unknown key is a comment. DeepSpeed ignores comments in the blocks that it does not check."""
     return (block in UNCHECKED or block.startswith(_OWN)) and name.lower().startswith(COMMENTS)
 
 
 def coerced(
     document: Mapping[str, Any], blocks: Mapping[str, Table], notices: list[str] | None = None
 ) -> dict[str, Any]:
-    """``document`` with each value of the type that its key has, without comments and without what ``"auto"`` leaves open.
+    """``document`` with each value converted to the type of its key, without comments and unresolved ``"auto"`` values.
 
     Args:
-        document: a whole configuration.
+        document: a complete configuration.
         blocks: the tables of all blocks by their full names; the top level is ``""``.
-        notices: one line is added for what was left out, and one for what was converted.
+        notices: receives one line for values that were left out, and one for values that were converted.
     """
     dropped: list[str] = []
     converted: list[str] = []

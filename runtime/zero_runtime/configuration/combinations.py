@@ -1,4 +1,4 @@
-"""Which settings go together, which are refused, and which override one another."""
+"""Combinations of settings: which are refused, and which override one another."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from zero_runtime.config import RuntimeConfig
     from zero_runtime.configuration.zero import ZeroConfig
 
-WHOLE_BUCKET_NUMEL: Final = (
-    500_000_000  # where gradients are sent whole; no key changes it, in DeepSpeed either
-)
+# The bucket size of unsharded gradients; neither this runtime nor DeepSpeed has a key for it.
+WHOLE_BUCKET_NUMEL: Final = 500_000_000
 
 
 def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
-    """What DeepSpeed's keys mean: without contiguous gradients the other two are ignored, except at stage 3.
+    """The gradient reduction that DeepSpeed's keys select.
 
-    There a reduce_scatter is all that is left of ``reduce_scatter: false`` without them.
+    Without contiguous gradients the other two keys are ignored, except at stage 3. There ``reduce_scatter: false`` without
+    contiguous gradients still gives reduce_scatter.
     """
     if row.shards_parameters:
         needs_all_reduce = values["contiguous_gradients"] and not values["reduce_scatter"]
@@ -32,12 +32,12 @@ def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
 
 
 def automatic_overlap(row: Stage, reduction: str) -> bool:
-    """``overlap_comm`` where it is not given: as in DeepSpeed, and for the reduction that DeepSpeed does not have."""
+    """The default of ``overlap_comm``: DeepSpeed's, and true for the reduction that DeepSpeed does not have."""
     return row.shards_parameters or (row.shards_gradients and reduction == "reduce_scatter")
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
-    """The configuration of a stage that sends all gradients in one all_reduce; says what that overrides."""
+    """The configuration of a stage that sends all gradients in one all_reduce; adds a notice about overridden keys."""
     if zero.explicit_reduction and zero.gradient_reduction != "all_reduce":
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {zero.gradient_reduction}, but stage 1 with grad_accum_dtype fp32 "
@@ -98,7 +98,7 @@ def check(config: RuntimeConfig) -> None:
 
 
 def _check_quantized(config: RuntimeConfig) -> None:
-    """Refuse what quantized messages of stages 1 and 2 do not go together with."""
+    """Refuse settings that conflict with quantized messages at stages 1 and 2."""
     zero = config.zero
     gradients, weights = (
         f"zero_optimization.zero_quantized_{name} is true at stage {zero.stage.number}"
@@ -127,7 +127,7 @@ def _check_quantized(config: RuntimeConfig) -> None:
 
 
 def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
-    """Add to ``notices`` one line for each setting that another one overrides."""
+    """Add a line to ``notices`` for each setting that another one overrides."""
     zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     if config.precision.fp32_modules and config.precision.model == "fp32":
         notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")

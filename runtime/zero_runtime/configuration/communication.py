@@ -1,4 +1,4 @@
-"""The block ``communication``: collectives along the axes of a grid of ranks, and the slow ranks that are told of."""
+"""The configuration block ``communication``: collectives along the axes of a grid, slow ranks, and bounded delay."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class CommunicationConfig:
 
     Attributes:
         topology: number of axes, ``auto``, or the ranks along each axis, outermost first.
-        world_calibration: the file among all ranks; None without costs.
-        axis_calibrations: one for each axis.
-        slow_node_tolerance: a fraction of a step's time; None where nobody looks for slow ranks.
-        bounded_delay: steps by which the means of gradients are applied late; 0 for none.
+        world_calibration: the calibration among all ranks; None without costs.
+        axis_calibrations: one file for each axis.
+        slow_node_tolerance: a fraction of a step's time; None without detection of slow ranks.
+        bounded_delay: steps by which averages of gradients are late; 0 for none.
     """
 
     topology: int | str | tuple[int, ...] = 1
@@ -86,11 +86,11 @@ class CommunicationConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is composed."""
+        """Whether collectives go among all ranks, not along axes."""
         return self.topology == 1
 
     def effective(self) -> dict[str, Any]:
-        """The settings under the keys of a configuration."""
+        """The settings under their configuration keys."""
         files = {"world": self.world_calibration, "axes": list(self.axis_calibrations)}
         return {
             "topology": list(self.topology) if isinstance(self.topology, tuple) else self.topology,
@@ -104,7 +104,7 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
     """The checked ``values`` of the block.
 
     Raises:
-        ConfigError: sizes of axes that do not multiply to the ranks; a calibration that lacks a file.
+        ConfigError: the product of the axis sizes is not the number of ranks; a calibration lacks a file.
     """
     topology = values["topology"]
     if isinstance(topology, tuple) and prod(topology) != world_size:
@@ -132,10 +132,10 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
 
 
 def check_delay(config: RuntimeConfig) -> None:
-    """Refuse what ``bounded_delay`` does not go together with.
+    """Refuse settings that conflict with ``bounded_delay``.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: there is a conflict.
     """
     delay, kinds, stage = config.communication.bounded_delay, config.precision, config.zero.stage
     if not delay:
@@ -164,7 +164,7 @@ def check_delay(config: RuntimeConfig) -> None:
 
 
 def check_whole(communication: CommunicationConfig, shared: bool) -> None:
-    """Refuse ``bounded_delay`` where ranks share a model or its samples, as ``shared`` says. Raises ConfigError."""
+    """Refuse ``bounded_delay`` if ranks share a model or its samples (``shared``). Raises ConfigError."""
     if communication.bounded_delay and shared:
         raise ConfigError(
             f"communication.bounded_delay is {communication.bounded_delay}, which needs the whole model and samples of its "
@@ -173,7 +173,7 @@ def check_whole(communication: CommunicationConfig, shared: bool) -> None:
 
 
 def check_optimizer_given(communication: CommunicationConfig) -> None:
-    """Refuse ``bounded_delay`` where there is no optimizer. Raises ConfigError."""
+    """Refuse ``bounded_delay`` without an optimizer. Raises ConfigError."""
     if communication.bounded_delay:
         raise ConfigError(
             f"communication.bounded_delay is {communication.bounded_delay}, and there is no optimizer that could apply "
@@ -182,7 +182,7 @@ def check_optimizer_given(communication: CommunicationConfig) -> None:
 
 
 def wrong_number_of_files(count: int, expected: int) -> str:
-    """What to say of calibrations that are not one for each axis."""
+    """The error message for a wrong number of calibrations of axes."""
     return (
         f"communication.calibration.axes has {count} files, and the grid has {expected} axes of more than one rank; "
         "expected one file for each of them, outermost first"

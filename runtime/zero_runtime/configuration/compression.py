@@ -1,4 +1,4 @@
-"""The block ``gradient_compression``: its keys, and which other settings it goes together with."""
+"""The configuration block ``gradient_compression``: its keys, and the settings that it conflicts with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GradientCompression:
 
 
 def read_compression(top: Mapping[str, Any]) -> GradientCompression | None:
-    """What the checked values of the whole configuration say; None where gradients are not compressed.
+    """The compression settings from the checked values of the complete configuration; None without compression.
 
     Raises:
         ConfigError: two keys contradict each other.
@@ -81,10 +81,10 @@ def read_compression(top: Mapping[str, Any]) -> GradientCompression | None:
 
 
 def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
-    """Refuse what gradient compression does not go together with, and note what has no effect with it.
+    """Refuse settings that conflict with gradient compression, and add notices for settings without effect.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: there is a conflict.
     """
     compression, zero = config.gradient_compression, config.zero
     kind = "" if config.optimizer is None else config.optimizer.type
@@ -130,10 +130,10 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
 
 
 def check_one_bit(config: RuntimeConfig, kind: str) -> None:
-    """Refuse what an optimizer that compresses by itself, called ``kind``, does not go together with.
+    """Refuse settings that conflict with a 1-bit optimizer, called ``kind``.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: there is a conflict.
     """
     kinds = config.precision
     for conflict, instead in (

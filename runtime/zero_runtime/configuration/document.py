@@ -1,7 +1,7 @@
-"""A JSON config file as a dictionary, or an error that says where and what.
+"""Reads a JSON configuration file; errors name the line and column.
 
-Hjson is read too, with a warning, as DeepSpeed reads it: comments, superfluous commas, no quotes. The other usual slips are
-named as what they are: Python's True, False and None, 500_000_000, NaN, a key given twice. Lines and columns count from 1.
+Hjson is accepted with a warning, as in DeepSpeed: comments, superfluous commas, missing quotes. Errors name other common
+mistakes: Python's True, False and None, 500_000_000, NaN, a key that is given twice. Lines and columns count from 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKEN: Final = re.compile(
       | (?P<comma>,(?=\s*[}\]]))""",
     re.VERBOSE | re.DOTALL,
 )
-# A key, any other string, or the border of an object.
+# A key, any other string, or a brace.
 _STRUCTURE: Final = re.compile(r"""(?P<key>"(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}]""", re.DOTALL)
 
 
@@ -45,10 +45,10 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def decoded(text: str) -> dict[str, Any] | None:
-    """The config file whose URL-safe base64 ``text`` is; None where it is none.
+    """The configuration whose URL-safe base64 encoding is ``text``; None if it is not base64 of an object.
 
     Raises:
-        ConfigError: what is in it is no JSON object.
+        ConfigError: the decoded text is not a JSON object.
     """
     try:
         content = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode()
@@ -58,7 +58,7 @@ def decoded(text: str) -> dict[str, Any] | None:
 
 
 def parse(text: str, name: str = "config") -> dict[str, Any]:
-    """The JSON object in ``text``; ``name`` stands before line and column in errors."""
+    """The JSON object in ``text``; errors begin with ``name``, line and column."""
     slip = _first_slip(text)
     try:
         value = json.loads(text, parse_constant=_constant)
@@ -96,7 +96,7 @@ class _ConstantError(Exception):
 
 
 def _repeated_key(text: str) -> tuple[int, str] | None:
-    """Position and text of the first key that its object has already. ``text`` is valid JSON."""
+    """Position and text of the first key that is repeated within its object. ``text`` is valid JSON."""
     open_keys: list[set[str]] = []
     for match in _STRUCTURE.finditer(text):
         key = match.group("key")
@@ -118,7 +118,7 @@ def _constant(name: str) -> float:
 
 
 def _first_slip(text: str) -> tuple[int, str] | None:
-    """Position and description of the first thing that people write and JSON does not know."""
+    """Position and description of the first common mistake that is not JSON."""
     for match in _TOKEN.finditer(text):
         kind, token = match.lastgroup, match.group()
         if kind == "string":

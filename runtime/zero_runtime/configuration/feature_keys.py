@@ -1,4 +1,4 @@
-"""The keys of the blocks around the training itself: monitors, profilers, checkpoints, and parts that are still to come."""
+"""The keys of blocks for features around training: monitors, profilers, checkpoints, and unsupported features."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _unavailable(
     switch: str = "enabled",
     instead: str = "",
 ) -> Key:
-    """A block of a part that is still to come: it passes unless ``switch`` is true in it."""
+    """A block of a feature that is not supported yet: it is accepted unless ``switch`` is true in it."""
     table = {
         switch: later(boolean, False, f"switch {feature} on", feature, instead),
         **{
@@ -45,7 +45,7 @@ def _unavailable(
 
 
 def _remote(service: str, keys: dict[str, tuple[Check, object, str]]) -> Key:
-    """A monitor that sends what it is given to a service on the net."""
+    """A monitor that sends values to a service on the internet."""
     why = f"there is no monitoring by {service}; use csv_monitor or tensorboard, which write files"
     table = {
         "enabled": refused(why, f"send to {service}"),

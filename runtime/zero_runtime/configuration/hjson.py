@@ -1,7 +1,7 @@
-"""Config files in Hjson, which DeepSpeed reads: JSON with comments, without quotes, and with commas where one likes.
+"""Reads Hjson, which DeepSpeed accepts: JSON with comments, and with optional quotes and commas.
 
-A string without quotes ends with its line. One that holds punctuation of JSON, or a word or number of Python's, is an error
-here: Hjson would take ``True,`` as a text of five letters.
+A string without quotes ends with its line. An unquoted string with JSON punctuation, or with a word or number of Python, is
+an error here: Hjson would read ``True,`` as a string of five characters.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SLIP: Final = re.compile(r'[{}\[\]"]|^[,:\']|^(?:True|False|None|NaN|-?Infinity
 
 
 class HjsonError(Exception):
-    """What is wrong, and where.
+    """A syntax error.
 
     Attributes:
         position: in the text, from 0.
-        what: is wrong there.
+        what: the description.
     """
 
     def __init__(self, position: int, what: str) -> None:
@@ -41,7 +41,7 @@ class _Read(NamedTuple):
 
 
 def parse(text: str) -> Any:
-    """The value in ``text``; the braces around the whole may be left out. Raises HjsonError."""
+    """The value in ``text``; the outermost braces are optional. Raises HjsonError."""
     begin = _skip(text, 0)
     parsed = _value(text, begin) if text[begin : begin + 1] in ("{", "[") else _members(text, begin, "")
     end = _skip(text, parsed.end)

@@ -1,4 +1,4 @@
-"""Rows of the tables of configuration keys: what a key may be, what it means, and what becomes of it."""
+"""The rows of the tables of configuration keys: check, default, meaning and status of each key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.errors import ConfigError, UnsupportedError
 
 
 class Status(StrEnum):
-    """What this version does with a key."""
+    """How this version treats a key."""
 
     USED = "used"
     INERT = "inert"
@@ -24,14 +24,13 @@ class Key(NamedTuple):
     """One key of one block.
 
     Attributes:
-        check: what its value may be.
-        default: the value where the key is absent.
+        check: of its value.
+        default: the value if the key is absent.
         meaning: in a few words.
-        status: what becomes of it.
-        note: of an inert key: why; of one that is later or waiting: the part that will read it; of a refused one:
-            the reason for which it is refused.
-        instead: of one that is later: what to use in this version.
-        stage_3_only: whether it acts at stage 3 only.
+        status: how this version treats it.
+        note: for an inert or a refused key, the reason; for a later or a waiting key, the feature that will read it.
+        instead: for a later key, what to use in this version.
+        stage_3_only: whether it has an effect only at stage 3.
     """
 
     check: Check
@@ -47,51 +46,51 @@ Table = Mapping[str, Key]
 
 
 def used(check: Check, default: Any, meaning: str) -> Key:
-    """A key that acts."""
+    """A key that has an effect."""
     return Key(check, default, meaning)
 
 
 def stage_3(check: Check, default: Any, meaning: str) -> Key:
-    """A key that acts at stage 3 only."""
+    """A key that has an effect only at stage 3."""
     return Key(check, default, meaning, stage_3_only=True)
 
 
 def inert(check: Check, default: Any, meaning: str, why: str) -> Key:
-    """A key whose value is checked and changes nothing."""
+    """A key whose value is checked and has no effect."""
     return Key(check, default, meaning, Status.INERT, why)
 
 
 def later(check: Check, default: Any, meaning: str, feature: str, instead: str = "") -> Key:
-    """A key that belongs to a part which is not in this version: nothing but what switches it off passes."""
+    """A key of a feature that this version does not have: only values that disable the feature are accepted."""
     return Key(check, default, meaning, Status.LATER, feature, instead)
 
 
 def waiting(check: Check, default: Any, meaning: str, feature: str) -> Key:
-    """A key beside the one that switches such a part on, or their block: it is checked, and nobody reads it yet."""
+    """Another key or the block of such a feature: it is checked and not used yet."""
     return Key(check, default, meaning, Status.WAITING, feature)
 
 
 def refused(why: str, meaning: str) -> Key:
-    """A key that is refused, whatever switches it on."""
+    """A key that is refused if it enables something."""
     return Key(anything, None, meaning, Status.REFUSED, why)
 
 
 def inside(table: Table) -> Check:
-    """A check for an object with the keys of ``table``; its value is complete, with the defaults of what it leaves out."""
+    """A check for an object with the keys of ``table``; it returns a complete object with the defaults of absent keys."""
     return Check("object", lambda name, value: read(table, name, mapping(name, value)), table)
 
 
 def read(table: Table, block: str, block_values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a block: what was given, checked, and defaults for the rest.
+    """The values of a block: checked values, and defaults for absent keys.
 
     Args:
         table: its keys.
         block: its full name; empty for the top level.
-        block_values: what the configuration says; keys of ``table`` alone.
+        block_values: the block in the configuration; it has only keys of ``table``.
 
     Raises:
         ConfigError: a value of the wrong kind, or a key that is refused.
-        UnsupportedError: a key of a part that is not in this version, with a value that switches it on.
+        UnsupportedError: a key with a value that enables a feature that this version does not have.
     """
     values = {name: _default(key, _full(block, name)) for name, key in table.items()}
     for name, value in block_values.items():
@@ -134,5 +133,5 @@ def _refuse_later(key: Key, full: str, value: Any) -> None:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a block says itself that it is not enabled."""
+    """Whether a block has ``enabled`` false."""
     return isinstance(value, Mapping) and value.get("enabled") is False

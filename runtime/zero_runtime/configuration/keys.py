@@ -1,9 +1,9 @@
-"""Every key of the DeepSpeed 0.19.8 configuration, and what this version does with it: docs/config.md is made of this.
+"""All keys of the DeepSpeed 0.19.8 configuration, and how this version treats them. docs/config.md is generated from them.
 
-``USED`` keys act. ``INERT`` keys act neither here nor in DeepSpeed at stages 0 to 3; their values are checked, and nothing
-else. ``LATER`` keys belong to parts that are not in this version: whatever switches such a part on is refused with its name.
-``WAITING`` keys stand beside those and are checked. ``REFUSED`` keys are refused with the reason, mostly as DeepSpeed does.
-A key in no table is an error that names the nearest known one, at every level.
+``USED`` keys have an effect. ``INERT`` keys have none at stages 0 to 3, here and in DeepSpeed; their values are only
+checked. ``LATER`` keys belong to features that this version does not have: values that enable such a feature are refused.
+``WAITING`` keys are other keys of these features and are checked. ``REFUSED`` keys are refused with a reason, mostly as in
+DeepSpeed. A key in no table is an error that names the nearest known key, at every level.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ BLOCKS: Final[Mapping[str, Table]] = dict(_blocks("", TOP))
 
 
 def read(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the whole configuration: what was given, checked, and defaults for the rest, in every block.
+    """The values of the complete configuration: checked values, and defaults for absent keys, in every block.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong kind, or a key that is refused.
-        UnsupportedError: a key of a part that is not in this version, with a value that switches it on.
+        UnsupportedError: a key with a value that enables a feature that this version does not have.
     """
     document = as_deepspeed_reads(document)
     _refuse_unknown("", document)
@@ -188,7 +188,7 @@ def read(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_deepspeed_reads(document: Mapping[str, Any], notices: list[str] | None = None) -> dict[str, Any]:
-    """``document`` with every value of its key's type: see :func:`zero_runtime.configuration.coercion.coerced`."""
+    """``document`` with values converted to the types of their keys: :func:`.coercion.coerced`."""
     return coerced(document, BLOCKS, notices)
 
 
@@ -203,7 +203,7 @@ def _refuse_unknown(block: str, block_values: Mapping[str, Any]) -> None:
 
 
 def _refuse_sums(document: Mapping[str, Any]) -> None:
-    """Refuse sums of gradients with what cannot be had at all, so that the message names both."""
+    """Refuse sums of gradients with features that this version does not have, in a message that names both."""
     zero, compiled = document.get("zero_optimization"), document.get("compile")
     for feature, enabled in (
         ("ZenFlow", isinstance(zero, Mapping) and zero.get("zenflow") is not None),
@@ -218,7 +218,7 @@ def _refuse_sums(document: Mapping[str, Any]) -> None:
 
 
 def _elsewhere(block: str) -> dict[str, str]:
-    """The keys of the other blocks by their own names, with the full ones: of several the first that acts."""
+    """The keys of all other blocks with their full names; of several, the first one that has an effect."""
     full_names: dict[str, str] = {}
     for acts in (True, False):
         for other, table in BLOCKS.items():
@@ -230,7 +230,7 @@ def _elsewhere(block: str) -> dict[str, str]:
 
 
 def inert_keys(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys that were set to something other than their default and act nowhere, with the reason."""
+    """Keys that are set to a value other than their default and have no effect, with the reason."""
     return [
         (full, key.note)
         for full, key, value in _set_keys(document)
@@ -239,7 +239,7 @@ def inert_keys(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def stage_3_only(document: Mapping[str, Any]) -> list[str]:
-    """Keys that were set to something other than their default and act at stage 3 only."""
+    """Keys that are set to a value other than their default and have an effect only at stage 3."""
     return [
         full
         for full, key, value in _set_keys(document)
@@ -248,7 +248,7 @@ def stage_3_only(document: Mapping[str, Any]) -> list[str]:
 
 
 def _set_keys(block_values: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Key, Any]]:
-    """Full name, row and value of every key that was given, in every block."""
+    """Full name, row and value of every key that is set, in every block."""
     for name, value in block_values.items():
         key = BLOCKS[block][name]
         full = _full(block, name)

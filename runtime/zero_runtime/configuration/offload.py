@@ -1,4 +1,4 @@
-"""What the configuration says of offload: where the optimizer's state is kept, and how files are read and written."""
+"""The configuration blocks ``offload_optimizer`` and ``aio``: placement of the optimizer's state, and file access."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ AIO: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerOffload:
-    """Where the optimizer's masters and states are kept, if not on the device.
+    """Offload of the optimizer's masters and states.
 
     Attributes:
         device: ``cpu`` or ``nvme``.
         nvme_path: folder for the files; None with ``cpu``.
-        buffer_count: pieces that are in memory at once, with ``nvme``.
-        pin_memory: page-locked memory, where there is a GPU.
-        pipeline_read: read the next piece while one is updated.
-        pipeline_write: write a piece while the next is updated.
-        fast_init: write masters after the first step only.
-        ratio: share that is offloaded.
+        buffer_count: chunks that are in memory at a time, with ``nvme``.
+        pin_memory: page-locked memory, if there is a GPU.
+        pipeline_read: read the next chunk while one is updated.
+        pipeline_write: write a chunk while the next is updated.
+        fast_init: write masters only after the first step.
+        ratio: fraction that is offloaded.
     """
 
     device: str
@@ -95,10 +95,10 @@ class OptimizerOffload:
 
 
 def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
-    """What the checked values of ``zero_optimization`` say of the optimizer; None where it stays on the device.
+    """The offload of the optimizer from the checked values of ``zero_optimization``; None if it stays on the device.
 
     Raises:
-        ConfigError: keys that contradict each other, or files without a folder.
+        ConfigError: keys contradict each other, or ``nvme`` lacks a folder.
     """
     block = dict(zero["offload_optimizer"] or {})
     device = block.get("device", "none")
@@ -160,7 +160,7 @@ def read_aio(block: Mapping[str, Any] | None) -> AsynchronousIO:
 
 
 def effective_aio(aio: AsynchronousIO) -> dict[str, Any]:
-    """``aio`` under the keys of a configuration."""
+    """``aio`` under its configuration keys."""
     values: dict[str, Any] = aio._asdict()
     values["intra_op_parallelism"] = values.pop("threads")
     return values

@@ -1,4 +1,4 @@
-"""What the configuration says of sharded parameters that are kept in host memory or in files: ``offload_param``."""
+"""The configuration block ``offload_param``: shards of parameters in host memory or in files (stage 3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFLOAD_PARAM: Final[Table] = {
 
 
 def modern(zero: Any, notices: list[str]) -> Any:
-    """``zero_optimization`` with ``offload_param`` under that name. Raises ConfigError where it is given under two."""
+    """``zero_optimization`` with ``offload_params`` renamed to ``offload_param``. Raises ConfigError if both differ."""
     if not isinstance(zero, Mapping) or OTHER_NAME not in zero:
         return zero
     renamed = dict(zero)
@@ -47,10 +47,10 @@ def modern(zero: Any, notices: list[str]) -> Any:
 
 
 def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
-    """Where slices are kept, by the checked values of ``zero_optimization``.
+    """The offload of shards from the checked values of ``zero_optimization``.
 
     Raises:
-        ConfigError: keys that contradict each other, files without a folder, or no room for a buffer.
+        ConfigError: keys contradict each other, ``nvme`` lacks a folder, or buffers have size or number 0.
     """
     block = dict(values["offload_param"] or {})
     device = block.get("device") or "none"
@@ -78,7 +78,7 @@ def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
 
 
 def slice_offload_of(zero: Mapping[str, Any]) -> SliceOffload:
-    """The same of a ``zero_optimization`` block that nothing has been checked of."""
+    """The offload of shards from an unchecked ``zero_optimization`` block."""
     zero = modern(zero, [])
     block = zero.get("offload_param")
     if block is not None:

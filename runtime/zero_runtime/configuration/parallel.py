@@ -1,4 +1,4 @@
-"""The keys by which ranks share a model or its sequences: how many ranks along each axis, and how modules are cut."""
+"""The keys of tensor and sequence parallelism: ranks along each axis, and how modules are partitioned."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ KEYS: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How many ranks share what.
+    """The parallel keys of a configuration.
 
     Attributes:
         tp_size: ranks that share each tensor.
         sequence_parallel_size: ranks that share the sequences of a batch.
-        data_parallel_size: what the configuration says of the rest; None where it says nothing.
-        plan: patterns of module names, and how each is cut.
+        data_parallel_size: the number of replicas in the configuration; None if it is absent.
+        plan: patterns of module names, and how each is partitioned.
         partition_config: the same in DeepSpeed's form.
-        sequence_parallel: whether activations between cut modules are shared along the sequence.
-        counts_slices: whether ``train_batch_size`` may count a sample once for each rank that shares a tensor.
+        sequence_parallel: whether activations between partitioned modules are sharded along the sequence.
+        counts_slices: whether ``train_batch_size`` may count a sample once for each tensor-parallel rank.
     """
 
     tp_size: int = 1
@@ -93,14 +93,14 @@ class ParallelConfig:
     counts_slices: bool = False
 
     def replicas(self, world_size: int, stages: int = 1) -> int:
-        """The ranks of each axis but data divide the world; what is left.
+        """The number of replicas: ``world_size`` divided by the ranks that share one model or its sequences.
 
         Args:
             world_size: all ranks.
             stages: of a pipeline.
 
         Raises:
-            ConfigError: they do not divide it, or leave something else than ``data_parallel_size``.
+            ConfigError: they do not divide it, or the result differs from ``data_parallel_size``.
         """
         sizes = {
             "stages of a pipeline": stages,
@@ -126,7 +126,7 @@ class ParallelConfig:
 
 
 def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
-    """The parallel keys of a configuration that has been read.
+    """The parallel keys from the checked values of a configuration.
 
     Raises:
         ConfigError: two keys give different sizes.
@@ -158,7 +158,7 @@ def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
 
 
 def check_parallel(config: ParallelConfig, optimizer: str | None) -> None:
-    """Refuse what cannot go together. Raises ConfigError.
+    """Refuse optimizers that conflict with tensor parallelism. Raises ConfigError.
 
     Args:
         config: the parallel keys.

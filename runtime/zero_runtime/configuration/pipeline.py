@@ -74,15 +74,15 @@ KEYS: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """What a configuration says of a pipeline.
+    """The pipeline keys of a configuration.
 
     Attributes:
-        stages: how many; None where the model says it.
-        micro_batches: of a step; None where gradient_accumulation_steps says it.
-        partition_method: None where the model says it.
-        schedule: ``1f1b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; None where ``virtual_stages`` says it.
-        virtual_stages: parts of the model on each stage; None where the model says it.
-        activation_checkpoint_interval: 0 where the model says it.
+        stages: number of stages; None if the model sets it.
+        micro_batches: of a step; None if gradient_accumulation_steps sets it.
+        partition_method: None if the model sets it.
+        schedule: ``1f1b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; None if ``virtual_stages`` determines it.
+        virtual_stages: chunks of the model on each stage; None if the model sets it.
+        activation_checkpoint_interval: 0 if the model sets it.
         use_reentrant: which kind of activation checkpoint.
     """
 
@@ -96,10 +96,10 @@ class PipelineConfig:
 
 
 def read_pipeline(top: Mapping[str, Any]) -> PipelineConfig:
-    """The pipeline keys of a configuration that has been read.
+    """The pipeline keys from the checked values of a configuration.
 
     Raises:
-        ConfigError: two keys say different things.
+        ConfigError: two keys contradict each other.
     """
     theirs, ours = top["pipeline"] or {}, top["pipeline_parallel"] or {}
     if ours.get("enabled") is False:
@@ -136,7 +136,7 @@ def _agreed(by_key: Mapping[str, Any]) -> Any:
 
 
 def accumulation_steps(micro_batches: int | None, steps: int | None) -> int | None:
-    """``gradient_accumulation_steps``, which ``micro_batches`` says too.
+    """``gradient_accumulation_steps``, for which ``micro_batches`` is another name.
 
     Raises:
         ConfigError: they differ.

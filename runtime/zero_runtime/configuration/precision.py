@@ -1,4 +1,4 @@
-"""The part of the configuration that is about dtypes: fp16, bf16, data_types, torch_autocast and their neighbours."""
+"""The dtype settings of the configuration: fp16, bf16, data_types, torch_autocast and related keys."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zero_runtime.gradient_reduction.loss_scale import UNSCALED, ScaleRules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Which dtypes are used for what, by DeepSpeed's names (fp32, fp16, bf16); None where the model decides.
+    """The dtypes of a training, by DeepSpeed's names (fp32, fp16, bf16); None if the model decides.
 
-    ``fp32_modules`` are patterns of modules that stay in fp32; ``fp32_buffers`` are those of buffers, None for the
+    ``fp32_modules`` are patterns of modules that stay in fp32; ``fp32_buffers`` are patterns of buffers, None for the
     model's own lists.
     """
 
@@ -40,7 +40,7 @@ class PrecisionConfig:
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
     def effective_fp16(self) -> dict[str, Any]:
-        """The fp16 block as it is used."""
+        """The effective fp16 block."""
         if not self.fp16:
             return {"enabled": False}
         rules = self.loss_scale
@@ -58,10 +58,10 @@ class PrecisionConfig:
 
 
 def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
-    """The part of the configuration that is about dtypes. ``top`` holds the checked values of the top level.
+    """The dtype settings from the checked values of the top level.
 
     Raises:
-        ConfigError: keys that contradict each other.
+        ConfigError: keys contradict each other.
     """
     fp16, bf16, types, autocast = top["fp16"], top["bf16"], top["data_types"], top["torch_autocast"]
     if fp16["enabled"] and bf16["enabled"]:
@@ -94,7 +94,7 @@ def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
 
 
 def check_param_dtype(param_dtype: str | None, model: str) -> None:
-    """Refuse a ``data_types.param_dtype`` that is not what the ``model`` trains in. Raises ConfigError."""
+    """Refuse a ``data_types.param_dtype`` other than the dtype that the ``model`` trains in. Raises ConfigError."""
     if param_dtype not in (None, model):
         raise ConfigError(
             f"data_types.param_dtype is {param_dtype}, but the model trains in {model}; expected {model}, or "
@@ -103,7 +103,7 @@ def check_param_dtype(param_dtype: str | None, model: str) -> None:
 
 
 def _scale_rules(fp16: Mapping[str, Any], autocast: Mapping[str, Any]) -> ScaleRules:
-    """How the loss is scaled: by the fp16 block, or under torch.autocast in fp16 as torch.amp.GradScaler does."""
+    """The rules of the loss scale: of the fp16 block, or under torch.autocast in fp16 those of torch.amp.GradScaler."""
     if not fp16["enabled"]:
         lower = autocast["enabled"] and autocast["dtype"] in ("fp16", "float16")
         return ScaleRules(2.0**16, dynamic=True, window=2000, hysteresis=1) if lower else UNSCALED

@@ -1,4 +1,4 @@
-"""What ``zero_optimization`` says about sharded parameters (stage 3): the keys that act there only."""
+"""The keys of ``zero_optimization`` for sharded parameters (stage 3 only)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_runtime.configuration.offload_param import read_slice_offload
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.policy import ResidencyPolicy
 
-# Keys that DeepSpeed takes with and without the prefix, and their defaults. Sizes are elements.
+# Keys that DeepSpeed accepts with and without the prefix, and their defaults. Sizes are elements.
 PREFIXED: Final[Mapping[str, Any]] = {
     "prefetch_bucket_size": 50_000_000,
     "param_persistence_threshold": 100_000,
@@ -31,9 +31,9 @@ class ShardingConfig:
 
     Attributes:
         residency: when parameters are gathered and released.
-        sub_group_size: elements of a rank's slices that the optimizer updates together.
+        sub_group_size: elements of a rank's shards that the optimizer updates together.
         memory_efficient_linear: linear layers keep no gathered weight for backward.
-        enable_sanity_checks: the ranks compare what is in each gradient bucket.
+        enable_sanity_checks: the ranks compare the contents of each gradient bucket.
         gather_16bit_weights_on_model_save: whether ``save_16bit_model`` may gather the model.
         quantized_gradients: gradients travel in 4 bits.
     """
@@ -46,7 +46,7 @@ class ShardingConfig:
     quantized_gradients: bool = False
 
     def effective(self) -> dict[str, Any]:
-        """The settings under the keys of a configuration."""
+        """The settings under their configuration keys."""
         policy = self.residency
         named = {
             "prefetch_bucket_size": policy.prefetch,
@@ -79,7 +79,7 @@ class ShardingConfig:
 
 
 def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
-    """The settings of stage 3 from the checked values of ``zero_optimization``. Raises ConfigError for a contradiction."""
+    """The settings of stage 3 from the checked values of ``zero_optimization``. Raises ConfigError if they conflict."""
     named = {name: _either(values, name) for name in PREFIXED}
     _check_quantization(values, named["use_all_reduce_for_fetch_params"])
     leaves = values["leaf_module"] or {}
@@ -127,13 +127,13 @@ def _check_quantization(values: Mapping[str, Any], by_all_reduce: bool) -> None:
 
 
 def _either(values: Mapping[str, Any], name: str) -> Any:
-    """The value given under ``name``, with or without its prefix."""
+    """The value that is set under ``name``, with or without its prefix."""
     prefixed = values[PREFIX + name]
     return values[name] if prefixed == PREFIXED[name] else prefixed
 
 
 def note_two_names(block: Mapping[str, Any], notices: list[str]) -> None:
-    """Add to ``notices`` a line for each key of ``zero_optimization`` given under both names, which DeepSpeed refuses.
+    """Add a line to ``notices`` for each key of ``zero_optimization`` set under both names, which DeepSpeed refuses.
 
     Raises:
         ConfigError: the two values differ.

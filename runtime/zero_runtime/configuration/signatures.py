@@ -1,4 +1,4 @@
-"""Whether the arguments that a configuration gives fit the class that they are for."""
+"""Checks that arguments in a configuration fit the class that they are passed to."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zero_runtime.errors import ConfigError
 def check_arguments(
     block: str, kind: Callable[..., Any], arguments: Mapping[str, Any], reserved: Sequence[str] = ()
 ) -> None:
-    """Refuse arguments that ``kind`` does not take, lacks, or cannot be of the type that its defaults have.
+    """Refuse arguments that ``kind`` does not take, required ones that are absent, and values of another type.
 
     Args:
-        block: where they stand in the configuration, such as ``optimizer.params``.
-        kind: the class; its first parameter is not the configuration's.
-        arguments: the arguments.
-        reserved: further parameters that are not the configuration's.
+        block: their block in the configuration, such as ``optimizer.params``.
+        kind: the class; its first parameter is not configurable.
+        arguments: by name.
+        reserved: further parameters that are not configurable.
 
     Raises:
-        ConfigError: naming the key, the value and what the class takes.
+        ConfigError: an argument does not fit; the message names the key, the value and what the class takes.
     """
     _, *parameters = inspect.signature(kind).parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
@@ -46,7 +46,7 @@ def check_arguments(
 
 
 def _mismatch(default: Any, value: Any) -> str | None:
-    """What is expected where ``value`` cannot stand for ``default``; None where it can."""
+    """The expected type if ``value`` cannot replace ``default``; None if it can."""
     if value is None or default is None or default is inspect.Parameter.empty:
         return None
     if isinstance(default, bool):

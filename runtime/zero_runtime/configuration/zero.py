@@ -1,4 +1,4 @@
-"""The block ``zero_optimization``, typed, with every default filled in."""
+"""The configuration block ``zero_optimization``, typed and with all defaults."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
 class ZeroConfig:
     """``zero_optimization``, resolved. Sizes are elements.
 
-    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` says that the config named it.
-    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` acts where the stage shards parameters, and
-    ``ignore_unused_parameters`` where the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
+    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` is True if the config names it.
+    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` has an effect if the stage shards parameters,
+    ``ignore_unused_parameters`` if the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
     ``quantized_weights`` are those of stages 1 and 2.
     """
 
@@ -49,11 +49,11 @@ class ZeroConfig:
 
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
-    """The checked ``values`` of the block, resolved. Raises ConfigError where the stage cannot do what they ask for."""
+    """The checked ``values`` of the block, resolved. Raises ConfigError if the stage does not support them."""
     offload = read_optimizer_offload(values)
     row = stage(values["stage"], bool(values["overlap_comm"]))
     if offload is not None and row.shards_optimizer and not row.shards_parameters:
-        # Gradients on their way to the host are in one buffer, in DeepSpeed too.
+        # Gradients are offloaded through one buffer, as in DeepSpeed.
         values = {**values, "contiguous_gradients": True}
     wanted = values["gradient_reduction"]
     reduction = automatic_reduction(row, values) if wanted == "auto" else wanted

@@ -1,4 +1,4 @@
-"""The keys of ``zero_optimization``: DeepSpeed 0.19.8's, and two of this runtime's own."""
+"""The table of the keys of ``zero_optimization``: DeepSpeed 0.19.8's and this runtime's own."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Optimizer states and parameters that live in host memory or in files while nobody works on them."""
+"""Offload: optimizer states and parameters in host memory or in files while they are not in use."""

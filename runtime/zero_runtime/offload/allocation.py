@@ -1,9 +1,8 @@
-"""How the C library keeps memory that has been freed.
+"""Settings of the C library's allocator, so that freed memory returns to the system.
 
-glibc gives a block back to the system when it is freed only where it was larger than a threshold, which grows with what has
-been freed, up to 32 MiB. Smaller ones stay, and since aligned blocks seldom fit the holes of freed ones, tensors of a few
-MiB that come and go leave hundreds of MiB behind. Where whole parameters come and go, or tensors are put into files, to save
-memory, that would undo it.
+glibc returns a freed block to the system only if it was larger than a threshold, which grows with freed sizes up to 32 MiB.
+Smaller blocks stay, and aligned blocks seldom fit into the holes of freed ones. So tensors of a few MiB that are allocated
+and freed leave hundreds of MiB behind. That would undo what offload and gathering of parameters save.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import ctypes
 import os
 from typing import Final
 
-_VARIABLE: Final = "MALLOC_MMAP_THRESHOLD_"  # the user's own setting of the same, mallopt(3)
+_VARIABLE: Final = "MALLOC_MMAP_THRESHOLD_"  # the user's setting of the threshold, mallopt(3)
 _MMAP_THRESHOLD: Final = -3
 _LARGE: Final = 1 << 20  # bytes
 
 
 def give_back_freed_memory() -> None:
-    """Let this process give blocks of 1 MiB and more back when they are freed, and what is free now; only with glibc.
+    """Return freed blocks of 1 MiB and more to the system from now on, and memory that is free now; only with glibc.
 
-    Nothing is changed where the user has set the threshold.
+    Does nothing if the user has set the threshold.
     """
     if _VARIABLE in os.environ:
         return

@@ -1,7 +1,7 @@
-"""Reads and writes of one range of a file, past the page cache where the file system takes that (O_DIRECT).
+"""Reads and writes of one range of a file, bypassing the page cache if the file system supports it (O_DIRECT).
 
-Direct transfers go between the disk and the memory that is given, which therefore has to begin and end at multiples of
-:data:`ALIGNMENT` bytes, in memory and in the file. What does not is copied through an aligned buffer of the thread.
+Direct transfers go between the disk and the caller's memory. They must begin and end at multiples of :data:`ALIGNMENT`
+bytes, in memory and in the file. Unaligned data is copied through an aligned buffer of the thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _local = threading.local()
 def aligned_empty(size: int, pinned: bool = False) -> torch.Tensor:
     """Memory of ``size`` bytes that begins and ends at multiples of ``ALIGNMENT``: 1-D, uint8.
 
-    ``pinned`` memory is what an accelerator copies from without a copy in between; it needs CUDA.
+    An accelerator copies from ``pinned`` memory without an intermediate copy; it needs CUDA.
     """
     memory = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, aligned(size)).narrow(0, 0, size)
@@ -37,7 +37,7 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory.
 
     Raises:
-        ValueError: it is elsewhere, or not contiguous.
+        ValueError: the tensor is on another device, or not contiguous.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
@@ -48,7 +48,7 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system of ``folder`` takes direct reads and writes."""
+    """Whether the file system of ``folder`` supports direct reads and writes."""
     path = folder / ".direct"
     memory = mmap.mmap(-1, ALIGNMENT)
     try:
@@ -65,13 +65,13 @@ def takes_direct(folder: Path) -> bool:
 
 
 def write_range(path: Path, data: memoryview, offset: int, direct: bool) -> None:
-    """Write ``data`` at ``offset`` of an existing file; ``direct`` may write up to ``ALIGNMENT`` bytes more after it.
+    """Write ``data`` at ``offset`` of an existing file; ``direct`` may write up to ``ALIGNMENT`` more bytes after it.
 
     Args:
         path: of the file.
-        data: what to write.
-        offset: in bytes; a multiple of ``ALIGNMENT`` where ``direct``.
-        direct: past the page cache.
+        data: bytes to write.
+        offset: in bytes; a multiple of ``ALIGNMENT`` with ``direct``.
+        direct: bypass the page cache.
     """
     descriptor = os.open(path, os.O_WRONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -90,10 +90,10 @@ def write_range(path: Path, data: memoryview, offset: int, direct: bool) -> None
 
 
 def read_range(path: Path, target: memoryview, offset: int, direct: bool) -> None:
-    """Fill ``target`` from ``offset`` of a file that ``write_range`` wrote in the same way.
+    """Fill ``target`` from ``offset`` of a file that ``write_range`` wrote with the same ``direct``.
 
     Raises:
-        EOFError: the file is shorter.
+        EOFError: the file is too short.
     """
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -118,7 +118,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _read_all(descriptor: int, target: memoryview, offset: int, least: int) -> None:
-    """Read into ``target``, of which the file must have the first ``least`` bytes."""
+    """Read into ``target``; the file must have at least ``least`` bytes for it."""
     done = 0
     while done < least:
         count = os.preadv(descriptor, [target[done:]], offset + done)

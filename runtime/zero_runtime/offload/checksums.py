@@ -1,7 +1,7 @@
-"""The checksum of bytes that go to a disk and come back within one process.
+"""The checksum of data that is written to a disk and read back by the same process.
 
-XXH3 reads memory about as fast as a processor gets it. CRC-32 takes fifteen times as long (4 GB/s against 63), which was a
-sixth of the CPU time of a step with its states in files.
+XXH3 runs at about memory speed. CRC-32 takes fifteen times as long (4 GB/s against 63), which was a sixth of the CPU time
+of a step with its states in files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final
 xxhash: ModuleType | None
 try:
     import xxhash
-except ImportError:  # an environment that was made without the extra `train`, or before it named this package
+except ImportError:  # an environment without the extra `train`, or from before it had this package
     xxhash = None
 
 ALGORITHM: Final = "CRC-32" if xxhash is None else "XXH3"
-# Of a buffer's bytes: an integer, below 2**32 or 2**64.
+# The checksum of a buffer: an integer below 2**32 (CRC-32) or 2**64 (XXH3).
 checksum: Final[Callable[[memoryview], int]] = zlib.crc32 if xxhash is None else xxhash.xxh3_64_intdigest

@@ -1,8 +1,8 @@
-"""Tensors in files: written and read in the background, in requests that threads share out, and checked when they come back.
+"""Tensors in files, written and read by background threads and verified by checksums.
 
-A transfer is cut into requests of ``block_size * queue_depth`` bytes, each one call of the kernel (``single_submit``: of
-one block each). The threads of each direction take them as they come, so that a read ahead never waits behind what is
-being written. The checksum of every request is kept in memory, and compared when it is read.
+A transfer consists of requests of ``block_size * queue_depth`` bytes, each one system call (``single_submit``: one block
+each). Reads and writes have separate threads, so that prefetching never waits for writes. The checksum of every request
+stays in memory and is compared when the request is read.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class AsynchronousIO(NamedTuple):
 
     Attributes:
         block_size: bytes of a block.
-        queue_depth: blocks that one request is made of.
-        threads: that share the requests of each direction.
-        single_submit: every block is a request of its own.
-        overlap_events: a thread has a second request under way, so that the checksum of one is computed while the other
-            is on the disk.
+        queue_depth: blocks of one request.
+        threads: for reads, and as many for writes.
+        single_submit: every block is a separate request.
+        overlap_events: a second request is in progress for each thread, so that the checksum of one is computed while the
+            disk transfers the other.
     """
 
     block_size: int = 1_048_576
@@ -59,7 +59,7 @@ _DEFAULT: Final = AsynchronousIO()
 
 
 class Transfer:
-    """A tensor on its way to or from its file; its memory must be left alone until ``wait`` has returned."""
+    """A tensor on its way to or from its file; its memory must not be used until ``wait`` has returned."""
 
     def __init__(
         self, requests: Sequence[Future[None]], describe: Callable[[BaseException], OffloadError]
@@ -73,14 +73,14 @@ class Transfer:
         return all(request.done() for request in self._requests)
 
     def settle(self) -> None:
-        """Return when nothing is under way any more, whether the tensor has arrived or not."""
+        """Wait until all requests have ended, successfully or not."""
         wait_for(self._requests)
 
     def wait(self) -> None:
-        """Return when the tensor has arrived.
+        """Wait until the tensor has arrived.
 
         Raises:
-            OffloadError: it has not: what happened to which file, and what to do.
+            OffloadError: a request failed; the message names the file, what happened and what to do.
         """
         self.settle()
         for request in self._requests:
@@ -100,7 +100,7 @@ class _File:
         path: of the file.
         size: bytes of the tensor.
         checksums: of its requests.
-        last: the transfer that was begun last.
+        last: the transfer that was started last.
     """
 
     __slots__ = ("checksums", "last", "path", "size")
@@ -116,11 +116,11 @@ class TensorFiles:
     """Named tensors in the files of one folder.
 
     Args:
-        folder: exists, and is removed by ``close``, or when this object or its process ends.
+        folder: an existing folder, which is removed by ``close``, or when this object or its process ends.
         io: how files are read and written.
         checked: compare checksums.
-        direct: past the page cache; None for: where the file system takes it.
-        key: of the configuration that says where ``folder`` is, for errors.
+        direct: bypass the page cache; None to do so if the file system supports it.
+        key: the configuration key that names ``folder``, for errors.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class TensorFiles:
         return name in self._files
 
     def write(self, name: str, tensor: torch.Tensor) -> Transfer:
-        """Begin to write a tensor, in place of an earlier one of that name.
+        """Start to write a tensor; it replaces an earlier one of that name.
 
         Raises:
-            OffloadError: the file cannot be made that long.
+            OffloadError: there is no space for the file.
             ValueError: the tensor is not contiguous host memory.
         """
         memory = as_memory(tensor)
@@ -170,12 +170,12 @@ class TensorFiles:
         return file.last
 
     def read(self, name: str, out: torch.Tensor) -> Transfer:
-        """Begin to fill ``out`` with the tensor of that name.
+        """Start to fill ``out`` with the tensor of that name.
 
         Raises:
             OffloadError: it could not be written.
-            KeyError: there is none.
-            ValueError: ``out`` has not its number of bytes, or is not contiguous host memory.
+            KeyError: there is no such tensor.
+            ValueError: ``out`` has another number of bytes, or is not contiguous host memory.
         """
         file = self._files[name]
         memory = as_memory(out)
@@ -190,7 +190,7 @@ class TensorFiles:
         return file.last
 
     def remove(self, name: str) -> None:
-        """Forget a tensor, and remove its file; nothing where there is none."""
+        """Remove a tensor and its file, if it exists."""
         file = self._files.pop(name, None)
         if file is not None:
             if file.last is not None:
@@ -198,7 +198,7 @@ class TensorFiles:
             file.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Wait for what is under way, and remove the folder. May be called twice."""
+        """Wait for requests in progress and remove the folder. May be called twice."""
         self._files.clear()
         self._end()
 
@@ -211,13 +211,13 @@ class TensorFiles:
         return file
 
     def _settle(self, file: _File) -> None:
-        """Let an earlier transfer of the file end first."""
+        """Wait for an earlier transfer of the file."""
         if file.last is not None:
             last, file.last = file.last, None
             last.wait()
 
     def _reserve(self, name: str, file: _File, size: int) -> None:
-        """Have the file's whole space before anything is written, so that a full disk shows at once."""
+        """Allocate the file's complete space before anything is written, so that a full disk is noticed at once."""
         if size == file.size and file.checksums:
             return
         try:
@@ -284,7 +284,7 @@ def _free(folder: Path) -> str:
 
 def _end(pid: int, folder: Path, *pools: ThreadPoolExecutor) -> None:
     if os.getpid() != pid:
-        return  # a fork: the files, and the threads, are its parent's
+        return  # a fork: the files and threads belong to its parent
     for pool in pools:
         pool.shutdown(wait=True, cancel_futures=True)
     remove_folder(folder)

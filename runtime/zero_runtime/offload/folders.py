@@ -1,8 +1,8 @@
-"""Folders for the files of offloaded tensors: one for each process, removed when it ends, or after a crash by the next one.
+"""Folders for the files of offloaded tensors: one for each process, removed at its exit, or after a crash by the next one.
 
-A folder is ``<nvme_path>/zero_runtime/<host>-<pid>-<start time>/rank<k>/<kind>``. Its process holds a lock on the file
-``lock`` in it for as long as it lives: a folder is a leftover where no process of that number and start time runs on
-this host *and* nobody holds the lock, so that processes in other containers, whose numbers mean nothing here, keep theirs.
+A folder is ``<nvme_path>/zero_runtime/<host>-<pid>-<start time>/rank<k>/<kind>``. Its process locks the file ``lock`` in it
+while it lives. A folder is a leftover if no process with that number and start time runs on this host *and* the file is not
+locked. The lock protects folders of processes in other containers, whose process numbers mean nothing here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Claim:
         atexit.register(self.remove)
 
     def new(self, rank: int, kind: str) -> Path:
-        """A folder that nobody has used before."""
+        """A new folder, which was not used before."""
         key = f"rank{rank}/{kind}"
         number = self._used[key] = self._used.get(key, 0) + 1
         folder = self.folder / (key if number == 1 else f"{key}-{number}")
@@ -50,7 +50,7 @@ class _Claim:
         return folder
 
     def give_back(self, folder: Path) -> None:
-        """Remove one folder, and with the last one everything."""
+        """Remove one folder; after the last one, remove the folder of the process too."""
         shutil.rmtree(folder, ignore_errors=True)
         self._open.discard(folder)
         if not self._open:
@@ -67,7 +67,7 @@ class _Claim:
         try:
             self.folder.parent.rmdir()
         except OSError:
-            pass  # others have theirs in it
+            pass  # other processes have folders in it
         for path, claim in list(_claims.items()):
             if claim is self:
                 del _claims[path]
@@ -80,10 +80,10 @@ def new_folder(nvme_path: str | Path, rank: int, kind: str, key: str = "nvme_pat
     """Make a folder for files of this process; leftovers of dead processes of this host are removed.
 
     Args:
-        nvme_path: made where it is missing.
+        nvme_path: created if it is missing.
         rank: of this process.
-        kind: what the files are of, such as ``optimizer``.
-        key: of the configuration that said ``nvme_path``, for errors.
+        kind: of the files, such as ``optimizer``.
+        key: the configuration key that names ``nvme_path``, for errors.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -128,7 +128,7 @@ def _is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # another user's
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -139,7 +139,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When process ``pid`` began, in clock ticks since the machine started; empty where there is none."""
+    """The start time of process ``pid``, in clock ticks since boot; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

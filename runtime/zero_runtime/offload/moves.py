@@ -1,8 +1,8 @@
-"""Memory of a device that is in host memory for a while, and comes back as it was.
+"""Moves device memory to host memory and back.
 
 The unit is a block of memory (a storage), not a tensor: parameters are views of flat buffers, and the masters of an fp32
 model are the parameters themselves. A block is copied once, and every tensor in it becomes a view of the copy. The device
-frees a block when no tensor is left in it, so all of its tensors have to be named.
+frees a block once no tensor uses it, so the caller must pass all of its tensors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class _Block(NamedTuple):
 
 
 class Moves:
-    """Moves blocks to host memory and back, by the kind of what is in them."""
+    """Moves blocks to host memory and back, by the kind of their contents."""
 
     def __init__(self) -> None:
         self._away: dict[str, list[_Block]] = {}
-        self._copies: torch.cuda.Event | None = None  # after the last copy that nobody has waited for
+        self._copies: torch.cuda.Event | None = None  # after the last copy that was not waited for
 
     @property
     def away(self) -> tuple[str, ...]:
-        """The kinds that are in host memory for now."""
+        """The kinds that are in host memory now."""
         return tuple(self._away)
 
     @torch.inference_mode(False)
@@ -41,17 +41,17 @@ class Moves:
         pinned: bool,
         non_blocking: bool,
     ) -> None:
-        """Move what is ``wanted`` to host memory, except what is there already.
+        """Move the kinds in ``wanted`` to host memory, unless they are there already.
 
         Args:
             tensors: all tensors by kind; a block of several kinds belongs to the first of them.
             wanted: the kinds to move.
-            pinned: use page-locked memory for what comes from CUDA.
+            pinned: use page-locked memory for CUDA tensors.
             non_blocking: do not wait for the copies; :meth:`settle` does.
         """
         blocks = _blocks(tensors)
         if any(each.device.type == "cuda" for theirs in blocks.values() for each in theirs):
-            torch.cuda.synchronize()  # a stream of its own may still read what is freed here
+            torch.cuda.synchronize()  # another stream may still read memory that is freed here
         for kind in wanted:
             if kind in self._away:
                 continue
@@ -73,7 +73,7 @@ class Moves:
         self._finish(False)
 
     def settle(self) -> None:
-        """Wait for copies to host memory, whose values may be read then."""
+        """Wait for copies to host memory; their values can be read afterwards."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.synchronize()
@@ -93,7 +93,7 @@ def _blocks(tensors: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, list[_Bl
     by_place: dict[tuple[torch.device, int], tuple[str, dict[int, torch.Tensor]]] = {}
     for kind, theirs in tensors.items():
         for tensor in theirs:
-            # A view keeps the tensor that it was made of, and so that one's memory.
+            # A view keeps its base tensor alive, and so the base's memory.
             for each in (tensor, tensor._base):
                 if each is not None and each.untyped_storage().nbytes():
                     place = each.device, each.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Where the masters and states of an optimizer are kept, as the configuration and the device say."""
+"""Placement of an optimizer's masters and states, from the configuration and the device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zero_runtime.optimizers import Lamb, Muon
 
 
 class Placement(NamedTuple):
-    """Where masters and states are kept, if not with the parameters.
+    """The placement of masters and states that are not kept with the parameters.
 
     Attributes:
-        policy: what the configuration says.
-        files: for device ``nvme``.
-        limit: elements that are updated together at most.
+        policy: the block ``offload_optimizer`` of the configuration.
+        files: for device ``nvme``; None otherwise.
+        limit: largest number of elements that are updated together.
         pinned: page-locked host memory.
-        divisible: whether the optimizer may update a piece part by part.
+        divisible: whether the optimizer may update a shard in chunks.
     """
 
     policy: OptimizerOffload
@@ -36,9 +36,9 @@ class Placement(NamedTuple):
 def placement(
     config: RuntimeConfig, optimizer: torch.optim.Optimizer, group: DataParallelGroup
 ) -> Placement | None:
-    """Where ``optimizer`` keeps its masters and states; None where that is with the parameters.
+    """The placement of the masters and states of ``optimizer``; None if they are kept with the parameters.
 
-    So it is for device ``cpu`` where the parameters are in host memory themselves.
+    Device ``cpu`` also gives None if the parameters are in host memory themselves.
 
     Raises:
         UnsupportedError: the optimizer cannot update elsewhere.

@@ -1,15 +1,15 @@
-"""Masters and states of an optimizer in files, and in memory only around their update.
+"""Masters and states of an optimizer in files; they are in memory only around their update.
 
-A step walks through the stretches. While one is updated the next ones are read and the last ones written, each in its own
-set of buffers: there are ``buffer_count`` of them, which is all the memory that it takes::
+A step walks through the chunks of the state. While one chunk is updated, the next ones are read and the last ones are
+written, each in its own set of buffers. There are ``buffer_count`` sets, and no further memory is needed::
 
     buffers 0   read 0 | update 0 | write 0            | read 4 ...
     buffers 1   read 1            | update 1 | write 1 | ...
     buffers 2   read 2                       | update 2 | write 2
     buffers 3   read 3                                  | update 3 | ...
 
-The optimizer knows each stretch by one tensor, its master. While the values are in files it holds NaN, one element in memory
-for all of them, and so do the tensors of its state: they have their shape, and what is written to them is lost, or an error.
+The optimizer identifies each chunk by one tensor, its master. While the values are in files, the master and the tensors of
+its state keep their shapes and contain NaN, one element in memory for all. Writing to them has no effect or is an error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _GRADIENT: Final = "gradient"
 
 
 class _Buffers:
-    """Memory for one stretch.
+    """Memory for one chunk.
 
     Attributes:
-        writes: what is being written from it.
-        used: whether a stretch is in it.
+        writes: outstanding writes from it.
+        used: whether a chunk is in it.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -43,7 +43,7 @@ class _Buffers:
         self._memory: dict[str, torch.Tensor] = {}
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for ``numel`` elements, which keeps its place."""
+        """Memory for ``numel`` elements of tensor ``name``, reused by later calls."""
         size = numel * dtype.itemsize
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size:
@@ -52,18 +52,18 @@ class _Buffers:
 
     @property
     def idle(self) -> bool:
-        """Whether a stretch can be read into it at once."""
+        """Whether a chunk can be read into it at once."""
         return not self.used and all(write.done for write in self.writes)
 
     def settle(self) -> None:
-        """Wait for what is being written. Raises OffloadError."""
+        """Wait for outstanding writes. Raises OffloadError."""
         writes, self.writes = self.writes, []
         for write in writes:
             write.wait()
 
 
 class _Reading(NamedTuple):
-    """A stretch that is on its way into memory: its tensors, by name, and their transfers."""
+    """A chunk in memory or on its way there: its tensors, by name, and their transfers."""
 
     buffers: _Buffers
     tensors: dict[str, torch.Tensor]
@@ -75,14 +75,14 @@ class _Reading(NamedTuple):
 
 
 class _Entry:
-    """A stretch whose state is in files.
+    """A chunk whose state is in files.
 
     Attributes:
-        master: what the optimizer updates.
+        master: the tensor that the optimizer updates.
         numel, dtype: of the master.
-        fill: fills the master with the model's values; None where the master is the model's own memory, and stays.
-        kept: the tensors in files, by name, with their dtypes.
-        reading: while it is in memory, or on its way.
+        fill: fills the master with the model's values; None if the master is the model's own memory, which stays.
+        stored_dtypes: the dtypes of the tensors in files, by name.
+        reading: while the chunk is in memory or on its way there; None otherwise.
     """
 
     def __init__(self, master: torch.Tensor, fill: Callable[[torch.Tensor], None] | None) -> None:
@@ -98,9 +98,9 @@ class StateFiles:
     """The masters and states of some tensors of an optimizer, in files.
 
     Args:
-        optimizer: whose state it is; one that updates tensor by tensor.
-        files: where they are kept; closed with this.
-        policy: how many buffers there are, and what goes on at the same time.
+        optimizer: whose state it is; it must update tensor by tensor.
+        files: that hold the tensors; closed with this object.
+        policy: number of buffers, and whether reads and writes overlap updates.
         pinned: page-locked buffers.
     """
 
@@ -112,14 +112,14 @@ class StateFiles:
         self._policy = policy
         self._entries: dict[int, _Entry] = {}
         self._buffers = [_Buffers(pinned) for _ in range(policy.buffer_count)]
-        self._shown: int | None = None  # the stretch that was read for a checkpoint
+        self._shown: int | None = None  # the chunk that was read for a checkpoint
 
     def __contains__(self, number: int) -> bool:
         """Whether the state of that master is in files."""
         return number in self._entries
 
     def close(self) -> None:
-        """Remove the files; nothing of what is in them can be used any more."""
+        """Remove the files; their tensors cannot be used afterwards."""
         self._entries.clear()
         self._files.close()
 
@@ -127,7 +127,7 @@ class StateFiles:
     def add(
         self, number: int, numel: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """A master of ``numel`` elements, in files, which ``fill`` fills; written now, unless ``fast_init`` is set."""
+        """Add a master of ``numel`` elements in files, filled by ``fill``; written now, unless ``fast_init`` is set."""
         master = torch.empty(numel, dtype=dtype)
         entry = self._entries[number] = _Entry(master, fill)
         master.data = absent(numel, dtype)
@@ -138,21 +138,21 @@ class StateFiles:
         return master
 
     def add_state(self, number: int, master: torch.Tensor) -> None:
-        """A master that stays in memory, and whose state goes to files."""
+        """Add a master that stays in memory while its state goes to files."""
         self._entries[number] = _Entry(master, None)
-        self._store(number)  # of an optimizer that makes its state when it is made
+        self._store(number)  # some optimizers create their state in the constructor
 
     def begin(self) -> None:
-        """Begin to read what the next walk begins with, if it may be read ahead."""
+        """Start to read the first chunks of the next walk, if ``pipeline_read`` is set."""
         if self._policy.pipeline_read:
             self._drop_shown()
             self._read_ahead(list(self._entries))
 
     def walk(self, numbers: Iterable[int] | None = None) -> Iterator[int]:
-        """Every stretch in turn, in memory until the next is asked for; what has changed in it is kept.
+        """Yield the number of every chunk in turn. It is in memory until the next one is requested; changes are written.
 
         Raises:
-            OffloadError: something cannot be read or written.
+            OffloadError: a file cannot be read or written.
         """
         self._drop_shown()
         queue = list(self._entries if numbers is None else numbers)
@@ -170,33 +170,33 @@ class StateFiles:
                     self._store(number)
         finally:
             for number in queue:
-                self._forget(number)  # what was read ahead of a walk that was broken off
+                self._forget(number)  # chunks that were prefetched for a walk that was broken off
         for buffers in self._buffers:
             buffers.settle()
 
     @contextmanager
     def resident(self, number: int) -> Iterator[None]:
-        """Inside, the stretch is in memory; what has changed in it is kept."""
+        """Within the block the chunk is in memory; changes are written."""
         for _ in self.walk([number]):
             yield
 
     def gradient(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the gradient of a stretch that is in memory."""
+        """Memory for the gradient of a chunk that is in memory."""
         entry = self._entries[number]
         assert entry.reading is not None
         return entry.reading.buffers.tensor(_GRADIENT, entry.numel, dtype)
 
     def pending(self, number: int) -> bool:
-        """Whether the master is still to be filled, since nothing has written it."""
+        """Whether the master has not been written yet and has to be filled."""
         entry = self._entries[number]
         return entry.fill is not None and MASTER not in entry.stored_dtypes
 
     def kept(self, number: int) -> dict[str, torch.dtype]:
-        """The state tensors in files, by name."""
+        """The dtypes of the state tensors in files, by name."""
         return {name: dtype for name, dtype in self._entries[number].stored_dtypes.items() if name != MASTER}
 
     def show(self, number: int, name: str, span: slice) -> torch.Tensor:
-        """A copy of a part of one state tensor, or of the master. Cheap where the last call was for the same stretch."""
+        """A copy of a range of one state tensor, or of the master. Cheap if the last call was for the same chunk."""
         entry = self._entries[number]
         if name == MASTER and entry.fill is None:
             return entry.master.detach()[span].clone()
@@ -217,7 +217,7 @@ class StateFiles:
             self._shown = None
 
     def _forget(self, number: int) -> None:
-        """Free the buffers of a stretch that was read and not changed."""
+        """Free the buffers of a chunk that was read and not changed."""
         entry = self._entries.get(number)
         if entry is not None and entry.reading is not None:
             for transfer in entry.reading.transfers:
@@ -234,7 +234,7 @@ class StateFiles:
             self._begin(number)
 
     def _begin(self, number: int) -> None:
-        """Begin to read a stretch, once there are buffers for it."""
+        """Start to read a chunk, once buffers are free for it."""
         entry = self._entries[number]
         free = [buffers for buffers in self._buffers if not buffers.used]
         buffers = next((each for each in free if each.idle), free[0])
@@ -247,7 +247,7 @@ class StateFiles:
         entry.reading = _Reading(buffers, tensors, transfers)
 
     def _land(self, entry: _Entry) -> None:
-        """Give the optimizer a stretch that has been read."""
+        """Hand a chunk that has been read to the optimizer."""
         assert entry.reading is not None
         entry.reading.wait()
         if entry.fill is not None:
@@ -258,14 +258,14 @@ class StateFiles:
         state.update((name, each) for name, each in entry.reading.tensors.items() if name != MASTER)
 
     def _fill(self, entry: _Entry) -> None:
-        """Make the master that nothing has written yet."""
+        """Fill a master that has not been written yet."""
         assert entry.reading is not None and entry.fill is not None
         master = entry.reading.buffers.tensor(MASTER, entry.numel, entry.dtype)
         entry.fill(master)
         entry.reading.tensors[MASTER] = master
 
     def _store(self, number: int) -> None:
-        """Take a stretch from the optimizer, and begin to write it."""
+        """Take a chunk from the optimizer and start to write it."""
         entry = self._entries[number]
         state: dict[str, Any] = self._optimizer.state.get(entry.master, {})
         tensors: dict[str, torch.Tensor] = {name: state[name] for name in _elementwise(state, entry.master)}
@@ -288,13 +288,13 @@ class StateFiles:
 
 
 def absent(numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """What stands for a tensor that is in a file."""
+    """The placeholder of a tensor that is in a file: ``numel`` times one NaN, or 0 for integers."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((1,), value, dtype=dtype, device=device).expand(numel)
 
 
 def _elementwise(state: dict[str, Any], master: torch.Tensor) -> list[str]:
-    """The state tensors with an element for each of the master's."""
+    """The names of the state tensors that have the master's shape."""
     return [
         name
         for name, value in state.items()

@@ -1,4 +1,4 @@
-"""Cutting pieces of parameters into stretches, which are updated one after the other. Pure arithmetic."""
+"""Division of a rank's shards into stretches: chunks that the optimizer updates one after another. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-# Stretches begin at multiples of this many elements: kernels then treat each element as they would in the whole piece.
+# Stretches begin at multiples of this many elements: kernels then treat each element as in the complete shard.
 GRAIN: Final = 64
 _SMALLEST: Final = 2**18
 _LARGEST: Final = 2**22
-_SHARE: Final = 64  # so many stretches, where they are neither too small for a disk nor too large for memory
+_SHARE: Final = 64  # number of stretches, unless they become too small for a disk or too large for memory
 
 
 class Stretch(NamedTuple):
-    """Consecutive elements of a piece that are updated together.
+    """Consecutive elements of a shard that are updated together.
 
     Attributes:
-        piece: its number.
-        part: of the piece, in elements.
-        offloaded: whether master and state are kept elsewhere than on the device.
+        piece: number of the shard.
+        part: range within the shard, in elements.
+        offloaded: whether master and state are offloaded.
     """
 
     piece: int
@@ -33,12 +33,12 @@ class Stretch(NamedTuple):
 
 
 def whole(index: int, numel: int, offloaded: bool = False) -> Stretch:
-    """The stretch that is all of a piece of ``numel`` elements."""
+    """The stretch that is a complete shard of ``numel`` elements."""
     return Stretch(index, slice(0, numel), offloaded)
 
 
 def stretch_numel(total: int, largest: int) -> int:
-    """Elements of a stretch, where a rank has ``total`` and at most ``largest`` are to be updated together."""
+    """Elements of a stretch if a rank has ``total`` elements and may update at most ``largest`` together."""
     wanted = min(max(total // _SHARE, _SMALLEST), _LARGEST, largest)
     return max(wanted // GRAIN, 1) * GRAIN
 
@@ -46,14 +46,14 @@ def stretch_numel(total: int, largest: int) -> int:
 def cut(
     index: int, numel: int, limit: int, ratio: float = 1.0, starts: Sequence[int] | None = None
 ) -> Iterator[Stretch]:
-    """The stretches of a piece, in order.
+    """The stretches of a shard, in order.
 
     Args:
-        index: of the piece.
-        numel: elements of the piece.
+        index: number of the shard.
+        numel: elements of the shard.
         limit: elements of the largest stretch that is offloaded; a multiple of ``GRAIN``.
-        ratio: share of the piece, from its beginning, that is offloaded; the rest is one stretch.
-        starts: where a stretch may begin, in order, where that is not everywhere; a stretch may then be longer.
+        ratio: fraction of the shard, from its beginning, that is offloaded; the rest is one stretch.
+        starts: offsets at which a stretch may begin, in order; None for all. With them a stretch may be longer.
     """
     end = _place(round(numel * ratio / GRAIN) * GRAIN, numel, starts)
     begin = 0
@@ -66,7 +66,7 @@ def cut(
 
 
 def _place(wanted: int, numel: int, starts: Sequence[int] | None, after: int = -1) -> int:
-    """The last place up to ``wanted`` at which a stretch may begin; beyond ``after``, the first one that there is."""
+    """The last offset up to ``wanted`` at which a stretch may begin; if it is not beyond ``after``, the next one."""
     if wanted >= numel:
         return numel
     if starts is None:

@@ -218,7 +218,7 @@ class _Carrier:
         ]
 
     def clamp(self) -> Any:
-        """Keep the node's stored gradients, whatever other carriers send it in the second half. Returns the hook's handle."""
+        """Keep the node's stored gradients, whatever other carriers send in the second half. Returns the hook's handle."""
         captured = self._gradients
         return self.node.register_prehook(lambda gradients: captured)
 

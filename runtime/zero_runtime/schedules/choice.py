@@ -1,4 +1,4 @@
-"""The schedule that a training uses: the client's, or the one that the configuration names."""
+"""Selects the learning-rate schedule: the script's, or the one in the configuration."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OWN: Final[Mapping[str, type]] = {
 
 
 def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule over ``optimizer``: the client's, or from the config; None where neither has one.
+    """The schedule of ``optimizer``: the script's, or from the config; None if neither has one.
 
     Args:
         config: the ``scheduler`` block.
-        client: a scheduler, or a function or class that makes one of the optimizer; it wins over the config.
+        client: a scheduler, or a function or class that creates one for the optimizer; it overrides the config.
         optimizer: whose learning rates are set.
 
     Raises:
@@ -56,7 +56,7 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
 
 
 def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
-    """What the script's ``make`` makes. Raises ConfigError where it wants other arguments."""
+    """The result of the script's ``make``. Raises ConfigError if it requires other arguments."""
     try:
         inspect.signature(make).bind(optimizer)
     except TypeError as error:
@@ -66,7 +66,7 @@ def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch
             f"function such as lambda optimizer: {name}(optimizer, ...)"
         ) from None
     except ValueError:
-        pass  # written in C: it has no signature to be asked for
+        pass  # a C function, which has no signature
     return make(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's schedules share: a count of steps, and learning rates that are a function of it."""
+"""Base of DeepSpeed's schedules: learning rates as a function of the number of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IterationSchedule(ABC):
 
     Args:
         optimizer: whose ``lr`` is set.
-        last_batch_iteration: where to go on; only at -1 are the optimizer's learning rates set at once.
+        last_batch_iteration: where to continue; only -1 sets the optimizer's learning rates at once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -31,22 +31,22 @@ class IterationSchedule(ABC):
         """The learning rate of each param group now."""
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates set last."""
+        """The learning rates that were set last."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One more step has been taken; or ``last_batch_iteration`` + 1 of them."""
+        """Count one more step, or set the count to ``last_batch_iteration`` + 1 steps, and set the learning rates."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs."""
+        """The state for ``load_state_dict``."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
+        """Continue from ``state``."""
         self.last_batch_iteration = state["last_batch_iteration"]
         if self.last_batch_iteration >= 0:
             self._apply()
@@ -78,7 +78,7 @@ def for_each_group(name: str, value: float | Sequence[float], count: int) -> lis
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """``value``, which must be a whole number from ``least``.
+    """``value``, checked to be an integer of at least ``least``.
 
     Raises:
         ConfigError: it is not.
@@ -89,7 +89,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def at_least(name: str, value: float, least: float, exclusive: bool = False) -> float:
-    """``value``, which must be a number from ``least`` or, where ``exclusive``, above it.
+    """``value``, checked to be a number of at least ``least`` or, with ``exclusive``, above it.
 
     Raises:
         ConfigError: it is not.

@@ -1,4 +1,4 @@
-"""DeepSpeed's OneCycle: one rise and fall of the learning rate, momentum the other way round, then decay."""
+"""DeepSpeed's OneCycle: the learning rate rises and falls once, momentum inversely, then both decay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cycle(NamedTuple):
         stairs = self.first_stairs if rising else self.second_stairs
         if not stairs:
             return place / peak if rising else (place - 1) / (peak - 1)
-        # From the count itself: a rounded height just below a stair would be a whole stair too low.
+        # From the count itself: a rounded height just below a stair would be one stair too low.
         step = done % self.size
         if step <= self.first:
             return math.floor(step * stairs / self.first) / stairs
@@ -50,10 +50,10 @@ class Cycle(NamedTuple):
 
 
 class OneCycle(IterationSchedule):
-    """Cycles the learning rate once between two bounds, and Adam's first beta inversely; then lets both decay.
+    """Cycles the learning rate once between two bounds, and Adam's first beta inversely; afterwards both decay.
 
-    From Smith, "A disciplined approach to neural network hyper-parameters: Part 1" (arXiv:1803.09820). Bounds are one for
-    all param groups, or one for each. Without an optimizer that has betas there is no cycle of momentum.
+    From Smith, "A disciplined approach to neural network hyper-parameters: Part 1" (arXiv:1803.09820). A bound is one value
+    for all param groups, or one for each. If the optimizer has no betas, momentum is not cycled.
 
     Args:
         optimizer: whose ``lr`` and ``betas`` are set; the second beta becomes 0.99.
@@ -132,7 +132,7 @@ class OneCycle(IterationSchedule):
         return [(mom, _SECOND_BETA) for mom in self._momentum()] if self.cycle_momentum else None
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """One more step has been taken; or ``batch_iteration`` + 1 of them."""
+        """Count one more step, or set the count to ``batch_iteration`` + 1 steps, and set the learning rates."""
         super().step(batch_iteration)
 
     @property

@@ -1,4 +1,4 @@
-"""DeepSpeed's LRRangeTest: a learning rate that only rises, to find the largest that trains."""
+"""DeepSpeed's LRRangeTest: a rising learning rate, to find the largest one that trains."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class LRRangeTest(IterationSchedule):
         return [low * growth for low in self.min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """One more step has been taken; or ``batch_iteration`` + 1 of them."""
+        """Count one more step, or set the count to ``batch_iteration`` + 1 steps, and set the learning rates."""
         super().step(batch_iteration)

@@ -82,7 +82,7 @@ class WarmupLR(_Warmup):
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _after(self) -> float:
-        """The fraction of the way once the warm-up is over."""
+        """The fraction of the way after the warm-up."""
         return 1.0
 
 
@@ -151,7 +151,7 @@ class WarmupCosineLR(_Warmup):
             self._apply()
 
     def get_lr_ratio(self) -> float:
-        """What the groups' own learning rates are multiplied by now."""
+        """The current factor of the groups' own learning rates."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self._warming:
