@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.checkpoint",
-        description="Write the whole model of a checkpoint into one file, in fp32; or all of a training into a folder that "
-        "DeepSpeed loads. The checkpoint is zero_runtime's or DeepSpeed's.",
+        description="Write the complete model of a checkpoint to one file, in fp32; or the complete training state to a "
+        "folder that DeepSpeed loads. The checkpoint is zero_runtime's or DeepSpeed's.",
     )
     parser.add_argument(
         "dir", type=Path, help="the directory that checkpoints were saved to, or one checkpoint"

@@ -144,7 +144,9 @@ def open_stages(
     """
     axes, content = saved_axes(directory), _content(directory)
     if set(axes) > {PIPE, MODEL}:
-        raise CheckpointError(f"{directory} was saved by ranks along {axes}, which are not put together")
+        raise CheckpointError(
+            f"{directory} was saved by ranks along {axes}; expected {PIPE} and {MODEL} only, whose shards can be joined"
+        )
     stages, shards_per_stage = axes.get(PIPE, 1), axes.get(MODEL, 1)
     if content is None:
         checkpoint = Checkpoint(directory, rounding)

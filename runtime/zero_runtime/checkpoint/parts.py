@@ -155,8 +155,8 @@ def load_recut(
     error = None
     if strange:
         error = CheckpointError(
-            f"parameter {strange[0]!r} is cut by the script itself, so it is not known which part of the saved one it is; "
-            "load a checkpoint of the same ranks for each model"
+            f"parameter {strange[0]!r} was partitioned by the script, so its position in the saved tensor is not known; "
+            "load a checkpoint of as many ranks for each model"
         )
     agreement.agree(everyone, error, f"loading {load_dir}")
     opener = partial(open_stages, names=names, cuts=cuts)
@@ -170,8 +170,7 @@ def _read(directory: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         if (directory / FILE_NAME).is_file():
             raise CheckpointError(
-                f"{directory} holds the whole model on each rank, and here {_shown(sizes)} share one; load it with as many "
-                "ranks for each model as saved it: without these axes"
+                f"{directory} holds the complete model, and here {_shown(sizes)} share one; load it without these axes"
             ) from None
         raise CheckpointError(f"there is no checkpoint {directory} of a model in parts") from None
     except (OSError, ValueError) as error:
@@ -180,8 +179,8 @@ def _read(directory: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
         raise CheckpointError(f"{path} is of another format or version; load another tag")
     if content["axes"] != dict(sizes):
         raise CheckpointError(
-            f"{directory} was saved with {_shown(content['axes'])}, and here there are {_shown(sizes)}; load it with the "
-            "same sizes: parts are not cut anew"
+            f"{directory} was saved with {_shown(content['axes'])}, and here there are {_shown(sizes)}; expected the same "
+            "sizes"
         )
     return dict(content)
 

@@ -139,7 +139,8 @@ def _cut(directory: Path, name: str, facts: ParameterFacts, ranks: int) -> Cut |
         return None
     if not facts.cut_sections:
         raise CheckpointError(
-            f"{directory}: parameter {name!r} was cut by the script itself, so it is not known how to put it together; load "
-            "it with the same ranks for each model as saved it"
+            f"{directory}: parameter {name!r} was partitioned by the script, so it is not known how to join its "
+            "shards; load "
+            "it with as many ranks for each model as saved it"
         )
     return Cut(facts.cut_dim, facts.cut_sections, 0, ranks)

@@ -15,14 +15,14 @@ from zero_runtime.errors import ConfigError
 BLOCK: Final = "activation_checkpointing"
 KEYS: Final[Table] = {
     "partition_activations": used(
-        boolean, False, "each rank of a model-parallel group keeps its part of every checkpoint"
+        boolean, False, "each rank of a model-parallel group keeps its shard of every checkpoint"
     ),
     "cpu_checkpointing": used(boolean, False, "keep checkpoints in host memory"),
     "contiguous_memory_optimization": used(
-        boolean, False, "copy checkpoints into buffers that are made once; needs partition_activations"
+        boolean, False, "copy checkpoints into buffers that are allocated once; needs partition_activations"
     ),
     "number_checkpoints": used(
-        optional(integer(0)), None, "checkpoints that such a buffer holds: those alive at once"
+        optional(integer(0)), None, "checkpoints that such a buffer holds: those alive at a time"
     ),
     "synchronize_checkpoint_boundary": used(boolean, False, "wait for the device at each checkpoint"),
     "profile": used(boolean, False, "print the times of each checkpoint, forward and backward"),

@@ -71,7 +71,7 @@ def coerced(
     values = _coerced("", document, blocks, dropped, converted)
     if notices is not None and dropped:
         notices.append(
-            f'{", ".join(dropped)}: "auto" was filled in by nobody, so the default is used, as in DeepSpeed'
+            f'{", ".join(dropped)}: nothing replaced "auto", so the default is used, as in DeepSpeed'
         )
     if notices is not None and converted:
         notices.append(f"read as DeepSpeed does, and better written so: {', '.join(converted)}")

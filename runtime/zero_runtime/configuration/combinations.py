@@ -70,7 +70,7 @@ def check(config: RuntimeConfig) -> None:
     if zero.overlap_parameter_gather and not zero.allgather_partitions:
         raise ConfigError(
             "zero_optimization.overlap_parameter_gather needs parameters that are gathered, and allgather_partitions "
-            "false (or disable_allgather) has each piece broadcast; remove one of the two keys"
+            "false (or disable_allgather) broadcasts each shard; remove one of the two keys"
         )
     _check_quantized(config)
     if zero.partitioned_types and config.gradient_compression is not None:
@@ -107,7 +107,7 @@ def _check_quantized(config: RuntimeConfig) -> None:
     for wrong, why in (
         (
             zero.quantized_gradients and config.precision.autocast_dtype,
-            f"{gradients}, and torch_autocast has gradients travel in several dtypes",
+            f"{gradients}, and torch_autocast sends gradients in several dtypes",
         ),
         (
             zero.quantized_gradients and zero.partitioned_types,
@@ -115,11 +115,11 @@ def _check_quantized(config: RuntimeConfig) -> None:
         ),
         (
             zero.quantized_weights and not zero.allgather_partitions,
-            f"{weights}, and allgather_partitions false (or disable_allgather) has each piece broadcast as it is",
+            f"{weights}, and allgather_partitions false (or disable_allgather) broadcasts each shard without quantization",
         ),
         (
             zero.quantized_weights and zero.overlap_parameter_gather,
-            f"{weights}, and overlap_parameter_gather has the model use pieces as they arrive",
+            f"{weights}, and overlap_parameter_gather lets the model use shards as they arrive",
         ),
     ):
         if wrong:
@@ -210,7 +210,9 @@ def _note_stage_3(config: RuntimeConfig, notices: list[str]) -> None:
         if zero_block.get(name, neutral) not in (neutral, None)
     ]
     if idle:
-        notices.append(f"{', '.join(idle)}: no effect at stage 3, where each parameter is cut by itself")
+        notices.append(
+            f"{', '.join(idle)}: no effect at stage 3, where each parameter is partitioned separately"
+        )
     unheeded = zero.gradient_reduction == "reduce_scatter" and zero_block.get("reduce_scatter") is False
     if unheeded and not zero.explicit_reduction:
         notices.append(

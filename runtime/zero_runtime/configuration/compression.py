@@ -23,7 +23,7 @@ COMPRESSION: Final[Table] = {
     "algorithm": used(
         choice_of_any_case(TOP_K, ONE_BIT, TWO_BIT, NONE),
         TOP_K,
-        "what is sent of a gradient: its largest elements, signs, signs and one of two magnitudes, or all",
+        "which part of a gradient is sent: its largest elements, signs, signs and one of two magnitudes, or all",
     ),
     "topk_ratio": used(fraction, 0.01, "share of the elements that topk sends"),
     "error_feedback": used(boolean, True, "add to the next gradients what was not sent of the last ones"),
@@ -100,7 +100,8 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
         )
     if zero.quantized_gradients:
         raise ConfigError(
-            "gradient_compression and zero_optimization.zero_quantized_gradients each say how gradients travel; remove one "
+            "gradient_compression and zero_optimization.zero_quantized_gradients each set how gradients are sent; "
+            "remove one "
             "of the two"
         )
     if zero.gradient_reduction == "reduce_scatter":

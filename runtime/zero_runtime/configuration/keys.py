@@ -106,9 +106,9 @@ TOP: Final[Table] = {
     ),
     "gradient_allreduce_op": used(_SUM_OR_MEAN, "mean", "whether gradients are averaged over the ranks"),
     "communication_data_type": used(
-        optional(choice(*DTYPES)), None, "in which gradients travel; null is the model's"
+        optional(choice(*DTYPES)), None, "dtype in which gradients are sent; null is the model's"
     ),
-    "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's piece instead"),
+    "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's shard instead"),
     "steps_per_print": used(
         optional(unlimited(integer(1))), None, "print a line every so many steps; inf for never"
     ),
@@ -122,7 +122,7 @@ TOP: Final[Table] = {
         boolean, True, "DeepSpeed's own Adam on the CPU", "torch's own optimizers update offloaded state"
     ),
     "seq_parallel_communication_data_type": used(
-        choice(*DTYPES), "fp32", "in which gradients travel with sequence_parallel_size above 1"
+        choice(*DTYPES), "fp32", "dtype in which gradients are sent with sequence_parallel_size above 1"
     ),
     "log_level": inert(
         anything, None, "of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"

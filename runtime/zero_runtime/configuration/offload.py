@@ -34,17 +34,17 @@ _SHARE: Final = Check("number from 0 to 1", _share, coerce=coerced_number)
 
 OFFLOAD_OPTIMIZER: Final[Table] = {
     "device": used(
-        choice("none", "cpu", "nvme"), "none", "where the optimizer's state is kept: host memory, or files"
+        choice("none", "cpu", "nvme"), "none", "where the optimizer's state is stored: host memory, or files"
     ),
     "nvme_path": used(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": used(integer(0), 4, "pieces of the state that are in memory at once, with nvme"),
+    "buffer_count": used(integer(0), 4, "chunks of the state that are in memory at a time, with nvme"),
     "pin_memory": used(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
     "pipeline": used(optional(boolean), None, "both of the next two keys"),
     "pipeline_read": used(
-        optional(boolean), None, "read the next piece while one is updated; null is as pipeline, else true"
+        optional(boolean), None, "read the next chunk while one is updated; null is as pipeline, else true"
     ),
     "pipeline_write": used(
-        optional(boolean), None, "write a piece while the next is updated; null is as pipeline, else true"
+        optional(boolean), None, "write a chunk while the next is updated; null is as pipeline, else true"
     ),
     "fast_init": used(boolean, False, "write master weights after the first step only, with nvme"),
     "ratio": used(_SHARE, 1.0, "share of the state that is offloaded; the rest stays on the device"),
@@ -61,7 +61,7 @@ AIO: Final[Table] = {
     "thread_count": used(optional(integer(1)), None, "old name of intra_op_parallelism"),
     "single_submit": used(boolean, False, "every block is a request of its own"),
     "overlap_events": used(
-        boolean, True, "each thread has two requests under way: one on the disk while one is summed up"
+        boolean, True, "each thread has two requests in progress: one on the disk while one is checksummed"
     ),
     "use_gds": later(
         boolean, False, "from the GPU to NVMe directly", "GPUDirect Storage", "files go through host memory"

@@ -16,11 +16,11 @@ _SIZE: Final = integer(0)
 
 OFFLOAD_PARAM: Final[Table] = {
     "device": stage_3(
-        choice("none", "cpu", "nvme"), "none", "where slices of parameters are kept: host memory, or files"
+        choice("none", "cpu", "nvme"), "none", "where shards of parameters are stored: host memory, or files"
     ),
     "nvme_path": stage_3(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": stage_3(_SIZE, 5, "buffers for what is read ahead or being written, with nvme"),
-    "buffer_size": stage_3(_SIZE, 100_000_000, "elements of a buffer; a larger slice is moved in parts"),
+    "buffer_count": stage_3(_SIZE, 5, "buffers for shards that are prefetched or written, with nvme"),
+    "buffer_size": stage_3(_SIZE, 100_000_000, "elements of a buffer; a larger shard is moved in chunks"),
     "max_in_cpu": stage_3(
         _SIZE, 1_000_000_000, "elements of each rank that stay in host memory; the others are in files"
     ),

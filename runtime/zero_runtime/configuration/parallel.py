@@ -23,7 +23,7 @@ _SIZE: Final = "ranks that share each tensor"
 
 _TP: Final[Table] = {
     "tp_size": used(integer(1), 1, "the same as autotp_size"),
-    "tp_grain_size": inert(integer(1), 1, "of uneven cuts", "tensors are cut evenly"),
+    "tp_grain_size": inert(integer(1), 1, "of uneven partitions", "tensors are partitioned evenly"),
     "mpu": refused("an object cannot stand in a configuration; pass mpu to initialize", "model parallelism"),
     "tp_group": refused(
         "a group cannot stand in a configuration; pass mpu to initialize", "a group of ranks"
@@ -31,30 +31,33 @@ _TP: Final[Table] = {
 }
 
 TENSOR_PARALLEL: Final[Table] = {
-    "autotp_size": used(integer(0), 0, f"{_SIZE}, which are cut by the names of modules; 0 is off"),
+    "autotp_size": used(integer(0), 0, f"{_SIZE}; modules are partitioned by their names; 0 is off"),
     "tp": used(optional(inside(_TP)), None, "another place for the size"),
     "tensor_parallel": used(optional(inside(_TP)), None, "old name of tp"),
     "plan": used(
-        optional(mapping), None, "patterns of module names, and how each is cut: docs/parallelism.md. Not a key of DeepSpeed"
+        optional(mapping), None,
+        "patterns of module names, and how each is partitioned: docs/parallelism.md. Not a key of DeepSpeed",
     ),
     "partition_config": used(optional(mapping), None, "the same in DeepSpeed's form: layer_specs"),
     "sequence_parallel": used(
-        boolean, False, "share activations between cut modules along the sequence. Not a key of DeepSpeed"
+        boolean, False, "shard activations between partitioned modules along the sequence. Not a key of DeepSpeed"
     ),
     "dtype": inert(anything, None, "of the layers", "bf16 and fp16 say what the model is trained in"),
     "tp_overlap_comm": later(boolean, False, "reduce beside the computation", "overlap within a layer"),
     "vocab_parallel_lm_head": later(
-        optional(boolean), None, "cut the output layer too", "a key of its own for that",
+        optional(boolean), None, "partition the output layer too", "a key of its own for that",
         'name it in tensor_parallel.plan as "column", and the loss as "loss"',
     ),
     "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "of its loss", _PART),
     "injection_policy_tuple": later(
-        anything, None, "layers to cut", "DeepSpeed's policies", "name the modules in tensor_parallel.plan"
+        anything, None, "layers to partition", "DeepSpeed's policies", "name the modules in tensor_parallel.plan"
     ),
     "preset_model": later(
         optional(text), None, "a known model", "a table of models", "name the modules in tensor_parallel.plan"
     ),
-    "keep_module_on_host": inert(boolean, False, "cut in host memory", "a model is cut where it is, before it is moved"),
+    "keep_module_on_host": inert(
+        boolean, False, "partition in host memory", "a model is partitioned on its device, before it is moved"
+    ),
     "replace_with_kernel_inject": later(boolean, False, "other kernels", "kernels for inference"),
 }  # fmt: skip
 
@@ -143,8 +146,8 @@ def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
     size = next(iter(wide.values()), 1)
     if size == 1 and block["sequence_parallel"]:
         raise ConfigError(
-            "tensor_parallel.sequence_parallel is true, which acts between tensors that are cut, and tp_size is 1; set "
-            "tp_size, or use sequence_parallel_size for sequences without cut tensors"
+            "tensor_parallel.sequence_parallel is true, which acts between partitioned tensors, and tp_size is 1; set "
+            "tp_size, or use sequence_parallel_size for sequences without partitioned tensors"
         )
     return ParallelConfig(
         tp_size=size,
@@ -168,5 +171,5 @@ def check_parallel(config: ParallelConfig, optimizer: str | None) -> None:
     if config.tp_size > 1 and optimizer_name in ("muon", "lamb"):
         raise ConfigError(
             f"optimizer.type is {optimizer}, whose step depends on whole matrices, and tp_size is {config.tp_size}, which "
-            "cuts them; use AdamW or another optimizer that works element by element"
+            "partitions them; use AdamW or another optimizer that works element by element"
         )

@@ -31,7 +31,7 @@ def _method(name: str, value: Any) -> str:
 
 
 _METHOD: Final = Check("`uniform`, `parameters`, `profile` or `type:REGEX`", _method)
-_DEALING: Final = "how layers are dealt out to stages, as PipelineModule's partition_method"
+_DEALING: Final = "how layers are assigned to stages, as PipelineModule's partition_method"
 _TENSORS: Final = "activations are sent whole by each model-parallel rank"
 
 PIPELINE: Final[Table] = {
@@ -39,7 +39,7 @@ PIPELINE: Final[Table] = {
     "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best is that argument itself"),
     "partition_methods": used(optional(_METHOD), None, "the same. Not a key of DeepSpeed"),
     "seed_layers": inert(
-        boolean, False, "seed each layer by itself", "PipelineModule(seed_layers=True) does it, when layers are built"
+        boolean, False, "seed each layer separately", "PipelineModule(seed_layers=True) does it, when layers are built"
     ),
     "activation_checkpoint_interval": used(integer(0), 0, "layers between two activation checkpoints; 0 is the module's"),
     "pipe_partitioned": inert(boolean, True, "share activations among model-parallel ranks", _TENSORS),
@@ -57,7 +57,7 @@ PIPELINE_PARALLEL: Final[Table] = {
         "order of forward and backward passes: docs/pipeline.md. Default: 1f1b, or interleaved with virtual stages",
     ),
     "virtual_stages": used(
-        optional(integer(1)), None, "parts of the model on each stage, with the schedule interleaved: 2 by default there"
+        optional(integer(1)), None, "chunks of the model on each stage, with the schedule interleaved: 2 by default there"
     ),
     "partition_method": used(optional(_METHOD), None, _DEALING),
     "partition_methods": used(optional(_METHOD), None, "the same"),
@@ -66,7 +66,7 @@ PIPELINE_PARALLEL: Final[Table] = {
 KEYS: Final[Table] = {
     "pipeline": used(optional(inside(PIPELINE)), None, "settings of a pipeline: docs/pipeline.md"),
     "pipeline_parallel": used(
-        optional(inside(PIPELINE_PARALLEL)), None, "the same in other words. Not a key of DeepSpeed"
+        optional(inside(PIPELINE_PARALLEL)), None, "the same under other names. Not a key of DeepSpeed"
     ),
     "partition_methods": used(optional(_METHOD), None, f"{_DEALING}. Not a key of DeepSpeed"),
 }

@@ -88,6 +88,6 @@ TORCH_AUTOCAST: Final[Table] = {
     "enabled": used(boolean, False, "run the forward pass under torch.autocast; parameters stay fp32"),
     "dtype": used(autocast_dtype, "bfloat16", "of the lower-precision operations"),
     "lower_precision_safe_modules": used(
-        optional(strings), None, "classes whose gradients travel in that dtype; null is linear and convolution layers"
+        optional(strings), None, "classes whose gradients are sent in that dtype; null is linear and convolution layers"
     ),
 }  # fmt: skip

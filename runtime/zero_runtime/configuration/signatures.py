@@ -58,7 +58,7 @@ def _mismatch(default: Any, value: Any) -> str | None:
         fits = _are_numbers(value) and len(value) == len(default)
         return None if fits else f"{len(default)} numbers"
     if isinstance(default, str):
-        return None if isinstance(value, str) else "a word"
+        return None if isinstance(value, str) else "a string"
     return None
 
 

@@ -67,7 +67,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         wanted = reduction = "reduce_scatter"
     if reduction not in row.reductions and row.shards_parameters:
         raise ConfigError(
-            f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a slice of every "
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a shard of every "
             f"parameter; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
         )
     if reduction not in row.reductions:
@@ -78,7 +78,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     gather = values["allgather_bucket_size"] or None
     if flat and gather is not None and gather % 2:
         raise ConfigError(
-            f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since pieces "
+            f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since shards "
             "are aligned to 2 elements"
         )
     return ZeroConfig(

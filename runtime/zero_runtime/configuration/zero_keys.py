@@ -67,7 +67,7 @@ ZERO: Final[Table] = {
     "use_multi_rank_bucket_allreduce": used(
         boolean,
         True,
-        "stages 1 and 2: one all_reduce over all owners' slices, instead of one reduce for each owner",
+        "stages 1 and 2: one all_reduce over the shards of all owners, instead of one reduce for each owner",
     ),
     "gradient_reduction": used(
         choice("auto", "all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter"),
@@ -77,10 +77,10 @@ ZERO: Final[Table] = {
     "reduce_scatter_impl": used(
         choice("auto", "native", "all_to_all"),
         "auto",
-        "what a reduce_scatter is made of; auto is all_to_all and a local sum on gloo. Not a key of DeepSpeed",
+        "how a reduce_scatter is implemented; auto is all_to_all and a local sum on gloo. Not a key of DeepSpeed",
     ),
     "reduce_bucket_size": used(integer(1), 500_000_000, "elements of a gradient bucket; not used at stage 0"),
-    "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's piece instead"),
+    "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's shard instead"),
     "allgather_bucket_size": used(
         optional(integer(0)),
         None,
@@ -97,9 +97,9 @@ ZERO: Final[Table] = {
     "overlap_parameter_gather": used(
         boolean,
         False,
-        "stages 1 and 2: gather updated parameters beside the next forward pass. Not a key of DeepSpeed",
+        "stages 1 and 2: gather updated parameters during the next forward pass. Not a key of DeepSpeed",
     ),
-    "round_robin_gradients": used(boolean, False, "stages 1 and 2: deal parameters out to the ranks in turn"),
+    "round_robin_gradients": used(boolean, False, "stages 1 and 2: assign parameters to the ranks in turn"),
     "parameter_alignment": used(boolean, False, "stages 1 and 2: pad each parameter to 16 bytes"),
     "load_from_fp32_weights": used(boolean, True, "load master weights from a checkpoint's fp32 copy"),
     "elastic_checkpoint": inert(boolean, False, "checkpoints without padding", ANY_LAYOUT),
@@ -109,7 +109,7 @@ ZERO: Final[Table] = {
         "a parameter without gradient has one of zeros; false, at stages 1 and 2 with offload_optimizer: it is an error",
     ),
     "offload_param": stage_3(
-        optional(inside(OFFLOAD_PARAM)), None, "slices of parameters in host memory or in files"
+        optional(inside(OFFLOAD_PARAM)), None, "shards of parameters in host memory or in files"
     ),
     "offload_params": stage_3(optional(mapping), None, "another spelling of offload_param, with a notice"),
     "offload_optimizer": used(
@@ -178,10 +178,8 @@ ZERO: Final[Table] = {
     "memory_efficient_linear": stage_3(
         boolean, True, "linear layers keep no gathered weight for the backward pass"
     ),
-    "log_trace_cache_warnings": stage_3(
-        boolean, False, "say when modules run in another order than recorded"
-    ),
-    "enable_sanity_checks": stage_3(boolean, False, "the ranks compare what is in each gradient bucket"),
+    "log_trace_cache_warnings": stage_3(boolean, False, "warn if modules run in another order than recorded"),
+    "enable_sanity_checks": stage_3(boolean, False, "the ranks compare the contents of each gradient bucket"),
     "leaf_module": stage_3(optional(inside(LEAF_MODULE)), None, "modules that are gathered as one"),
     "pipeline_loading_checkpoint": inert(
         boolean, False, "load a checkpoint rank by rank", "ranks read what they need by themselves"

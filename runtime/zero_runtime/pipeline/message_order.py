@@ -73,7 +73,7 @@ def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[
                 pending.popleft()
                 moved = True
         if not moved:
-            raise UsageError("the computations of a schedule wait for one another for ever")
+            raise UsageError("the computations of a schedule wait for each other in a circle")
     return begins
 
 

@@ -252,7 +252,7 @@ class PipelineModule(torch.nn.Module):
         """Run the layers of this stage, or of its chunk ``chunk``."""
         if not self.is_dealt:
             raise UsageError(
-                "the layers of this PipelineModule are not dealt out to stages yet; zero_runtime.initialize does that"
+                "the layers of this PipelineModule are not assigned to stages yet; zero_runtime.initialize does that"
             )
         number, layers = self.seeds.begin_pass(chunk), self._layer_ranges[chunk]
         interval = self.activation_checkpoint_interval or len(layers)
@@ -293,7 +293,7 @@ class PipelineModule(torch.nn.Module):
 
     def _dealt(self) -> PipelineGrid:
         if self.grid is None:
-            raise UsageError("the layers are not dealt out to stages yet; zero_runtime.initialize does that")
+            raise UsageError("the layers are not assigned to stages yet; zero_runtime.initialize does that")
         return self.grid
 
     @property

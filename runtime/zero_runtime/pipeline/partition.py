@@ -51,8 +51,8 @@ def _check(layers: int, stages: int) -> None:
         raise ConfigError(f"a pipeline of {stages} stages: expected at least 1")
     if layers < stages:
         raise ConfigError(
-            f"{layers} layers cannot be dealt out to {stages} stages, each of which needs one; use at most {layers} stages, "
-            "or cut the model into more layers"
+            f"{layers} layers cannot be assigned to {stages} stages, each of which needs one; use at most {layers} stages, "
+            "or divide the model into more layers"
         )
 
 

@@ -36,7 +36,7 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
         if config.partition_method is not None and comm.get_rank() == 0:
             log.warning(
                 f"partition_methods {config.partition_method} has no effect: the model is a {type(model).__name__}, and "
-                "only a PipelineModule is dealt out to stages"
+                "only a PipelineModule is partitioned into stages"
             )
         return 1
     mine = model.num_stages if model.is_dealt else stages_of(model)
@@ -46,7 +46,7 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
             "pipeline.stages) says how many stages there are; give one of them"
         )
     if mine is not None and config.stages not in (None, mine):
-        verb = "is dealt out to" if model.is_dealt else "was made for"
+        verb = "is partitioned into" if model.is_dealt else "was made for"
         raise ConfigError(
             f"the PipelineModule {verb} {mine} stages, and the configuration asks for {config.stages}; make them "
             "equal, or leave num_stages out of a new PipelineModule"
@@ -72,7 +72,7 @@ def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan
     if configured is None and model.wanted_virtual_stages is None and config.schedule == INTERLEAVED:
         configured = DEFAULT_CHUNKS
     if mine is not None and configured not in (None, mine):
-        verb = "is dealt out in" if model.is_dealt else "was made for"
+        verb = "is partitioned into" if model.is_dealt else "was made for"
         raise ConfigError(
             f"the PipelineModule {verb} {mine} virtual stages on each stage, and the configuration says "
             f"pipeline_parallel.virtual_stages {configured}; give PipelineModule virtual_stages={configured}, or "
@@ -134,7 +134,7 @@ def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> Non
     if plan.chunks > 1 and chunks > len(model.layers):
         raise ConfigError(
             f"{plan.stages} stages of {plan.chunks} virtual stages each have {chunks} parts, and the model has "
-            f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or cut the model into more layers"
+            f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or divide it into more layers"
         )
     interval = config.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
     ours = model.activation_checkpoint_func in (checkpoint, non_reentrant_checkpoint)
@@ -160,7 +160,7 @@ def _check_same(model: PipelineModule, method: str) -> None:
     bounds = model.bounds(model.num_stages * model.virtual_stages, method)
     if bounds != model.parts:
         raise ConfigError(
-            f"the layers are dealt out already, by {model.method}, so that stages begin at {model.parts}, and "
+            f"the layers are assigned to stages already, by {model.method}, so that stages begin at {model.parts}, and "
             f"{method} in the configuration means {bounds}; leave num_stages out of PipelineModule and say "
             f"pipeline_parallel.pp_size {model.num_stages}, or give PipelineModule partition_method={method!r}"
         )

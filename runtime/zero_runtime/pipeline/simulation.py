@@ -226,4 +226,4 @@ class _Simulation:
             for number, rank in enumerate(self._ranks)
             if rank.todo
         ]
-        raise UsageError(f"the schedules wait for one another for ever: {', '.join(stuck)}")
+        raise UsageError(f"the schedules deadlock: {', '.join(stuck)}")

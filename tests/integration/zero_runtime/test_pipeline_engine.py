@@ -264,7 +264,7 @@ def refused(message, layers=None, given=None, kind=zero_runtime.ConfigError, **o
 
 def configurations_that_are_refused():
     refused("3 pipeline stages do not divide 2 ranks", stages=3)
-    refused("1 layers cannot be dealt out to 2 stages", plain_layers(0)[1:])
+    refused("1 layers cannot be assigned to 2 stages", plain_layers(0)[1:])
     for stage in (2, 3):
         refused("use stage 0 or 1", given=config(zero_optimization={"stage": stage}))
     refused(
@@ -272,7 +272,7 @@ def configurations_that_are_refused():
         given=config(pipeline_parallel={"micro_batches": 2}),
     )
     refused("batch sizes do not multiply", given=config(train_batch_size=9))
-    refused("made for|dealt out to 2 stages", given=config(pipeline_parallel={"pp_size": 1}))
+    refused("made for|partitioned into 2 stages", given=config(pipeline_parallel={"pp_size": 1}))
     refused("pipeline.stages 2 and pipeline_parallel.pp_size 1 differ",
             given=config(pipeline={"stages": 2}, pipeline_parallel={"pp_size": 1}))  # fmt: skip
     refused("neither PipelineModule", stages=None)

@@ -189,9 +189,9 @@ def what_is_refused():
     refused(
         "where each stage has one part", {"pp_size": 2, "schedule": "1f1b", "virtual_stages": 2}, stages=None
     )
-    refused("is dealt out in 1 virtual stages", INTERLEAVED)
-    refused("is dealt out in 1 virtual stages", {"schedule": "interleaved"})
-    refused("is dealt out in 3 virtual stages", INTERLEAVED, virtual_stages=3)
+    refused("is partitioned into 1 virtual stages", INTERLEAVED)
+    refused("is partitioned into 1 virtual stages", {"schedule": "interleaved"})
+    refused("is partitioned into 3 virtual stages", INTERLEAVED, virtual_stages=3)
     refused("expected '?1f1b|one of", {"schedule": "zigzag"})
     refused("activation_checkpoint_interval is 2", SCHEDULES["zero_bubble"],
             config(pipeline={"activation_checkpoint_interval": 2}),

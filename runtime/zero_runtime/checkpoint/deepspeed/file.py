@@ -36,7 +36,7 @@ def read(path: Path) -> Any:
         if unknown:
             raise CheckpointError(
                 f"{path} asks for {', '.join(sorted(unknown))}, which is not among the classes that a checkpoint of "
-                "DeepSpeed's needs; nothing of it was run. If it is yours, save it as numbers, texts, lists, dicts and "
+                "DeepSpeed's needs; nothing of it was run. If it is yours, save it as numbers, strings, lists, dicts and "
                 "tensors, with DeepSpeed, and load that"
             )
         try:

@@ -76,8 +76,8 @@ def find(directory: Path) -> Folder | None:
     parallel = 1 + max(number for _, number in models)
     if parallel > 1 and not universal:
         raise CheckpointError(
-            f"{directory} was saved by {parallel} tensor-parallel ranks (mp_rank_{parallel - 1:02d}), whose slices of the "
-            f"parameters only DeepSpeed can put together; {CONVERT}"
+            f"{directory} was saved by {parallel} tensor-parallel ranks (mp_rank_{parallel - 1:02d}), whose shards of the "
+            f"parameters only DeepSpeed can join; {CONVERT}"
         )
     optimizers = {} if universal else _by_rank(directory, names, _OPTIMIZER)
     return Folder(

@@ -25,7 +25,7 @@ def test_auto_that_nobody_filled_in_is_the_default_where_deepspeed_drops_the_key
     assert found.effective() == plain.effective()
     assert found.notices == (
         "zero_optimization.reduce_bucket_size, zero_optimization.overlap_comm, zero_optimization.offload_optimizer, "
-        'fp16.enabled, fp16.loss_scale_window, bf16.enabled: "auto" was filled in by nobody, so the default is used, as '
+        'fp16.enabled, fp16.loss_scale_window, bf16.enabled: nothing replaced "auto", so the default is used, as '
         "in DeepSpeed",
     )
 

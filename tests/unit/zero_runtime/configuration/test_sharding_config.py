@@ -51,8 +51,8 @@ def test_the_reduction(zero, name):
 @pytest.mark.parametrize(
     ("top", "zero", "message"),
     [
-        ({}, {"gradient_reduction": "multi_rank_all_reduce"}, "every rank owns a slice"),
-        ({}, {"gradient_reduction": "reduce_to_owner"}, "every rank owns a slice"),
+        ({}, {"gradient_reduction": "multi_rank_all_reduce"}, "every rank owns a shard"),
+        ({}, {"gradient_reduction": "reduce_to_owner"}, "every rank owns a shard"),
         ({"gradient_allreduce_op": "sum"}, {}, "set it to mean"),
         ({"gradient_predivide_factor": 4.0}, {}, "gradient_predivide_factor is 4.0"),
         ({"prescale_gradients": True}, {}, "prescale_gradients is True"),

@@ -46,5 +46,5 @@ def test_as_many_layers_as_stages():
 
 @pytest.mark.parametrize("deal", [lambda: uniform(2, 3), lambda: balanced([1, 2], 3)])
 def test_fewer_layers_than_stages(deal):
-    with pytest.raises(ConfigError, match="2 layers cannot be dealt out to 3 stages"):
+    with pytest.raises(ConfigError, match="2 layers cannot be assigned to 3 stages"):
         deal()

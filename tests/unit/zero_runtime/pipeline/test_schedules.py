@@ -163,7 +163,7 @@ def test_a_deadlock_is_found():
         ((receive, send),),
         ((Instruction(Action.RECEIVE_ACTIVATION, 0), Instruction(Action.SEND_GRADIENT, 0)),),
     )
-    with pytest.raises(UsageError, match="for ever: rank 0 at receive_gradient"):
+    with pytest.raises(UsageError, match="deadlock: rank 0 at receive_gradient"):
         simulate([first, last], blocking=True)
     with pytest.raises(UsageError, match="never receives"):
         simulate([((send,),), ()])
