@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
         with _gathered(parameters):
             whole_tensors = joined(training, parameters)
             if sink is not None and error is None:
-                _, error = agreement.attempt(
-                    lambda whole_tensors=whole_tensors: _put(sink, names, whole_tensors)
-                )  # type: ignore[misc]
+                _, error = agreement.attempt(partial(_put, sink, names, whole_tensors))
     if sink is not None:
         rest = {buffer: buffer for buffer in buffers(training.module).values()}
         if error is None:

@@ -132,20 +132,7 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
     if config.precision.fp32_modules and config.precision.model == "fp32":
         notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")
     if not zero.stage.shards_optimizer:
-        if zero.partitioned_types:
-            notices.append(
-                "zero_allowed_param_types and zero_force_param_types have no effect at stage 0, which partitions nothing"
-            )
-        device = (zero_block.get("offload_optimizer") or {}).get("device") or "none"
-        if device != "none" or zero_block.get("cpu_offload"):
-            notices.append(
-                "offload_optimizer has no effect at stage 0, where every rank keeps the whole optimizer; use stage 1, 2 or 3"
-            )
-        notices += [
-            f"zero_optimization.{name} has no effect at stage 0, which partitions nothing; use stage 1, 2 or 3"
-            for name in ("zero_quantized_weights", "zero_quantized_gradients")
-            if zero_block.get(name)
-        ]
+        _note_stage_0(config, notices)
         return
     if zero.stage.shards_parameters:
         _note_stage_3(config, notices)
@@ -158,6 +145,7 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
         notices.append(
             "contiguous_gradients false has no effect with offload_optimizer: gradients share a buffer"
         )
+    # gradient_reduction overrides DeepSpeed's three keys, and the first of these overrides the other two.
     names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
     if zero.explicit_reduction:
         automatic = automatic_reduction(
@@ -189,6 +177,24 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
             "prescale_gradients and gradient_predivide_factor have no effect here: reductions to owners "
             "divide by the world size before the sum"
         )
+
+
+def _note_stage_0(config: RuntimeConfig, notices: list[str]) -> None:
+    zero, zero_block = config.zero, config.given.get("zero_optimization", {})
+    if zero.partitioned_types:
+        notices.append(
+            "zero_allowed_param_types and zero_force_param_types have no effect at stage 0, which partitions nothing"
+        )
+    device = (zero_block.get("offload_optimizer") or {}).get("device") or "none"
+    if device != "none" or zero_block.get("cpu_offload"):
+        notices.append(
+            "offload_optimizer has no effect at stage 0, where every rank keeps the whole optimizer; use stage 1, 2 or 3"
+        )
+    notices += [
+        f"zero_optimization.{name} has no effect at stage 0, which partitions nothing; use stage 1, 2 or 3"
+        for name in ("zero_quantized_weights", "zero_quantized_gradients")
+        if zero_block.get(name)
+    ]
 
 
 _INERT_AT_STAGE_3: Final = {

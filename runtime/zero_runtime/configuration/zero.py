@@ -55,6 +55,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     if offload is not None and row.shards_optimizer and not row.shards_parameters:
         # Gradients are offloaded through one buffer, as in DeepSpeed.
         values = {**values, "contiguous_gradients": True}
+    # Which reduction: the key's own value, or what DeepSpeed's three keys mean. Quantized gradients leave one choice.
     wanted = values["gradient_reduction"]
     reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
     flat = row.shards_optimizer and not row.shards_parameters
@@ -65,6 +66,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
                 "gradients go to the ranks that own them: expected auto or reduce_scatter"
             )
         wanted = reduction = "reduce_scatter"
+    # The two errors differ in why the stage does not have the reduction.
     if reduction not in row.reductions and row.shards_parameters:
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a shard of every "
@@ -75,12 +77,14 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
             f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
             f"gradients, so nobody owns a part; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
         )
+    # Shards are aligned to 2 elements, so an odd message size is refused.
     gather = values["allgather_bucket_size"] or None
     if flat and gather is not None and gather % 2:
         raise ConfigError(
             f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since shards "
             "are aligned to 2 elements"
         )
+    # Settings without effect at this stage get neutral values: bucket size, offload, sharding.
     return ZeroConfig(
         stage=row,
         contiguous_gradients=values["contiguous_gradients"],

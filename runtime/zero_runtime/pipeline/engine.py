@@ -189,9 +189,8 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         if self._watch is not None:
             self._watch.see_step(self.global_steps)
         self._report.see_memory("after step")
-        self.tput_timer.stop(
-            global_step=True, report_speed=False
-        )  # the progress line of a step has the speed
+        # The progress line of the step below has the speed.
+        self.tput_timer.stop(global_step=True, report_speed=False)
         self._report.see_step(self._progress()._replace(batches=self._batch_times))
         hooks.end_step()
 

@@ -19,11 +19,12 @@ from zero_runtime.errors import UsageError
 
 HEADER_NUMEL: Final = 256
 _TENSOR, _TUPLE, _NESTED = 0, 2, 3
+# A header gives a dtype as its position here, so the order must not change.
 _DTYPES: Final = (
-    *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
-)
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
 _NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
