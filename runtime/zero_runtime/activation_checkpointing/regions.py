@@ -1,4 +1,4 @@
-"""Checkpointed regions: calls of which only the inputs are kept, and which run again in the backward pass.
+"""Checkpointed regions: calls that keep only their inputs and run again in the backward pass.
 
 The non-reentrant torch.utils.checkpoint drops the tensors that a region saves, runs the region again when the first of
 them is needed, and stops once all are recomputed. A region adds storage of its inputs

@@ -163,7 +163,7 @@ def _open(
         checkpoint = Checkpoint(directory, rounding)
     if others is not None and checkpoint.manifest.counters != others.counters:
         raise CheckpointError(
-            f"{directory} is of step {checkpoint.manifest.counters.get('global_steps')}, and the parts beside it of step "
+            f"{directory} is of step {checkpoint.manifest.counters.get('global_steps')}, and the other parts are of step "
             f"{others.counters.get('global_steps')}: a save was cut off; load the tag before it"
         )
     _check_fits(training, checkpoint, wanted)

@@ -192,11 +192,11 @@ def _checksum(content: dict[str, Any]) -> int:
 def describe_foreign(directory: Path) -> str:
     """Why a directory without a manifest is not loaded, and what to do."""
     if not directory.exists():
-        beside = directory.parent
-        tags = sorted(each.parent.name for each in beside.glob(f"*/{FILE_NAME}")) if beside.is_dir() else []
+        parent = directory.parent
+        tags = sorted(each.parent.name for each in parent.glob(f"*/{FILE_NAME}")) if parent.is_dir() else []
         if not tags:
-            return f"there is no checkpoint {directory}, nor another one in {beside}"
-        return f"there is no checkpoint {directory}; {beside} has {', '.join(tags)}"
+            return f"there is no checkpoint {directory}, nor another one in {parent}"
+        return f"there is no checkpoint {directory}; {parent} has {', '.join(tags)}"
     if not directory.is_dir():
         return (
             f"{directory} is a file; expected the directory of a checkpoint. A file of torch.save is not loaded here, "

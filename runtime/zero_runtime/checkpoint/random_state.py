@@ -97,6 +97,6 @@ def _restore_tracked(states: Mapping[str, torch.Tensor]) -> None:
         if name.startswith(prefix)
     }
     for state in tracked.values():
-        torch.Generator(default_generator().device).set_state(state)  # raises what is no state
+        torch.Generator(default_generator().device).set_state(state)  # raises if it is not a state
     tracker = get_rng_tracker()
     tracker.set_states(tracker.get_states() | tracked)

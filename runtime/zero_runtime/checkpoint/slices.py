@@ -93,7 +93,7 @@ class SlicedCheckpoint(PartedCheckpoint):
             raise CheckpointError(
                 f"{self.directory}: the optimizer keeps {', '.join(states)} of {name!r} in another shape than its "
                 "own, which "
-                "cannot be cut with it; load it with the tp_size that saved it, or pass load_optimizer_states=False"
+                "cannot be partitioned with it; load it with the tp_size that saved it, or pass load_optimizer_states=False"
             )
         return states
 

@@ -107,8 +107,8 @@ def discard(path: Path) -> None:
 def could_not(path: Path, error: OSError) -> str:
     """The message for a file that cannot be written."""
     return (
-        f"{path} could not be written: {error.strerror or error}; make room or choose another directory. What was there "
-        "before is as it was"
+        f"{path} could not be written: {error.strerror or error}; make room or choose another directory. Existing files are "
+        "unchanged"
     )
 
 

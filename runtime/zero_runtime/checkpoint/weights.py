@@ -155,7 +155,7 @@ def entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
 
 
 def entries_of(names: Mapping[torch.Tensor, Sequence[str]]) -> list[Entry]:
-    """The entries of the complete tensors of which this rank has all or a shard, under all their names."""
+    """The entries of the complete tensors behind this rank's tensors or shards, under all their names."""
     entries = []
     for tensor, all_names in names.items():
         shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)

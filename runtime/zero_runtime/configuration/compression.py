@@ -95,7 +95,7 @@ def check_compression(config: RuntimeConfig, notices: list[str]) -> None:
     if zero.stage.shards_parameters:
         raise ConfigError(
             f"gradient_compression (algorithm {compression.algorithm}) works at stages 0, 1 and 2, and the stage is 3, "
-            "where what is left over would need the whole model's memory on every rank; use "
+            "where residuals would need the complete model's memory on every rank; use "
             "zero_optimization.zero_quantized_gradients there, or another stage"
         )
     if zero.quantized_gradients:

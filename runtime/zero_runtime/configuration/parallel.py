@@ -43,7 +43,7 @@ TENSOR_PARALLEL: Final[Table] = {
         boolean, False, "shard activations between partitioned modules along the sequence. Not a key of DeepSpeed"
     ),
     "dtype": inert(anything, None, "of the layers", "bf16 and fp16 say what the model is trained in"),
-    "tp_overlap_comm": later(boolean, False, "reduce beside the computation", "overlap within a layer"),
+    "tp_overlap_comm": later(boolean, False, "overlap reductions with computation", "overlap within a layer"),
     "vocab_parallel_lm_head": later(
         optional(boolean), None, "partition the output layer too", "a key of its own for that",
         'name it in tensor_parallel.plan as "column", and the loss as "loss"',

@@ -75,7 +75,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     if reduction not in row.reductions:
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
-            f"gradients, so nobody owns a part; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+            f"gradients, so there are no owners; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
         )
     # Shards are aligned to 2 elements, so an odd message size is refused.
     gather = values["allgather_bucket_size"] or None

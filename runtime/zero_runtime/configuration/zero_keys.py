@@ -35,10 +35,10 @@ ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
 
 ZENFLOW: Final[Table] = {
     "topk_ratio": later(number(0.0), 0.1, "share of the gradients that is updated at once", _ZENFLOW),
-    "select_strategy": later(text, "auto", "when that share is chosen anew", _ZENFLOW),
+    "select_strategy": later(text, "auto", "when that share is chosen again", _ZENFLOW),
     "select_interval": later(anything, "auto", "steps between two choices", _ZENFLOW),
     "update_interval": later(anything, "auto", "steps between two updates of the rest", _ZENFLOW),
-    "overlap_step": later(boolean, False, "update the rest beside the training", _ZENFLOW),
+    "overlap_step": later(boolean, False, "update the rest during training", _ZENFLOW),
     "offload": later(boolean, False, "keep gradients in host memory", _ZENFLOW),
     "auto_ratio": later(number(0.0), 0.99, "threshold of the automatic interval", _ZENFLOW),
     "full_warm_up_rounds": later(_SIZE, 0, "steps before the share is chosen", _ZENFLOW),

@@ -266,7 +266,7 @@ class TensorFiles:
         if number in _FULL:
             return OffloadError(
                 f"{reason}; {_free(self.folder)} Free some, or set {self._key} to a folder on a larger disk, and resume "
-                "from the last checkpoint, which is as it was saved"
+                "from the last checkpoint, which is unchanged"
             )
         return OffloadError(
             f"{reason}; expected a disk that can be read and written; check it, or set {self._key} to another, and resume "

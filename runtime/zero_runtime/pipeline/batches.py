@@ -30,7 +30,7 @@ def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any],
             batch = next(batches)
         except StopIteration:
             raise UsageError(
-                f"the iterator of batches has ended within a step of {count} micro-batches; give one that goes on, such as "
+                f"the iterator of batches has ended within a step of {count} micro-batches; pass one that repeats, such as "
                 "RepeatingLoader(loader)"
             ) from None
         return batch if function is None else function(batch)

@@ -45,7 +45,7 @@ class PipelineModule(torch.nn.Module):
         num_stages: number of stages. Without it and without ``topology``, ``initialize`` assigns and builds the layers
             according to the configuration (``pipeline_parallel.pp_size`` or ``pipeline.stages``); until then the model has
             no parameters. The same holds if torch.distributed is not initialized yet.
-        topology: the axes of all ranks, one of which is ``pipe``, in place of ``num_stages``.
+        topology: the axes of all ranks, with an axis ``pipe``, in place of ``num_stages``.
         loss_fn: called with (output of the last layer, labels); without it the output is the loss.
         seed_layers: seed the random generators by layer, before each is built and before it runs.
         seed_fn: called with a seed, in place of seeding all generators.
@@ -313,7 +313,7 @@ class PipelineModule(torch.nn.Module):
     def partitions(self) -> list[int]:
         """The bounds of stages: stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``.
 
-        With virtual stages these are the bounds of all chunks, of which stage s has every ``num_stages``-th from chunk s on.
+        With virtual stages these are the bounds of all chunks. Stage s has every ``num_stages``-th chunk from chunk s on.
         """
         return self.parts
 

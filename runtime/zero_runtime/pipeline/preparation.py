@@ -141,9 +141,8 @@ def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> Non
     if plan.splits_backward and interval and not ours:
         raise ConfigError(
             f"activation_checkpoint_interval is {interval}, and pipeline_parallel.schedule is zero_bubble, which "
-            "differentiates a forward pass in many parts, for each of which layers would run again by the "
-            "activation_checkpoint_func that PipelineModule was given; leave that out, set the interval to 0, or use "
-            "schedule 1f1b"
+            "differentiates a forward pass in many parts; the activation_checkpoint_func of the PipelineModule would run "
+            "layers again for each of them. Leave that function out, set the interval to 0, or use schedule 1f1b"
         )
 
 

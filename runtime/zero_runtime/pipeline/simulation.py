@@ -179,7 +179,7 @@ class _Simulation:
         forward = instruction.action is Action.SEND_ACTIVATION
         other = place.after(ranks, self._chunks) if forward else place.before(ranks)
         if other is None:
-            raise UsageError(f"rank {number} has nobody to {instruction}")
+            raise UsageError(f"rank {number} has no peer for {instruction}")
         message = Instruction(_KINDS[instruction.action], instruction.micro_batch, other.chunk)
         rank, peer = self._ranks[number], self._ranks[other.rank]
         if self._blocking:
@@ -199,7 +199,7 @@ class _Simulation:
         forward = instruction.action is Action.RECEIVE_ACTIVATION
         other = place.before(ranks) if forward else place.after(ranks, self._chunks)
         if other is None:
-            raise UsageError(f"rank {number} has nobody to {instruction}")
+            raise UsageError(f"rank {number} has no peer for {instruction}")
         if self._blocking:
             return False
         self._expected.setdefault((other.rank, number), deque()).append(instruction)

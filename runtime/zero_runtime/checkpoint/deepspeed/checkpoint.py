@@ -210,7 +210,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._add("buffer", name, _mapped_range(rank, module[name]))
 
     def _take_frozen(self, models: Mapping[int, Mapping[str, Any]]) -> None:
-        """Add frozen parameters, of which every rank has a shard at stage 3."""
+        """Add frozen parameters; at stage 3 every rank has a shard of them."""
         shapes = models[0].get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
             if name in self._facts:
@@ -364,6 +364,7 @@ def open_folder(
         return DeepSpeedCheckpoint(folder, rounding, known, module_suffices)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{directory} has not what DeepSpeed 0.14 to 0.19 writes ({type(error).__name__}: {str(error)[:200]}); it was "
+            f"{directory} differs from what DeepSpeed 0.14 to 0.19 writes ({type(error).__name__}: "
+            f"{str(error)[:200]}); it was "
             "changed, or written by another version: load it with DeepSpeed and save it again, or load another tag"
         ) from error

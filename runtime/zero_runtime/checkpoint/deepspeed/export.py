@@ -88,7 +88,7 @@ def write_universal(
     trained = [name for name, facts in checkpoint.parameters.items() if facts.group is not None]
     if not trained or checkpoint.manifest.optimizer is None:
         raise CheckpointError(
-            f"{checkpoint.directory} has no optimizer's state that is kept by name, which a universal folder is made of; "
+            f"{checkpoint.directory} has no optimizer state by parameter name, which a universal folder needs; "
             "load it into an engine of the same model and param groups, save that, and write the folder of what it saved"
         )
     strange = [name for name in trained if "/" in name]

@@ -15,7 +15,7 @@ import torch
 
 
 class Attributes:
-    """An object of which only the attributes are kept: a loss scaler, or an address in a flat tensor."""
+    """The attributes of an object: a loss scaler, or an address in a flat tensor."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -185,7 +185,7 @@ def partitioned(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Fla
             raise CheckpointError(
                 f"{flat.where} holds {flat.master.numel()} elements of the group of {names[0]!r}, where "
                 f"{sum(shard_numels)} are "
-                f"the slices of {len(ranks)} ranks: it is of another save, or was saved with parameters or optimizer "
+                f"the shards of {len(ranks)} ranks: it is of another save, or was saved with parameters or optimizer "
                 "states on NVMe; copy all files again, or load another tag"
             )
         offset = 0

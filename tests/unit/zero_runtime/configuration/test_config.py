@@ -135,7 +135,7 @@ def test_when_gradients_are_divided(top, zero, scaling):
             "two names of one key; keep one",
         ),
         ({"bf16": True}, "bf16 is True; expected an object"),
-        ({"zero_optimization": {"stage": 0, "gradient_reduction": "reduce_scatter"}}, "nobody owns a part"),
+        ({"zero_optimization": {"stage": 0, "gradient_reduction": "reduce_scatter"}}, "there are no owners"),
         ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 1001}}, "is 1001; expected an even number"),
         ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, "prescale_gradients is True"),
         ({"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 4.0}, "set zero_optimization.reduce_scatter"),
