@@ -48,7 +48,7 @@ class Training(NamedTuple):
         return {} if self.optimizer is None else self.optimizer.trained()
 
     def settle(self) -> None:
-        """Wait until the optimizer's masters and the model's parameters belong to the same step."""
+        """Bring masters and parameters to the same state: wait for gathers, and copy a script's changes to the masters."""
         if self.optimizer is not None:
             self.optimizer.settle()
 

@@ -191,20 +191,20 @@ def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> Proc
     return ProcessTopology.of(**sizes)
 
 
-def own_parameters(model: PipelineModule, given: Any, unknown: bool) -> list[Any] | None:
+def own_parameters(model: PipelineModule, candidates: Any, unknown: bool) -> list[Any] | None:
     """The ``model_parameters`` of this rank's stage; None for all of them.
 
     Args:
         model: whose layers are assigned to stages.
-        given: tensors or param groups; None for all.
+        candidates: tensors or param groups; None for all.
         unknown: whether the layers had not been assigned when they were passed, so that the model lacked parameters.
 
     Raises:
         ConfigError: param groups of a model whose layers were not built yet.
     """
-    if given is None:
+    if candidates is None:
         return None
-    listed = list(given)
+    listed = list(candidates)
     built_later = unknown and any(isinstance(layer, LayerSpec) for layer in model.layers)
     if built_later:
         if any(isinstance(each, dict) for each in listed):
