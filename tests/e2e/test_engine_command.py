@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from commprof.analysis import api
+from support.command import WITHOUT_DYNAMO
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -44,7 +45,11 @@ def execute(words, cwd):
         for name, value in os.environ.items()
         if name not in launchers and not name.startswith("COMMPROF")
     }
-    environment = {**kept, "PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **kept,
+        "PYTHONPATH": f"{WITHOUT_DYNAMO}:{ROOT}:{ROOT / 'runtime'}",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

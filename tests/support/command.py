@@ -14,6 +14,8 @@ from typing import Any
 from support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
+# First on the PYTHONPATH of ranks: they need 2 seconds of CPU time less to start.
+WITHOUT_DYNAMO = ROOT / "tests" / "support" / "without_dynamo"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -24,7 +26,7 @@ def environment(**variables: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _OF_A_LAUNCHER and not name.startswith("COMMPROF")
     }
-    sources = os.pathsep.join(str(ROOT / part) for part in (".", "runtime", "dashboards"))
+    sources = os.pathsep.join(map(str, (WITHOUT_DYNAMO, ROOT, ROOT / "runtime", ROOT / "dashboards")))
     return kept | {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1"} | variables
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from support.command import WITHOUT_DYNAMO
+
 ROOT = Path(__file__).resolve().parents[2]
 INTERFACE = "eth0"
 PORT = 29_511  # of the ranks' rendezvous: hosts of their own share no ports with this machine
@@ -147,7 +149,7 @@ def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = 
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (WITHOUT_DYNAMO, ROOT, ROOT / "runtime"))),
     }
 
 

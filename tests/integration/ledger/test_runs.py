@@ -15,7 +15,7 @@ ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
     if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN", "PYTHONPATH")
-} | {"OMP_NUM_THREADS": "1"}
+} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(command.WITHOUT_DYNAMO)}
 
 # One script for all configs: the same job again and again would spend its time on starting Python.
 SCRIPT = """

@@ -12,7 +12,7 @@ import torch
 
 import zero_runtime
 from commprof.analysis import api
-from support.command import output
+from support.command import WITHOUT_DYNAMO, output
 from support.recording import calls, record
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +22,7 @@ ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
     if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN", "PYTHONPATH")
-} | {"OMP_NUM_THREADS": "1"}
+} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WITHOUT_DYNAMO)}
 
 
 def train(rank, world):
