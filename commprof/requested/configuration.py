@@ -13,8 +13,8 @@ from typing import Any, Final
 from commprof.requested.communication.compression import Compression, read_compression
 from commprof.requested.errors import RequestedError
 from commprof.requested.keys import choice, count, dtype, flag, number, section, wrong
+from commprof.requested.zero.reductions import REDUCTIONS
 
-REDUCTION_NAMES: Final = ("all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter")
 REDUCE_SCATTER_IMPLS: Final = ("auto", "native", "all_to_all")
 
 
@@ -27,7 +27,7 @@ class Configuration:
         communication_dtype: element type of sent gradients.
         accumulation_dtype: element type in which gradients are accumulated; None is the model's.
         reduce_bucket_size: elements per gradient bucket.
-        gradient_reduction: ``"auto"`` or one of :data:`REDUCTION_NAMES`.
+        gradient_reduction: ``"auto"`` or a name in :data:`REDUCTIONS`.
         gather_by_broadcast: ``allgather_partitions: false`` or ``disable_allgather: true``, which DeepSpeed ignores.
         allgather_bucket_size: elements per gathering message; None where the key is not set. DeepSpeed ignores it.
         gradient_clipping: largest norm; 0 turns clipping off.
@@ -93,7 +93,7 @@ class Configuration:
 
     @property
     def reduction(self) -> str:
-        """The gradient reduction that takes place, one of :data:`REDUCTION_NAMES`."""
+        """The gradient reduction that takes place, a name in :data:`REDUCTIONS`."""
         if not self.partitions or self.reduces_flat_groups:
             return "all_reduce"
         if self.quantises_gradients:
@@ -176,7 +176,7 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         round_robin_gradients=flag(zero, "zero_optimization.round_robin_gradients", False),
         parameter_alignment=flag(zero, "zero_optimization.parameter_alignment", False),
         compute_grad_norm=flag(zero, "zero_optimization.compute_grad_norm", True),
-        gradient_reduction=choice(zero, "zero_optimization.gradient_reduction", ("auto", *REDUCTION_NAMES)),
+        gradient_reduction=choice(zero, "zero_optimization.gradient_reduction", ("auto", *REDUCTIONS)),
         reduce_scatter_impl=choice(zero, "zero_optimization.reduce_scatter_impl", REDUCE_SCATTER_IMPLS),
         gather_by_broadcast=flag(config, "disable_allgather", False)
         or not flag(zero, "zero_optimization.allgather_partitions", True),

@@ -10,23 +10,10 @@ from commprof.requested.communication.compression import Compression
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import item_bytes
+from commprof.requested.zero.reductions import REDUCTIONS
 from commprof.schema import Op, wire_bytes
 
 _MANY: Final = 2**20  # elements: many, so that the last block and rounding hardly matter
-# What each value of zero_optimization.gradient_reduction names.
-NAMED_OPS: Final[dict[str, Op]] = {
-    "all_reduce": Op.ALL_REDUCE,
-    "multi_rank_all_reduce": Op.ALL_REDUCE,
-    "reduce_to_owner": Op.REDUCE,
-    "reduce_scatter": Op.REDUCE_SCATTER,
-}
-# What each reduction sends, as the end of a sentence.
-SENT: Final[dict[str, str]] = {
-    "all_reduce": "one all_reduce per bucket",
-    "multi_rank_all_reduce": "one all_reduce per bucket",
-    "reduce_to_owner": "one reduce per bucket and owner",
-    "reduce_scatter": "one reduce_scatter per bucket (on gloo an all_to_all and a local sum)",
-}
 
 
 class ReductionShare(NamedTuple):
@@ -50,7 +37,7 @@ def requested_op(configuration: Configuration) -> Op:
     if not configuration.partitions:
         return Op.ALL_REDUCE
     if configuration.gradient_reduction != "auto":
-        return NAMED_OPS[configuration.gradient_reduction]
+        return REDUCTIONS[configuration.gradient_reduction].op
     return Op.REDUCE_SCATTER if configuration.reduce_scatter else Op.ALL_REDUCE
 
 
@@ -93,7 +80,7 @@ def describe_configuration(configuration: Configuration) -> str:
         )
     if configuration.gradient_reduction != "auto":
         name = configuration.gradient_reduction
-        return f"gradient_reduction: {name} asks for {_article(name)}; zero_runtime sends {SENT[name]}"
+        return f"gradient_reduction: {name} asks for {_article(name)}; zero_runtime sends {REDUCTIONS[name].sent}"
     return _describe_deepspeed_keys(configuration)
 
 
@@ -121,7 +108,7 @@ def _describe_deepspeed_keys(configuration: Configuration) -> str:
     value = "true" if configuration.use_multi_rank_bucket_allreduce else "false"
     return (
         f"reduce_scatter: true with use_multi_rank_bucket_allreduce: {value} asks for a reduce_scatter; "
-        f"DeepSpeed 0.19 sends {SENT[configuration.reduction]} in its place"
+        f"DeepSpeed 0.19 sends {REDUCTIONS[configuration.reduction].sent} in its place"
     )
 
 
@@ -160,7 +147,7 @@ def reduction_share(
     configuration = read_configuration(config)
     if runtime == "deepspeed":
         configuration = replace(configuration, gradient_reduction="auto", compression=None)
-    requested, issued = requested_op(configuration), NAMED_OPS[configuration.reduction]
+    requested, issued = requested_op(configuration), REDUCTIONS[configuration.reduction].op
     compression = configuration.compression
     if compression is not None:
         payload = compression.payload_bytes(_MANY, item_bytes(configuration.communication_dtype))
@@ -176,5 +163,5 @@ def reduction_share(
 
 
 def _article(reduction: str) -> str:
-    op = str(NAMED_OPS[reduction])
+    op = str(REDUCTIONS[reduction].op)
     return f"an {op}" if op.startswith("a") else f"a {op}"

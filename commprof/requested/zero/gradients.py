@@ -9,7 +9,7 @@ from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
 from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.zero.partition import Layout
-from commprof.requested.zero.reductions import DEEPSPEED_REDUCTIONS, Message, reduce_scatter
+from commprof.requested.zero.reductions import REDUCTIONS, Message, Terms
 from commprof.schema import Op
 
 WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
@@ -90,13 +90,13 @@ def bucketed_gradients(
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
     arrived = [each for each in arrived if each.name not in left_out]
     buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
-    if reduction == "reduce_scatter":
-        exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
-        ranks = layout.groups[0].numel // layout.groups[0].shard_numel if layout.groups else 1
-        scattered = [reduce_scatter(shards, ranks, exchanges=exchanges) for shards in buckets]
-        return GradientMessages(scattered, exact, notes)
-    reduce = DEEPSPEED_REDUCTIONS[reduction]
-    messages = [message for shards in buckets for message in reduce(shards, capacity)]
+    terms = Terms(
+        capacity,
+        ranks=layout.groups[0].numel // layout.groups[0].shard_numel if layout.groups else 1,
+        exchanges=configuration.reduce_scatter_on(backend) == "all_to_all",
+    )
+    reduce = REDUCTIONS[reduction].messages
+    messages = [message for shards in buckets for message in reduce(shards, terms)]
     return GradientMessages(messages, exact, notes)
 
 

@@ -51,46 +51,87 @@ class Message(NamedTuple):
 
 _LARGEST_PADDING: Final = 1 / 16
 Shards = Sequence[OwnedShard]
-Reduction = Callable[[Shards, int], list[Message]]
 
 
-def all_reduce(shards: Shards, capacity: int) -> list[Message]:
+class Terms(NamedTuple):
+    """What the messages of a bucket depend on beside its shards.
+
+    Attributes:
+        capacity: elements of a bucket (``reduce_bucket_size``).
+        ranks: ranks of the group.
+        exchanges: a reduce_scatter is an all_to_all and a local sum.
+    """
+
+    capacity: int
+    ranks: int
+    exchanges: bool
+
+
+Reduction = Callable[[Shards, Terms], list[Message]]
+
+
+def all_reduce(shards: Shards, terms: Terms) -> list[Message]:
     """The whole bucket to every rank."""
     return [Message(Op.ALL_REDUCE, sum(shard.numel for shard in shards))]
 
 
-def multi_rank_all_reduce(shards: Shards, capacity: int) -> list[Message]:
-    """The shards of all owners to every rank; a message is closed once it has more than ``capacity`` elements."""
-    sizes = runs_past([shard.numel for shard in shards], capacity)
+def multi_rank_all_reduce(shards: Shards, terms: Terms) -> list[Message]:
+    """The shards of all owners to every rank; a message is closed once it exceeds the capacity."""
+    sizes = runs_past([shard.numel for shard in shards], terms.capacity)
     return [Message(Op.ALL_REDUCE, numel) for numel in sizes]
 
 
-def reduce_to_owner(shards: Shards, capacity: int) -> list[Message]:
+def reduce_to_owner(shards: Shards, terms: Terms) -> list[Message]:
     """The shards of each owner to that owner, owners in the order of their first shard."""
     by_owner: dict[int, list[int]] = {}
     for shard in shards:
         by_owner.setdefault(shard.owner, []).append(shard.numel)
-    return [Message(Op.REDUCE, numel) for sizes in by_owner.values() for numel in runs_past(sizes, capacity)]
+    messages = (runs_past(sizes, terms.capacity) for sizes in by_owner.values())
+    return [Message(Op.REDUCE, numel) for numels in messages for numel in numels]
 
 
-def reduce_scatter(shards: Shards, world_size: int, *, exchanges: bool) -> Message:
+def reduce_scatter(shards: Shards, terms: Terms) -> list[Message]:
     """A row for each owner. Only an all_to_all has rows of any length.
 
     Others are padded to the longest where that adds no more than a sixteenth; otherwise they are sent unpadded, as a list.
     """
-    rows = [0] * world_size
+    rows = [0] * terms.ranks
     for shard in shards:
         rows[shard.owner] += shard.numel
-    if exchanges:
-        return Message(Op.ALL_TO_ALL, sum(rows), rows=tuple(rows))
-    padded = max(rows) * world_size
+    if terms.exchanges:
+        return [Message(Op.ALL_TO_ALL, sum(rows), rows=tuple(rows))]
+    padded = max(rows) * terms.ranks
     if padded > sum(rows) * (1 + _LARGEST_PADDING):
-        return Message(Op.REDUCE_SCATTER, sum(rows), rows=tuple(rows))
-    return Message(Op.REDUCE_SCATTER, padded, max(rows))
+        return [Message(Op.REDUCE_SCATTER, sum(rows), rows=tuple(rows))]
+    return [Message(Op.REDUCE_SCATTER, padded, max(rows))]
 
 
-DEEPSPEED_REDUCTIONS: Final[dict[str, Reduction]] = {
-    "all_reduce": all_reduce,
-    "multi_rank_all_reduce": multi_rank_all_reduce,
-    "reduce_to_owner": reduce_to_owner,
+class StatedReduction(NamedTuple):
+    """What is known about one value of ``zero_optimization.gradient_reduction``.
+
+    Attributes:
+        op: the operation that the value names.
+        sent: what a runtime sends for it, as the end of a sentence.
+        stages: the ZeRO stages at which zero_runtime accepts it.
+        messages: the messages of one bucket of owners' shards.
+    """
+
+    op: Op
+    sent: str
+    stages: tuple[int, ...]
+    messages: Reduction
+
+
+REDUCTIONS: Final[dict[str, StatedReduction]] = {
+    "all_reduce": StatedReduction(Op.ALL_REDUCE, "one all_reduce per bucket", (0, 1, 2, 3), all_reduce),
+    "multi_rank_all_reduce": StatedReduction(
+        Op.ALL_REDUCE, "one all_reduce per bucket", (1, 2), multi_rank_all_reduce
+    ),
+    "reduce_to_owner": StatedReduction(Op.REDUCE, "one reduce per bucket and owner", (1, 2), reduce_to_owner),
+    "reduce_scatter": StatedReduction(
+        Op.REDUCE_SCATTER,
+        "one reduce_scatter per bucket (on gloo an all_to_all and a local sum)",
+        (1, 2, 3),
+        reduce_scatter,
+    ),
 }

@@ -30,6 +30,7 @@ from commprof.requested.parameters import Parameter, check_parameters, item_byte
 from commprof.requested.support import optimizer_type, refuse_unsupported
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
 from commprof.requested.zero.gather_configuration import read_gather_configuration
+from commprof.requested.zero.reductions import REDUCTIONS
 from commprof.requested.zero.stage3 import Construction, Training, stage3_expectations
 from commprof.requested.zero.unpartitioned import unpartitioned
 from commprof.schema import Op, Purpose
@@ -298,7 +299,8 @@ def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectati
 
 
 def _refuse_reductions_of_shards(configuration: Configuration) -> None:
-    if configuration.gradient_reduction in ("multi_rank_all_reduce", "reduce_to_owner"):
+    name = configuration.gradient_reduction
+    if name != "auto" and 3 not in REDUCTIONS[name].stages:
         raise UnsupportedError(
             "zero_optimization.gradient_reduction",
             configuration.gradient_reduction,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import Stage
 
 if TYPE_CHECKING:
@@ -26,9 +27,14 @@ def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
     if row.shards_parameters:
         needs_all_reduce = values["contiguous_gradients"] and not values["reduce_scatter"]
         return "all_reduce" if needs_all_reduce else "reduce_scatter"
-    if not row.shards_optimizer or not values["contiguous_gradients"] or not values["reduce_scatter"]:
+    if not row.shards_optimizer or not values["contiguous_gradients"]:
         return "all_reduce"
-    return "multi_rank_all_reduce" if values["use_multi_rank_bucket_allreduce"] else "reduce_to_owner"
+    return next(
+        name
+        for name, reduction in REDUCTIONS.items()
+        if reduction.deepspeed_keys is not None
+        and all(bool(values[key]) is value for key, value in reduction.deepspeed_keys.items())
+    )
 
 
 def automatic_overlap(row: Stage, reduction: str) -> bool:

@@ -27,6 +27,7 @@ from zero_runtime.configuration.key_table import (
 )
 from zero_runtime.configuration.offload import OFFLOAD_OPTIMIZER
 from zero_runtime.configuration.offload_param import OFFLOAD_PARAM
+from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 
 _SIZE: Final = integer(0)
 _OFFLOAD: Final = "offload"
@@ -70,7 +71,7 @@ ZERO: Final[Table] = {
         "stages 1 and 2: one all_reduce over the shards of all owners, instead of one reduce for each owner",
     ),
     "gradient_reduction": used(
-        choice("auto", "all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter"),
+        choice("auto", *REDUCTIONS),
         "auto",
         "how gradients are reduced; auto follows the three keys above. Not a key of DeepSpeed",
     ),

@@ -27,10 +27,10 @@ that one. So this reduction is not used on such buckets where it can be helped: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -274,12 +274,38 @@ def reduction(name: str, implementation: str | None = None) -> Reduction:
         raise ConfigError(f"unknown gradient_reduction {name!r}; choose one of: {', '.join(REDUCTIONS)}")
     if name == "reduce_scatter":
         return partial(reduce_scatter, implementation=implementation)
-    return REDUCTIONS[name]
+    return REDUCTIONS[name].function
 
 
-REDUCTIONS: Final[dict[str, Reduction]] = {
-    "all_reduce": all_reduce,
-    "multi_rank_all_reduce": multi_rank_all_reduce,
-    "reduce_to_owner": reduce_to_owner,
-    "reduce_scatter": reduce_scatter,
+class GradientReduction(NamedTuple):
+    """All that zero_runtime needs to know about one gradient reduction; its name is the config value.
+
+    What it sends is stated independently in ``commprof/requested/zero/reductions.py``.
+
+    Attributes:
+        function: reduces one bucket.
+        stages: the ZeRO stages at which it is possible.
+        leaves: the part of a gradient that is summed on each rank: ``all``, ``own`` (the runs that the rank owns), or
+            ``all unless cast`` (own where the communication dtype differs from that of the bucket).
+        deepspeed_keys: the values of DeepSpeed's keys that select it at stages 1 and 2; None where none do.
+    """
+
+    function: Reduction
+    stages: tuple[int, ...]
+    leaves: str
+    deepspeed_keys: Mapping[str, bool] | None
+
+
+REDUCTIONS: Final[dict[str, GradientReduction]] = {
+    "all_reduce": GradientReduction(all_reduce, (0, 1, 2, 3), "all", {"reduce_scatter": False}),
+    "multi_rank_all_reduce": GradientReduction(
+        multi_rank_all_reduce,
+        (1, 2),
+        "all unless cast",
+        {"reduce_scatter": True, "use_multi_rank_bucket_allreduce": True},
+    ),
+    "reduce_to_owner": GradientReduction(
+        reduce_to_owner, (1, 2), "own", {"reduce_scatter": True, "use_multi_rank_bucket_allreduce": False}
+    ),
+    "reduce_scatter": GradientReduction(reduce_scatter, (1, 2, 3), "own", None),
 }

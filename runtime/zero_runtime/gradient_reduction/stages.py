@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 
 
 class Stage(NamedTuple):
@@ -23,22 +24,22 @@ class Stage(NamedTuple):
     number: int
     shards_optimizer: bool
     shards_gradients: bool  # reduced in every micro-batch, and freed where another rank owns them
-    reduces_in_hooks: (
-        bool  # as gradients become ready, in backward order; otherwise after backward, in forward order
-    )
-    reductions: tuple[str, ...]  # which gradient reductions mean something
-    shards_parameters: bool = (
-        False  # each rank keeps a slice of every parameter, instead of pieces of flat buffers
-    )
+    # as gradients become ready, in backward order; otherwise after backward, in forward order
+    reduces_in_hooks: bool
+    # each rank keeps a shard of every parameter, instead of shards of flat buffers
+    shards_parameters: bool = False
 
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """The gradient reductions that are possible at this stage."""
+        return tuple(name for name, reduction in REDUCTIONS.items() if self.number in reduction.stages)
 
-_SHARDED: Final = ("all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter")
 
 STAGES: Final[dict[int, Stage]] = {
-    0: Stage(0, False, False, False, ("all_reduce",)),
-    1: Stage(1, True, False, False, _SHARDED),
-    2: Stage(2, True, True, True, _SHARDED),
-    3: Stage(3, True, True, True, ("all_reduce", "reduce_scatter"), shards_parameters=True),
+    0: Stage(0, False, False, False),
+    1: Stage(1, True, False, False),
+    2: Stage(2, True, True, True),
+    3: Stage(3, True, True, True, shards_parameters=True),
 }
 
 

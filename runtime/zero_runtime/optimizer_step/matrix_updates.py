@@ -14,6 +14,7 @@ import torch
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.reducer import ShardedGradients
+from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.optimizer_step.fragments import Master, Part, Source
 from zero_runtime.optimizer_step.precision import Precision
 from zero_runtime.optimizers.muon import MOMENTUM, Muon, matrix_update
@@ -132,8 +133,9 @@ def check_whole_gradients(optimizer: torch.optim.Optimizer, config: RuntimeConfi
         raise ConfigError(
             "Muon at stage 1 with data_types.grad_accum_dtype fp32 is not in this version; use stage 2, or remove the key"
         )
-    if kind in ("reduce_to_owner", "reduce_scatter") or (kind == "multi_rank_all_reduce" and cast):
-        how = f"{kind} in another dtype" if kind == "multi_rank_all_reduce" else kind
+    leaves = REDUCTIONS[kind].leaves
+    if leaves == "own" or (leaves == "all unless cast" and cast):
+        how = kind if leaves == "own" else f"{kind} in another dtype"
         raise ConfigError(
             f"Muon needs whole gradients of matrices, and zero_optimization.gradient_reduction {how} leaves each rank its "
             "own piece; use all_reduce"

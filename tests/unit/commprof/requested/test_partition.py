@@ -11,6 +11,7 @@ from commprof.requested.parameters import Parameter
 from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
 from commprof.requested.zero.partition import OwnedShard, lay_out
 from commprof.requested.zero.reductions import (
+    Terms,
     multi_rank_all_reduce,
     reduce_to_owner,
 )
@@ -108,8 +109,8 @@ def test_an_oversized_parameter_travels_alone_and_in_parts():
     layout = lay_out([MLP], 3)
     slices = [owned_slices(bucket, layout) for bucket in buckets_within(MLP[::-1], 20_000)]
     assert [sum(piece.numel for piece in bucket) for bucket in slices] == [18_291, 33_667, 4_978]
-    assert [m.numel for m in multi_rank_all_reduce(slices[1], 20_000)] == [32_982, 685]
-    assert [m.numel for bucket in slices for m in reduce_to_owner(bucket, 20_000)] == [
+    assert [m.numel for m in multi_rank_all_reduce(slices[1], Terms(20_000, 2, False))] == [32_982, 685]
+    assert [m.numel for bucket in slices for m in reduce_to_owner(bucket, Terms(20_000, 2, False))] == [
         18_291,
         14_002,
         18_980,
@@ -120,8 +121,8 @@ def test_an_oversized_parameter_travels_alone_and_in_parts():
 
 def test_slices_of_one_owner_travel_together_in_the_order_of_the_first():
     slices = [OwnedShard(1, 5), OwnedShard(0, 7), OwnedShard(1, 2)]
-    assert [message.numel for message in reduce_to_owner(slices, 100)] == [7, 7]
-    assert [message.numel for message in reduce_to_owner(slices, 4)] == [5, 2, 7]
+    assert [message.numel for message in reduce_to_owner(slices, Terms(100, 2, False))] == [7, 7]
+    assert [message.numel for message in reduce_to_owner(slices, Terms(4, 2, False))] == [5, 2, 7]
 
 
 @QUICK
