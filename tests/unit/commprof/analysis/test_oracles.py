@@ -170,11 +170,11 @@ def test_operations_whose_numbers_come_once(seed: int):
 def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dict]:
     """Three groups whose ranks issue the same collectives, each at its own times, but for the ``fault`` of some of four."""
     rows, issued = [], Counter()
-    for number, row in enumerate(random_records(draw.randrange(99), 120).to_pylist()):
-        ranks = draw.choice([(0, 1, 2, 3), (0, 2), (1,)])
+    for number, row in enumerate(random_records(draw.randrange(99), 240).to_pylist()):
+        ranks = draw.choice([(0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (1,)])
         row |= {"attempt": attempt, "pg": str(len(ranks)), "group_ranks": ",".join(map(str, ranks))}
         row["group_size"] = len(ranks)
-        row |= {"op": draw.choice(list(Op)), "num_tensors": draw.randrange(1, 4), "step": number // 30}
+        row |= {"op": draw.choice(list(Op)), "num_tensors": draw.randrange(1, 4), "step": number // 60}
         if row["op"] not in (Op.SEND, Op.RECV):
             row |= {"pg_seq": issued[ranks], "peer": draw.choice(ranks)}
             issued[ranks] += 1
@@ -186,7 +186,7 @@ def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dic
             row |= {"return_ns": begin + draw.randrange(99), "exposed_ns": draw.randrange(99)}
             if rank == 3:  # which knows none of its waits
                 row["exposed_ns"] = None
-            changed = len(ranks) == 4 and draw.random() < 0.05
+            changed = len(ranks) == 4 and draw.random() < 0.1
             if changed and fault in row:
                 rows.append(
                     row | {fault: {"purpose": "metric", "return_ns": None}.get(fault, draw.randrange(99))}

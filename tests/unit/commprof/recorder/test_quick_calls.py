@@ -69,8 +69,9 @@ def compare(path, world, body, faults=0, **options):
     return run
 
 
-def functions(rank, group=None):
+def functions(rank):
     """Calls of torch.distributed that two ranks issue, each with its record."""
+    group = dist.group.WORLD
     tensor, whole, numbers = torch.arange(8.0) + rank, torch.zeros(16), torch.arange(12)
     pairs = [[1, 3], [3, 5]]
     sent, got = torch.ones(sum(pairs[rank])), torch.zeros(pairs[0][rank] + pairs[1][rank])
@@ -198,7 +199,9 @@ def test_waits(tmp_path):
                 lambda work: Work.wait(work),
             ):
                 work = dist.all_reduce(tensor, async_op=True)
-                seen.append((form(work), shown(lambda work=work, form=form: form(work))))
+                seen.append(
+                    (form(work), shown(lambda work=work, form=form: form(work)), sys.getrefcount(work))
+                )
             seen.append(shown(lambda: Work.wait())[0])
         if rank == 0:
             work = dist.all_reduce(tensor, group=short, async_op=True)
@@ -344,7 +347,7 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
     """Ctrl-C may come where a function in Python runs for the wrapper: it is neither swallowed nor counted as a fault."""
 
     def body(rank, world):
-        tensor, interrupted, before = torch.ones(2), [], 0
+        tensor, interrupted, refused = torch.ones(2), [], 0
 
         def trace(frame, event, argument):
             if "commprof/recorder" in frame.f_code.co_filename and frame.f_code.co_name == function:
@@ -362,10 +365,10 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
             except KeyboardInterrupt as error:
                 interrupted.append(type(error.__context__).__name__)
             except RuntimeError as error:
-                before += "invalid root" in str(error)
+                refused += "invalid root" in str(error)
             finally:
                 sys.settrace(None)
-        return interrupted, before
+        return interrupted, refused
 
     run, outcomes = record(tmp_path / "run", 1, body)
     interrupted, refused = outcomes[0]["result"]
