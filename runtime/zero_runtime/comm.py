@@ -98,18 +98,18 @@ def _take_over_mpi(port: int | None) -> None:
         "LOCAL_RANK": "LOCAL_RANK",
         "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
     }
-    found = {name: os.environ.get(f"OMPI_COMM_WORLD_{theirs}") for name, theirs in names.items()}
-    given = {name: value for name, value in found.items() if value is not None}
-    if len(given) < len(names):
+    mpi_values = {name: os.environ.get(f"OMPI_COMM_WORLD_{theirs}") for name, theirs in names.items()}
+    variables = {name: value for name, value in mpi_values.items() if value is not None}
+    if len(variables) < len(names):
         return
-    if given["WORLD_SIZE"] != given["LOCAL_WORLD_SIZE"] and "MASTER_ADDR" not in os.environ:
+    if variables["WORLD_SIZE"] != variables["LOCAL_WORLD_SIZE"] and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
-            f"Open MPI has started {given['WORLD_SIZE']} ranks, {given['LOCAL_WORLD_SIZE']} of them here; set "
+            f"Open MPI has started {variables['WORLD_SIZE']} ranks, {variables['LOCAL_WORLD_SIZE']} of them here; set "
             "MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=...), so that the others find it"
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port or DEFAULT_PORT))
-    os.environ.update(given)
+    os.environ.update(variables)
 
 
 def _free_port() -> int:
@@ -155,9 +155,9 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
 
 def default_group() -> ProcessGroup:
     """The group of all ranks."""
-    found = dist.group.WORLD
-    assert found is not None
-    return found
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
@@ -275,20 +275,20 @@ class DataParallelGroup:
     def all_gather_single(
         self,
         output: torch.Tensor,
-        piece: torch.Tensor,
+        tensor: torch.Tensor,
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> Work | None:
-        """Gather every rank's ``piece`` (n elements) into ``output`` (world_size x n)."""
+        """Gather every rank's ``tensor`` (n elements) into ``output`` (world_size x n)."""
         with why or _UNTAGGED:
-            return all_gather_single(output, piece, group=self.group, async_op=asynchronous)
+            return all_gather_single(output, tensor, group=self.group, async_op=asynchronous)
 
     def start_all_gather(
-        self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
+        self, output: torch.Tensor, tensor: torch.Tensor, why: hooks.tag | None = None
     ) -> dist.Work:
         """As :meth:`all_gather_single`, but only begun: the result is there after ``wait()`` of what this returns."""
         with why or _UNTAGGED:
-            return all_gather_single(output, piece, group=self.group, async_op=True)
+            return all_gather_single(output, tensor, group=self.group, async_op=True)
 
     def start_all_reduce(self, tensor: torch.Tensor, why: hooks.tag | None = None) -> dist.Work:
         """As :meth:`all_reduce` by sum, but only begun: the result is there after ``wait()`` of what this returns."""
@@ -303,13 +303,13 @@ class DataParallelGroup:
     def all_gather(
         self,
         outputs: list[torch.Tensor],
-        piece: torch.Tensor,
+        tensor: torch.Tensor,
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> Work | None:
-        """Gather every rank's ``piece`` into ``outputs``, one tensor for each rank."""
+        """Gather every rank's ``tensor`` into ``outputs``, one tensor for each rank."""
         with why or _UNTAGGED:
-            return dist.all_gather(outputs, piece, group=self.group, async_op=asynchronous)
+            return dist.all_gather(outputs, tensor, group=self.group, async_op=asynchronous)
 
     def reduce_scatter(
         self,

@@ -112,26 +112,26 @@ class RuntimeConfig:
     notices: tuple[str, ...] = ()
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any], world_size: int, stages: int = 1) -> RuntimeConfig:
-        """Check ``given`` and fill in what it leaves out.
+    def from_mapping(cls, values: Mapping[str, Any], world_size: int, stages: int = 1) -> RuntimeConfig:
+        """Check ``values`` and fill in what it leaves out.
 
         Args:
-            given: the configuration.
+            values: the configuration.
             world_size: all ranks that train.
-            stages: of a pipeline; with what ``given`` says of other axes they say how many ranks have other samples.
+            stages: of a pipeline; with what ``values`` says of other axes they say how many ranks have other samples.
 
         Raises:
             ConfigError: what is wrong, with the values, what was expected and what to do.
             UnsupportedError: what exists in DeepSpeed but not in this version.
         """
         notices: list[str] = []
-        given = _modern(given, notices)
-        top = keys.read(given)
-        notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(given)]
-        note_two_names(given.get("zero_optimization", {}), notices)
+        values = _modern(values, notices)
+        top = keys.read(values)
+        notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(values)]
+        note_two_names(values.get("zero_optimization", {}), notices)
         zero = read_zero(top["zero_optimization"], top["disable_allgather"])
         if not zero.stage.shards_parameters:
-            idle = keys.stage_3_only(given)
+            idle = keys.stage_3_only(values)
             notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
         parallel, pipeline = read_parallel(top), read_pipeline(top)
         top["gradient_accumulation_steps"] = accumulation_steps(
@@ -146,7 +146,7 @@ class RuntimeConfig:
             gradient_accumulation_steps=accumulation,
             managed_gradient_accumulation=top["managed_gradient_accumulation"],
             optimizer=_optimizer(top["optimizer"]),
-            scheduler=_scheduler(top["scheduler"], given.get("scheduler")),
+            scheduler=_scheduler(top["scheduler"], values.get("scheduler")),
             zero_allow_untested_optimizer=top["zero_allow_untested_optimizer"],
             gradient_clipping=top["gradient_clipping"],
             prescale_gradients=top["prescale_gradients"],
@@ -172,7 +172,7 @@ class RuntimeConfig:
             aio=read_aio(top["aio"]),
             checkpoint_tag_validation=top["checkpoint"]["tag_validation"],
             checkpoint_load_universal=top["checkpoint"]["load_universal"],
-            given=dict(given),
+            given=dict(values),
             notices=(),
         )
         if config.accumulates_whole:
@@ -325,14 +325,14 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
     raise ConfigError(f"config is a {type(chosen).__name__}; expected a dict, or the path of a JSON file")
 
 
-def parallel_of(given: Mapping[str, Any]) -> ParallelConfig:
-    """What ``given`` says of axes, once all of its keys are known. Raises as ``RuntimeConfig.from_mapping`` does."""
-    return read_parallel(keys.read(_modern(given, [])))
+def parallel_of(values: Mapping[str, Any]) -> ParallelConfig:
+    """What ``values`` says of axes, once all of its keys are known. Raises as ``RuntimeConfig.from_mapping`` does."""
+    return read_parallel(keys.read(_modern(values, [])))
 
 
-def pipeline_of(given: Mapping[str, Any]) -> PipelineConfig:
-    """What ``given`` says of a pipeline, likewise."""
-    return read_pipeline(keys.read(_modern(given, [])))
+def pipeline_of(values: Mapping[str, Any]) -> PipelineConfig:
+    """What ``values`` says of a pipeline, likewise."""
+    return read_pipeline(keys.read(_modern(values, [])))
 
 
 def _shown(config: Any) -> str:
@@ -377,14 +377,14 @@ def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]
     if batch is None:
         steps = steps or 1
         return micro, steps, micro * steps * world_size
-    given = micro, steps
+    configured = micro, steps
     if micro is None:
         steps = steps or 1
         micro = batch // (world_size * steps)
     elif steps is None:
         steps = batch // (world_size * micro)
     if micro * steps * world_size != batch:
-        derived = "" if None not in given else " (what was left out is derived by whole division)"
+        derived = "" if None not in configured else " (what was left out is derived by whole division)"
         raise ConfigError(
             f"batch sizes do not multiply: train_batch_size {batch} != train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x world size {world_size} = {micro * steps * world_size}{derived}; "
@@ -395,43 +395,43 @@ def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]
 
 def _precision(top: Mapping[str, Any], parallel: ParallelConfig) -> PrecisionConfig:
     """The dtypes; where ranks share sequences their gradients travel in one of their own, as in DeepSpeed."""
-    found = read_precision(top)
+    precision = read_precision(top)
     if parallel.sequence_parallel_size == 1:
-        return found
-    return dataclasses.replace(found, communication_data_type=top["seq_parallel_communication_data_type"])
+        return precision
+    return dataclasses.replace(precision, communication_data_type=top["seq_parallel_communication_data_type"])
 
 
-def _optimizer(given: Mapping[str, Any] | None) -> OptimizerConfig | None:
-    if given is None:
+def _optimizer(block: Mapping[str, Any] | None) -> OptimizerConfig | None:
+    if block is None:
         return None
-    if given["type"] is None:
+    if block["type"] is None:
         raise ConfigError("optimizer.type is missing; expected Adam, AdamW, SGD or another torch.optim class")
-    return OptimizerConfig(type=given["type"], params=given["params"])
+    return OptimizerConfig(type=block["type"], params=block["params"])
 
 
-def _scheduler(given: Mapping[str, Any] | None, written: Mapping[str, Any] | None) -> SchedulerConfig | None:
-    if given is None:
+def _scheduler(block: Mapping[str, Any] | None, written: Mapping[str, Any] | None) -> SchedulerConfig | None:
+    if block is None:
         return None
-    if given["type"] is None and "type" not in (written or {}):
+    if block["type"] is None and "type" not in (written or {}):
         raise ConfigError("scheduler.type is missing; expected WarmupLR or a torch.optim.lr_scheduler class")
-    if given["type"] is None:
+    if block["type"] is None:
         return None
-    return SchedulerConfig(type=given["type"], params=given["params"])
+    return SchedulerConfig(type=block["type"], params=block["params"])
 
 
-def _modern(given: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
-    """``given`` in the present form of what also has an old one: a bool for zero_optimization, and bfloat16."""
-    given = keys.as_deepspeed_reads(given, notices)
-    old = given.get("zero_optimization")
+def _modern(values: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
+    """``values`` in the present form of what also has an old one: a bool for zero_optimization, and bfloat16."""
+    values = keys.as_deepspeed_reads(values, notices)
+    old = values.get("zero_optimization")
     if isinstance(old, bool):
-        given["zero_optimization"] = {"stage": int(old)}
+        values["zero_optimization"] = {"stage": int(old)}
         notices.append(
             f'zero_optimization {str(old).lower()} is an old form, read as {{"stage": {int(old)}}}'
         )
-    if "zero_optimization" in given:
-        given["zero_optimization"] = modern_zero(given["zero_optimization"], notices)
-    if "bfloat16" in given:
-        if given.get("bf16"):
+    if "zero_optimization" in values:
+        values["zero_optimization"] = modern_zero(values["zero_optimization"], notices)
+    if "bfloat16" in values:
+        if values.get("bf16"):
             raise ConfigError("both bf16 and its old name bfloat16 are given; keep bf16")
-        given["bf16"] = given.pop("bfloat16")
-    return given
+        values["bf16"] = values.pop("bfloat16")
+    return values

@@ -58,12 +58,12 @@ class Plan:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, by the names of DeepSpeed's launcher."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog="python -m zero_runtime.launch",
         description="Start the ranks of a training on this host.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
+    add = arguments.add_argument
     add("-H", "--hostfile", default=None, help="file with a line 'HOST slots=N'; one host")
     add("-i", "--include", default="", help="devices to use: localhost:0,1")
     add("-e", "--exclude", default="", help="devices to leave out: localhost:3")
@@ -114,47 +114,47 @@ def parser() -> argparse.ArgumentParser:
     add("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
     add("user_script", help="what each rank runs")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    return made
+    return arguments
 
 
-def plan(given: Any, visible: int, hostname: str) -> Plan:
+def plan(options: Any, visible: int, hostname: str) -> Plan:
     """What arguments ask for.
 
     Args:
-        given: parsed arguments.
+        options: parsed arguments.
         visible: GPUs that can be used here; 0 for none.
         hostname: of this host.
 
     Raises:
         ConfigError: they contradict each other, or ask for what is not there.
     """
-    _refuse(given)
-    if given.num_gpus == 0 or given.num_gpus < -1 or given.num_nodes == 0 or given.num_nodes < -1:
+    _refuse(options)
+    if options.num_gpus == 0 or options.num_gpus < -1 or options.num_nodes == 0 or options.num_nodes < -1:
         raise ConfigError("--num_gpus and --num_nodes are numbers from 1")
-    if (given.num_gpus > 0 or given.num_nodes > 0) and (given.include or given.exclude):
+    if (options.num_gpus > 0 or options.num_nodes > 0) and (options.include or options.exclude):
         raise ConfigError(
             "--num_gpus and --num_nodes choose by number, --include and --exclude by name; give one of the two"
         )
-    pool = read_hosts(given.hostfile)
+    pool = read_hosts(options.hostfile)
     # Each host started by hand counts its neighbours in the hostfile, as DeepSpeed does.
-    hosts = given.num_nodes if given.num_nodes > 0 else max(len(pool), 1) if given.no_ssh else 1
-    several = hosts > 1 or (len(pool) > 1 and given.num_nodes != 1 and not given.include)
-    if several and not given.no_ssh:
-        address = given.master_addr or next(iter(pool), "HOST-OF-RANK-0")
+    hosts = options.num_nodes if options.num_nodes > 0 else max(len(pool), 1) if options.no_ssh else 1
+    several = hosts > 1 or (len(pool) > 1 and options.num_nodes != 1 and not options.include)
+    if several and not options.no_ssh:
+        address = options.master_addr or next(iter(pool), "HOST-OF-RANK-0")
         raise ConfigError(_SEVERAL.format(hosts=max(hosts, len(pool)), address=address))
-    if given.no_ssh and (given.node_rank < 0 or given.node_rank >= hosts or not given.master_addr):
+    if options.no_ssh and (options.node_rank < 0 or options.node_rank >= hosts or not options.master_addr):
         raise ConfigError(
             f"--no_ssh needs --num_nodes, --node_rank from 0 to {hosts - 1}, and --master_addr; given are "
-            f"{given.num_nodes}, {given.node_rank} and {given.master_addr!r}"
+            f"{options.num_nodes}, {options.node_rank} and {options.master_addr!r}"
         )
     known = next(iter(pool.values()), visible)
-    slots, chosen = _slots(given, known, hostname, next(iter(pool), "localhost"))
+    slots, chosen = _slots(options, known, hostname, next(iter(pool), "localhost"))
     if visible and max(slots) >= visible:
         raise ConfigError(
             f"{len(slots)} ranks ask for GPU {max(slots)}, and this host has {visible}, from 0 to {visible - 1}"
         )
-    address = given.master_addr or "127.0.0.1"
-    return Plan(slots, hosts, max(given.node_rank, 0), address, given.master_port or DEFAULT_PORT, chosen)
+    address = options.master_addr or "127.0.0.1"
+    return Plan(slots, hosts, max(options.node_rank, 0), address, options.master_port or DEFAULT_PORT, chosen)
 
 
 def read_hosts(path: str | None) -> dict[str, int]:
@@ -174,16 +174,16 @@ def read_hosts(path: str | None) -> dict[str, int]:
         text = line.split("#")[0].strip()
         if not text:
             continue
-        found = _LINE.match(text)
-        if found is None:
+        match = _LINE.match(text)
+        if match is None:
             raise ConfigError(
                 f"hostfile {path}, line {number}: {text!r}; expected a line such as 'localhost slots=4'"
             )
-        if found[1] in hosts:
+        if match[1] in hosts:
             raise ConfigError(
-                f"hostfile {path}, line {number}: host {found[1]} stands there twice; keep one line"
+                f"hostfile {path}, line {number}: host {match[1]} stands there twice; keep one line"
             )
-        hosts[found[1]] = int(found[2])
+        hosts[match[1]] = int(match[2])
     if not hosts:
         raise ConfigError(f"hostfile {path} names no host; expected a line such as 'localhost slots=4'")
     return hosts
@@ -203,30 +203,30 @@ def parse_filter(text: str, names: Sequence[str]) -> tuple[int, ...] | None:
         raise ConfigError(
             f"{text!r} names several hosts; {_SEVERAL.format(hosts='N', address='HOST-OF-RANK-0')}"
         )
-    found = _HOST.match(text.strip())
-    if found is None:
+    match = _HOST.match(text.strip())
+    if match is None:
         raise ConfigError(f"{text!r} is no choice of devices; expected localhost:0,1")
-    if found[1] not in names:
-        raise ConfigError(f"{text!r} names host {found[1]}; this one is {' or '.join(dict.fromkeys(names))}")
-    return None if found[2] is None else tuple(sorted({int(each) for each in found[2].split(",")}))
+    if match[1] not in names:
+        raise ConfigError(f"{text!r} names host {match[1]}; this one is {' or '.join(dict.fromkeys(names))}")
+    return None if match[2] is None else tuple(sorted({int(each) for each in match[2].split(",")}))
 
 
-def _slots(given: Any, known: int, hostname: str, listed: str) -> tuple[tuple[int, ...], bool]:
+def _slots(options: Any, known: int, hostname: str, listed: str) -> tuple[tuple[int, ...], bool]:
     """(numbers of the devices, whether some were chosen by name)."""
     names = (*_THIS_HOST, hostname, listed)
-    if given.include:
-        chosen = parse_filter(given.include, names)
+    if options.include:
+        chosen = parse_filter(options.include, names)
         return (tuple(range(known or 1)), False) if chosen is None else (chosen, True)
-    if given.exclude:
-        left_out = parse_filter(given.exclude, names)
+    if options.exclude:
+        left_out = parse_filter(options.exclude, names)
         left = tuple(slot for slot in range(known or 1) if left_out is not None and slot not in left_out)
         if not left:
-            raise ConfigError(f"--exclude {given.exclude} leaves no device of {known or 1}")
+            raise ConfigError(f"--exclude {options.exclude} leaves no device of {known or 1}")
         return left, True
-    return tuple(range(given.num_gpus if given.num_gpus > 0 else known or 1)), False
+    return tuple(range(options.num_gpus if options.num_gpus > 0 else known or 1)), False
 
 
-def _refuse(given: Any) -> None:
+def _refuse(options: Any) -> None:
     for name, why in {
         "autotuning": "`commprof sweep --set KEY=V1,V2` tries settings and compares them",
         "elastic_training": "torchrun --max-restarts restarts ranks",
@@ -234,27 +234,27 @@ def _refuse(given: Any) -> None:
         "launcher_args": "they are for launchers of several hosts",
         "venv_script": "activate the environment before",
     }.items():
-        if getattr(given, name):
+        if getattr(options, name):
             raise ConfigError(f"--{name} is not in this version: {why}; leave it out")
-    if given.no_python and given.module:
+    if options.no_python and options.module:
         raise ConfigError("--no_python and --module contradict each other; give one of them")
 
 
-def refuse_hosts_of_accelerate(given: Any, environment: Mapping[str, str]) -> None:
+def refuse_hosts_of_accelerate(options: Any, environment: Mapping[str, str]) -> None:
     """Refuse to be the launcher with which ``accelerate launch`` starts ranks on several hosts.
 
     Raises:
         ConfigError: it is, and says which of accelerate's launchers does that.
     """
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and not given.no_ssh:
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and not options.no_ssh:
         raise ConfigError(
-            f"accelerate's deepspeed_multinode_launcher {given.launcher} starts ranks on other hosts over ssh, which is not "
-            "in this version; set `deepspeed_multinode_launcher: standard` in accelerate's config file, and run accelerate "
+            f"accelerate's deepspeed_multinode_launcher {options.launcher} starts ranks on other hosts over ssh, which is "
+            "not in this version; set `deepspeed_multinode_launcher: standard` in accelerate's config file, and run accelerate "
             "launch on each host with its --machine_rank"
         )
 
 
-def torchrun_command(planned: Plan, given: Any) -> list[str]:
+def torchrun_command(planned: Plan, options: Any) -> list[str]:
     """The command that starts the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={len(planned.slots)}"]
     command += [
@@ -263,16 +263,16 @@ def torchrun_command(planned: Plan, given: Any) -> list[str]:
         f"--master-addr={planned.address}",
     ]
     command.append(f"--master-port={planned.port}")
-    if given.enable_each_rank_log != "None":
-        command += ["--log-dir", given.enable_each_rank_log, "--redirects", "3"]
+    if options.enable_each_rank_log != "None":
+        command += ["--log-dir", options.enable_each_rank_log, "--redirects", "3"]
     command += ["-m", "zero_runtime.launch_rank"]
-    kind = "program" if given.no_python else "module" if given.module else "script"
+    kind = "program" if options.no_python else "module" if options.module else "script"
     command.append(f"--kind={kind}")
-    if given.no_local_rank:
+    if options.no_local_rank:
         command.append("--no-local-rank")
-    if given.bind_cores_to_rank or given.bind_core_list:
-        command.append(f"--cores={given.bind_core_list or 'all'}")
-    return [*command, "--", given.user_script, *given.user_args]
+    if options.bind_cores_to_rank or options.bind_core_list:
+        command.append(f"--cores={options.bind_core_list or 'all'}")
+    return [*command, "--", options.user_script, *options.user_args]
 
 
 def variables(planned: Plan, environment: Mapping[str, str]) -> dict[str, str]:
@@ -294,18 +294,18 @@ def variables(planned: Plan, environment: Mapping[str, str]) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Become torchrun, which starts the ranks and gives their exit code."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        refuse_hosts_of_accelerate(given, os.environ)
-        planned = plan(given, torch.cuda.device_count(), socket.gethostname())
-        if given.master_port is None and planned.hosts == 1:
+        refuse_hosts_of_accelerate(options, os.environ)
+        planned = plan(options, torch.cuda.device_count(), socket.gethostname())
+        if options.master_port is None and planned.hosts == 1:
             planned = _with_free_port(planned)
-        if given.save_pid:
+        if options.save_pid:
             _save_pid()
     except ConfigError as error:
         print(f"zero_runtime: error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
-    os.execve(sys.executable, torchrun_command(planned, given), variables(planned, os.environ))
+    os.execve(sys.executable, torchrun_command(planned, options), variables(planned, os.environ))
 
 
 def _with_free_port(planned: Plan) -> Plan:

@@ -22,15 +22,15 @@ def cores(text: str) -> list[int]:
     Raises:
         ConfigError: it is no list.
     """
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
+    numbers: list[int] = []
+    for interval in text.split(","):
+        first, dash, last = interval.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(
-                f"--bind_core_list {text}: {part!r} is no core; expected a list such as 0-15,32"
+                f"--bind_core_list {text}: {interval!r} is no core; expected a list such as 0-15,32"
             )
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def share(available: Sequence[int], rank: int, ranks: int) -> list[int]:
@@ -39,12 +39,12 @@ def share(available: Sequence[int], rank: int, ranks: int) -> list[int]:
     Raises:
         ConfigError: there are fewer cores than ranks.
     """
-    each = len(available) // ranks
-    if each == 0:
+    per_rank = len(available) // ranks
+    if per_rank == 0:
         raise ConfigError(
             f"{len(available)} cores cannot be bound to {ranks} ranks; name at least one for each"
         )
-    return list(available[rank * each : (rank + 1) * each])
+    return list(available[rank * per_rank : (rank + 1) * per_rank])
 
 
 def _bind(text: str) -> None:
@@ -68,20 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-local-rank", action="store_true")
     parser.add_argument("--cores", default=None)
     parser.add_argument("words", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments)
-    target, *rest = given.words[1:] if given.words[:1] == ["--"] else given.words
-    if not given.no_local_rank:
+    options = parser.parse_args(arguments)
+    target, *rest = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not options.no_local_rank:
         rest = [f"--local_rank={os.environ.get('LOCAL_RANK', '0')}", *rest]
     try:
-        if given.cores is not None:
-            _bind(given.cores)
+        if options.cores is not None:
+            _bind(options.cores)
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"zero_runtime: error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
-    if given.kind == "program":
+    if options.kind == "program":
         os.execvp(target, [target, *rest])
-    run(target, rest, is_module=given.kind == "module")
+    run(target, rest, is_module=options.kind == "module")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ def level() -> int:
 
 @cache
 def _number(variable: str, named: str) -> int:
-    found = LEVELS.get(named.lower())
-    if found is None:
+    number = LEVELS.get(named.lower())
+    if number is None:
         _print(f"{variable} is {named!r}; expected one of {', '.join(LEVELS)}; info is used")
         return logging.INFO
-    return found
+    return number
 
 
 def info(sentence: str) -> None:

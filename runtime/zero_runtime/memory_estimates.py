@@ -67,15 +67,17 @@ def estimate_zero3_model_states_mem_needs(
     """
     largest = 4 * largest_layer_params
     share = 1 / num_nodes
-    kept = 0 if not cpu_offload else 18 if cpu_offload_params else 16  # bytes of a parameter on the host
-    on_device = 18 if not cpu_offload else 0 if cpu_offload_params else 2
-    whole = total_params * 4 * num_gpus_per_node  # while each rank makes the model by itself
-    host = total_params * kept * share
+    host_bytes = (
+        0 if not cpu_offload else 18 if cpu_offload_params else 16
+    )  # bytes of a parameter on the host
+    device_bytes = 18 if not cpu_offload else 0 if cpu_offload_params else 2
+    unsharded = total_params * 4 * num_gpus_per_node  # while each rank makes the model by itself
+    host = total_params * host_bytes * share
     if not zero_init:
-        host = max(whole, host)
+        host = max(unsharded, host)
     elif not cpu_offload:
         host = largest_layer_params * 4 * num_gpus_per_node
-    device = largest + int(on_device * total_params / (num_nodes * num_gpus_per_node))
+    device = largest + int(device_bytes * total_params / (num_nodes * num_gpus_per_node))
     return int(host * additional_buffer_factor), device, largest
 
 

@@ -49,8 +49,8 @@ def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]
     yield "nccl", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no CUDA"
     yield "device", get_accelerator().device_name()
     for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        yield f"cuda:{number}", f"{found.name}, {found.total_memory / _GIB:.1f} GiB"
+        properties = torch.cuda.get_device_properties(number)
+        yield f"cuda:{number}", f"{properties.name}, {properties.total_memory / _GIB:.1f} GiB"
     yield (
         "dtypes",
         ", ".join(str(each).removeprefix("torch.") for each in get_accelerator().supported_dtypes()),
@@ -68,9 +68,9 @@ def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]
 
 
 def _deepspeed() -> str:
-    for found in metadata.distributions(name=DISTRIBUTION):
-        if not isinstance(found, NamesDistribution):
-            return f"{found.version} is installed; `commprof run --engine` chooses"
+    for distribution in metadata.distributions(name=DISTRIBUTION):
+        if not isinstance(distribution, NamesDistribution):
+            return f"{distribution.version} is installed; `commprof run --engine` chooses"
     return "is not installed; `commprof run --engine zero_runtime` gives its names"
 
 
@@ -83,10 +83,10 @@ def _version(name: str) -> str:
 
 def _disk(path: Path) -> str:
     try:
-        found = shutil.disk_usage(path)
+        usage = shutil.disk_usage(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return f"{found.free / _GIB:.1f} GiB of {found.total / _GIB:.1f} GiB are free"
+    return f"{usage.free / _GIB:.1f} GiB of {usage.total / _GIB:.1f} GiB are free"
 
 
 def _speed(path: Path, num_bytes: int) -> str:
@@ -96,7 +96,7 @@ def _speed(path: Path, num_bytes: int) -> str:
     except ZeroRuntimeError as error:
         return f"cannot be measured: {error}"
     try:
-        found = [measure(folder, setting, num_bytes, 1) for setting in ways(folder, [_BLOCK], [2], 1)]
+        measurements = [measure(folder, setting, num_bytes, 1) for setting in ways(folder, [_BLOCK], [2], 1)]
     except (ZeroRuntimeError, OSError) as error:
         return f"cannot be measured: {error}"
     finally:
@@ -104,7 +104,7 @@ def _speed(path: Path, num_bytes: int) -> str:
     shown = [
         f"{'past' if each.setting.direct else 'through'} the page cache {each.write / 1e6:.0f} MB/s written, "
         f"{each.read / 1e6:.0f} MB/s read"
-        for each in found
+        for each in measurements
     ]
     return f"{'; '.join(shown)} ({num_bytes / 2**20:.0f} MiB; python -m zero_runtime.bench io says more)"
 
@@ -132,12 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hide_errors_and_warnings", action="store_true", help="accepted for ds_report's sake"
     )
-    given = parser.parse_args(arguments)
-    if given.disk_bytes % _BLOCK_ALIGNMENT:
-        parser.error(f"--disk-bytes is {given.disk_bytes}; expected a multiple of {_BLOCK_ALIGNMENT} bytes")
-    found = list(lines(given.directory, 0 if given.no_disk_speed else given.disk_bytes))
-    width = max(len(name) for name, _ in found)
-    for name, text in found:
+    options = parser.parse_args(arguments)
+    if options.disk_bytes % _BLOCK_ALIGNMENT:
+        parser.error(f"--disk-bytes is {options.disk_bytes}; expected a multiple of {_BLOCK_ALIGNMENT} bytes")
+    table = list(lines(options.directory, 0 if options.no_disk_speed else options.disk_bytes))
+    width = max(len(name) for name, _ in table)
+    for name, text in table:
         print(f"{name.ljust(width)}  {text}")
     return 0
 

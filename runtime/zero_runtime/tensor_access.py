@@ -47,7 +47,7 @@ def _nobody() -> None:
     return None
 
 
-class _Piece(NamedTuple):
+class _Range(NamedTuple):
     """Elements of a parameter: from ``start``, in a tensor of ``numel`` elements that may be written to."""
 
     start: int
@@ -71,7 +71,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A whole tensor of the optimizer's state, such as ``exp_avg``; None before the first step, or without an engine."""
-    return _full(param, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+    return _full(param, lambda parameter, optimizer: _states(parameter, optimizer, optim_state_key))
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -90,7 +90,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
         param.data.copy_(value.view(param.shape))
         return
     with shard.lent() as own:
-        _write_slice(own, value.reshape(-1), shard.group.rank)
+        _write_shard(own, value.reshape(-1), shard.group.rank)
     shard.secondary = None
     if shard.available:
         param.data.copy_(value.view(shard.shape))
@@ -101,7 +101,7 @@ def safe_set_full_optimizer_state(
     param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set a whole tensor of the optimizer's state."""
-    _set_full(param, value, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+    _set_full(param, value, lambda parameter, optimizer: _states(parameter, optimizer, optim_state_key))
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's elements of a tensor of the optimizer's state."""
-    return _local(param, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+    return _local(param, lambda parameter, optimizer: _states(parameter, optimizer, optim_state_key))
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -159,7 +159,7 @@ def safe_set_local_optimizer_state(
     param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set this rank's elements of a tensor of the optimizer's state."""
-    _set_local(param, value, lambda given, optimizer: _states(given, optimizer, optim_state_key))
+    _set_local(param, value, lambda parameter, optimizer: _states(parameter, optimizer, optim_state_key))
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     _set_local(param, value, _gradients)
 
 
-_Pieces = Callable[[torch.nn.Parameter, WrappedOptimizer], Iterator[_Piece]]
+_RangesOf = Callable[[torch.nn.Parameter, WrappedOptimizer], Iterator[_Range]]
 
 
 def _training_of(parameter: torch.nn.Parameter) -> tuple[WrappedOptimizer, DataParallelGroup] | None:
@@ -177,47 +177,47 @@ def _training_of(parameter: torch.nn.Parameter) -> tuple[WrappedOptimizer, DataP
     return None if training is None or optimizer is None else (optimizer, training.group)
 
 
-def _masters(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Piece]:
+def _masters(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Range]:
     for fragment in optimizer.fragments(parameter):
         if fragment.parameter is parameter:
-            yield _Piece(fragment.start, fragment.master)
+            yield _Range(fragment.start, fragment.master)
 
 
-def _states(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer, key: str) -> Iterator[_Piece]:
+def _states(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer, key: str) -> Iterator[_Range]:
     for fragment in optimizer.fragments(parameter):
         if fragment.parameter is parameter:
-            found = fragment.state.get(key, fragment.whole.get(key))
-            if found is not None:
-                yield _Piece(fragment.start, found)
+            value = fragment.state.get(key, fragment.whole.get(key))
+            if value is not None:
+                yield _Range(fragment.start, value)
 
 
-def _gradients(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Piece]:
-    for piece, master in zip(optimizer.reduced(), optimizer.held(), strict=True):
-        for part in master.parts:
-            if part.parameter is parameter:
-                yield _Piece(part.start, piece.reshape(-1).narrow(0, part.offset, part.numel))
+def _gradients(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Range]:
+    for gradient, master in zip(optimizer.reduced(), optimizer.held(), strict=True):
+        for portion in master.parts:
+            if portion.parameter is parameter:
+                yield _Range(portion.start, gradient.reshape(-1).narrow(0, portion.offset, portion.numel))
 
 
 @torch.no_grad()
-def _full(parameter: torch.nn.Parameter, pieces: _Pieces) -> torch.Tensor | None:
+def _full(parameter: torch.nn.Parameter, ranges: _RangesOf) -> torch.Tensor | None:
     training = _training_of(parameter)
     if training is None:
         return None
     optimizer, group = training
     shape, numel = _shape(parameter)
     if not optimizer.is_sharded:
-        found = list(pieces(parameter, optimizer))
-        return found[0].tensor.detach().clone().view(shape) if found else None
+        own = list(ranges(parameter, optimizer))
+        return own[0].tensor.detach().clone().view(shape) if own else None
     # One more element counts the ranks that have something, so that all of them know when none does.
-    whole = torch.zeros(numel + 1, dtype=torch.float32, device=group.device)
-    for start, tensor in pieces(parameter, optimizer):
-        whole.narrow(0, start, tensor.numel()).copy_(tensor.reshape(-1))
-        whole[-1] = 1.0
-    group.all_reduce(whole, why=_WHY)
-    return whole[:-1].view(shape) if whole[-1].item() else None
+    full = torch.zeros(numel + 1, dtype=torch.float32, device=group.device)
+    for start, tensor in ranges(parameter, optimizer):
+        full.narrow(0, start, tensor.numel()).copy_(tensor.reshape(-1))
+        full[-1] = 1.0
+    group.all_reduce(full, why=_WHY)
+    return full[:-1].view(shape) if full[-1].item() else None
 
 
-def _set_full(parameter: torch.nn.Parameter, value: torch.Tensor, pieces: _Pieces) -> None:
+def _set_full(parameter: torch.nn.Parameter, value: torch.Tensor, ranges: _RangesOf) -> None:
     training = _training_of(parameter)
     if training is None:
         raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
@@ -225,29 +225,32 @@ def _set_full(parameter: torch.nn.Parameter, value: torch.Tensor, pieces: _Piece
     if value.numel() != numel:
         raise UsageError(f"the value has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
     flat = value.detach().reshape(-1)
-    for start, tensor in pieces(parameter, training[0]):
+    for start, tensor in ranges(parameter, training[0]):
         tensor.copy_(flat.narrow(0, start, tensor.numel()).view(tensor.shape))
 
 
-def _local(parameter: torch.nn.Parameter, pieces: _Pieces) -> torch.Tensor | None:
+def _local(parameter: torch.nn.Parameter, ranges: _RangesOf) -> torch.Tensor | None:
     training = _training_of(parameter)
-    found = (
+    tensors = (
         []
         if training is None
-        else [piece.tensor.detach().reshape(-1).clone() for piece in pieces(parameter, training[0])]
+        else [
+            element_range.tensor.detach().reshape(-1).clone()
+            for element_range in ranges(parameter, training[0])
+        ]
     )
-    return None if not found else found[0] if len(found) == 1 else torch.cat(found)
+    return None if not tensors else tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _set_local(parameter: torch.nn.Parameter, value: torch.Tensor, pieces: _Pieces) -> None:
+def _set_local(parameter: torch.nn.Parameter, value: torch.Tensor, ranges: _RangesOf) -> None:
     training = _training_of(parameter)
     if training is None:
         raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
-    mine = sum(piece.tensor.numel() for piece in pieces(parameter, training[0]))
+    mine = sum(element_range.tensor.numel() for element_range in ranges(parameter, training[0]))
     if value.numel() < mine:
         raise UsageError(f"the value has {value.numel()} elements, and this rank has {mine} of the parameter")
     position, flat = 0, value.detach().reshape(-1)
-    for _, tensor in pieces(parameter, training[0]):
+    for _, tensor in ranges(parameter, training[0]):
         tensor.copy_(flat.narrow(0, position, tensor.numel()).view(tensor.shape))
         position += tensor.numel()
 
@@ -257,7 +260,7 @@ def _shape(parameter: torch.nn.Parameter) -> tuple[torch.Size, int]:
     return (parameter.shape, parameter.numel()) if shard is None else (shard.shape, shard.numel)
 
 
-def _write_slice(own: torch.Tensor, flat: torch.Tensor, rank: int) -> None:
+def _write_shard(own: torch.Tensor, flat: torch.Tensor, rank: int) -> None:
     start = min(rank * own.numel(), flat.numel())
     mine = flat.narrow(0, start, min(own.numel(), flat.numel() - start))
     own.narrow(0, 0, mine.numel()).copy_(mine)

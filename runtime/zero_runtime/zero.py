@@ -105,8 +105,8 @@ class Init:
             raise ConfigError(
                 f"dtype of zero.Init is {dtype}; expected one of {', '.join(map(str, _DTYPES))}"
             )
-        given = _read(config_dict_or_path if config_dict_or_path is not None else config)
-        zero = _block(given, "zero_optimization")
+        config_values = _read(config_dict_or_path if config_dict_or_path is not None else config)
+        zero = _block(config_values, "zero_optimization")
         self._enabled = enabled and zero.get("stage", 3) == 3
         self._stack = ExitStack()
         if not self._enabled:
@@ -114,8 +114,10 @@ class Init:
         comm.init_distributed()
         self._gathers_in_apply = zero.get("override_module_apply", True)
         group = DataParallelGroup(data_parallel_group)
-        storage = SliceStorage(_offload(given, remote_device, pin_memory), group.device, comm.get_rank())
-        self._cutter = Cutter(group, storage, dtype or _dtype(given))
+        storage = SliceStorage(
+            _offload(config_values, remote_device, pin_memory), group.device, comm.get_rank()
+        )
+        self._cutter = Cutter(group, storage, dtype or _dtype(config_values))
         if module is not None:
             self._cutter.cut(module, recurse=True)
 
@@ -156,8 +158,8 @@ class GatheredParameters:
         fwd_module: torch.nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._shards: list[Shard] = shards_of(given) if enabled else []
+        parameters = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._shards: list[Shard] = shards_of(parameters) if enabled else []
         self._modifier = modifier_rank
         self._gathered: list[Shard] = []
         self._token = -next(_contexts)
@@ -193,9 +195,9 @@ def _read(config: Any) -> Mapping[str, Any]:
     return {} if config is None else keys.as_deepspeed_reads(configuration.load(config))
 
 
-def _offload(given: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:
+def _offload(config: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:
     """Where slices are kept, by the configuration or else by ``remote_device``."""
-    offload = slice_offload_of(_block(given, "zero_optimization"))
+    offload = slice_offload_of(_block(config, "zero_optimization"))
     remote = "none" if remote_device is None else str(remote_device)
     if offload.device == "none" and remote == "nvme":
         raise ConfigError(
@@ -206,24 +208,24 @@ def _offload(given: Mapping[str, Any], remote_device: str | None, pinned: bool) 
         raise ConfigError(f"remote_device of zero.Init is {remote_device!r}; expected cpu, nvme or none")
     if offload.device == "none":
         return SliceOffload(remote, pinned=pinned)
-    aio = _block(given, "aio")
+    aio = _block(config, "aio")
     known = {name: value for name, value in aio.items() if name in AIO}  # initialize refuses the others
     return offload._replace(io=read_aio(key_table.read(AIO, "aio", known)))
 
 
-def _block(given: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+def _block(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     for name in names:
-        found = given.get(name)
-        if isinstance(found, Mapping):
-            return found
+        block = config.get(name)
+        if isinstance(block, Mapping):
+            return block
     return {}
 
 
-def _dtype(given: Mapping[str, Any]) -> torch.dtype | None:
+def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """The parameters' dtype by the config. Without one they are made as the script makes them."""
-    if not given:
+    if not config:
         return None
-    half, brain = _block(given, "fp16"), _block(given, "bf16", "bfloat16")
+    half, brain = _block(config, "fp16"), _block(config, "bf16", "bfloat16")
     if half.get("enabled") is True and brain.get("enabled") is True:
         raise ConfigError("fp16 and bf16 are both enabled; enable one")
     if brain.get("enabled") is True:

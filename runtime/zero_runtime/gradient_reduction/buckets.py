@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from commprof import hooks
-from zero_runtime.gradient_reduction.layout import Run, Slice, owner_runs
+from zero_runtime.gradient_reduction.layout import Run, ShardRange, owner_runs
 
 if TYPE_CHECKING:
     from zero_runtime.gradient_reduction.overlap import Flight
@@ -50,13 +50,13 @@ class Entry:
     Attributes:
         name: of its parameter.
         gradient: 1-D view of the gradient.
-        slices: who owns which part of ``gradient``, in element order; ``start`` counts from its first element.
+        shards: who owns which part of ``gradient``, in element order; ``start`` counts from its first element.
         group: the optimizer's param group.
     """
 
     name: str
     gradient: torch.Tensor
-    slices: tuple[Slice, ...]
+    shards: tuple[ShardRange, ...]
     group: int = 0
 
 
@@ -74,7 +74,7 @@ class Bucket:
         entries: what is in it.
         flush_reason: full, oversized or end_of_backward.
         asynchronous: whether its messages are only begun.
-        whole: whether every rank is to have all of the sum.
+        replicated: whether every rank is to have all of the sum.
         members: global ranks of those that reduce it, which runs name by their place; empty where that is the global rank.
         publication: what a recorder is told of it, once there is one.
     """
@@ -88,7 +88,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     flush_reason: str
     asynchronous: bool = False
-    whole: bool = False
+    replicated: bool = False
     members: tuple[int, ...] = ()
     publication: Publication | None = field(default=None, repr=False, compare=False)
 
@@ -248,15 +248,15 @@ class Bucketer:
         """Count buckets from 0 again."""
         self._number = 0
 
-    def add(self, entry: Entry, dtype: torch.dtype, whole: bool = False) -> None:
+    def add(self, entry: Entry, dtype: torch.dtype, replicated: bool = False) -> None:
         """Put a gradient into the bucket of communication dtype ``dtype``; send that first if it would not fit.
 
-        Gradients that stay ``whole`` have buckets of their own.
+        Gradients that are ``replicated`` (summed on every rank) have buckets of their own.
         """
         numel = entry.gradient.numel()
         if numel == 0:
             return
-        dtypes = dtype, entry.gradient.dtype, whole
+        dtypes = dtype, entry.gradient.dtype, replicated
         current = self._open.setdefault(dtypes, _Open())
         if current.numel + numel > self._limit:
             self._flush(dtypes, FULL)
@@ -308,13 +308,13 @@ class Bucketer:
         bucket = Bucket(
             number=self._number,
             tensor=tensor,
-            runs=owner_runs([(piece.owner, piece.numel) for entry in entries for piece in entry.slices]),
+            runs=owner_runs([(shard.owner, shard.numel) for entry in entries for shard in entry.shards]),
             dtype=dtypes[0],
             limit=self._limit,
             scaling=self._scaling,
             entries=entries,
             flush_reason=OVERSIZED if current.numel > self._limit else reason,
-            whole=dtypes[2],
+            replicated=dtypes[2],
             members=self._members,
         )
         current.entries = []

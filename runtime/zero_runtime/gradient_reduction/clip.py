@@ -21,12 +21,12 @@ _CHUNK: Final = 2**20  # elements; whole rows
 
 
 def sharded_norm(
-    pieces: Sequence[torch.Tensor], group: DataParallelGroup, dtype: torch.dtype = torch.float32
+    shards: Sequence[torch.Tensor], group: DataParallelGroup, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """The 2-norm of all gradients, of which each rank holds pieces: one all_reduce for each piece (param group).
 
     Args:
-        pieces: this rank's piece of every param group; 1-D.
+        shards: this rank's piece of every param group; 1-D.
         group: the ranks that hold the others.
         dtype: in which the squares are summed over the ranks.
 
@@ -34,8 +34,8 @@ def sharded_norm(
         A 0-D tensor of that dtype on the pieces' device; infinity where the norm is infinite or NaN.
     """
     norms = []
-    for piece in pieces:
-        squared = sum_of_squares(piece).to(dtype)
+    for shard in shards:
+        squared = sum_of_squares(shard).to(dtype)
         group.all_reduce(squared, why=_NORM)
         norms.append(squared.sqrt())
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))

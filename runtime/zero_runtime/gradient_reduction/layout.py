@@ -10,11 +10,11 @@ r. A parameter may straddle one or several boundaries::
 The factor 2 keeps every piece of a 16-bit buffer aligned to 4 bytes. The rules are those measured on DeepSpeed
 0.19.8: order of the group, ``round_robin_gradients``, ``parameter_alignment``.
 
-A buffer may also be cut into several bands first, and each band into world_size equal rows: rank r's piece is row r of
-every band, end to end. A band is then a bucket of which every rank owns as much, which DeepSpeed's single band is not::
+A buffer may also be cut into several chunks first, and each chunk into world_size equal rows: rank r's piece is row r of
+every chunk, end to end. A chunk is then a bucket of which every rank owns as much, which DeepSpeed's single chunk is not::
 
     parameters   |   p0   | p1 |        p2         |  p3  |pad|
-    bands        |        band 0      |       band 1          |
+    chunks        |        chunk 0      |       chunk 1          |
     rows         |rank 0|rank 1|rank 2|rank 0 |rank 1 |rank 2 |
 """
 
@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-PIECE_ALIGNMENT: Final = 2  # elements, per rank
+SHARD_ALIGNMENT: Final = 2  # elements, per rank
 PARAMETER_ALIGNMENT_BYTES: Final = 16
-BANDS: Final = 8
-SMALLEST_BAND: Final = 2**18  # elements
-LARGEST_BAND: Final = 2**23
+CHUNKS: Final = 8
+SMALLEST_CHUNK: Final = 2**18  # elements
+LARGEST_CHUNK: Final = 2**23
 
 
-class Slice(NamedTuple):
+class ShardRange(NamedTuple):
     """The part of one parameter that one rank owns. Counts are elements."""
 
     owner: int  # rank within the data-parallel group
@@ -50,7 +50,7 @@ class GroupLayout:
         order: positions within the group, in the order of the flat buffer.
         numel: length of the flat buffer, padding included.
         world_size: number of pieces.
-        bands: number of bands.
+        chunks: number of chunks.
     """
 
     numels: tuple[int, ...]
@@ -58,10 +58,10 @@ class GroupLayout:
     order: tuple[int, ...]
     numel: int
     world_size: int
-    bands: int = 1
+    chunks: int = 1
 
     @property
-    def piece_numel(self) -> int:
+    def shard_numel(self) -> int:
         """Elements that each rank owns, padding included."""
         return self.numel // self.world_size
 
@@ -71,34 +71,34 @@ class GroupLayout:
         return max(map(sum, zip(self.offsets, self.numels, strict=True)), default=0)
 
     @property
-    def band_numel(self) -> int:
-        """Elements of a band."""
-        return self.numel // self.bands
+    def chunk_numel(self) -> int:
+        """Elements of a chunk."""
+        return self.numel // self.chunks
 
     @property
     def row_numel(self) -> int:
-        """Elements of a band that each rank owns."""
-        return self.piece_numel // self.bands
+        """Elements of a chunk that each rank owns."""
+        return self.shard_numel // self.chunks
 
     def padding(self, start: int, stop: int) -> int:
         """Elements of padding from ``start`` to before ``stop`` of the flat buffer."""
         ends = zip(self.offsets, self.numels, strict=True)
-        held = (min(stop, offset + numel) - max(start, offset) for offset, numel in ends)
-        return stop - start - sum(numel for numel in held if numel > 0)
+        overlaps = (min(stop, offset + numel) - max(start, offset) for offset, numel in ends)
+        return stop - start - sum(numel for numel in overlaps if numel > 0)
 
-    def slices(self, index: int) -> tuple[Slice, ...]:
-        """The slices of the group's parameter number ``index``, in element order; none for an empty one."""
+    def shards(self, index: int) -> tuple[ShardRange, ...]:
+        """The shards of the group's parameter number ``index``, in element order; none for an empty one."""
         row = self.row_numel
         start, stop = self.offsets[index], self.offsets[index] + self.numels[index]
-        slices = []
+        shards = []
         position = start
         while position < stop:
             number, within = divmod(position, row)
             end = min(stop, (number + 1) * row)
-            band, owner = divmod(number, self.world_size)
-            slices.append(Slice(owner, position - start, end - position, band * row + within))
+            chunk, owner = divmod(number, self.world_size)
+            shards.append(ShardRange(owner, position - start, end - position, chunk * row + within))
             position = end
-        return tuple(slices)
+        return tuple(shards)
 
 
 def group_layout(
@@ -107,7 +107,7 @@ def group_layout(
     *,
     round_robin: bool = False,
     alignment: int = 1,
-    band_limit: int | None = None,
+    chunk_limit: int | None = None,
 ) -> GroupLayout:
     """Lay out the parameters of one param group.
 
@@ -117,7 +117,7 @@ def group_layout(
         round_robin: parameter i goes to list i mod world_size, and the lists follow one another, so that
             gradients that become ready together belong to different ranks.
         alignment: each parameter is padded to a multiple of this many elements.
-        band_limit: cut the buffer into bands of at most this many elements, or the fewest that a band can have;
+        chunk_limit: cut the buffer into chunks of at most this many elements, or the fewest that a chunk can have;
             None for a single one.
     """
     order = round_robin_order(len(numels), world_size) if round_robin else tuple(range(len(numels)))
@@ -126,20 +126,20 @@ def group_layout(
     for index in order:
         offsets[index] = position
         position += _round_up(numels[index], alignment)
-    unit = PIECE_ALIGNMENT * world_size
-    bands = 1 if band_limit is None else -(-position // max(unit, band_limit // unit * unit)) or 1
+    unit = SHARD_ALIGNMENT * world_size
+    chunks = 1 if chunk_limit is None else -(-position // max(unit, chunk_limit // unit * unit)) or 1
     return GroupLayout(
-        tuple(numels), tuple(offsets), order, _round_up(position, unit * bands), world_size, bands
+        tuple(numels), tuple(offsets), order, _round_up(position, unit * chunks), world_size, chunks
     )
 
 
-def band_limit(numel: int, limit: int) -> int:
-    """Elements of the largest band of a buffer of ``numel``, where a bucket may have ``limit``.
+def chunk_limit(numel: int, limit: int) -> int:
+    """Elements of the largest chunk of a buffer of ``numel``, where a bucket may have ``limit``.
 
     An eighth of the buffer, so that most of the exchange goes along with the backward pass; but not below what a message
     needs to be worth its start, nor above what gains nothing any more.
     """
-    return min(limit, max(SMALLEST_BAND, min(-(-numel // BANDS), LARGEST_BAND)))
+    return min(limit, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))
 
 
 def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
@@ -159,15 +159,15 @@ class Run(NamedTuple):
     numel: int
 
 
-def owner_runs(slices: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    """Merge consecutive slices (owner, numel) of a bucket, given in bucket order, into runs of one owner.
+def owner_runs(shards: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    """Merge consecutive shards (owner, numel) of a bucket, given in bucket order, into runs of one owner.
 
     >>> owner_runs([(1, 4), (1, 2), (0, 3)])
     (Run(owner=1, start=0, numel=6), Run(owner=0, start=6, numel=3))
     """
     runs: list[Run] = []
     position = 0
-    for owner, numel in slices:
+    for owner, numel in shards:
         if runs and runs[-1].owner == owner:
             runs[-1] = runs[-1]._replace(numel=runs[-1].numel + numel)
         else:
@@ -184,13 +184,13 @@ def flushed_runs(runs: Sequence[Run], limit: int) -> tuple[tuple[Run, ...], ...]
     """
     batches: list[tuple[Run, ...]] = []
     batch: list[Run] = []
-    held = 0
+    batch_numel = 0
     for run in runs:
         batch.append(run)
-        held += run.numel
-        if held > limit:
+        batch_numel += run.numel
+        if batch_numel > limit:
             batches.append(tuple(batch))
-            batch, held = [], 0
+            batch, batch_numel = [], 0
     if batch:
         batches.append(tuple(batch))
     return tuple(batches)

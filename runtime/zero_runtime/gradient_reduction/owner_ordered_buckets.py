@@ -1,8 +1,8 @@
-"""Gradients reduced band by band (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
+"""Gradients reduced chunk by chunk (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
 
-A band (:mod:`zero_runtime.gradient_reduction.layout`) is a bucket with a fixed place in the flat buffer, so every rank
+A chunk (:mod:`zero_runtime.gradient_reduction.layout`) is a bucket with a fixed place in the flat buffer, so every rank
 owns as much of it, its rows are equal, and nothing is rearranged: a gradient is divided, cast and put in its place in
-one go, the band is sent as it is, and this rank's row of the sum is added to its piece. Bands go in the order in which
+one go, the chunk is sent as it is, and this rank's row of the sum is added to its piece. Chunks go in the order in which
 a backward pass completes them if it visits the model in reverse, the same on all ranks whatever order gradients come
 in; one that is complete waits for those before it. A parameter without a gradient sends zeros.
 """
@@ -21,7 +21,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.quantized_messages import scatter_quantized
 from zero_runtime.gradient_reduction.buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
 from zero_runtime.gradient_reduction.clip import sharded_norm
-from zero_runtime.gradient_reduction.layout import Run, Slice
+from zero_runtime.gradient_reduction.layout import Run, ShardRange
 from zero_runtime.gradient_reduction.overlap import Flight, Overlap
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, add_rounded
 from zero_runtime.gradient_reduction.reduction import (
@@ -35,22 +35,22 @@ from zero_runtime.gradient_reduction.reduction import (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A part of one parameter that lies in a band. Counts are elements."""
+    """A part of one parameter that lies in a chunk. Counts are elements."""
 
     parameter: torch.nn.Parameter
     name: str
     start: int  # within the flattened parameter
     numel: int
-    position: int  # within the band
+    position: int  # within the chunk
 
 
 @dataclass(slots=True)
-class Band:
-    """A band of a group's flat buffer.
+class Chunk:
+    """A chunk of a group's flat buffer.
 
     Attributes:
         group: the group's number.
-        number: of the band within the group.
+        number: of the chunk within the group.
         numel: elements, padding included.
         end: where the padding begins, if it has some.
         dtype: in which it travels.
@@ -69,7 +69,7 @@ class Band:
     buffer: torch.Tensor | None = None
 
 
-class BandedGradients:
+class OwnerOrderedGradients:
     """Reduces gradients to the ranks that own them, and accumulates what this rank owns.
 
     The arguments and attributes are those of :class:`zero_runtime.gradient_reduction.reducer.ShardedGradients`, and:
@@ -77,7 +77,7 @@ class BandedGradients:
     Args:
         order: the model's parameters, in its order.
         implementation: of the reduce_scatter: ``native`` or ``all_to_all``, None for the backend's.
-        quantized: whether bands travel in 4 bits, by an all_to_all of bytes and a local sum.
+        quantized: whether chunks travel in 4 bits, by an all_to_all of bytes and a local sum.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class BandedGradients:
         self._paused = False
         self._number = 0
         self._overlap = Overlap(group.device, policy.overlap)
-        self._bands = bands(groups, dtypes, order)
-        self._of: dict[torch.nn.Parameter, list[tuple[Band, Member]]] = {}
-        for band in self._bands:
-            for member in band.members:
-                self._of.setdefault(member.parameter, []).append((band, member))
-        self._sent = 0  # bands of this pass
+        self._chunks = chunks(groups, dtypes, order)
+        self._of: dict[torch.nn.Parameter, list[tuple[Chunk, Member]]] = {}
+        for chunk in self._chunks:
+            for member in chunk.members:
+                self._of.setdefault(member.parameter, []).append((chunk, member))
+        self._sent = 0  # chunks of this pass
         self._spare: list[tuple[torch.Tensor, Flight]] = []
         self._empty = True
-        self.pieces = [
+        self.shards = [
             torch.zeros(
-                each.layout.piece_numel,
+                each.layout.shard_numel,
                 dtype=accumulation or each.parameters[0].dtype,
                 device=each.parameters[0].device,
             )
@@ -129,11 +129,11 @@ class BandedGradients:
             handle.remove()
 
     def begin_step(self) -> None:
-        """Count bands from 0 again."""
+        """Count chunks from 0 again."""
         self._number = 0
 
     def finish_backward(self) -> None:
-        """Send the bands that are left; where the stage waits for the whole gradient, fill them first."""
+        """Send the chunks that are left; where the stage waits for the whole gradient, fill them first."""
         stage = self._policy.stage
         if self._paused or not (stage.shards_gradients or self._at_boundary()):
             return
@@ -151,11 +151,11 @@ class BandedGradients:
                 parameter.grad = None
 
     def _put_all(self) -> None:
-        for band in self._bands[self._sent :]:
-            for member in band.members:
+        for chunk in self._chunks[self._sent :]:
+            for member in chunk.members:
                 if member.parameter.grad is not None:
-                    self._put(band, member, member.parameter.grad)
-            self._send(band)
+                    self._put(chunk, member, member.parameter.grad)
+            self._send(chunk)
 
     def pause(self, paused: bool) -> None:
         """Whether gradients only accumulate for now (``no_sync``)."""
@@ -168,10 +168,10 @@ class BandedGradients:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The memory of reduced gradients."""
-        yield from self.pieces
+        yield from self.shards
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Nothing: buffers of bands do not outlive a backward pass."""
+        """Nothing: buffers of chunks do not outlive a backward pass."""
         return iter(())
 
     def free_buffers(self) -> None:
@@ -179,14 +179,14 @@ class BandedGradients:
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""
-        return sharded_norm(self.pieces, self._group, self.norm_dtype)
+        return sharded_norm(self.shards, self._group, self.norm_dtype)
 
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken, or of a pass that was broken off."""
         self._overlap.land_all()
         self._begin_pass()
-        for piece in self.pieces:
-            piece.zero_()
+        for shard in self.shards:
+            shard.zero_()
         self._empty = True
         for parameter in self._of:
             parameter.grad = None
@@ -197,19 +197,19 @@ class BandedGradients:
             return
         assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
         places = self._of[parameter]
-        if any(parameter not in band.waiting for band, _ in places):
+        if any(parameter not in chunk.waiting for chunk, _ in places):
             # Its second gradient in one pass, as under reentrant checkpointing.
             self._finish_pass()
         gradient, parameter.grad = parameter.grad, None
-        for band, member in places:
-            self._put(band, member, gradient)
-        while self._sent < len(self._bands) and not self._bands[self._sent].waiting:
-            self._send(self._bands[self._sent])
+        for chunk, member in places:
+            self._put(chunk, member, gradient)
+        while self._sent < len(self._chunks) and not self._chunks[self._sent].waiting:
+            self._send(self._chunks[self._sent])
 
     def _finish_pass(self) -> None:
-        """Send what is left of the bands, wait for all, and begin to fill them anew."""
-        while self._sent < len(self._bands):
-            self._send(self._bands[self._sent])
+        """Send what is left of the chunks, wait for all, and begin to fill them anew."""
+        while self._sent < len(self._chunks):
+            self._send(self._chunks[self._sent])
         self._overlap.land_all()
         self._empty = False
         self._begin_pass()
@@ -217,76 +217,76 @@ class BandedGradients:
     def _begin_pass(self) -> None:
         self._sent = 0
         self._spare.clear()
-        for band in self._bands:
-            band.buffer = None
-            band.waiting = {member.parameter for member in band.members}
+        for chunk in self._chunks:
+            chunk.buffer = None
+            chunk.waiting = {member.parameter for member in chunk.members}
 
-    def _put(self, band: Band, member: Member, gradient: torch.Tensor) -> None:
-        part = gradient.detach().reshape(-1).narrow(0, member.start, member.numel)
-        target = self._buffer(band).narrow(0, member.position, member.numel)
+    def _put(self, chunk: Chunk, member: Member, gradient: torch.Tensor) -> None:
+        portion = gradient.detach().reshape(-1).narrow(0, member.start, member.numel)
+        target = self._buffer(chunk).narrow(0, member.position, member.numel)
         divisor = self._policy.scaling.bucket_divisor
         if divisor == 1.0:
-            target.copy_(part)
+            target.copy_(portion)
         else:
-            torch.div(part, divisor, out=target)
-        band.waiting.discard(member.parameter)
+            torch.div(portion, divisor, out=target)
+        chunk.waiting.discard(member.parameter)
 
-    def _buffer(self, band: Band) -> torch.Tensor:
-        if band.buffer is None:
-            band.buffer = self._free(band)
-            used = sum(member.numel for member in band.members)
-            if used < band.numel:
-                band.buffer.zero_()
-        return band.buffer
+    def _buffer(self, chunk: Chunk) -> torch.Tensor:
+        if chunk.buffer is None:
+            chunk.buffer = self._free(chunk)
+            used = sum(member.numel for member in chunk.members)
+            if used < chunk.numel:
+                chunk.buffer.zero_()
+        return chunk.buffer
 
-    def _free(self, band: Band) -> torch.Tensor:
-        """Memory for ``band``: that of one which has landed, where there is one."""
+    def _free(self, chunk: Chunk) -> torch.Tensor:
+        """Memory for ``chunk``: that of one which has landed, where there is one."""
         for index, (tensor, flight) in enumerate(self._spare):
-            if tensor.dtype is band.dtype and tensor.numel() == band.numel and flight.landed:
+            if tensor.dtype is chunk.dtype and tensor.numel() == chunk.numel and flight.landed:
                 return self._spare.pop(index)[0]
-        return torch.empty(band.numel, dtype=band.dtype, device=self._group.device)
+        return torch.empty(chunk.numel, dtype=chunk.dtype, device=self._group.device)
 
-    def _send(self, band: Band) -> None:
+    def _send(self, chunk: Chunk) -> None:
         self._sent += 1
-        buffer = self._buffer(band)
-        for member in band.members:
-            if member.parameter in band.waiting:
+        buffer = self._buffer(chunk)
+        for member in chunk.members:
+            if member.parameter in chunk.waiting:
                 buffer.narrow(0, member.position, member.numel).zero_()
-        bucket = self._bucket(band, buffer)
-        band.buffer = None
+        bucket = self._bucket(chunk, buffer)
+        chunk.buffer = None
         if hooks.recording():
             bucket.publish()
-        self._spare.append((buffer, self._overlap.send(bucket, partial(self._start, band))))
+        self._spare.append((buffer, self._overlap.send(bucket, partial(self._start, chunk))))
 
-    def _bucket(self, band: Band, buffer: torch.Tensor) -> Bucket:
-        row = band.numel // self._group.world_size
+    def _bucket(self, chunk: Chunk, buffer: torch.Tensor) -> Bucket:
+        row = chunk.numel // self._group.world_size
         entries = tuple(
-            Entry(member.name, buffer.narrow(0, member.position, member.numel), (), band.group)
-            for member in band.members
+            Entry(member.name, buffer.narrow(0, member.position, member.numel), (), chunk.group)
+            for member in chunk.members
         )
         # An all_to_all of rows of any length leaves the padding out.
-        whole = self._implementation == NATIVE or self._quantized
+        padded = self._implementation == NATIVE or self._quantized
         bucket = Bucket(
             number=self._number,
-            tensor=buffer if whole else buffer.narrow(0, 0, band.end),
+            tensor=buffer if padded else buffer.narrow(0, 0, chunk.end),
             runs=tuple(
-                Run(owner, owner * row, max(0, min(row, band.end - owner * row)))
+                Run(owner, owner * row, max(0, min(row, chunk.end - owner * row)))
                 for owner in range(self._group.world_size)
             ),
-            dtype=band.dtype,
+            dtype=chunk.dtype,
             limit=self._policy.limit,
             scaling=Scaling(),
             entries=entries,
-            flush_reason=END_OF_BACKWARD if band.waiting or self._sent == len(self._bands) else FULL,
+            flush_reason=END_OF_BACKWARD if chunk.waiting or self._sent == len(self._chunks) else FULL,
             members=self._group.global_ranks,
         )
         self._number += 1
         return bucket
 
-    def _start(self, band: Band, bucket: Bucket) -> Finish | None:
-        """Send a band; its row of the sum goes to where it belongs in the piece."""
-        row = band.numel // self._group.world_size
-        mine = self.pieces[band.group].narrow(0, band.number * row, row)
+    def _start(self, chunk: Chunk, bucket: Bucket) -> Finish | None:
+        """Send a chunk; its row of the sum goes to where it belongs in the piece."""
+        row = chunk.numel // self._group.world_size
+        mine = self.shards[chunk.group].narrow(0, chunk.number * row, row)
         if self._quantized:
             work, total = scatter_quantized(bucket.tensor, bucket, self._group)
             return after([work], lambda: self._take(mine, total()))
@@ -300,12 +300,12 @@ class BandedGradients:
             add_rounded(mine.narrow(0, 0, total.numel()), total)
 
 
-def bands(
+def chunks(
     groups: Sequence[ParameterGroup],
     dtypes: Mapping[torch.nn.Parameter, torch.dtype],
     order: Sequence[torch.nn.Parameter],
-) -> list[Band]:
-    """The bands of all groups, those that begin late in the model first.
+) -> list[Chunk]:
+    """The chunks of all groups, those that begin late in the model first.
 
     Args:
         groups: the param groups.
@@ -313,20 +313,20 @@ def bands(
         order: the model's parameters, in its order.
     """
     place = {parameter: number for number, parameter in enumerate(order)}
-    found = []
+    all_chunks = []
     for number, each in enumerate(groups):
         layout = each.flat_layout
-        members: list[list[Member]] = [[] for _ in range(layout.bands)]
+        members: list[list[Member]] = [[] for _ in range(layout.chunks)]
         for name, parameter, offset in zip(each.names, each.parameters, layout.offsets, strict=True):
-            for piece in _cut(offset, parameter.numel(), layout.band_numel):
-                member = Member(parameter, name, piece.start, piece.numel, piece.offset)
-                members[piece.owner].append(member)
-        found += [
-            Band(
+            for interval in _cut(offset, parameter.numel(), layout.chunk_numel):
+                member = Member(parameter, name, interval.start, interval.numel, interval.offset)
+                members[interval.owner].append(member)
+        all_chunks += [
+            Chunk(
                 number,
                 index,
-                layout.band_numel,
-                min(layout.band_numel, layout.end - index * layout.band_numel),
+                layout.chunk_numel,
+                min(layout.chunk_numel, layout.end - index * layout.chunk_numel),
                 dtypes[each.parameters[0]],
                 tuple(inside),
                 {member.parameter for member in inside},
@@ -334,20 +334,20 @@ def bands(
             for index, inside in enumerate(members)
         ]
 
-    def when_complete(band: Band) -> tuple[int, int]:
-        first = min((place.get(member.parameter, len(place)) for member in band.members), default=-1)
-        return first, band.number
+    def when_complete(chunk: Chunk) -> tuple[int, int]:
+        first = min((place.get(member.parameter, len(place)) for member in chunk.members), default=-1)
+        return first, chunk.number
 
-    return sorted(found, key=when_complete, reverse=True)
+    return sorted(all_chunks, key=when_complete, reverse=True)
 
 
-def _cut(offset: int, numel: int, width: int) -> list[Slice]:
+def _cut(offset: int, numel: int, width: int) -> list[ShardRange]:
     """Elements ``offset`` to ``offset + numel``, cut at multiples of ``width``: the ``owner`` is the number of the part."""
-    parts = []
+    intervals = []
     position = offset
     while position < offset + numel:
-        band, within = divmod(position, width)
-        end = min(offset + numel, (band + 1) * width)
-        parts.append(Slice(band, position - offset, end - position, within))
+        chunk, within = divmod(position, width)
+        end = min(offset + numel, (chunk + 1) * width)
+        intervals.append(ShardRange(chunk, position - offset, end - position, within))
         position = end
-    return parts
+    return intervals

@@ -18,7 +18,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.gradient_reduction.buckets import Bucket, Bucketer, Entry, Scaling
 from zero_runtime.gradient_reduction.clip import sharded_norm
-from zero_runtime.gradient_reduction.layout import GroupLayout, Slice
+from zero_runtime.gradient_reduction.layout import GroupLayout, ShardRange
 from zero_runtime.gradient_reduction.overlap import DEPTH, Flight, Overlap
 from zero_runtime.gradient_reduction.reduction import Finish, Reduction, all_reduce, then
 from zero_runtime.gradient_reduction.stages import Stage
@@ -129,9 +129,9 @@ class ShardedGradients:
             buffers=DEPTH if policy.overlap else 1,
             members=group.global_ranks,
         )
-        self._slices: list[list[tuple[Slice, ...]]] = []
-        self.pieces: list[torch.Tensor] = []
-        self.whole: dict[str, torch.Tensor] = {}
+        self._shards: list[list[tuple[ShardRange, ...]]] = []
+        self.shards: list[torch.Tensor] = []
+        self.unsharded: dict[str, torch.Tensor] = {}
         self._leaves: dict[torch.nn.Module, Leaf] = {}
         self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._handles: list[RemovableHandle] = []
@@ -150,10 +150,10 @@ class ShardedGradients:
         self._leaves.update((leaf.module, leaf) for leaf in leaves)
         self._bucketer.grow(sum(each.numel for each in groups))
         for number, each in enumerate(groups, first):
-            self._slices.append([each.layout.slices(index) for index in range(len(each.parameters))])
+            self._shards.append([each.layout.shards(index) for index in range(len(each.parameters))])
             like = each.parameters[0]
             dtype = self._accumulation or like.dtype
-            self.pieces.append(torch.zeros(each.layout.piece_numel, dtype=dtype, device=like.device))
+            self.shards.append(torch.zeros(each.layout.shard_numel, dtype=dtype, device=like.device))
             self._places.update((p, (number, index)) for index, p in enumerate(each.parameters))
         if self._policy.stage.reduces_in_hooks:
             self._hook([parameter for each in groups for parameter in each.parameters])
@@ -173,7 +173,7 @@ class ShardedGradients:
 
     def keep_whole(self, name: str, numel: int) -> None:
         """Keep the whole gradient of parameter ``name`` besides; the reduction must leave all of it on every rank."""
-        self.whole[name] = self.pieces[0].new_zeros(numel)
+        self.unsharded[name] = self.shards[0].new_zeros(numel)
 
     def begin_step(self) -> None:
         """Count buckets from 0 again."""
@@ -216,8 +216,8 @@ class ShardedGradients:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The memory of reduced gradients."""
-        yield from self.pieces
-        yield from self.whole.values()
+        yield from self.shards
+        yield from self.unsharded.values()
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """The buffers of buckets that are kept between two backward passes."""
@@ -229,12 +229,12 @@ class ShardedGradients:
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""
-        return sharded_norm(self.pieces, self._group, self.norm_dtype)
+        return sharded_norm(self.shards, self._group, self.norm_dtype)
 
     def clear(self) -> None:
         """Forget the gradients of the step that has been taken."""
-        for piece in (*self.pieces, *self.whole.values()):
-            piece.zero_()
+        for total in (*self.shards, *self.unsharded.values()):
+            total.zero_()
         for each in self._groups:
             for parameter in each.parameters:
                 parameter.grad = None
@@ -278,7 +278,7 @@ class ShardedGradients:
         else:
             gradient = parameter.grad.detach().reshape(-1)
         parameter.grad = None
-        entry = Entry(each.names[index], gradient, self._slices[number][index], number)
+        entry = Entry(each.names[index], gradient, self._shards[number][index], number)
         self._bucketer.add(entry, self._dtypes[parameter], parameter in self._unpartitioned)
 
     def _send(self, bucket: Bucket) -> Flight:
@@ -286,24 +286,24 @@ class ShardedGradients:
 
     def _start(self, bucket: Bucket) -> Finish | None:
         """Reduce a full bucket and, once that is done, add what this rank owns to its pieces."""
-        reduce = all_reduce if bucket.whole else self._policy.reduce
+        reduce = all_reduce if bucket.replicated else self._policy.reduce
         return then(reduce(bucket, self._group), lambda: self._accumulate(bucket))
 
     @torch.no_grad()
     def _accumulate(self, bucket: Bucket) -> None:
         position = 0
         for entry in bucket.entries:
-            for owner, start, numel, offset in entry.slices:
+            for owner, start, numel, offset in entry.shards:
                 if owner == self._group.rank:
-                    part = bucket.tensor.narrow(0, position + start, numel)
-                    add_rounded(self.pieces[entry.group].narrow(0, offset, numel), part)
-            kept = self.whole.get(entry.name)
-            if kept is not None:
-                kept.add_(bucket.tensor.narrow(0, position, kept.numel()))
+                    addend = bucket.tensor.narrow(0, position + start, numel)
+                    add_rounded(self.shards[entry.group].narrow(0, offset, numel), addend)
+            full = self.unsharded.get(entry.name)
+            if full is not None:
+                full.add_(bucket.tensor.narrow(0, position, full.numel()))
             position += entry.gradient.numel()
 
 
-def add_rounded(total: torch.Tensor, part: torch.Tensor) -> None:
-    """Add ``part`` to ``total``, rounded to its dtype first where that is the narrower one, as DeepSpeed does."""
-    narrows = torch.promote_types(total.dtype, part.dtype) is not total.dtype
-    total.add_(part.to(total.dtype) if narrows else part)
+def add_rounded(total: torch.Tensor, addend: torch.Tensor) -> None:
+    """Add ``addend`` to ``total``, rounded to its dtype first where that is the narrower one, as DeepSpeed does."""
+    narrows = torch.promote_types(total.dtype, addend.dtype) is not total.dtype
+    total.add_(addend.to(total.dtype) if narrows else addend)

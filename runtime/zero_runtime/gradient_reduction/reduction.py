@@ -3,7 +3,7 @@
 | name                  | in DeepSpeed, stages 1 and 2          | issued for a bucket of S bytes  | result on  | sent       |
 |-----------------------|---------------------------------------|---------------------------------|------------|------------|
 | all_reduce            | reduce_scatter false                  | 1 all_reduce of the bucket      | every rank | 2(n-1)/n S |
-| multi_rank_all_reduce | reduce_scatter true,                  | 1 all_reduce of owners' slices  | every rank | 2(n-1)/n S |
+| multi_rank_all_reduce | reduce_scatter true,                  | 1 all_reduce of owners' shards  | every rank | 2(n-1)/n S |
 |                       | use_multi_rank_bucket_allreduce true  | (more if it exceeds the limit)  |            |            |
 | reduce_to_owner       | reduce_scatter true,                  | 1 reduce for each owner in it   | the owner  | (n-1)/n S  |
 |                       | use_multi_rank_bucket_allreduce false |                                 |            |            |
@@ -62,7 +62,7 @@ def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
 
 
 def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-    """Sum the slices of all owners on every rank, in messages that end once they exceed the limit."""
+    """Sum the shards of all owners on every rank, in messages that end once they exceed the limit."""
     outgoing = scaled(bucket)
     works = []
     for batch in flushed_runs(bucket.runs, bucket.limit):
@@ -72,23 +72,23 @@ def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | 
 
 
 def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-    """Sum each owner's slices to that owner."""
+    """Sum each owner's shards to that owner."""
     outgoing = scaled(bucket)
     works = []
     mine = []
     for owner in dict.fromkeys(run.owner for run in bucket.runs):
         runs = [run for run in bucket.runs if run.owner == owner]
         for batch in flushed_runs(runs, bucket.limit):
-            slices = [outgoing.narrow(0, run.start, run.numel) for run in batch]
-            message = joined(slices)
+            shards = [outgoing.narrow(0, run.start, run.numel) for run in batch]
+            message = joined(shards)
             why = bucket.why(owner=group.global_ranks[owner])
             works.append(group.reduce(message, owner, why=why, asynchronous=bucket.asynchronous))
-            if owner == group.rank and len(slices) > 1:
-                mine.append((message, slices))
+            if owner == group.rank and len(shards) > 1:
+                mine.append((message, shards))
 
     def finish() -> None:
-        for message, slices in mine:
-            _split(message, slices)
+        for message, shards in mine:
+            _split(message, shards)
         _keep(bucket, outgoing, group.rank)
 
     return after(works, finish)
@@ -97,7 +97,7 @@ def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
 def reduce_scatter(
     bucket: Bucket, group: DataParallelGroup, implementation: str | None = None
 ) -> Finish | None:
-    """Sum row r of the bucket, the slices that rank r owns, on rank r; see Note [rows of a reduce_scatter].
+    """Sum row r of the bucket, the shards that rank r owns, on rank r; see Note [rows of a reduce_scatter].
 
     Args:
         bucket: the bucket.
@@ -185,8 +185,8 @@ def _native(rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: Da
     longest, mine = max(numels), numels[group.rank]
     if longest * len(numels) > rows.numel() * (1 + _LARGEST_PADDING):
         output = rows.new_empty(mine)
-        parts = rows.split(list(numels))
-        work = group.reduce_scatter(output, parts, why=bucket.why(), asynchronous=bucket.asynchronous)
+        unequal_rows = rows.split(list(numels))
+        work = group.reduce_scatter(output, unequal_rows, why=bucket.why(), asynchronous=bucket.asynchronous)
         return work, lambda: output
     if min(numels) < longest:
         padded = rows.new_zeros(longest * len(numels))
@@ -260,12 +260,12 @@ def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
             bucket.tensor.narrow(0, run.start, run.numel).copy_(outgoing.narrow(0, run.start, run.numel))
 
 
-def _split(message: torch.Tensor, slices: Sequence[torch.Tensor]) -> None:
-    """Copy ``message`` back into the slices it was joined from."""
+def _split(message: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy ``message`` back into the shards it was joined from."""
     position = 0
-    for part in slices:
-        part.copy_(message.narrow(0, position, part.numel()))
-        position += part.numel()
+    for target in targets:
+        target.copy_(message.narrow(0, position, target.numel()))
+        position += target.numel()
 
 
 def reduction(name: str, implementation: str | None = None) -> Reduction:

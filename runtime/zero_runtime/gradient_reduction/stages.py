@@ -5,7 +5,7 @@
 | 0     | on every rank    | whole, until the step                            | replicated | once a step, after backward   |
 | 1     | sharded          | whole, until the step                            | replicated | once a step                   |
 | 2     | sharded          | own part; the rest is freed bucket by bucket     | replicated | in every micro-batch          |
-| 3     | sharded          | own slices; the rest is freed bucket by bucket   | sharded    | in every micro-batch          |
+| 3     | sharded          | own shards; the rest is freed bucket by bucket   | sharded    | in every micro-batch          |
 
 Everything else is shared; no other module asks which stage it is.
 """

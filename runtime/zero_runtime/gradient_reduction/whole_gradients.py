@@ -29,14 +29,14 @@ class Sent(NamedTuple):
         finishes: what is to be called first, where messages are under way.
     """
 
-    parts: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    results: list[tuple[torch.nn.Parameter, torch.Tensor]]
     finishes: list[Finish]
 
     def take(self) -> None:
         """Make the results the gradients of the parameters, once they are there."""
         for finish in self.finishes:
             finish()
-        for parameter, part in self.parts:
+        for parameter, part in self.results:
             parameter.grad = part.view(parameter.shape)
 
 
@@ -96,12 +96,14 @@ class ReplicatedGradients:
                 )
         number = 0
         sent = Sent([], [])
-        for (_, dtype), found in by_dtypes.items():
-            entries = [entry for _, entry in found]
+        for (_, dtype), members in by_dtypes.items():
+            entries = [entry for _, entry in members]
             sums, finishes = _reduce(entries, number, dtype, self._policy, self._group)
             number += len(sums)
-            parts = [part for each in sums for part in each]
-            sent.parts.extend((parameter, part) for (parameter, _), part in zip(found, parts, strict=True))
+            results = [part for each in sums for part in each]
+            sent.results.extend(
+                (parameter, part) for (parameter, _), part in zip(members, results, strict=True)
+            )
             sent.finishes.extend(finishes)
         return sent
 
@@ -160,7 +162,7 @@ class AccumulatedGradients:
             torch.zeros(each.flat_layout.numel, dtype=accumulation, device=each.parameters[0].device)
             for each in groups
         ]
-        self.pieces = [flat.chunk(group.world_size)[group.rank] for flat in self._flat]
+        self.shards = [flat.chunk(group.world_size)[group.rank] for flat in self._flat]
 
     def begin_step(self) -> None:
         """Nothing is counted here."""
@@ -208,7 +210,7 @@ class AccumulatedGradients:
     def tensors(self) -> Iterator[torch.Tensor]:
         """The buffers that gradients are added to, and this rank's pieces of them."""
         yield from self._flat
-        yield from self.pieces
+        yield from self.shards
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Nothing: there are no buckets."""

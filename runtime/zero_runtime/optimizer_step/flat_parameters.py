@@ -45,13 +45,13 @@ class FlatParameters(Pieces):
         groups: the trainable parameters.
         group: the data-parallel ranks.
         by_broadcast: share the pieces by one broadcast each, instead of by an all_gather.
-        bucket: elements of the largest message of such an all_gather; None sends each band at once.
+        bucket: elements of the largest message of such an all_gather; None sends each chunk at once.
         module: the model, where ``share`` only begins to gather the pieces, and the model's parameters are waited for
             as they are needed; None where they are there when it returns.
         quantized: whether an all_gather sends the pieces in 8 bits. What the model has is then rounded on all ranks alike.
 
     Attributes:
-        own: for each group, this rank's piece of the flat buffer, 1-D: a part of it, or where it has several bands, or
+        own: for each group, this rank's piece of the flat buffer, 1-D: a part of it, or where it has several chunks, or
             travels quantized, a copy of this rank's rows.
     """
 
@@ -70,7 +70,7 @@ class FlatParameters(Pieces):
         self._bucket = bucket
         flats = [flatten(each) for each in groups]
         self._rows = [
-            flat.view(each.flat_layout.bands, group.world_size, -1).select(1, group.rank)
+            flat.view(each.flat_layout.chunks, group.world_size, -1).select(1, group.rank)
             for flat, each in zip(flats, groups, strict=True)
         ]
         self.own = [rows.reshape(-1) for rows in self._rows]
@@ -79,8 +79,8 @@ class FlatParameters(Pieces):
         self._parts = [
             part
             for flat, each in zip(flats, groups, strict=True)
-            for band in flat.chunk(each.flat_layout.bands)
-            for part in self._cut(band, each)
+            for chunk in flat.chunk(each.flat_layout.chunks)
+            for part in self._cut(chunk, each)
         ]
         self._arrivals = None if module is None else Arrivals(module, self._carriers(groups))
 
@@ -161,11 +161,11 @@ class FlatParameters(Pieces):
                 work.wait()
             fill()
 
-    def _cut(self, band: torch.Tensor, of: ParameterGroup) -> Iterator[_Part]:
-        """The messages in which ``band`` is gathered; each part of a row begins at an even element."""
-        rows = band.chunk(self._group.world_size)
+    def _cut(self, chunk: torch.Tensor, of: ParameterGroup) -> Iterator[_Part]:
+        """The messages in which ``chunk`` is gathered; each part of a row begins at an even element."""
+        rows = chunk.chunk(self._group.world_size)
         if self._bucket is None or self._by_broadcast:
-            yield _part(band, rows, of)
+            yield _part(chunk, rows, of)
             return
         width = self._width()
         for begin in range(0, rows[0].numel(), width):
@@ -188,15 +188,15 @@ class FlatParameters(Pieces):
         for each in groups:
             row = each.flat_layout.row_numel
             width = row if self._bucket is None else self._width()
-            in_a_band = -(-row // width) if width else 0
+            in_a_chunk = -(-row // width) if width else 0
             for index, parameter in enumerate(each.parameters):
                 carriers: set[int] = set()
-                for piece in each.layout.slices(index):
-                    band, within = divmod(piece.offset, row)
+                for piece in each.layout.shards(index):
+                    chunk, within = divmod(piece.offset, row)
                     last = (within + piece.numel - 1) // width
-                    carriers.update(first + band * in_a_band + n for n in range(within // width, last + 1))
+                    carriers.update(first + chunk * in_a_chunk + n for n in range(within // width, last + 1))
                 found[parameter] = tuple(sorted(carriers))
-            first += each.flat_layout.bands * in_a_band
+            first += each.flat_layout.chunks * in_a_chunk
         return found
 
 

@@ -86,7 +86,7 @@ class GatheredMatrices:
             for finish in [self._share(gradients[first:last]), self._share(momenta[first:last])]:
                 finish()
         for index, update, latest in zip(indices, gradients, momenta, strict=True):
-            for owner, start, numel, offset in each.layout.slices(index):
+            for owner, start, numel, offset in each.layout.shards(index):
                 if owner == self._group.rank:
                     part = piece.narrow(0, offset, numel)
                     part.copy_(update.reshape(-1).narrow(0, start, numel)).mul_(scale)

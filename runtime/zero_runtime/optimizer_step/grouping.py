@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.configuration.zero import ZeroConfig
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.layout import PARAMETER_ALIGNMENT_BYTES, band_limit, group_layout
+from zero_runtime.gradient_reduction.layout import PARAMETER_ALIGNMENT_BYTES, chunk_limit, group_layout
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
 from zero_runtime.sharding.layout import shard_layout, sub_groups
 from zero_runtime.sharding.shards import shard_of
@@ -22,7 +22,7 @@ def flat_groups(
     param_groups: Sequence[dict[str, Any]],
     zero: ZeroConfig,
     world_size: int,
-    banded: bool = False,
+    chunked: bool = False,
 ) -> list[ParameterGroup]:
     """The trainable parameters of each param group, laid out in one flat buffer for each dtype (stages 1 and 2).
 
@@ -42,7 +42,7 @@ def flat_groups(
                 world_size,
                 round_robin=zero.round_robin_gradients,
                 alignment=aligned if zero.parameter_alignment else 1,
-                band_limit=band_limit(sum(numels), zero.reduce_bucket_size) if banded else None,
+                chunk_limit=chunk_limit(sum(numels), zero.reduce_bucket_size) if chunked else None,
             )
             groups.append(ParameterGroup(number, names, parameters, layout))
     return groups

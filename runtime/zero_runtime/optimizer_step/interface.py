@@ -19,7 +19,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.gradient_reduction.clip import clip_factor
 from zero_runtime.gradient_reduction.loss_scale import UNSCALED, LossScale
-from zero_runtime.gradient_reduction.owner_ordered_buckets import BandedGradients
+from zero_runtime.gradient_reduction.owner_ordered_buckets import OwnerOrderedGradients
 from zero_runtime.gradient_reduction.reducer import ShardedGradients
 from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients, ReplicatedGradients
 from zero_runtime.groups.parallelism import ModelRanks
@@ -62,7 +62,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        gradients: ShardedGradients | BandedGradients | AccumulatedGradients | ReplicatedGradients,
+        gradients: ShardedGradients | OwnerOrderedGradients | AccumulatedGradients | ReplicatedGradients,
         policy: StepPolicy,
         scale: LossScale,
     ) -> None:

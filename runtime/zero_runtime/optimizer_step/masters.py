@@ -79,10 +79,10 @@ class Masters:
         """Masters for further groups. Returns those of each."""
         first, made = len(self._groups), []
         self._groups += groups
-        total = sum(each.layout.piece_numel for each in groups)
+        total = sum(each.layout.shard_numel for each in groups)
         for index, each in enumerate(groups, first):
             begin = len(self.tensors)
-            for stretch in self._cut(index, each.layout.piece_numel, total):
+            for stretch in self._cut(index, each.layout.shard_numel, total):
                 self.stretches.append(stretch)
                 self.tensors.append(self._master(len(self.tensors), stretch))
             made.append(self.tensors[begin:])
@@ -110,7 +110,7 @@ class Masters:
             parts = [
                 part
                 for index in each.layout.order
-                for piece in each.layout.slices(index)
+                for piece in each.layout.shards(index)
                 if piece.owner == self._rank
                 for part in _within(each, index, piece.start, piece.numel, piece.offset, stretch)
             ]
@@ -169,7 +169,7 @@ class Masters:
     def take_all_over(self) -> None:
         """Make all masters copies of the model's parameters."""
         for index, each in enumerate(self._groups):
-            self.take_over(index, slice(0, each.layout.piece_numel))
+            self.take_over(index, slice(0, each.layout.shard_numel))
 
     # Looking, saving and loading.
 

@@ -14,7 +14,7 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.buckets import joined
 from zero_runtime.gradient_reduction.clip import joint_norm, sharded_norm, sum_of_squares
 from zero_runtime.gradient_reduction.loss_scale import LossScale
-from zero_runtime.gradient_reduction.owner_ordered_buckets import BandedGradients
+from zero_runtime.gradient_reduction.owner_ordered_buckets import OwnerOrderedGradients
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, ShardedGradients
 from zero_runtime.gradient_reduction.used_parameters import UsedParameters
 from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients
@@ -61,7 +61,7 @@ class ShardedOptimizer(WrappedOptimizer):
         optimizer: torch.optim.Optimizer,
         groups: Sequence[ParameterGroup],
         parameters: FlatParameters | ShardedParameters,
-        gradients: ShardedGradients | BandedGradients | AccumulatedGradients,
+        gradients: ShardedGradients | OwnerOrderedGradients | AccumulatedGradients,
         group: DataParallelGroup,
         policy: StepPolicy,
         scale: LossScale,
@@ -189,7 +189,7 @@ class ShardedOptimizer(WrappedOptimizer):
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
         """This rank's parts of the reduced gradients, for each of its pieces, by DeepSpeed's name at stages 1 and 2."""
-        parts: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.pieces))}
+        parts: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.shards))}
         for stretch, master, reduced in zip(
             self._masters.stretches, self.held(), self.reduced(), strict=True
         ):
@@ -199,7 +199,7 @@ class ShardedOptimizer(WrappedOptimizer):
     @property
     def grad_partitions_flat_buffer(self) -> torch.Tensor:
         """This rank's reduced gradients end to end, by DeepSpeed's name at stage 3; copied if there are several groups."""
-        return joined(self._reduced.pieces)
+        return joined(self._reduced.shards)
 
     def held(self) -> list[Master]:
         """The masters: for each group this rank's piece of it, whole or in stretches, which may be in files."""
@@ -207,7 +207,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def reduced(self) -> list[torch.Tensor]:
         """The gradients of the masters."""
-        return self._masters.reduced(self._reduced.pieces)
+        return self._masters.reduced(self._reduced.shards)
 
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
         """The parameters of all groups."""
@@ -243,7 +243,7 @@ class ShardedOptimizer(WrappedOptimizer):
             return self._reduced.norm()
         if self._counted is None:
             self._counted = [_counted(each, self.model_ranks) for each in self.held()]
-        squares = [torch.zeros((), dtype=torch.float64, device=each.device) for each in self._reduced.pieces]
+        squares = [torch.zeros((), dtype=torch.float64, device=each.device) for each in self._reduced.shards]
         for stretch, gradient, spans in zip(
             self._masters.stretches, self.reduced(), self._counted, strict=True
         ):
@@ -254,14 +254,14 @@ class ShardedOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def _get_norm_groups(self) -> list[torch.Tensor]:
         """The norm of each group's reduced gradients, scaled as they are; by DeepSpeed's name. All ranks must call it."""
-        return [sharded_norm([each], self._group, self._reduced.norm_dtype) for each in self._reduced.pieces]
+        return [sharded_norm([each], self._group, self._reduced.norm_dtype) for each in self._reduced.shards]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take the step that the reduced gradients ask for, unless one of them overflowed."""
         self._take_over(self._parameters.begin_step())
         self._masters.begin_step()
-        pieces = self._reduced.pieces
+        pieces = self._reduced.shards
         overflow = self._policy.check_overflow and agree_on_overflow(
             any_overflow(pieces, pieces[0].device), self._group, *self._model_groups()
         )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zero_runtime.gradient_reduction.layout import Slice
+from zero_runtime.gradient_reduction.layout import ShardRange
 from zero_runtime.sharding.shards import slice_numel
 
 
@@ -26,13 +26,13 @@ class ShardLayout:
     Attributes:
         numels: sizes of the parameters, in the order of the param group.
         offsets: where each parameter's slice begins in a rank's piece.
-        piece_numel: elements that each rank owns, padding included.
+        shard_numel: elements that each rank owns, padding included.
         world_size: number of slices of each parameter.
     """
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
-    piece_numel: int
+    shard_numel: int
     world_size: int
 
     @property
@@ -40,12 +40,12 @@ class ShardLayout:
         """Positions of the parameters within the sub-group, in the order of the piece."""
         return tuple(range(len(self.numels)))
 
-    def slices(self, index: int) -> tuple[Slice, ...]:
+    def shards(self, index: int) -> tuple[ShardRange, ...]:
         """The slices of parameter number ``index``, in element order, without padding; none for an empty one."""
         numel = self.numels[index]
         width = slice_numel(numel, self.world_size)
         return tuple(
-            Slice(owner, start, min(width, numel - start), self.offsets[index])
+            ShardRange(owner, start, min(width, numel - start), self.offsets[index])
             for owner, start in enumerate(range(0, numel, width or 1))
         )
 

@@ -62,7 +62,7 @@ class ShardedParameters(Pieces):
         first = self._groups[index].parameters[0]
         if not self.are_filed(index):
             return super().master(index, dtype, part).detach().to(first.device).requires_grad_()
-        begin, end, _ = part.indices(self._groups[index].layout.piece_numel)
+        begin, end, _ = part.indices(self._groups[index].layout.shard_numel)
         wide = torch.promote_types(first.dtype, dtype)
         master = torch.zeros(end - begin, dtype=wide, device=first.device)
         self.read(index, master, part)
@@ -75,7 +75,7 @@ class ShardedParameters(Pieces):
 
     def are_filed(self, index: int) -> bool:
         """Whether a part of piece ``index`` is in files."""
-        return self.own[index].numel() != self._groups[index].layout.piece_numel
+        return self.own[index].numel() != self._groups[index].layout.shard_numel
 
     def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
         """That part of piece ``index`` is read next: begin to, where it is in files."""
@@ -103,7 +103,7 @@ class ShardedParameters(Pieces):
 
     def _overlaps(self, index: int, part: slice) -> Iterator[tuple[_Slot, slice, slice]]:
         """The slices that lie in a part of piece ``index``: elements of each, and where they are in the part."""
-        begin, end, _ = part.indices(self._groups[index].layout.piece_numel)
+        begin, end, _ = part.indices(self._groups[index].layout.shard_numel)
         for slot in self._slots[index]:
             first, last = max(begin, slot.span.start), min(end, slot.span.stop)
             if first < last:
@@ -147,7 +147,7 @@ def _flatten(each: ParameterGroup, slots: Sequence[_Slot]) -> torch.Tensor:
     first = each.parameters[0]
     if any(slot.shard.pager is not None for slot in slots):
         return torch.empty(0, dtype=first.dtype)
-    flat = slots[0].shard.place.zeros(each.layout.piece_numel, first)
+    flat = slots[0].shard.place.zeros(each.layout.shard_numel, first)
     for slot in slots:
         slot.shard.move(flat[slot.span])
     return flat

@@ -113,7 +113,7 @@ def _scale_own(bucket: Bucket, rank: int) -> None:
 
 
 def _own_slice(gradient: torch.Tensor, rank: int, width: int) -> torch.Tensor:
-    """Slice ``rank`` of a 1-D gradient without its padding: at most ``width`` elements."""
+    """Shard ``rank`` of a 1-D gradient without its padding: at most ``width`` elements."""
     start = min(rank * width, gradient.numel())
     return gradient.narrow(0, start, min(width, gradient.numel() - start))
 

@@ -25,7 +25,7 @@ from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.experimental.topology_aware.delay import DelayedGradients
 from zero_runtime.experimental.topology_aware.installation import Installed
 from zero_runtime.gradient_reduction.loss_scale import LossScale
-from zero_runtime.gradient_reduction.owner_ordered_buckets import BandedGradients
+from zero_runtime.gradient_reduction.owner_ordered_buckets import OwnerOrderedGradients
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, ShardedGradients
 from zero_runtime.gradient_reduction.reduction import Reduction, reduction
 from zero_runtime.gradient_reduction.stages import stage
@@ -60,7 +60,7 @@ from zero_runtime.tensor_parallel.inputs import check_first_inputs
 from zero_runtime.training.direct_passes import unwatch
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
-Gradients = ShardedGradients | BandedGradients | ReplicatedGradients | AccumulatedGradients
+Gradients = ShardedGradients | OwnerOrderedGradients | ReplicatedGradients | AccumulatedGradients
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ def _reduction(
     )
 
 
-_gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | BandedGradients]] = (
+_gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | OwnerOrderedGradients]] = (
     WeakKeyDictionary()
 )
 _parameters_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[FlatParameters]] = WeakKeyDictionary()
@@ -252,13 +252,13 @@ def _sharded(
 ) -> tuple[ShardedOptimizer, Gradients]:
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     check_whole_gradients(inner, config, kinds)
-    # With torch.autocast the gradients of a group travel in several dtypes, which a band cannot.
+    # With torch.autocast the gradients of a group travel in several dtypes, which a chunk cannot.
     unpartitioned = whole_parameters(module, config.zero.partitioned_types)
-    # Nor can a band be whole on every rank.
+    # Nor can a chunk be whole on every rank.
     reduced = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
-    banded = reduced and not unpartitioned
-    groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, banded)
-    gradients: ShardedGradients | BandedGradients | AccumulatedGradients
+    chunked = reduced and not unpartitioned
+    groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, chunked)
+    gradients: ShardedGradients | OwnerOrderedGradients | AccumulatedGradients
     steps = _step_policy(config, kinds)
     if config.accumulates_whole:
         gradients = AccumulatedGradients(
@@ -271,7 +271,7 @@ def _sharded(
         if not config.zero.stage.shards_gradients:
             accumulate_in((p for each in groups for p in each.parameters), kinds.accumulation)
         gradients = (
-            BandedGradients(
+            OwnerOrderedGradients(
                 groups,
                 dtypes,
                 policy,
@@ -282,7 +282,7 @@ def _sharded(
                 config.zero.reduce_scatter_impl,
                 config.zero.quantized_gradients,
             )
-            if banded
+            if chunked
             else ShardedGradients(
                 groups,
                 dtypes,
@@ -304,7 +304,7 @@ def _sharded(
     _parameters_of[module] = weakref.ref(parameters)
     # DeepSpeed asks this of an optimizer that is offloaded alone, since its norm is summed parameter by parameter.
     may_be_unused = config.zero.ignore_unused_parameters or config.zero.offload_optimizer is None
-    if isinstance(gradients, ShardedGradients | BandedGradients):
+    if isinstance(gradients, ShardedGradients | OwnerOrderedGradients):
         _gradients_of[module] = weakref.ref(gradients)
     optimizer = ShardedOptimizer(
         inner,

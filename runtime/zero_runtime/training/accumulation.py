@@ -22,19 +22,19 @@ class Window:
     def __init__(self, managed: bool, steps: bool) -> None:
         self.micro_steps = 0
         self.passes = 0
-        self.held = False
+        self.paused = False
         self.stepping = False
         self._managed = managed
         self._steps = steps
-        self._said: bool | None = None
+        self._boundary: bool | None = None
         self._complete = False
 
     def is_last(self, size: int) -> bool:
         """Whether the micro-batch at hand is the last of a window of ``size``."""
         if self._complete:
             return True
-        if self._said is not None:
-            return self._said
+        if self._boundary is not None:
+            return self._boundary
         if not self._managed:
             return self.stepping or not self._steps
         return (self.micro_steps + 1) % size == 0
@@ -46,7 +46,7 @@ class Window:
                 "set_gradient_accumulation_boundary was called with managed_gradient_accumulation false, where "
                 "every step() is a boundary; remove the call"
             )
-        self._said = is_last
+        self._boundary = is_last
 
     def complete(self) -> None:
         """All gradients of the step have been reduced: the next ``step`` ends the window, whatever was counted."""

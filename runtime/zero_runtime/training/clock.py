@@ -88,7 +88,7 @@ def shown(seconds: dict[Part, float], steps: int) -> str:
             for part, value in seconds.items()
             if part.name == name and part.purpose is not None
         ]
-        whole = seconds.get(Part(name))
-        text = name if whole is None else f"{name} {whole / steps * 1e3:.2f}"
+        total = seconds.get(Part(name))
+        text = name if total is None else f"{name} {total / steps * 1e3:.2f}"
         sentences.append(f"{text} ({', '.join(inside)})" if inside else text)
     return ", ".join(sentences)

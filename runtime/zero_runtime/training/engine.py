@@ -203,11 +203,11 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
             UsageError: ``loss`` is not a scalar tensor that a backward pass can begin at.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            given: object = type(loss)
+            received: object = type(loss)
             if isinstance(loss, torch.Tensor):
-                given = f"a tensor of shape {list(loss.shape)}{'' if loss.grad_fn is not None else ' without grad_fn'}"
+                received = f"a tensor of shape {list(loss.shape)}{'' if loss.grad_fn is not None else ' without grad_fn'}"
             raise UsageError(
-                f"scale got {given}; expected the loss, a scalar tensor with grad_fn; of any other tensor make one: "
+                f"scale got {received}; expected the loss, a scalar tensor with grad_fn; of any other tensor make one: "
                 "(tensor * gradient).sum()"
             )
         self._scaled = True
@@ -285,7 +285,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
                 f"step needs an optimizer, and there is none: the gradients of the last backward pass are kept {where}, "
                 "reduced over the ranks; name an optimizer in the config, or pass one to initialize"
             )
-        if self._window.held:
+        if self._window.paused:
             raise UsageError(
                 "step was called inside no_sync or coalesce_grad_reduction, where gradients are not reduced; call it after"
             )
@@ -371,7 +371,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
                 f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
                 "gradients in every micro-batch; use stage 0 or 1"
             )
-        with self._held("no_sync"):
+        with self._paused_reduction("no_sync"):
             yield
 
     @contextmanager
@@ -390,7 +390,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
                 "coalesce_grad_reduction was called with managed_gradient_accumulation false, where step() reduces once "
                 "anyway; remove one of the two"
             )
-        with self._held("coalesce_grad_reduction"):
+        with self._paused_reduction("coalesce_grad_reduction"):
             yield
         self._refuse_moved("coalesce_grad_reduction", *BACKWARD)
         hooks.phase("backward")
@@ -400,17 +400,17 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         self._window.complete()
 
     @contextmanager
-    def _held(self, name: str) -> Iterator[None]:
-        if self._window.held:
+    def _paused_reduction(self, name: str) -> Iterator[None]:
+        if self._window.paused:
             raise UsageError(
                 f"{name} was entered inside another block that holds gradients back; leave one out"
             )
-        self._window.held = True
+        self._window.paused = True
         self._gradients.pause(True)
         try:
             yield
         finally:
-            self._window.held = False
+            self._window.paused = False
             self._gradients.pause(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -478,7 +478,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         Raises:
             UsageError: parameters are in slices (stage 3), and would be empty in it.
         """
-        self._refuse_slices()
+        self._refuse_sharded()
         return self.module.state_dict()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -487,11 +487,11 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         Raises:
             UsageError: parameters are in slices (stage 3), and would be empty in it.
         """
-        self._refuse_slices()
+        self._refuse_sharded()
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return state
 
-    def _refuse_slices(self) -> None:
+    def _refuse_sharded(self) -> None:
         for name, parameter in self.module.named_parameters():
             shard = shard_of(parameter)
             if shard is not None and not shard.available:

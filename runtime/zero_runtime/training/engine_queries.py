@@ -118,25 +118,25 @@ class Answers:
 
     def zero_offload_param(self) -> Any:
         """What the key offload_param says; None where slices are on the device."""
-        found = self._config.zero.sharding.residency.offload
-        return None if found.device == "none" else found
+        offload = self._config.zero.sharding.residency.offload
+        return None if offload.device == "none" else offload
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state is in host memory."""
-        found = self._config.zero.offload_optimizer
-        return found is not None and found.device == "cpu"
+        offload = self._config.zero.offload_optimizer
+        return offload is not None and offload.device == "cpu"
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Whether the optimizer's state is in files."""
-        found = self._config.zero.offload_optimizer
-        return found is not None and found.device == "nvme"
+        offload = self._config.zero.offload_optimizer
+        return offload is not None and offload.device == "nvme"
 
     def zero_partial_offload(self) -> float:
         """The share of the optimizer's state that is offloaded."""
-        found = self._config.zero.offload_optimizer
-        return 1.0 if found is None else found.ratio
+        offload = self._config.zero.offload_optimizer
+        return 1.0 if offload is None else offload.ratio
 
     def zero_compute_grad_norm(self) -> bool:
         """Whether the norm of the gradients is computed."""

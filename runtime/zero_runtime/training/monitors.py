@@ -91,9 +91,9 @@ def monitors(csv_monitor: MonitorConfig, tensorboard: MonitorConfig, rank: int) 
         )
     if rank != 0:
         return ()
-    found: list[Monitor] = []
+    writers: list[Monitor] = []
     if tensorboard.enabled:
-        found.append(TensorBoardMonitor(tensorboard))
+        writers.append(TensorBoardMonitor(tensorboard))
     if csv_monitor.enabled:
-        found.append(CsvMonitor(csv_monitor))
-    return tuple(found)
+        writers.append(CsvMonitor(csv_monitor))
+    return tuple(writers)

@@ -146,10 +146,10 @@ def _wanted(include: Container[str] | None) -> tuple[str, ...]:
     if isinstance(include, str):
         return (_known(include),)
     try:
-        given = [_known(each) for each in include]  # type: ignore[attr-defined]
+        names = [_known(each) for each in include]  # type: ignore[attr-defined]
     except TypeError:  # it says what is in it, and no more
         return tuple(each for each in STATES if each in include)
-    return tuple(each for each in STATES if each in given)
+    return tuple(each for each in STATES if each in names)
 
 
 def _known(state: Any) -> str:

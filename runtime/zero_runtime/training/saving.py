@@ -280,8 +280,8 @@ class Saving:
         self._window.restart(windows * self._config.gradient_accumulation_steps)
 
 
-def folder(given: str | Path | None) -> Path:
+def folder(path: str | Path | None) -> Path:
     """The folder that a script names. Raises ConfigError where it names none."""
-    if given is None or not str(given):
-        raise ConfigError(f"save_dir is {given!r}; expected a folder, such as checkpoints")
-    return Path(given)
+    if path is None or not str(path):
+        raise ConfigError(f"save_dir is {path!r}; expected a folder, such as checkpoints")
+    return Path(path)

@@ -216,7 +216,7 @@ def gradients_without_optimizer(rank, world, stage, accumulation):
 def _gradient(engine, number, parameter):
     if shard_of(parameter) is None:
         return parameter.grad.flatten().clone()
-    pieces = engine._gradients.pieces
+    pieces = engine._gradients.shards
     return torch.cat([piece.flatten() for piece in pieces]) if number == 0 else None
 
 

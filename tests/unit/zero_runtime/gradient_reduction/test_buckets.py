@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commprof import hooks
 from zero_runtime.gradient_reduction.buckets import Bucketer, Entry, Scaling
-from zero_runtime.gradient_reduction.layout import Slice, group_layout
+from zero_runtime.gradient_reduction.layout import ShardRange, group_layout
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -32,7 +32,7 @@ def fill(numels, limit, contiguous=True, dtypes=None):
     layout = group_layout(numels, 2)
     for index, numel in enumerate(numels):
         gradient = torch.full((numel,), float(index))
-        entry = Entry(f"p{index}", gradient, layout.slices(index))
+        entry = Entry(f"p{index}", gradient, layout.shards(index))
         bucketer.add(entry, dtypes[index] if dtypes else FP32)
     bucketer.flush()
     return sent
@@ -97,6 +97,6 @@ def test_owners_are_published_as_global_ranks(monkeypatch):
     monkeypatch.setattr(hooks.bucket, "flushed", lambda content: published.append(content.row["owners"]))
     for members in ((), (2, 3)):
         bucketer = Bucketer(10, 10, False, Scaling(), lambda bucket: None, members=members)
-        bucketer.add(Entry("p", torch.ones(4), (Slice(0, 0, 0, 3), Slice(1, 3, 0, 1))), FP32)
+        bucketer.add(Entry("p", torch.ones(4), (ShardRange(0, 0, 0, 3), ShardRange(1, 3, 0, 1))), FP32)
         bucketer.flush()
     assert published == ["0,1", "2,3"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zero_runtime.gradient_reduction.layout import (
     Run,
-    band_limit,
+    chunk_limit,
     flushed_runs,
     group_layout,
     owner_runs,
@@ -25,7 +25,7 @@ MLP = [131 * 37, 131, 257 * 131, 257, 67 * 257, 67, 11 * 67, 11]
 def owned_elements(layout, index):
     """(owner, position in the owner's piece) of each element of a parameter, by definition."""
     start = layout.offsets[index]
-    return [divmod(start + each, layout.piece_numel) for each in range(layout.numels[index])]
+    return [divmod(start + each, layout.shard_numel) for each in range(layout.numels[index])]
 
 
 @given(NUMELS, WORLDS, st.booleans(), st.sampled_from([1, 4, 8]))
@@ -34,7 +34,7 @@ def test_slices_follow_the_definition(numels, world, round_robin, alignment):
     for index, numel in enumerate(numels):
         assert layout.offsets[index] % alignment == 0
         elements = [
-            (part.owner, part.offset + each) for part in layout.slices(index) for each in range(part.numel)
+            (part.owner, part.offset + each) for part in layout.shards(index) for each in range(part.numel)
         ]
         assert elements == owned_elements(layout, index) and len(elements) == numel
 
@@ -49,11 +49,11 @@ def test_pieces_are_equal_and_parameters_do_not_overlap(numels, world, round_rob
 
 @pytest.mark.parametrize(("world", "piece"), [(2, 28_468), (3, 18_980), (4, 14_234)])
 def test_pieces_of_the_recorded_model(world, piece):
-    assert group_layout(MLP, world).piece_numel == piece
+    assert group_layout(MLP, world).shard_numel == piece
 
 
 def test_a_large_parameter_straddles_all_pieces():
-    weight = group_layout(MLP, 3).slices(2)
+    weight = group_layout(MLP, 3).shards(2)
     assert [(part.owner, part.numel) for part in weight] == [(0, 14_002), (1, 18_980), (2, 685)]
 
 
@@ -68,27 +68,27 @@ def test_alignment_pads_each_parameter():
 
 
 @given(NUMELS, WORLDS, st.integers(1, 60), st.booleans())
-def test_every_rank_owns_a_row_of_every_band(numels, world, limit, round_robin):
-    layout = group_layout(numels, world, round_robin=round_robin, band_limit=limit)
-    assert layout.numel == layout.bands * layout.band_numel == layout.bands * world * layout.row_numel
-    assert layout.band_numel <= max(limit, 2 * world) and layout.row_numel % 2 == 0
-    assert layout.numel - sum(numels) < 2 * world * layout.bands
+def test_every_rank_owns_a_row_of_every_chunk(numels, world, limit, round_robin):
+    layout = group_layout(numels, world, round_robin=round_robin, chunk_limit=limit)
+    assert layout.numel == layout.chunks * layout.chunk_numel == layout.chunks * world * layout.row_numel
+    assert layout.chunk_numel <= max(limit, 2 * world) and layout.row_numel % 2 == 0
+    assert layout.numel - sum(numels) < 2 * world * layout.chunks
     for index, numel in enumerate(numels):
         expected = []
         for position in range(layout.offsets[index], layout.offsets[index] + numel):
-            band, within = divmod(position, layout.band_numel)
+            chunk, within = divmod(position, layout.chunk_numel)
             owner, column = divmod(within, layout.row_numel)
-            expected.append((owner, band * layout.row_numel + column))
+            expected.append((owner, chunk * layout.row_numel + column))
         assert [
-            (part.owner, part.offset + each) for part in layout.slices(index) for each in range(part.numel)
+            (part.owner, part.offset + each) for part in layout.shards(index) for each in range(part.numel)
         ] == expected
 
 
-def test_a_band_is_an_eighth_of_the_buffer_within_bounds():
-    assert [band_limit(numel, 500_000_000) for numel in (1000, 2**20, 2**24, 2**40)] == [
+def test_a_chunk_is_an_eighth_of_the_buffer_within_bounds():
+    assert [chunk_limit(numel, 500_000_000) for numel in (1000, 2**20, 2**24, 2**40)] == [
         2**18, 2**18, 2**21, 2**23,
     ]  # fmt: skip
-    assert band_limit(2**24, 1000) == 1000
+    assert chunk_limit(2**24, 1000) == 1000
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=12))

@@ -10,12 +10,12 @@ from zero_runtime.sharding.layout import shard_layout, sub_groups
 
 def test_slices_by_hand():
     layout = shard_layout([5, 2, 0, 3], 3)
-    assert (layout.offsets, layout.piece_numel) == ((0, 2, 3, 3), 4)
+    assert (layout.offsets, layout.shard_numel) == ((0, 2, 3, 3), 4)
     # (owner, first element, elements, place in the owner's piece); padding belongs to nobody.
-    assert layout.slices(0) == ((0, 0, 2, 0), (1, 2, 2, 0), (2, 4, 1, 0))
-    assert layout.slices(1) == ((0, 0, 1, 2), (1, 1, 1, 2))
-    assert layout.slices(2) == ()
-    assert layout.slices(3) == ((0, 0, 1, 3), (1, 1, 1, 3), (2, 2, 1, 3))
+    assert layout.shards(0) == ((0, 0, 2, 0), (1, 2, 2, 0), (2, 4, 1, 0))
+    assert layout.shards(1) == ((0, 0, 1, 2), (1, 1, 1, 2))
+    assert layout.shards(2) == ()
+    assert layout.shards(3) == ((0, 0, 1, 3), (1, 1, 1, 3), (2, 2, 1, 3))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
@@ -29,12 +29,12 @@ def test_slices_are_what_cutting_the_padded_parameter_gives(world):
         padded[:numel] = values
         for owner, row in enumerate(padded.view(world, width)):
             real = row[row >= 0]
-            found = [piece for piece in layout.slices(index) if piece.owner == owner]
+            found = [piece for piece in layout.shards(index) if piece.owner == owner]
             assert [values[p.start : p.start + p.numel].tolist() for p in found] == (
                 [real.tolist()] if len(real) else []
             )
             assert all(piece.offset == layout.offsets[index] for piece in found)
-    assert layout.piece_numel == sum(-(-numel // world) for numel in numels)
+    assert layout.shard_numel == sum(-(-numel // world) for numel in numels)
 
 
 @pytest.mark.parametrize(
