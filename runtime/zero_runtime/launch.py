@@ -249,8 +249,8 @@ def refuse_hosts_of_accelerate(options: Any, environment: Mapping[str, str]) -> 
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and not options.no_ssh:
         raise ConfigError(
             f"accelerate's deepspeed_multinode_launcher {options.launcher} starts ranks on other hosts over ssh, which is "
-            "not in this version; set `deepspeed_multinode_launcher: standard` in accelerate's config file, and run accelerate "
-            "launch on each host with its --machine_rank"
+            "not in this version; set `deepspeed_multinode_launcher: standard` in accelerate's config file, and run "
+            "accelerate launch on each host with its --machine_rank"
         )
 
 

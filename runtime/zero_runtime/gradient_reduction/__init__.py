@@ -1,1 +1,1 @@
-"""From the gradients of a backward pass to reduced shards of them (stages 0 to 2)."""
+"""Gradient reduction of ZeRO stages 0 to 2: buckets, reductions, clipping, loss scale."""

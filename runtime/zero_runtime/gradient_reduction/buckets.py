@@ -1,12 +1,12 @@
-"""Filling and flushing gradient buckets.
+"""Gradient buckets: how they are filled and flushed.
 
-Gradients enter in the order in which they become ready. A bucket is sent when the next gradient would not fit into
-``reduce_bucket_size`` elements, and the last one after backward. A gradient larger than that is a bucket of its own, and
-is not copied. There is one open bucket for each communication dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
+Gradients enter in the order in which they become ready. A bucket is flushed when the next gradient would exceed
+``reduce_bucket_size`` elements, and the last one after backward. A larger gradient is a bucket of its own and is not
+copied. There is one open bucket for each communication dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
 
-Contiguous buckets copy each gradient into one buffer; the others keep the gradients and join them when they are sent.
-DeepSpeed allocates ``reduce_bucket_size`` elements whatever the model; here the buffer never exceeds the model. Where
-buckets are sent without waiting for them there are several buffers, used in turn.
+Contiguous buckets copy each gradient into one buffer. The others keep the gradients and concatenate them at the flush.
+DeepSpeed allocates ``reduce_bucket_size`` elements for every model; here the buffer never exceeds the model. Asynchronous
+buckets use several buffers in turn.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OVERSIZED: Final = "oversized"
 END_OF_BACKWARD: Final = "end_of_backward"
 
 
-# The dtype in which a bucket travels, and that of the gradients in it: a buffer holds gradients of one dtype.
+# Communication dtype, dtype of the gradients, whether replicated: a buffer holds gradients of one dtype.
 _Dtypes = tuple[torch.dtype, torch.dtype, bool]
 
 
 class Scaling(NamedTuple):
-    """When and by how much gradients are scaled; the order decides the last bit. 1.0 means not at all."""
+    """When and by how much gradients are scaled; 1.0 means unscaled. The order decides the last bit of the result."""
 
     bucket_divisor: float = 1.0  # the bucket, in the gradients' dtype, before any cast
     divisor: float = 1.0  # after the cast to the communication dtype, before the sum
@@ -45,12 +45,12 @@ class Scaling(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """A gradient, or a part of one, on its way into a bucket.
+    """A gradient, or a range of one, that enters a bucket.
 
     Attributes:
         name: of its parameter.
         gradient: 1-D view of the gradient.
-        shards: who owns which part of ``gradient``, in element order; ``start`` counts from its first element.
+        shards: the owner of each range of ``gradient``, in element order; ``start`` counts from its first element.
         group: the optimizer's param group.
     """
 
@@ -62,21 +62,21 @@ class Entry:
 
 @dataclass(slots=True)
 class Bucket:
-    """A full bucket as a reduction gets it.
+    """A full bucket, the argument of a reduction.
 
     Attributes:
         number: within the optimizer step, from 0.
-        tensor: the gradients end to end, 1-D; the reduction leaves the result in it, at least in this rank's runs.
-        runs: who owns which elements of ``tensor``, in order, neighbours of one owner merged.
-        dtype: in which it travels.
+        tensor: the concatenated gradients, 1-D; the reduction leaves the result in it, at least in this rank's runs.
+        runs: the owner of each range of ``tensor``, in order; consecutive ranges of one owner are merged.
+        dtype: the communication dtype.
         limit: ``reduce_bucket_size``, in elements.
         scaling: when gradients are divided.
-        entries: what is in it.
+        entries: its gradients.
         flush_reason: full, oversized or end_of_backward.
-        asynchronous: whether its messages are only begun.
-        replicated: whether every rank is to have all of the sum.
-        members: global ranks of those that reduce it, which runs name by their place; empty where that is the global rank.
-        publication: what a recorder is told of it, once there is one.
+        asynchronous: whether its collectives are started without waiting for them.
+        replicated: whether every rank needs the whole sum.
+        members: global ranks of the group; runs name them by position. Empty where that is the global rank.
+        publication: what the recorder gets about it, once a recorder asks.
     """
 
     number: int
@@ -94,16 +94,16 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole bucket as it travels."""
+        """Bytes of the bucket in the communication dtype."""
         return self.tensor.numel() * self.dtype.itemsize
 
     def why(
         self, owner: int | None = None, intended_op: str | None = None, padded: torch.Tensor | None = None
     ) -> hooks.tag:
-        """The tag of a collective that carries this bucket; no more than its purpose when nobody records.
+        """The tag of a collective that carries this bucket; without a recorder only its purpose.
 
         Args:
-            padded: what is sent, where it holds more than the runs of the bucket: the rest is padding.
+            padded: the sent tensor, where it has more elements than the runs of the bucket: the rest is padding.
         """
         if not hooks.recording():
             return _UNRECORDED
@@ -113,7 +113,7 @@ class Bucket:
         return self._publication().tag(owner, intended_op, padding or None)
 
     def publish(self) -> None:
-        """Tell whoever records that the bucket is flushed."""
+        """Report the flush of the bucket to the recorder."""
         if hooks.recording():
             self._publication().content.flushed()
 
@@ -138,14 +138,14 @@ _UNRECORDED: Final = hooks.tag("gradient_reduce")
 
 @dataclass(slots=True)
 class Publication:
-    """What a recorder is told of a bucket: its content, and the tags of its collectives."""
+    """A bucket as the recorder sees it: its content and the tags of its collectives."""
 
     content: hooks.bucket
     names: tuple[str, ...]
     tags: dict[tuple[int | None, str | None, int | None], hooks.tag] = field(default_factory=dict)
 
     def tag(self, owner: int | None, intended_op: str | None, padding_bytes: int | None = None) -> hooks.tag:
-        """The tag of a collective; a tag that is kept is cheaper for the recorder."""
+        """The tag of a collective; a cached tag is cheaper for the recorder."""
         key = owner, intended_op, padding_bytes
         tag = self.tags.get(key)
         if tag is None:
@@ -189,7 +189,7 @@ def _publication(
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory for a bucket, and the bucket that has it last; None where it is free."""
+    """Memory for a bucket, and the flight of the last bucket in it; None where it is free."""
 
     tensor: torch.Tensor
     flight: Flight | None = None
@@ -197,7 +197,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Open:
-    """The bucket being filled for one communication dtype. Its buffer is the first."""
+    """The open bucket of one communication dtype. Its buffer is the first one."""
 
     entries: list[Entry] = field(default_factory=list)
     numel: int = 0
@@ -205,16 +205,16 @@ class _Open:
 
 
 class Bucketer:
-    """Collects gradients into buckets and hands each full one on.
+    """Collects gradients into buckets and sends each full bucket.
 
     Args:
         limit: ``reduce_bucket_size``, in elements.
         buffer_numel: elements of a contiguous buffer, where one is used; larger gradients are not copied.
-        contiguous: copy gradients into one buffer, or keep them until the bucket is sent.
+        contiguous: copy gradients into one buffer, or keep them until the flush.
         scaling: when gradients are divided.
-        send: called with every full bucket: reduces it and takes what this rank owns out of it. The bucket's memory
-            is used again when that has landed; None says that it has.
-        buffers: how many contiguous buffers there are, for each communication dtype.
+        send: called with every full bucket: reduces it and takes this rank's shard out of it. The bucket's memory is
+            reused once the returned flight has landed; None means that it has landed already.
+        buffers: number of contiguous buffers for each communication dtype.
         members: see :class:`Bucket`.
     """
 
@@ -249,7 +249,7 @@ class Bucketer:
         self._number = 0
 
     def add(self, entry: Entry, dtype: torch.dtype, replicated: bool = False) -> None:
-        """Put a gradient into the bucket of communication dtype ``dtype``; send that first if it would not fit.
+        """Add a gradient to the bucket of communication dtype ``dtype``; flush the bucket first if it would not fit.
 
         Gradients that are ``replicated`` (summed on every rank) have buckets of their own.
         """
@@ -267,26 +267,26 @@ class Bucketer:
         current.numel += numel
 
     def flush(self, reason: str = END_OF_BACKWARD) -> None:
-        """Send every bucket that holds something, in the alphabetical order of the dtypes."""
+        """Flush every bucket that is not empty, in the alphabetical order of the dtypes."""
         for dtypes in sorted(self._open, key=str):
             self._flush(dtypes, reason)
 
     def release(self, everywhere: bool = False) -> None:
-        """Give the buffers back to torch's allocator, once all that was sent has landed.
+        """Return the buffers to torch's allocator, once all flights have landed.
 
-        Not on a CPU, where memory comes fresh from the system each time, at ten times the cost of a pass over it, unless
-        ``everywhere`` is set.
+        On a CPU only with ``everywhere``: there each allocation gets new memory from the system, which takes ten times as
+        long as a pass over it.
         """
         for current in self._open.values():
             if current.buffers and (everywhere or current.buffers[0].tensor.device.type != "cpu"):
                 current.buffers.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers that there are."""
+        """All allocated buffers."""
         return (each.tensor for current in self._open.values() for each in current.buffers)
 
     def _buffer(self, current: _Open, like: torch.Tensor) -> torch.Tensor:
-        """The buffer of the open bucket: when it is begun, one that is free."""
+        """The buffer of the open bucket; a new bucket gets a free one."""
         if not current.entries and len(current.buffers) < self._buffers:
             current.buffers.appendleft(_Buffer(like.new_empty(min(self._limit, self._model_numel))))
         buffer = current.buffers[0]
@@ -329,5 +329,5 @@ class Bucketer:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 1-D tensors end to end; a single one is returned itself, not copied."""
+    """The concatenated 1-D tensors; a single tensor is returned itself, not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -23,15 +23,15 @@ _CHUNK: Final = 2**20  # elements; whole rows
 def sharded_norm(
     shards: Sequence[torch.Tensor], group: DataParallelGroup, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The 2-norm of all gradients, of which each rank holds pieces: one all_reduce for each piece (param group).
+    """The 2-norm of sharded gradients: one all_reduce for each param group.
 
     Args:
-        shards: this rank's piece of every param group; 1-D.
-        group: the ranks that hold the others.
+        shards: this rank's shard of every param group; 1-D.
+        group: the ranks that hold the other shards.
         dtype: in which the squares are summed over the ranks.
 
     Returns:
-        A 0-D tensor of that dtype on the pieces' device; infinity where the norm is infinite or NaN.
+        A 0-D tensor of that dtype on the shards' device; infinity where the norm is infinite or NaN.
     """
     norms = []
     for shard in shards:
@@ -44,10 +44,10 @@ def sharded_norm(
 def joint_norm(
     squares: Sequence[torch.Tensor], groups: Sequence[DataParallelGroup], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The 2-norm of gradients that ranks of several axes hold parts of: an all_reduce along each for each param group.
+    """The 2-norm of gradients sharded along several axes: one all_reduce for each axis and param group.
 
     Args:
-        squares: for each param group the sum of the squares of what this rank counts of it; 0-D.
+        squares: for each param group the sum of squares of the elements that this rank counts; 0-D.
         groups: along those axes; each element must be counted by one rank of their product.
         dtype: in which the squares are summed over the ranks.
     """
@@ -61,12 +61,12 @@ def joint_norm(
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of 1-D ``values``, a 0-D fp64 tensor; right to 2e-7.
+    """The sum of squares of 1-D ``values``, a 0-D fp64 tensor; relative error 2e-7.
 
-    Rows short enough for fp32 are summed in it, and those sums in fp64. An fp64 copy of everything takes 20 times as long.
+    Short rows are summed in fp32, and their sums in fp64. An fp64 copy of all values takes 20 times as long.
     """
     even = values.numel() - values.numel() % _ROW
-    # An fp32 copy of 16-bit values is made of a chunk at a time.
+    # 16-bit values are copied to fp32 one chunk at a time, to limit the memory.
     chunks = values[:even].split(even if values.dtype is torch.float32 and even else _CHUNK)
     rows = [torch.linalg.vector_norm(chunk.float().view(-1, _ROW), dim=1) for chunk in chunks]
     rest = torch.linalg.vector_norm(values[even:].float(), dtype=torch.float64)
@@ -74,7 +74,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of gradients that every rank holds whole: nothing is sent. Infinity where it is infinite or NaN."""
+    """The 2-norm of replicated gradients, without communication. Infinity where it is infinite or NaN."""
     norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -87,7 +87,7 @@ def averaged_norm(norm: torch.Tensor, group: DataParallelGroup) -> torch.Tensor:
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients of norm ``norm`` are multiplied by so that their norm is at most ``limit``; a 0-D tensor."""
+    """The factor that limits gradients of norm ``norm`` to the norm ``limit``; a 0-D tensor."""
     return torch.clamp(limit / (norm + _EPSILON), max=1.0)
 
 

@@ -1,20 +1,21 @@
-"""Who owns which slice of the parameters, for ZeRO stages 1 and 2. Pure arithmetic.
+"""The partition of the parameters into shards at ZeRO stages 1 and 2. Pure arithmetic.
 
-The trainable parameters of one optimizer param group are laid end to end in one flat buffer. Its
-length is padded to a multiple of 2 x world_size elements, and it is cut into world_size equal pieces: rank r owns piece
-r. A parameter may straddle one or several boundaries::
+The trainable parameters of one optimizer param group are concatenated in one flat buffer. Its length is padded to a
+multiple of 2 x world_size elements, and it is partitioned into world_size equal shards: rank r owns shard r. A parameter
+may straddle one or several boundaries::
 
     parameters   |   p0   | p1 |        p2         |  p3  |pad|
-    pieces       |     rank 0     |     rank 1     |   rank 2     |
+    shards       |     rank 0     |     rank 1     |   rank 2     |
 
-The factor 2 keeps every piece of a 16-bit buffer aligned to 4 bytes. The rules are those measured on DeepSpeed
+The factor 2 keeps every shard of a 16-bit buffer aligned to 4 bytes. The rules are those measured on DeepSpeed
 0.19.8: order of the group, ``round_robin_gradients``, ``parameter_alignment``.
 
-A buffer may also be cut into several chunks first, and each chunk into world_size equal rows: rank r's piece is row r of
-every chunk, end to end. A chunk is then a bucket of which every rank owns as much, which DeepSpeed's single chunk is not::
+A buffer may also be divided into several chunks first, and each chunk into world_size equal rows: rank r's shard is the
+concatenation of row r of every chunk. Each chunk is then an owner-ordered bucket: every rank owns the same number of its
+elements. Buckets of DeepSpeed's single chunk lack this property::
 
     parameters   |   p0   | p1 |        p2         |  p3  |pad|
-    chunks        |        chunk 0      |       chunk 1          |
+    chunks       |       chunk 0      |       chunk 1          |
     rows         |rank 0|rank 1|rank 2|rank 0 |rank 1 |rank 2 |
 """
 
@@ -32,12 +33,12 @@ LARGEST_CHUNK: Final = 2**23
 
 
 class ShardRange(NamedTuple):
-    """The part of one parameter that one rank owns. Counts are elements."""
+    """The range of one parameter that one rank owns. Counts are elements."""
 
     owner: int  # rank within the data-parallel group
     start: int  # first element within the flattened parameter
     numel: int
-    offset: int  # first element within the owner's piece
+    offset: int  # first element within the owner's shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class GroupLayout:
         offsets: where each begins in the flat buffer, in the order of the group.
         order: positions within the group, in the order of the flat buffer.
         numel: length of the flat buffer, padding included.
-        world_size: number of pieces.
+        world_size: number of shards.
         chunks: number of chunks.
     """
 
@@ -87,7 +88,7 @@ class GroupLayout:
         return stop - start - sum(numel for numel in overlaps if numel > 0)
 
     def shards(self, index: int) -> tuple[ShardRange, ...]:
-        """The shards of the group's parameter number ``index``, in element order; none for an empty one."""
+        """The ranges of parameter number ``index`` of the group, in element order; none for an empty parameter."""
         row = self.row_numel
         start, stop = self.offsets[index], self.offsets[index] + self.numels[index]
         shards = []
@@ -109,16 +110,16 @@ def group_layout(
     alignment: int = 1,
     chunk_limit: int | None = None,
 ) -> GroupLayout:
-    """Lay out the parameters of one param group.
+    """The layout of one param group.
 
     Args:
         numels: sizes of the trainable parameters, in the order of the group.
         world_size: ranks of the data-parallel group, at least 1.
-        round_robin: parameter i goes to list i mod world_size, and the lists follow one another, so that
-            gradients that become ready together belong to different ranks.
+        round_robin: parameter i goes to list i mod world_size, and the lists are concatenated, so that gradients that
+            become ready together belong to different ranks.
         alignment: each parameter is padded to a multiple of this many elements.
-        chunk_limit: cut the buffer into chunks of at most this many elements, or the fewest that a chunk can have;
-            None for a single one.
+        chunk_limit: divide the buffer into chunks of at most this many elements, or the fewest that a chunk can have;
+            None for a single chunk.
     """
     order = round_robin_order(len(numels), world_size) if round_robin else tuple(range(len(numels)))
     offsets = [0] * len(numels)
@@ -134,16 +135,16 @@ def group_layout(
 
 
 def chunk_limit(numel: int, limit: int) -> int:
-    """Elements of the largest chunk of a buffer of ``numel``, where a bucket may have ``limit``.
+    """Elements of the largest chunk of a buffer of ``numel`` elements, where a bucket may have ``limit``.
 
-    An eighth of the buffer, so that most of the exchange goes along with the backward pass; but not below what a message
-    needs to be worth its start, nor above what gains nothing any more.
+    An eighth of the buffer, so that most of the communication overlaps the backward pass. Smaller messages would be
+    dominated by latency, and larger ones gain no bandwidth.
     """
     return min(limit, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))
 
 
 def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
-    """Positions 0..count-1 dealt to ``world_size`` lists in turn, the lists then joined.
+    """Positions 0..count-1 distributed to ``world_size`` lists in turn, the lists then concatenated.
 
     >>> round_robin_order(5, 2)
     (0, 2, 4, 1, 3)
@@ -160,7 +161,7 @@ class Run(NamedTuple):
 
 
 def owner_runs(shards: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    """Merge consecutive shards (owner, numel) of a bucket, given in bucket order, into runs of one owner.
+    """Merge consecutive shards (owner, numel) of a bucket, in bucket order, into runs of one owner.
 
     >>> owner_runs([(1, 4), (1, 2), (0, 3)])
     (Run(owner=1, start=0, numel=6), Run(owner=0, start=6, numel=3))

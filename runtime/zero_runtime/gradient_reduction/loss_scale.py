@@ -1,8 +1,8 @@
-"""The loss scale: what keeps small fp16 gradients from vanishing.
+"""The loss scale, which keeps small fp16 gradients from underflowing.
 
-The loss is multiplied by the scale before backward, and the gradients are divided by it in the step. A dynamic scale halves
-when a gradient overflows, in which case the step is skipped, and doubles after ``window`` steps without an overflow. These
-are DeepSpeed 0.19.8's rules for its ZeRO optimizers; here they hold at stage 0 too.
+The loss is multiplied by the scale before backward, and the step divides the gradients by it. When a gradient overflows,
+a dynamic scale halves and the step is skipped. It doubles after ``window`` steps without an overflow. These are DeepSpeed
+0.19.8's rules for its ZeRO optimizers; here they hold at stage 0 too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ScaleRules(NamedTuple):
 
     Attributes:
         value: the scale at the beginning.
-        dynamic: whether overflows change it; what follows acts only then.
+        dynamic: whether overflows change it; the other attributes need this.
         window: steps without an overflow until the scale doubles.
         hysteresis: overflows until the scale halves for the first time; each one after that halves it, until the
             hysteresis is refilled.
@@ -41,7 +41,7 @@ UNSCALED: Final = ScaleRules()
 
 
 class LossScale:
-    """A factor on the loss, fixed or adapted to overflows. All ranks call ``update`` alike, so they agree on it.
+    """A factor on the loss, fixed or adapted to overflows. All ranks call ``update`` with equal values, so they agree.
 
     Args:
         rules: by default 1.0, which scales nothing.
@@ -65,7 +65,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What the loss of the coming step is multiplied by; 1.0 where nothing is scaled."""
+        """The factor on the loss of the next step; 1.0 where the loss is not scaled."""
         return self._value if self._override is None else self._override
 
     @value.setter
@@ -73,14 +73,14 @@ class LossScale:
         self._value = float(value)
 
     def override(self, value: float | None) -> None:
-        """Use ``value`` whatever ``update`` finds; None goes back to the scale's own rules."""
+        """Use ``value``, whatever ``update`` does; None returns to the scale's own rules."""
         self._override = None if value is None else float(value)
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step: whether a gradient of any rank was infinite or NaN.
+        """Count a step, and whether a gradient of any rank was infinite or NaN in it.
 
         Raises:
-            LossScaleError: the scale should halve, and is at its minimum already. It is unchanged then.
+            LossScaleError: the scale should halve, but is at its minimum. It stays unchanged.
         """
         if not self.rules.dynamic:
             return
@@ -111,7 +111,7 @@ class LossScale:
             self._overflows_left = self.rules.hysteresis
             self._value *= _FACTOR
 
-    # By DeepSpeed's names, for who looks at ``optimizer.loss_scaler``.
+    # DeepSpeed's names of ``optimizer.loss_scaler``.
 
     dynamic_loss_scale = dynamic
     cur_scale = value
@@ -119,12 +119,12 @@ class LossScale:
 
     @property
     def cur_iter(self) -> int:
-        """Steps that a dynamic scale has taken note of."""
+        """Steps that a dynamic scale has counted."""
         return self._steps
 
     @property
     def last_overflow_iter(self) -> int:
-        """The last of them with an overflow; -1 where there was none."""
+        """The last step with an overflow; -1 without one."""
         return self._last_overflow
 
     @property
@@ -134,7 +134,7 @@ class LossScale:
 
     @property
     def min_scale(self) -> float:
-        """The scale never falls below."""
+        """The smallest value that the scale can fall to."""
         return self.rules.minimum
 
     @property
@@ -143,15 +143,15 @@ class LossScale:
         return self._overflows_left
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers, and for readers the rules by which the scale adapts."""
+        """The state for a checkpoint: plain numbers; the rules are included for readers."""
         rules = {name: value for name, value in self.rules._asdict().items() if name != "value"}
         return {**{name: getattr(self, f"_{name}") for name in _STATE}, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``. The rules stay those of this scale; a fixed scale stays as it is.
+        """Continue from ``state``. The rules of this scale stay; a fixed scale does not change.
 
         Raises:
-            ConfigError: ``state`` is not that of a loss scale.
+            ConfigError: ``state`` is not the state of a loss scale.
         """
         missing = [name for name in _STATE if not isinstance(state.get(name), int | float)]
         if missing:

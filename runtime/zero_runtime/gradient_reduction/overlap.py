@@ -1,9 +1,9 @@
-"""Gradient buckets on their way while the backward pass goes on.
+"""Overlap of the gradient reduction with the backward pass.
 
-On a CPU the messages of a bucket are asynchronous: the process group's own threads carry them, and what is to be done with
-the sum is done when the bucket *lands*. On CUDA the whole reduction, what is done with the sum included, is
-queued on a side stream, and landing makes the current stream wait for it. The order of the messages is that of the
-buckets either way, the same as without overlap, and so is every sum.
+On a CPU the collectives of a bucket are asynchronous: the process group's own threads run them, and the sum is processed
+when the bucket *lands*. On CUDA the whole reduction, including the processing of the sum, is queued on a side stream, and
+landing makes the current stream wait for it. Either way, the order of the collectives and every sum are the same as
+without overlap.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from zero_runtime.gradient_reduction.buckets import Bucket
 from zero_runtime.gradient_reduction.reduction import Finish
 
-# Buckets on their way at once: one on the wire, one queued behind it. A third is being filled meanwhile.
+# Buckets in flight at once: one on the wire, one queued behind it. A third is being filled meanwhile.
 DEPTH: Final = 2
 
 
 class Flight:
-    """A bucket on its way, or one that has arrived already."""
+    """A bucket in flight, or one that has landed already."""
 
     def __init__(self, finish: Finish | None = None) -> None:
         self._finish = finish
@@ -33,18 +33,18 @@ class Flight:
         return self._finish is None
 
     def land(self) -> None:
-        """Wait for the bucket, and do what is to be done with it; its memory is free after that."""
+        """Wait for the bucket and process its sum; its memory is free after that."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
 
 class Overlap:
-    """Sends buckets, and keeps account of those that are under way.
+    """Sends buckets and keeps a queue of those in flight.
 
     Args:
-        device: where gradients are.
-        enabled: otherwise every bucket has arrived when ``send`` returns.
+        device: of the gradients.
+        enabled: False makes ``send`` wait for every bucket.
     """
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
@@ -53,11 +53,11 @@ class Overlap:
         self._flights: deque[Flight] = deque()
 
     def send(self, bucket: Bucket, start: Callable[[Bucket], Finish | None]) -> Flight:
-        """Send ``bucket``, once fewer than :data:`DEPTH` are under way.
+        """Send ``bucket``, once fewer than :data:`DEPTH` buckets are in flight.
 
         Args:
             bucket: the bucket.
-            start: sends it, and returns what is to be done once it has arrived; None where that has been done.
+            start: sends it, and returns the function that processes the sum; None where that has been done.
         """
         if self._stream is not None:
             return self._send_beside(bucket, start, self._stream)
@@ -77,7 +77,7 @@ class Overlap:
         with torch.cuda.stream(stream):
             start(bucket)
             arrived = stream.record_event()
-        # The allocator must not give their memory away before the side stream is done with it.
+        # The allocator must not reuse their memory before the side stream has finished.
         for tensor in (bucket.tensor, *(entry.gradient for entry in bucket.entries)):
             tensor.record_stream(stream)
         flight = Flight(lambda: torch.cuda.current_stream(stream.device).wait_event(arrived))
@@ -85,6 +85,6 @@ class Overlap:
         return flight
 
     def land_all(self) -> None:
-        """Wait for every bucket under way."""
+        """Wait for every bucket in flight."""
         while self._flights:
             self._flights.popleft().land()

@@ -1,10 +1,11 @@
-"""Gradients reduced chunk by chunk (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
+"""Owner-ordered buckets (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
 
-A chunk (:mod:`zero_runtime.gradient_reduction.layout`) is a bucket with a fixed place in the flat buffer, so every rank
-owns as much of it, its rows are equal, and nothing is rearranged: a gradient is divided, cast and put in its place in
-one go, the chunk is sent as it is, and this rank's row of the sum is added to its piece. Chunks go in the order in which
-a backward pass completes them if it visits the model in reverse, the same on all ranks whatever order gradients come
-in; one that is complete waits for those before it. A parameter without a gradient sends zeros.
+A chunk of the flat buffer (:mod:`zero_runtime.gradient_reduction.layout`) is a bucket with a fixed position: every rank
+owns an equal row of it, in rank order, so nothing is rearranged. A gradient is divided, cast and copied to its position in
+one pass, the chunk is sent unchanged, and this rank's row of the sum is added to its shard.
+
+All ranks send chunks in the same order: that of a backward pass through the reversed model, whatever order the gradients
+become ready in. A complete chunk waits for those before it. A parameter without a gradient contributes zeros.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from zero_runtime.gradient_reduction.reduction import (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A part of one parameter that lies in a chunk. Counts are elements."""
+    """The range of one parameter that lies in a chunk. Counts are elements."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -52,11 +53,11 @@ class Chunk:
         group: the group's number.
         number: of the chunk within the group.
         numel: elements, padding included.
-        end: where the padding begins, if it has some.
-        dtype: in which it travels.
-        members: what lies in it.
-        waiting: parameters whose gradients have not come yet in this pass.
-        buffer: the gradients that have, where they belong.
+        end: first element of the padding, if there is any.
+        dtype: the communication dtype.
+        members: the ranges of parameters in it.
+        waiting: parameters whose gradients are not ready yet in this pass.
+        buffer: the gradients that are ready, at their positions.
     """
 
     group: int
@@ -77,7 +78,7 @@ class OwnerOrderedGradients:
     Args:
         order: the model's parameters, in its order.
         implementation: of the reduce_scatter: ``native`` or ``all_to_all``, None for the backend's.
-        quantized: whether chunks travel in 4 bits, by an all_to_all of bytes and a local sum.
+        quantized: whether chunks are sent in 4 bits, by an all_to_all of bytes and a local sum.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class OwnerOrderedGradients:
                 self._handles.append(hook)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -133,17 +134,18 @@ class OwnerOrderedGradients:
         self._number = 0
 
     def finish_backward(self) -> None:
-        """Send the chunks that are left; where the stage waits for the whole gradient, fill them first."""
+        """Send the remaining chunks; where the stage reduces whole gradients, fill them first."""
         stage = self._policy.stage
         if self._paused or not (stage.shards_gradients or self._at_boundary()):
             return
         if not stage.shards_gradients:
-            self._put_all()  # also what only earlier micro-batches gave, where hooks have sent the rest
+            # Hooks have sent the gradients of this micro-batch. Parameters used only in earlier ones are left.
+            self._put_all()
         self._finish_pass()
 
     @torch.no_grad()
     def reduce_accumulated(self) -> None:
-        """Reduce what several backward passes have left while paused."""
+        """Reduce the gradients that several backward passes accumulated while paused."""
         self._put_all()
         self._finish_pass()
         if self._policy.stage.shards_gradients:
@@ -158,12 +160,12 @@ class OwnerOrderedGradients:
             self._send(chunk)
 
     def pause(self, paused: bool) -> None:
-        """Whether gradients only accumulate for now (``no_sync``)."""
+        """Set whether gradients only accumulate (``no_sync``)."""
         self._paused = paused
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """In which squared norms are summed over ranks."""
+        """The dtype in which squared norms are summed over ranks."""
         return self._policy.norm_dtype
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -171,18 +173,18 @@ class OwnerOrderedGradients:
         yield from self.shards
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Nothing: buffers of chunks do not outlive a backward pass."""
+        """Nothing: buffers of chunks exist only during a backward pass."""
         return iter(())
 
     def free_buffers(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing: there are no buffers between backward passes."""
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients: one all_reduce for each param group."""
         return sharded_norm(self.shards, self._group, self.norm_dtype)
 
     def clear(self) -> None:
-        """Forget the gradients of the step that has been taken, or of a pass that was broken off."""
+        """Drop the gradients, after a step or an interrupted pass."""
         self._overlap.land_all()
         self._begin_pass()
         for shard in self.shards:
@@ -207,7 +209,7 @@ class OwnerOrderedGradients:
             self._send(self._chunks[self._sent])
 
     def _finish_pass(self) -> None:
-        """Send what is left of the chunks, wait for all, and begin to fill them anew."""
+        """Send the remaining chunks, wait for all of them, and start to fill them again."""
         while self._sent < len(self._chunks):
             self._send(self._chunks[self._sent])
         self._overlap.land_all()
@@ -240,7 +242,7 @@ class OwnerOrderedGradients:
         return chunk.buffer
 
     def _free(self, chunk: Chunk) -> torch.Tensor:
-        """Memory for ``chunk``: that of one which has landed, where there is one."""
+        """Memory for ``chunk``: that of a landed chunk, where there is one."""
         for index, (tensor, flight) in enumerate(self._spare):
             if tensor.dtype is chunk.dtype and tensor.numel() == chunk.numel and flight.landed:
                 return self._spare.pop(index)[0]
@@ -264,7 +266,7 @@ class OwnerOrderedGradients:
             Entry(member.name, buffer.narrow(0, member.position, member.numel), (), chunk.group)
             for member in chunk.members
         )
-        # An all_to_all of rows of any length leaves the padding out.
+        # An all_to_all takes rows of different lengths, so the padding need not be sent.
         padded = self._implementation == NATIVE or self._quantized
         bucket = Bucket(
             number=self._number,
@@ -284,7 +286,7 @@ class OwnerOrderedGradients:
         return bucket
 
     def _start(self, chunk: Chunk, bucket: Bucket) -> Finish | None:
-        """Send a chunk; its row of the sum goes to where it belongs in the piece."""
+        """Send a chunk, and add this rank's row of the sum to the shard."""
         row = chunk.numel // self._group.world_size
         mine = self.shards[chunk.group].narrow(0, chunk.number * row, row)
         if self._quantized:
@@ -305,11 +307,11 @@ def chunks(
     dtypes: Mapping[torch.nn.Parameter, torch.dtype],
     order: Sequence[torch.nn.Parameter],
 ) -> list[Chunk]:
-    """The chunks of all groups, those that begin late in the model first.
+    """The chunks of all groups, in the order of a backward pass: those that start late in the model first.
 
     Args:
         groups: the param groups.
-        dtypes: in which each parameter's gradient travels; the same for all of a group.
+        dtypes: the communication dtype of each parameter; equal within a group.
         order: the model's parameters, in its order.
     """
     place = {parameter: number for number, parameter in enumerate(order)}
@@ -342,7 +344,7 @@ def chunks(
 
 
 def _cut(offset: int, numel: int, width: int) -> list[ShardRange]:
-    """Elements ``offset`` to ``offset + numel``, cut at multiples of ``width``: the ``owner`` is the number of the part."""
+    """Elements ``offset`` to ``offset + numel``, divided at multiples of ``width``; ``owner`` is the number of the chunk."""
     intervals = []
     position = offset
     while position < offset + numel:

@@ -1,8 +1,8 @@
-"""From the gradients of a backward pass to reduced pieces of them, bucket by bucket (stages 1 and 2).
+"""Reduction of gradients to shards, bucket by bucket (stages 1 and 2).
 
-This class and those of :mod:`zero_runtime.gradient_reduction.whole_gradients` have the same life: ``begin_step``; for
-each micro-batch ``finish_backward``, with a hook on every parameter before it where the stage reduces during backward;
-``clear`` when the step has been taken.
+:class:`ShardedGradients` and the classes of :mod:`zero_runtime.gradient_reduction.whole_gradients` have the same methods,
+called in this order: ``begin_step``; ``finish_backward`` for each micro-batch; ``clear`` after the step. Where the stage
+reduces during backward, hooks on the parameters add gradients before ``finish_backward``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ParameterGroup(NamedTuple):
     """Trainable parameters that the optimizer updates as one flat tensor, in the order of their param group.
 
     Attributes:
-        number: of that param group; stage 3 may cut one into several groups.
+        number: of that param group; stage 3 may divide one into several groups.
         names: of the parameters.
         parameters: the parameters, all of one dtype.
-        layout: who owns what.
+        layout: the partition into shards.
     """
 
     number: int
@@ -42,7 +42,7 @@ class ParameterGroup(NamedTuple):
 
     @property
     def flat_layout(self) -> GroupLayout:
-        """The layout where all parameters lie in one flat buffer, as at stages 1 and 2."""
+        """The layout of stages 1 and 2, where all parameters are in one flat buffer."""
         assert isinstance(self.layout, GroupLayout)
         return self.layout
 
@@ -57,12 +57,12 @@ class Policy(NamedTuple):
 
     Attributes:
         stage: the ZeRO stage.
-        reduce: what is done with a full bucket.
+        reduce: the reduction of a full bucket.
         scaling: when gradients are divided.
         limit: elements of a bucket.
-        contiguous: whether gradients are copied into a buffer as they come.
-        norm_dtype: in which the squared norms are summed over the ranks.
-        overlap: whether buckets travel while the backward pass goes on.
+        contiguous: whether gradients are copied into a buffer when they become ready.
+        norm_dtype: dtype in which the squared norms are summed over the ranks.
+        overlap: whether the reduction overlaps the backward pass.
     """
 
     stage: Stage
@@ -75,28 +75,28 @@ class Policy(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A module whose gradients enter the buckets together, when its backward is over; zeros for parameters it left out."""
+    """A module whose gradients enter the buckets together after its backward; zeros for parameters without one."""
 
     module: torch.nn.Module
     parameters: tuple[torch.nn.Parameter, ...]
 
 
 class ShardedGradients:
-    """Reduces gradients to the ranks that own them, and accumulates what this rank owns.
+    """Reduces gradients to their owners, and accumulates this rank's shards.
 
     Args:
         groups: the param groups.
-        dtypes: in which each parameter's gradient travels.
+        dtypes: the communication dtype of each parameter's gradient.
         policy: how gradients are reduced.
         group: the data-parallel ranks.
-        accumulation: dtype of the accumulated pieces; None for the parameters' own.
-        at_boundary: whether the micro-batch at hand is the last of its step.
-        leaves: modules whose gradients come together, where the stage reduces during backward.
+        accumulation: dtype of the accumulated shards; None for the parameters' own.
+        at_boundary: whether the current micro-batch is the last of its step.
+        leaves: modules whose gradients are added together, where the stage reduces during backward.
         unpartitioned: parameters whose gradients are summed on every rank, in buckets of their own.
 
     Attributes:
-        pieces: for each param group, this rank's piece of the reduced gradient, 1-D; zeros where nothing came.
-        whole: by name, whole reduced gradients, 1-D, where they have been asked for.
+        shards: for each param group, this rank's shard of the reduced gradient, 1-D; zeros without a gradient.
+        unsharded: whole reduced gradients by name, 1-D, as ``keep_whole`` requested.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class ShardedGradients:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Take the hooks away: no gradient comes any more."""
+        """Remove the hooks: no gradient is added any more."""
         for handle in self._handles:
             handle.remove()
         self._closed = True
 
     def keep_whole(self, name: str, numel: int) -> None:
-        """Keep the whole gradient of parameter ``name`` besides; the reduction must leave all of it on every rank."""
+        """Keep the whole gradient of parameter ``name`` too; the reduction must leave all of it on every rank."""
         self.unsharded[name] = self.shards[0].new_zeros(numel)
 
     def begin_step(self) -> None:
@@ -184,19 +184,20 @@ class ShardedGradients:
         self._bucketer.begin_step()
 
     def finish_backward(self) -> None:
-        """Send what is left in the buckets; where the stage waits for the whole gradient, fill them first."""
+        """Flush the buckets; where the stage reduces whole gradients, fill them first."""
         stage = self._policy.stage
         if self._paused or not (stage.shards_gradients or self._at_boundary()):
             return
         if not stage.shards_gradients:
-            self._add_all()  # also what only earlier micro-batches gave, where hooks have sent the rest
+            # Hooks have added the gradients of this micro-batch. Parameters used only in earlier ones are left.
+            self._add_all()
         for leaf in self._leaves.values():
             if any(parameter.grad is not None for parameter in leaf.parameters):
                 self._add_leaf(leaf)
         self._finish()
 
     def reduce_accumulated(self) -> None:
-        """Reduce what several backward passes have left while paused: all gradients, in forward order."""
+        """Reduce the gradients that several backward passes accumulated while paused, in forward order."""
         self._add_all()
         self._finish()
 
@@ -206,12 +207,12 @@ class ShardedGradients:
         self._bucketer.release()
 
     def pause(self, paused: bool) -> None:
-        """Whether gradients only accumulate for now (``no_sync``)."""
+        """Set whether gradients only accumulate (``no_sync``)."""
         self._paused = paused
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """In which squared norms are summed over ranks."""
+        """The dtype in which squared norms are summed over ranks."""
         return self._policy.norm_dtype
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -220,11 +221,11 @@ class ShardedGradients:
         yield from self.unsharded.values()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers of buckets that are kept between two backward passes."""
+        """The buffers of buckets that exist between two backward passes."""
         return self._bucketer.buffers()
 
     def free_buffers(self) -> None:
-        """Drop these; they are made again when they are needed."""
+        """Drop the buffers; they are allocated again when needed."""
         self._bucketer.release(everywhere=True)
 
     def norm(self) -> torch.Tensor:
@@ -232,7 +233,7 @@ class ShardedGradients:
         return sharded_norm(self.shards, self._group, self.norm_dtype)
 
     def clear(self) -> None:
-        """Forget the gradients of the step that has been taken."""
+        """Drop the gradients, after a step."""
         for total in (*self.shards, *self.unsharded.values()):
             total.zero_()
         for each in self._groups:
@@ -244,9 +245,9 @@ class ShardedGradients:
             self._add(number, index)
 
     def leaf_done(self, module: torch.nn.Module) -> None:
-        """The backward pass of ``module`` has ended; nothing happens unless it is a leaf module.
+        """Add the gradients of ``module``, whose backward has ended; does nothing unless it is a leaf module.
 
-        What leaf modules without differentiable inputs have left is taken by ``finish_backward``.
+        ``finish_backward`` adds the gradients of leaf modules without differentiable inputs.
         """
         leaf = self._leaves.get(module)
         if leaf is not None and not self._paused:
@@ -258,7 +259,7 @@ class ShardedGradients:
             self._add(*self._places[parameter])
 
     def _add_all(self) -> None:
-        """Every gradient there is, in forward order, and with one of a leaf module those of all its parameters."""
+        """Add every gradient, in forward order; a gradient of a leaf module adds those of all its parameters."""
         used = {
             parameter
             for leaf in self._leaves.values()
@@ -285,7 +286,7 @@ class ShardedGradients:
         return self._overlap.send(bucket, self._start)
 
     def _start(self, bucket: Bucket) -> Finish | None:
-        """Reduce a full bucket and, once that is done, add what this rank owns to its pieces."""
+        """Reduce a full bucket, then add this rank's ranges to its shards."""
         reduce = all_reduce if bucket.replicated else self._policy.reduce
         return then(reduce(bucket, self._group), lambda: self._accumulate(bucket))
 
@@ -304,6 +305,6 @@ class ShardedGradients:
 
 
 def add_rounded(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """Add ``addend`` to ``total``, rounded to its dtype first where that is the narrower one, as DeepSpeed does."""
+    """Add ``addend`` to ``total``, rounded to the dtype of ``total`` first where that is narrower, as DeepSpeed does."""
     narrows = torch.promote_types(total.dtype, addend.dtype) is not total.dtype
     total.add_(addend.to(total.dtype) if narrows else addend)

@@ -1,4 +1,4 @@
-"""The gradient reductions of ZeRO stages 0 to 2, side by side.
+"""The gradient reductions of ZeRO stages 0 to 2: the same sum by different collectives.
 
 | name                  | in DeepSpeed, stages 1 and 2          | issued for a bucket of S bytes  | result on  | sent       |
 |-----------------------|---------------------------------------|---------------------------------|------------|------------|
@@ -12,7 +12,7 @@
 
 n is the number of ranks; "sent" is the mean over them in the bandwidth-optimal model. Each function takes the bucket
 and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this rank owns; the rest is undefined.
-An ``asynchronous`` bucket is only sent: the function returned is to be called before its tensor is touched.
+For an ``asynchronous`` bucket the collectives are only started: call the returned function before using the tensor.
 
 Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each owner. An all_to_all_single takes rows of
 unequal length: a rank sends exactly what it does not own, and the payload of a step's buckets is the gradients'
@@ -20,8 +20,8 @@ bytes, without padding. A native reduce_scatter_single needs equal rows. They ar
 at most 1/16 to the bucket; otherwise a reduce_scatter of a list of unequal rows is issued (which NCCL runs as one reduce
 for each row). Measured in tests/integration/zero_runtime/test_reductions.py: with all_to_all, payload = gradient bytes.
 
-Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's piece, and all ranks send to
-that one. So this reduction is not used on such buckets where it can be helped: see
+Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's shard, and all ranks send to
+that owner. Owner-ordered buckets avoid this where possible: see
 :mod:`zero_runtime.gradient_reduction.owner_ordered_buckets`.
 """
 
@@ -121,23 +121,23 @@ def reduce_scatter(
 
 
 def default_implementation(backend: str) -> str:
-    """How a reduce_scatter is made on ``backend`` when the config says auto."""
+    """The implementation of reduce_scatter on ``backend`` when the config says auto."""
     return ALL_TO_ALL if backend == "gloo" else NATIVE
 
 
-# A message under way, and what gives its sum once it has arrived.
+# A collective in flight, and a function that returns its sum after it has completed.
 Scattered = tuple[Work | None, Callable[[], torch.Tensor]]
 
 
 def exchange(
     rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
 ) -> Scattered:
-    """Send row r of ``rows`` to rank r, for this rank to add up what it gets.
+    """Send row r of ``rows`` to rank r; each rank sums the rows that it receives.
 
     Args:
-        rows: the rows end to end, 1-D.
+        rows: the concatenated rows, 1-D.
         numels: elements of each.
-        bucket: what they come from.
+        bucket: the bucket that they come from.
         group: the data-parallel ranks.
     """
     received = _room(group.world_size * numels[group.rank], rows, bucket)
@@ -146,7 +146,7 @@ def exchange(
 
 
 def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """Memory for what comes: the bucket's own where ``rows`` is a copy, since nobody reads it until the sum is there."""
+    """Memory for the received rows: the bucket's own where ``rows`` is a copy, since it is unused until the sum is done."""
     free = bucket.tensor
     copied = rows.untyped_storage().data_ptr() != free.untyped_storage().data_ptr()
     if copied and rows.dtype is free.dtype and numel <= free.numel():
@@ -155,7 +155,7 @@ def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 
 
 def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
-    """Sum equal ``rows``, end to end, by the backend's own reduce_scatter."""
+    """Sum equal, concatenated ``rows`` by the backend's own reduce_scatter."""
     output = rows.new_empty(rows.numel() // group.world_size)
     why = bucket.why(padded=rows)
     work = group.reduce_scatter_single(output, rows, why=why, asynchronous=bucket.asynchronous)
@@ -168,10 +168,10 @@ def row_of_sum(
     implementation: str,
     take: Callable[[torch.Tensor], None],
 ) -> Finish | None:
-    """Sum a bucket of one run for each rank, in rank order, and give this rank's run to ``take``.
+    """Sum a bucket with one run for each rank, in rank order, and pass this rank's run to ``take``.
 
-    The bucket is sent as it is: scaled, and in its dtype. Runs that begin at equal distances may end before the next begins;
-    what is between them is padding, which an all_to_all leaves out. ``implementation`` is ``native`` or ``all_to_all``.
+    The bucket must be scaled and in its communication dtype. Runs start at equal distances; the elements between two runs
+    are padding, which an all_to_all leaves out. ``implementation`` is ``native`` or ``all_to_all``.
     """
     if implementation == ALL_TO_ALL:
         numels = [run.numel for run in bucket.runs]
@@ -198,7 +198,7 @@ def _native(rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: Da
 
 
 def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
-    """Do ``finish`` now where the messages have arrived; otherwise return what waits for them and does it."""
+    """Call ``finish`` now if no collective is in flight; otherwise return a function that waits and then calls it."""
     under_way = [work for work in works if work is not None]
     if not under_way:
         finish()
@@ -213,7 +213,7 @@ def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
 
 
 def then(first: Finish | None, second: Finish) -> Finish | None:
-    """``second`` after ``first``, which None says is done already."""
+    """Call ``second`` now if ``first`` is None (done already); otherwise return a function that calls both."""
     if first is None:
         second()
         return None
@@ -239,7 +239,7 @@ def _rows(
 
 
 def scaled(bucket: Bucket) -> torch.Tensor:
-    """The bucket as it is sent: scaled and in the communication dtype; its own tensor where no cast is needed."""
+    """The scaled bucket in the communication dtype; its own tensor where no cast is needed."""
     scaling = bucket.scaling
     if scaling.bucket_divisor != 1.0:
         bucket.tensor.div_(scaling.bucket_divisor)
@@ -252,7 +252,7 @@ def scaled(bucket: Bucket) -> torch.Tensor:
 
 
 def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
-    """Copy this rank's runs back into the bucket, where a cast has made ``outgoing`` another tensor."""
+    """Copy this rank's runs back into the bucket, where a cast made ``outgoing`` another tensor."""
     if outgoing is bucket.tensor:
         return
     for run in bucket.runs:
@@ -261,7 +261,7 @@ def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
 
 
 def _split(message: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy ``message`` back into the shards it was joined from."""
+    """Copy ``message`` back into the tensors that it was concatenated from."""
     position = 0
     for target in targets:
         target.copy_(message.narrow(0, position, target.numel()))

@@ -1,13 +1,13 @@
-"""A ZeRO stage is a row of data.
+"""The ZeRO stages: what each one shards, and when it reduces gradients.
 
 | stage | optimizer states | gradients                                        | parameters | when gradients are reduced    |
 |-------|------------------|--------------------------------------------------|------------|-------------------------------|
 | 0     | on every rank    | whole, until the step                            | replicated | once a step, after backward   |
 | 1     | sharded          | whole, until the step                            | replicated | once a step                   |
-| 2     | sharded          | own part; the rest is freed bucket by bucket     | replicated | in every micro-batch          |
+| 2     | sharded          | own shard; the rest is freed bucket by bucket    | replicated | in every micro-batch          |
 | 3     | sharded          | own shards; the rest is freed bucket by bucket   | sharded    | in every micro-batch          |
 
-Everything else is shared; no other module asks which stage it is.
+No other module depends on the number of the stage.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Stage(NamedTuple):
     number: int
     shards_optimizer: bool
     shards_gradients: bool  # reduced in every micro-batch, and freed where another rank owns them
-    # as gradients become ready, in backward order; otherwise after backward, in forward order
+    # As gradients become ready, in backward order; otherwise after backward, in forward order.
     reduces_in_hooks: bool
-    # each rank keeps a shard of every parameter, instead of shards of flat buffers
+    # Each rank has a shard of every parameter, instead of shards of flat buffers.
     shards_parameters: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters have got a gradient within a step: what ``ignore_unused_parameters: false`` asks for."""
+"""A check that every parameter gets a gradient in each step (``ignore_unused_parameters: false``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN: Final = 4  # names in the error
 
 
 class UsedParameters:
-    """Takes note of each parameter that a backward pass gives a gradient on this rank.
+    """Notes each parameter that gets a gradient on this rank.
 
     Args:
         groups: the trainable parameters.
@@ -36,11 +36,11 @@ class UsedParameters:
         self._waiting.discard(name)
 
     def begin_step(self) -> None:
-        """From now on all parameters are waited for again."""
+        """Expect a gradient of every parameter again."""
         self._waiting = set(self._names)
 
     def check(self) -> None:
-        """Begin the next step; raise UsageError, naming them, where parameters have got no gradient in this one."""
+        """Begin the next step; raise UsageError that names the parameters without a gradient in this one."""
         missing = [name for name in self._names if name in self._waiting]
         self.begin_step()
         if missing:
@@ -52,6 +52,6 @@ class UsedParameters:
             )
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

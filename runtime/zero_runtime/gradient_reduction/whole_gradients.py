@@ -1,8 +1,8 @@
-"""Gradients that every rank reduces whole, once a step, after the last micro-batch.
+"""Reduction of whole gradients, once a step, after the last micro-batch (stage 0, and stage 1 in bf16).
 
-``ReplicatedGradients`` are those of stage 0; ``AccumulatedGradients`` are those of stage 1 in bf16 when they are accumulated
-in fp32. Neither has buckets in the sense of stages 1 and 2: everything is joined and sent at once, up to the limit
-of 5e8 elements, which a message exceeds by its last tensor (DeepSpeed 0.19.8's rule and constant).
+``ReplicatedGradients`` are for stage 0, ``AccumulatedGradients`` for stage 1 in bf16 with accumulation in fp32. Neither has
+the buckets of stages 1 and 2. All gradients are concatenated and sent at once, up to a limit of 5e8 elements, which a
+message exceeds by its last tensor (DeepSpeed 0.19.8's rule and constant).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from zero_runtime.gradient_reduction.reduction import Finish
 
 
 class Sent(NamedTuple):
-    """The gradients of one step, sent to be reduced.
+    """The gradients of one step whose reduction has been started.
 
     Attributes:
-        parts: of each parameter, what was sent, 1-D: the result will be there.
-        finishes: what is to be called first, where messages are under way.
+        results: for each parameter the tensor that gets the result, 1-D.
+        finishes: functions to call first, where collectives are in flight.
     """
 
     results: list[tuple[torch.nn.Parameter, torch.Tensor]]
     finishes: list[Finish]
 
     def take(self) -> None:
-        """Make the results the gradients of the parameters, once they are there."""
+        """Wait for the results, and make them the gradients of the parameters."""
         for finish in self.finishes:
             finish()
         for parameter, part in self.results:
@@ -41,17 +41,17 @@ class Sent(NamedTuple):
 
 
 class ReplicatedGradients:
-    """Reduces the parameters' own gradients, which become parts of what was sent.
+    """Reduces the parameters' own gradients, which become views of the sent tensors.
 
-    Parameters without a gradient travel as zeros, so that every rank sends the same.
+    Parameters without a gradient contribute zeros, so that all ranks issue the same collectives.
 
     Args:
         names: of the trainable parameters, in the model's order.
         parameters: the trainable parameters.
-        dtypes: in which each parameter's gradient travels.
+        dtypes: the communication dtype of each parameter's gradient.
         policy: how they are reduced.
         group: the data-parallel ranks.
-        at_boundary: whether the micro-batch at hand is the last of its step.
+        at_boundary: whether the current micro-batch is the last of its step.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReplicatedGradients:
         self._paused = False
 
     def begin_step(self) -> None:
-        """Nothing is counted here."""
+        """Do nothing: there are no buckets to count."""
 
     def finish_backward(self) -> None:
         """Reduce all gradients, after the last micro-batch of a step."""
@@ -108,7 +108,7 @@ class ReplicatedGradients:
         return sent
 
     def pause(self, paused: bool) -> None:
-        """Whether gradients only accumulate for now (``no_sync``)."""
+        """Set whether gradients only accumulate (``no_sync``)."""
         self._paused = paused
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -120,27 +120,27 @@ class ReplicatedGradients:
         return iter(())
 
     def free_buffers(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing: there are no buckets."""
 
     def clear(self) -> None:
-        """Forget the gradients of the step that has been taken."""
+        """Drop the gradients, after a step."""
         for parameter in self._parameters:
             parameter.grad = None
 
 
 class AccumulatedGradients:
-    """Adds every micro-batch's gradients to flat buffers of another dtype, and reduces those.
+    """Adds every micro-batch's gradients to flat buffers of another dtype, and reduces the buffers.
 
     Args:
-        groups: the param groups, laid out in pieces.
-        dtype: in which gradients travel.
+        groups: the param groups, partitioned into shards.
+        dtype: the communication dtype.
         policy: how they are reduced.
         group: the data-parallel ranks.
         accumulation: dtype of the buffers.
-        at_boundary: whether the micro-batch at hand is the last of its step.
+        at_boundary: whether the current micro-batch is the last of its step.
 
     Attributes:
-        pieces: for each param group, this rank's piece of the buffer.
+        shards: for each param group, this rank's shard of the buffer.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class AccumulatedGradients:
         self.shards = [flat.chunk(group.world_size)[group.rank] for flat in self._flat]
 
     def begin_step(self) -> None:
-        """Nothing is counted here."""
+        """Do nothing: there are no buckets to count."""
 
     def finish_backward(self) -> None:
         """Add this micro-batch's gradients; reduce the buffers after the last one of a step."""
@@ -187,7 +187,7 @@ class AccumulatedGradients:
             torch._foreach_copy_(self._flat, [part for each in sums for part in each])
 
     def accumulated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What has been added up for ``parameter`` since the last step, 1-D, in place; None for one of no group."""
+        """The accumulated gradient of ``parameter``, a 1-D view of the buffer; None if it is in no group."""
         for each, flat in zip(self._groups, self._flat, strict=True):
             for candidate, offset in zip(each.parameters, each.flat_layout.offsets, strict=True):
                 if candidate is parameter:
@@ -195,20 +195,20 @@ class AccumulatedGradients:
         return None
 
     def pause(self, paused: bool) -> None:
-        """Whether gradients only accumulate for now (``no_sync``)."""
+        """Set whether gradients only accumulate (``no_sync``)."""
         self._paused = paused
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """In which squared norms are summed over ranks."""
+        """The dtype in which squared norms are summed over ranks."""
         return self._policy.norm_dtype
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients, which every rank holds: nothing is sent."""
+        """The norm of all gradients, without communication: every rank has all of them."""
         return replicated_norm(self._flat)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The buffers that gradients are added to, and this rank's pieces of them."""
+        """The buffers that gradients are added to, and this rank's shards of them."""
         yield from self._flat
         yield from self.shards
 
@@ -217,10 +217,10 @@ class AccumulatedGradients:
         return iter(())
 
     def free_buffers(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing: there are no buckets."""
 
     def clear(self) -> None:
-        """Forget the gradients of the step that has been taken."""
+        """Drop the gradients, after a step."""
         for flat in self._flat:
             flat.zero_()
         for each in self._groups:
@@ -235,11 +235,11 @@ def _reduce(
     policy: Policy,
     group: DataParallelGroup,
 ) -> tuple[list[tuple[torch.Tensor, ...]], list[Finish]]:
-    """Join gradients of one dtype and reduce them, from message ``first`` on.
+    """Concatenate gradients of one dtype and reduce them, in messages numbered from ``first``.
 
     Returns:
-        For each message the sums of its gradients, 1-D: parts of what was sent. And what is to be called before these are
-        there, where the policy only begins messages.
+        For each message the sums of its gradients, 1-D views of the sent tensor. And functions to call before reading them,
+        where the policy only starts the collectives.
     """
     sums, finishes = [], []
     runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]

@@ -1,1 +1,1 @@
-"""The engine around one model: passes, steps, data, and what it reports."""
+"""The training engine: passes, steps, data, checkpoints and reports of one model."""

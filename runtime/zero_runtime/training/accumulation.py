@@ -1,4 +1,4 @@
-"""The window of micro-batches whose gradients make one step."""
+"""Gradient accumulation: the window of micro-batches that make one training step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from zero_runtime.errors import UsageError
 
 
 class Window:
-    """Counts micro-batches, and knows which one is the last of its step.
+    """Counts micro-batches and tells which one is the last of its step.
 
     Args:
-        managed: whether they are counted; otherwise every call of ``step`` ends the window.
-        steps: whether anything steps: without an optimizer the backward passes are what is counted.
+        managed: whether micro-batches are counted; otherwise every call of ``step`` ends the window.
+        steps: whether there is an optimizer; without one, backward passes are counted.
 
     Attributes:
-        micro_steps: windows' micro-batches that ``step`` has ended, over the whole training.
+        micro_steps: micro-batches that ``step`` has counted, over the whole training.
         passes: backward passes since the last step.
-        held: gradients only accumulate for now (``no_sync``, ``coalesce_grad_reduction``).
+        paused: gradients only accumulate (``no_sync``, ``coalesce_grad_reduction``).
         stepping: ``step`` is running.
     """
 
@@ -30,7 +30,7 @@ class Window:
         self._complete = False
 
     def is_last(self, size: int) -> bool:
-        """Whether the micro-batch at hand is the last of a window of ``size``."""
+        """Whether the current micro-batch is the last of a window of ``size``."""
         if self._complete:
             return True
         if self._boundary is not None:
@@ -40,7 +40,7 @@ class Window:
         return (self.micro_steps + 1) % size == 0
 
     def say(self, is_last: bool) -> None:
-        """Say whether the coming micro-batch is the last, instead of counting. Raises UsageError where nobody counts."""
+        """Set whether the next micro-batch is the last, instead of counting. Raises UsageError if nothing is counted."""
         if not self._managed:
             raise UsageError(
                 "set_gradient_accumulation_boundary was called with managed_gradient_accumulation false, where "
@@ -49,18 +49,18 @@ class Window:
         self._boundary = is_last
 
     def complete(self) -> None:
-        """All gradients of the step have been reduced: the next ``step`` ends the window, whatever was counted."""
+        """Let the next ``step`` end the window, whatever the count: all gradients of the step have been reduced."""
         self._complete = True
 
     def count_step(self, size: int) -> None:
-        """``step`` has run; in a window of ``size`` that was complete before its time, the next one begins."""
+        """Count a call of ``step``. A window of ``size`` that :meth:`complete` ended early is followed by a new one."""
         self.micro_steps += 1
         if self._complete:
             self.micro_steps += -self.micro_steps % size
             self._complete = False
 
     def restart(self, micro_steps: int) -> None:
-        """Go on from ``micro_steps``, with nothing accumulated."""
+        """Continue from ``micro_steps``, with nothing accumulated."""
         self.micro_steps = micro_steps
         self.passes = 0
         self._complete = False

@@ -1,4 +1,4 @@
-"""The engine's methods around data: whole steps from an iterator of batches, and loaders."""
+"""Whole training and evaluation steps from an iterator of batches, and data loaders of the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOSS: Final = hooks.tag("metric")
 
 
 class WholeSteps:
-    """Training and evaluation by the step, of an engine whose attributes these are."""
+    """The engine's methods for whole steps. The attributes are the engine's."""
 
     _config: RuntimeConfig
     parallelism: Parallelism
@@ -36,7 +36,7 @@ class WholeSteps:
         """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
 
         Args:
-            data_iter: of batches (see :func:`loss_of`); default: the training data, again and again.
+            data_iter: of batches (see :func:`loss_of`); default: the training data, repeated.
 
         Returns:
             The mean loss of the micro-batches of all ranks, 0-D.
@@ -46,7 +46,7 @@ class WholeSteps:
         return _train(cast("Engine", self), self._checked(data_iter), self._group)
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; nothing changes."""
+        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model does not change."""
         return _evaluate(cast("Engine", self), self._checked(data_iter), self._group)
 
     def _checked(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
@@ -81,12 +81,12 @@ class WholeSteps:
         """A loader of this rank's share of ``dataset``.
 
         Args:
-            dataset: what is loaded.
+            dataset: the samples.
             batch_size: samples of a batch; default: those of a micro-batch.
             route: train shuffles; eval and predict do not.
             pin_memory: page-locked host memory, where there is a GPU.
             data_sampler: chooses this rank's samples instead.
-            collate_fn: makes a batch of a list of samples; default: that given to ``initialize``.
+            collate_fn: makes a batch of a list of samples; default: that of ``initialize``.
             num_local_io_workers: processes that load; default: none.
         """
         return rank_loader(
@@ -138,9 +138,9 @@ def _evaluate(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) 
 def loss_of(engine: Engine, batch: Any) -> torch.Tensor:
     """The loss of one batch.
 
-    A model with a ``loss_fn`` gets the first of two, and ``loss_fn`` its output and the second. Any other model gets a
-    mapping as keyword arguments, a tuple or list as arguments, anything else as its one argument; its loss is the output
-    itself, ``output.loss``, ``output["loss"]`` or the first of several outputs.
+    A model with a ``loss_fn`` gets the first item of a batch of two, and ``loss_fn`` its output and the second item. Any
+    other model gets a mapping as keyword arguments, a tuple or list as arguments, and any other batch as its one argument.
+    Its loss is the output itself, ``output.loss``, ``output["loss"]`` or the first of several outputs.
 
     Raises:
         UsageError: none of these is a tensor of one element.

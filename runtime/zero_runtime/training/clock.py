@@ -1,4 +1,4 @@
-"""Where the time of a step goes, for ``wall_clock_breakdown``: its parts, and the communication within each."""
+"""Times of the parts of a training step and of the communication within each part (``wall_clock_breakdown``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Part(NamedTuple):
 
 
 class Clock:
-    """Adds up the time of each part. On CUDA it is the device's, by events that nobody waits for until they are read.
+    """Sums the time of each part. On CUDA these are device times by events, which are synchronized only by ``read``.
 
     Args:
-        running: otherwise nothing is measured.
+        running: False measures nothing.
         device: of the computation.
     """
 
@@ -48,7 +48,7 @@ class Clock:
             self._open.remove(name)
 
     def communication(self, purpose: str) -> AbstractContextManager[None]:
-        """Count the block as communication for ``purpose`` within the part that is going on."""
+        """Count the block as communication for ``purpose`` within the current part."""
         if not self.running:
             return _OFF
         return self._measured(Part(self._open[-1] if self._open else "between", purpose))
@@ -70,7 +70,7 @@ class Clock:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def read(self) -> dict[Part, float]:
-        """Seconds of each part since the last call, in the order in which parts ended first. Waits for the device."""
+        """Seconds of each part since the last call, in the order in which the parts first ended. Waits for the device."""
         for part, begin, end in self._events:
             end.synchronize()
             self._add(part, begin.elapsed_time(end) / 1e3)
@@ -80,7 +80,7 @@ class Clock:
 
 
 def shown(seconds: dict[Part, float], steps: int) -> str:
-    """Milliseconds of a step by part, with the communication within each in brackets: means of ``steps`` steps."""
+    """Milliseconds per step of each part, means of ``steps`` steps, with its communication in brackets."""
     sentences = []
     for name in dict.fromkeys(part.name for part in seconds):
         inside = [

@@ -17,12 +17,12 @@ TRAIN: Final = "train"
 class RankLoader(DataLoader[Any]):
     """Batches of this rank's share of a dataset.
 
-    Every pass over it is shuffled alike, as with DeepSpeed's loader, until ``set_epoch`` is called.
+    Every pass has the same shuffled order until ``set_epoch`` is called, as with DeepSpeed's loader.
     """
 
     @property
     def data_sampler(self) -> Any:
-        """What chooses the samples of this rank."""
+        """The sampler that chooses the samples of this rank."""
         return self.sampler
 
     def set_epoch(self, epoch: int) -> None:
@@ -32,10 +32,10 @@ class RankLoader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """An iterator over a loader that begins it again whenever it ends.
+    """An iterator over a loader that restarts the loader whenever it is exhausted.
 
     Args:
-        loader: what is iterated, again and again; it must hold something.
+        loader: the repeated loader; it must not be empty.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -69,16 +69,16 @@ def rank_loader(
     """A loader of this rank's share of ``dataset``.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``, or one that is iterated, which is given to each rank whole.
+        dataset: with ``__len__`` and ``__getitem__``, or an IterableDataset, which each rank iterates completely.
         batch_size: samples of a batch.
         drop_last: leave out a last batch that is not full.
-        shuffle: deal the samples out in random order, the same on all ranks.
+        shuffle: distribute the samples in random order, the same on all ranks.
         sampler: chooses this rank's samples instead.
         collate_fn: makes a batch of a list of samples.
         workers: processes that load.
         pin_memory: page-locked host memory, where there is a GPU.
-        replicas: how many have other samples than this rank; None where every rank has.
-        replica: this rank's number among those.
+        replicas: number of groups of ranks with different samples; None where every rank has its own.
+        replica: this rank's number among them.
 
     Raises:
         ConfigError: ``dataset`` is neither.

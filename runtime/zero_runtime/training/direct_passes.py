@@ -1,4 +1,4 @@
-"""Passes of a model that a program calls itself, not the engine around it: evaluations, and the generation of tokens."""
+"""Forward passes that a program runs on the model instead of the engine: evaluation and generation of tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils.hooks import RemovableHandle
 
 from commprof import hooks
 
-# Not kept in _DirectPasses: modules are copied and pickled with their hooks, and a handle would take them along.
+# Not an attribute of _DirectPasses: modules are copied and pickled with their hooks, and handles must not be.
 _handles: Final[WeakKeyDictionary[torch.nn.Module, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 
 
 def watch(module: torch.nn.Module) -> None:
-    """Say of each pass of ``module`` without gradients, outside of a step, that it is an evaluation.
+    """Report each pass of ``module`` without gradients, outside of a step, as the phase evaluation.
 
-    Trainers evaluate the model that they gave to initialize.
+    Trainers evaluate the model that they passed to initialize.
     """
     unwatch(module)
     passes = _DirectPasses()

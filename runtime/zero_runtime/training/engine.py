@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's methods around one model."""
+"""The training engine: one model with DeepSpeed's methods."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         pipeline_parallelism: whether the model is a pipeline.
         device: of the parameters.
         local_rank: this process's number on its host.
-        config: the configuration as ``initialize`` was given it, keys of old names under their new ones.
-        parallelism: how the ranks share the training: its ``replica`` is this rank's number among those that have other
-            samples.
+        config: the configuration passed to ``initialize``, old names of keys replaced by the new ones.
+        parallelism: the axes of the ranks; its ``replica`` is this rank's number among those with different samples.
     """
 
     pipeline_parallelism = False
@@ -102,12 +101,12 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         self._numbers = StepNumbers()
         self._step_applied = False
         self._differentiating = False
-        self._direct = ExitStack()  # what ends with a loss.backward()
-        self._is_direct = False  # that is running, not engine.backward(loss)
-        self._scaled = False  # the loss of that was given to scale()
+        self._direct = ExitStack()  # contexts that end with a loss.backward()
+        self._is_direct = False  # loss.backward() is running, not engine.backward(loss)
+        self._scaled = False  # scale() was called for that loss
         self._batches: Iterator[Any] | None = None
         self._clock = clock_of(assembly.group)
-        self._clock.read()  # what was sent before the first step is no step's
+        self._clock.read()  # communication before the first step belongs to no step
         self._report = Report(config, self._clock, self.global_rank)
         watch(self.module)
         self.tput_timer = ThroughputTimer(
@@ -120,7 +119,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         assembly.boundary.steps = lambda: self.global_steps
 
     def __getattr__(self, name: str) -> Any:
-        """Names that the engine has not are the model's."""
+        """Falls back to the wrapped model's attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -163,17 +162,17 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Accumulate the gradients of ``loss``, and reduce them when the stage says so.
+        """Accumulate the gradients of ``loss``, and reduce them when the stage does so.
 
-        Without an optimizer they stay until the next accumulation window begins: in each parameter's ``grad``, on all ranks
-        alike, also at stages 1 and 2, where there is nothing to shard; at stage 3 in slices.
+        Without an optimizer they stay until the next accumulation window begins: replicated in each parameter's ``grad`` at
+        stages 0 to 2, and sharded at stage 3.
 
         The loss is multiplied by the loss scale before it is differentiated.
 
         Args:
             loss: 0-D or one-element tensor of this rank's micro-batch.
             retain_graph: keep the graph for another backward.
-            scale_wrt_gas: divide the loss by the number of accumulation steps.
+            scale_wrt_gas: divide the loss by the number of gradient accumulation steps.
 
         Returns:
             The loss divided by the accumulation steps; not scaled.
@@ -187,7 +186,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         with self._clock("backward"):
             self._begin_backward()
             try:
-                with self._linear():  # for what activation checkpointing runs again
+                with self._linear():  # for forward passes that activation checkpointing runs again
                     (shared if scale == 1.0 else shared * scale).backward(retain_graph=retain_graph)
             finally:
                 self._differentiating = False
@@ -197,10 +196,10 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         return shared
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in place of ``engine.backward(loss)``.
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` instead of ``engine.backward(loss)``.
 
         Raises:
-            UsageError: ``loss`` is not a scalar tensor that a backward pass can begin at.
+            UsageError: ``loss`` is not a scalar tensor with a ``grad_fn``.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             received: object = type(loss)
@@ -234,7 +233,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         hooks.phase("other")
 
     def _count_backward(self) -> None:
-        """Without an optimizer nobody calls ``step``: the last backward pass of a window ends it, and its gradients stay."""
+        """End the window after its last backward pass: without an optimizer nobody calls ``step``. The gradients stay."""
         self.tput_timer.stop(
             global_step=self.is_gradient_accumulation_boundary(), report_speed=self.global_rank == 0
         )
@@ -246,9 +245,9 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         self._window.micro_steps += 1
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of an output of ``forward``, in ``loss.backward()`` as well as in ``engine.backward(loss)``.
+        """Called with the gradient of an output of ``forward``, in ``loss.backward()`` and ``engine.backward(loss)``.
 
-        In the former nothing else says that a backward pass begins, and its end is known to autograd alone.
+        It detects the start of a ``loss.backward()``. A callback of autograd detects its end.
         """
         if self._differentiating and not self._is_direct:
             return None
@@ -275,12 +274,12 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         self._report.see_memory("after backward")
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Take an optimizer step if the micro-batch is the last of its accumulation window; otherwise only count it.
+        """Take an optimizer step if the micro-batch is the last of its accumulation window; otherwise count it.
 
         With managed_gradient_accumulation false every call takes a step.
         """
         if self.optimizer is None:
-            where = "in slices" if self._residency is not None else "in the grad of each parameter"
+            where = "in shards" if self._residency is not None else "in the grad of each parameter"
             raise UsageError(
                 f"step needs an optimizer, and there is none: the gradients of the last backward pass are kept {where}, "
                 "reduced over the ranks; name an optimizer in the config, or pass one to initialize"
@@ -333,7 +332,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         )
 
     def _announce(self) -> None:
-        """Say which step and micro-batch this is, once for each."""
+        """Report the number of the step and micro-batch to the recorder, once for each."""
         now = (self.global_steps, self._window.passes)
         if now != self._announced:
             self._announced = now
@@ -351,11 +350,11 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         return self._announced != _NEVER and self._announced[0] < self.global_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of its step. Without managed accumulation: only during step()."""
+        """Whether the current micro-batch is the last of its step. Without managed accumulation: only during step()."""
         return self._window.is_last(self._config.gradient_accumulation_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming micro-batch is the last of its step, instead of counting."""
+        """Set whether the next micro-batch is the last of its step, instead of counting."""
         self._window.say(is_boundary)
 
     @property
@@ -365,7 +364,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only accumulate on each rank. Not at stage 2, which frees them as they come."""
+        """A context in which gradients only accumulate on each rank. Not at stages 2 and 3, which free them early."""
         if self._config.zero.stage.shards_gradients:
             raise UsageError(
                 f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
@@ -376,9 +375,9 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Inside, gradients only accumulate on each rank; at the end they are reduced once, and ``step`` may follow.
+        """A context in which gradients only accumulate on each rank; they are reduced once when it exits.
 
-        One block makes one step, however many backward passes it holds. Stages 1 to 3.
+        One block makes one step, for any number of backward passes. Stages 1 to 3.
         """
         if not self.zero_optimization():
             raise UsageError(
@@ -421,10 +420,10 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         """Whether the last call of ``step`` changed the parameters."""
         return self._step_applied
 
-    # What it is doing.
+    # State of the training.
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients in the last step, before clipping; None where it is not computed (stage 0 in fp32)."""
+        """The gradient norm of the last step, before clipping; None where it is not computed (stage 0 in fp32)."""
         return getattr(self.optimizer, "grad_norm", None)
 
     def get_lr(self) -> list[float]:
@@ -447,11 +446,11 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         return 0.0 if self._scale.dynamic else self._scale.rules.value
 
     def _get_optimizer_loss_scale(self) -> float | None:
-        """The loss scale in use, by the name under which DeepSpeed's users read it."""
+        """The loss scale in use, under DeepSpeed's name."""
         return None if self.optimizer is None else self._scale.value
 
     def destroy(self) -> None:
-        """Let go of the model: hooks are taken away, sharded parameters are whole again."""
+        """Release the model: remove the hooks and gather sharded parameters."""
         self._give_up_put_off_steps()
         close(self.module)
         if self._config.disable_python_gc:
@@ -464,7 +463,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
     def compile(
         self, *arguments: Any, compile_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """Compile the model with torch.compile, whose arguments these are; ``compile_kwargs`` are more of them."""
+        """Compile the model with torch.compile, with all of these arguments."""
         self.module.compile(*arguments, **options, **(compile_kwargs or {}))
 
     @property
@@ -476,7 +475,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         """The model's state, by the model's own names.
 
         Raises:
-            UsageError: parameters are in slices (stage 3), and would be empty in it.
+            UsageError: parameters are sharded (stage 3), and would be empty in it.
         """
         self._refuse_sharded()
         return self.module.state_dict()
@@ -485,7 +484,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         """The engine's state as a module: the model's, under ``module.``.
 
         Raises:
-            UsageError: parameters are in slices (stage 3), and would be empty in it.
+            UsageError: parameters are sharded (stage 3), and would be empty in it.
         """
         self._refuse_sharded()
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -496,12 +495,12 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
             shard = shard_of(parameter)
             if shard is not None and not shard.available:
                 raise UsageError(
-                    f"{name} is in slices between its uses (stage 3), so that the state of the module would be empty; "
+                    f"{name} is sharded between its uses (stage 3), so that the state of the module would be empty; "
                     "call save_16bit_model, or save_checkpoint and python -m zero_runtime.checkpoint, or do this within "
                     "zero_runtime.zero.GatheredParameters(list(engine.module.parameters())) on all ranks"
                 )
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype of gradient messages."""
+        """The communication dtype of gradients."""
         return self._precision.communication

@@ -1,4 +1,4 @@
-"""What libraries ask an engine besides its settings: offload, dtypes, ranks, parts that are not in it."""
+"""Methods by which libraries query an engine: ranks, dtypes, offload, features that are absent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zero_runtime.optimizer_step.precision import DTYPES, cast_tensors
 
 
 class Answers:
-    """Methods by DeepSpeed's names, most of them one value.
+    """The engine's queries, by DeepSpeed's names; most return one value.
 
     Attributes:
         global_rank: this process's rank.
-        parallelism: how the ranks share the training.
+        parallelism: the axes of the ranks.
     """
 
     _config: RuntimeConfig
@@ -34,11 +34,11 @@ class Answers:
     # Ranks.
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among those that have other samples."""
+        """This rank's number among those with different samples."""
         return self.parallelism.replica
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that hold one model together."""
+        """This rank among the ranks of one model."""
         model = self.parallelism.model
         return 0 if model is None else model.group.rank
 
@@ -53,7 +53,7 @@ class Answers:
         return None if grid is None or grid.size(SEQUENCE) == 1 else grid.group(SEQUENCE).group
 
     def autotp_size(self) -> int:
-        """Tensor-parallel ranks that the configuration asks for; 0 for none."""
+        """The number of tensor-parallel ranks in the configuration; 0 for none."""
         size = self._config.parallel.tp_size
         return size if size > 1 else 0
 
@@ -73,14 +73,14 @@ class Answers:
         return None if kind is None else DTYPES[kind], None if buffers is None else DTYPES[buffers]
 
     def _assert_valid_mixed_precision_config(self) -> None:
-        """Raise ConfigError where ``data_types.param_dtype`` is not what the model trains in."""
+        """Raise ConfigError where ``data_types.param_dtype`` is not the dtype that the model trains in."""
         model = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
         check_param_dtype(self._config.param_dtype, model)
 
     def _cast_module_mixed_precision(
         self, param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None, is_zero_init_model: bool
     ) -> None:
-        """Cast the model's parameters, unless they are in slices already, and its buffers; None leaves them."""
+        """Cast the model's parameters, unless they are sharded already, and its buffers; None leaves them."""
         if param_dtype is not None and not is_zero_init_model:
             cast_tensors(self.module.parameters(), param_dtype)
         if buffer_dtype is not None:
@@ -95,12 +95,12 @@ class Answers:
         """Nothing: ``backward`` has reduced the gradients of the last micro-batch."""
 
     def empty_partition_cache(self) -> None:
-        """Give up parameters that are gathered at the moment (stage 3)."""
+        """Release the gathered parameters (stage 3)."""
         if self._residency is not None:
             self._residency.release_all()
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-        """Refused where it is called: the optimizer's state has no file of its own."""
+        """Always raises UnsupportedError: the optimizer's state has no file of its own."""
         raise UnsupportedError(
             "the file of the optimizer's state in a checkpoint is not in this version: each rank writes one file of all "
             "that it has; docs/checkpoints.md describes it"
@@ -113,11 +113,11 @@ class Answers:
         return self._config.dump_state
 
     def zero_offload_optimizer(self) -> Any:
-        """What the key offload_optimizer says; None where the optimizer's state is on the device."""
+        """The value of offload_optimizer; None where the optimizer's state is on the device."""
         return self._config.zero.offload_optimizer
 
     def zero_offload_param(self) -> Any:
-        """What the key offload_param says; None where slices are on the device."""
+        """The value of offload_param; None where parameters are on the device."""
         offload = self._config.zero.sharding.residency.offload
         return None if offload.device == "none" else offload
 
@@ -129,7 +129,7 @@ class Answers:
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether the optimizer's state is in files."""
+        """Whether the optimizer's state is on NVMe."""
         offload = self._config.zero.offload_optimizer
         return offload is not None and offload.device == "nvme"
 
@@ -147,14 +147,14 @@ class Answers:
         return False
 
     def zero_ignore_unused_parameters(self) -> bool:
-        """Whether parameters without gradients are allowed, as the key says; no stage but 1 and 2, offloaded, asks."""
+        """The value of ignore_unused_parameters, which acts at stages 1 and 2 with offload only."""
         return self._config.zero.ignore_unused_parameters
 
-    # Parts that are not in this version, and so are off.
+    # Features that are not in this version, and so are off.
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Embeddings whose gradients travel as rows; none."""
+        """Embeddings with sparse gradients; none."""
         return set()
 
     def _off(self) -> bool:
@@ -165,13 +165,13 @@ class Answers:
     is_deepcompile_active = is_deepcompile_enabled = random_ltd_enabled = use_node_local_storage = _off
 
     def zero_quantized_weights(self) -> bool:
-        """Whether sharded parameters travel in 8 bits."""
+        """Whether sharded parameters are gathered in 8 bits."""
         return self._config.zero.sharding.residency.quantized or self._config.zero.quantized_weights
 
     def zero_quantized_nontrainable_weights(self) -> bool:
-        """Whether frozen sharded parameters travel in 8 bits."""
+        """Whether frozen sharded parameters are gathered in 8 bits."""
         return self._config.zero.sharding.residency.quantized_frozen
 
     def zero_quantized_gradients(self) -> bool:
-        """Whether the gradients of sharded parameters travel in 4 bits."""
+        """Whether the gradients of sharded parameters are reduced in 4 bits."""
         return self._config.zero.sharding.quantized_gradients or self._config.zero.quantized_gradients

@@ -1,4 +1,4 @@
-"""Inputs of another dtype than a 16-bit model's: torch's error about them, said in terms of the configuration."""
+"""A clear error for inputs whose dtype differs from the model's, in place of torch's."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.utils._pytree import tree_leaves
 
 from zero_runtime.errors import UsageError
 
-# How torch's operations begin to say that dtypes do not fit.
-_SAID: Final = ("same dtype", "same type", "scalar type", "should be the same")
+# Phrases of torch's errors about dtypes that do not match.
+_PHRASES: Final = ("same dtype", "same type", "scalar type", "should be the same")
 
 
 def mismatch(error: RuntimeError, values: Any, model: torch.dtype | None) -> UsageError | None:
-    """What to raise in place of ``error``, which a model raised in its forward pass; None where it is about something else.
+    """The error to raise instead of ``error`` of a forward pass; None where its cause is something else.
 
     Args:
-        error: what was raised.
+        error: what the model raised.
         values: the inputs of the model, however nested.
-        model: its dtype; None for the one that it was made in.
+        model: its dtype; None for the dtype that it was constructed in.
     """
-    if model is None or not any(phrase in str(error) for phrase in _SAID):
+    if model is None or not any(phrase in str(error) for phrase in _PHRASES):
         return None
     floating = [
         leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -27,17 +27,17 @@ class Event(NamedTuple):
 
 
 class Monitor(Protocol):
-    """Writes events somewhere."""
+    """A destination of events."""
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write ``events``, so that another program can read them at once."""
+        """Write ``events``; other programs can read them immediately."""
 
 
 class CsvMonitor:
-    """One CSV file for each quantity: a header, then samples and value in each line. Goes on with files that are there.
+    """One CSV file for each quantity: a header, then samples and value in each line. Appends to existing files.
 
     Args:
-        config: where.
+        config: the destination.
     """
 
     def __init__(self, config: MonitorConfig) -> None:
@@ -62,11 +62,11 @@ class TensorBoardMonitor:
     """TensorBoard event files.
 
     Args:
-        config: where.
+        config: the destination.
     """
 
     def __init__(self, config: MonitorConfig) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # only where it is wanted
+        from torch.utils.tensorboard import SummaryWriter  # an optional package
 
         writer: Any = SummaryWriter
         self.summary_writer = writer(log_dir=str(Path(config.output_path) / config.job_name))
@@ -82,7 +82,7 @@ def monitors(csv_monitor: MonitorConfig, tensorboard: MonitorConfig, rank: int) 
     """The monitors of this rank: none but on rank 0.
 
     Raises:
-        ConfigError: on every rank, where a package is missing; on rank 0, where its directory cannot be written.
+        ConfigError: on every rank, if a package is missing; on rank 0, if the directory cannot be written.
     """
     if tensorboard.enabled and find_spec("tensorboard") is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The engine's methods that move what it keeps on the device to host memory, and back (``offload_states``)."""
+"""Moving the engine's states from the device to host memory and back (``offload_states``)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HP_PARAMS: Final = "hp_params"
 LP_PARAMS: Final = "lp_params"
 LP_GRADS: Final = "lp_grads"
 CONTIGUOUS_GRAD_BUFFER: Final = "contiguous_grad_buffer"
-# Memory of several belongs to the first: the masters of an fp32 model are its parameters, and move with these.
+# Tensors of several states move with the first: the masters of an fp32 model are its parameters.
 STATES: Final = (LP_PARAMS, HP_PARAMS, LP_GRADS, OPTIM_STATES, CONTIGUOUS_GRAD_BUFFER)
-BACKWARD: Final = (LP_PARAMS, LP_GRADS, CONTIGUOUS_GRAD_BUFFER)  # what a backward pass works on
+BACKWARD: Final = (LP_PARAMS, LP_GRADS, CONTIGUOUS_GRAD_BUFFER)  # states that a backward pass uses
 
 
 class MovedStates:
-    """States of an engine that are in host memory for a while; the attributes are the engine's."""
+    """The engine's methods that move states. The attributes are the engine's."""
 
     _config: RuntimeConfig
     _moves: Moves
@@ -45,18 +45,18 @@ class MovedStates:
     ) -> None:
         """Move states from the device to host memory, where they stay until :meth:`reload_states`.
 
-        What is in host memory already stays there, so that on a CPU nothing is copied.
+        Tensors that are in host memory already stay there, so that on a CPU nothing is copied.
 
         Args:
             include: which; default: all. ``optim_states``: of the optimizer; ``hp_params``: the masters; ``lp_params``: the
-                model's parameters, at stage 3 their slices; ``lp_grads``: gradients; ``contiguous_grad_buffer``: the
-                buffers of gradient buckets, which are dropped and made again when they are needed.
+                model's parameters, at stage 3 their shards; ``lp_grads``: gradients; ``contiguous_grad_buffer``: the
+                buffers of gradient buckets, which are dropped and allocated again when needed.
             device: ``cpu``; with ``none`` nothing is moved.
             pin_memory: use page-locked memory where there is a GPU.
-            non_blocking: do not wait for the copies. Checkpoints do; who reads the tensors must.
+            non_blocking: do not wait for the copies. Checkpoints wait; other readers of the tensors must wait too.
 
         Raises:
-            UsageError: there is no optimizer, or ``offload_param`` keeps the slices off the device anyway.
+            UsageError: there is no optimizer, or ``offload_param`` keeps the shards off the device anyway.
             ConfigError: another device, or an unknown state.
         """
         if self.optimizer is None:
@@ -88,10 +88,10 @@ class MovedStates:
         self._moves.offload(states, wanted, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move everything that :meth:`offload_states` has moved back; the training continues as if it had stayed.
+        """Move everything that :meth:`offload_states` has moved back to the device. The training is not affected.
 
         Args:
-            non_blocking: begin all copies before the first has ended; this returns when all have.
+            non_blocking: start all copies before waiting for the first; this returns when all have ended.
 
         Raises:
             UsageError: there is no optimizer.
@@ -101,11 +101,11 @@ class MovedStates:
         self._moves.reload(non_blocking)
 
     def state_devices(self, state: str) -> set[torch.device]:
-        """The devices that tensors of one state are on; see :meth:`offload_states`."""
+        """The devices of the tensors of one state; see :meth:`offload_states`."""
         return {each.device for each in self._tensors_of(_known(state)) if each.numel()}
 
     def _tensors_of(self, state: str) -> Iterator[torch.Tensor]:
-        """All tensors of a state, also those that share their memory."""
+        """All tensors of a state, including those that share memory."""
         if state == LP_PARAMS:
             yield from self.optimizer.parameter_tensors()
             for parameter in self.module.parameters():
@@ -126,7 +126,7 @@ class MovedStates:
             yield from self._gradients.buffers()
 
     def _refuse_moved(self, doing: str, *states: str) -> None:
-        """Raise UsageError where one of ``states``, which ``doing`` needs on the device, is in host memory."""
+        """Raise UsageError if one of ``states``, which ``doing`` needs on the device, is in host memory."""
         away = [each for each in self._moves.away if each in states]
         if away:
             raise UsageError(
@@ -136,7 +136,7 @@ class MovedStates:
 
 
 def get_state_devices(model: MovedStates, state: str) -> set[torch.device]:
-    """The devices that one state of an engine is on, by DeepSpeed's name."""
+    """The devices of one state of an engine, under DeepSpeed's name."""
     return model.state_devices(state)
 
 
@@ -147,7 +147,7 @@ def _wanted(include: Container[str] | None) -> tuple[str, ...]:
         return (_known(include),)
     try:
         names = [_known(each) for each in include]  # type: ignore[attr-defined]
-    except TypeError:  # it says what is in it, and no more
+    except TypeError:  # a container that cannot be iterated
         return tuple(each for each in STATES if each in include)
     return tuple(each for each in STATES if each in names)
 

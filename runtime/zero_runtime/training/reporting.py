@@ -1,4 +1,4 @@
-"""What rank 0 says of the training, and what it writes for monitors."""
+"""Progress lines of rank 0 and the events that it writes to monitors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_runtime.training.monitors import Event, monitors
 
 
 class Progress(NamedTuple):
-    """Where the training is, after a step.
+    """The progress of the training after a step.
 
     Attributes:
         step: number of steps.
@@ -24,7 +24,7 @@ class Progress(NamedTuple):
         rates: the learning rate of each param group.
         momenta: the momentum, or the betas, of each.
         loss_scale: None where the loss is not scaled.
-        batches: what whole batches say of the steps since the last line; None where a step is several calls.
+        batches: loss and times of the whole batches since the last line; None where a step is several calls.
     """
 
     step: int
@@ -51,15 +51,15 @@ class BatchTimes(NamedTuple):
 
 
 class Report:
-    """Prints and writes as the configuration asks.
+    """Prints and writes what the configuration requests.
 
     Args:
         config: the configuration.
         clock: of the parts of a step.
-        rank: nothing is said but on rank 0.
+        rank: only rank 0 prints and writes.
 
     Attributes:
-        milliseconds: of each part of the step before, where the clock is running.
+        milliseconds: of each part of the last step, where the clock is running.
     """
 
     def __init__(self, config: RuntimeConfig, clock: Clock, rank: int) -> None:
@@ -74,12 +74,12 @@ class Report:
         self.milliseconds: dict[str, float] = {}
 
     def see_loss(self, loss: torch.Tensor) -> None:
-        """Take note of the loss of a micro-batch, whole and not scaled."""
+        """Keep the loss of a micro-batch for the monitors: not divided, not scaled."""
         if self._monitors:
             self._losses.append(loss.detach())
 
     def see_memory(self, when: str) -> None:
-        """Print the memory in use, where memory_breakdown asks for it."""
+        """Print the memory in use, if memory_breakdown is true."""
         if self._memory and self._first:
             self._say(f"{when}: {memory_in_use().shown()}")
 

@@ -1,4 +1,4 @@
-"""The engine's methods that save and load."""
+"""The engine's methods that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zero_runtime.zero import GatheredParameters
 
 
 class Saving:
-    """Checkpoints of an engine, whose attributes these are."""
+    """Checkpoints of an engine. The attributes are the engine's."""
 
     _config: RuntimeConfig
     module: torch.nn.Module
@@ -62,17 +62,17 @@ class Saving:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that the training needs to go on, as ``save_dir/tag``. All ranks must call it.
+        """Save everything that is needed to resume the training, as ``save_dir/tag``. All ranks must call it.
 
         Args:
-            save_dir: where checkpoints are; all ranks see it.
-            tag: name of this one; default: ``global_step`` and the number of steps.
-            client_state: values that ``load_checkpoint`` gives back; those of rank 0 are kept.
-            save_latest: make it the one that is loaded when no tag is named.
+            save_dir: the folder of checkpoints, on a file system that all ranks share.
+            tag: name of this checkpoint; default: ``global_step`` and the number of steps.
+            client_state: values that ``load_checkpoint`` returns; those of rank 0 are saved.
+            save_latest: make it the default of ``load_checkpoint``.
             exclude_frozen_parameters: leave frozen parameters out.
 
         Raises:
-            CheckpointError: on every rank, if one of them cannot; earlier checkpoints are as they were.
+            CheckpointError: on every rank, if one of them fails; earlier checkpoints are unchanged.
             ConfigError: ``save_dir`` is empty.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -91,7 +91,7 @@ class Saving:
             )
             residency = residency_of(self.module)
             if residency is not None and LP_PARAMS not in self._moves.away:
-                # As after a step, even where a script has had everything released.
+                # As after a step, even if a script has released everything.
                 residency.gather_persistent()
         return True
 
@@ -107,22 +107,22 @@ class Saving:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
 
-        So is one of a model whose tensors ranks share: its parts are put together, and cut anew.
+        The checkpoint of a tensor-parallel model is merged and partitioned again.
 
         Args:
-            load_dir: where checkpoints are.
-            tag: which one; default: the one saved last.
+            load_dir: the folder of checkpoints.
+            tag: name of the checkpoint; default: the one saved last.
             load_module_strict: refuse a checkpoint of other parameters than the model has.
             load_optimizer_states: the optimizer's state, the loss scale and the random generators too.
             load_lr_scheduler_states: the schedule's state too.
             load_module_only: parameters and buffers, and nothing else.
-            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, in place of loading the model.
+            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, instead of loading the model.
 
         Returns:
-            (its directory, the client state), or (None, {}) where nothing was saved and no tag is named.
+            (its directory, the client state), or (None, {}) if nothing was saved and no tag is named.
 
         Raises:
-            CheckpointError: on every rank, if one of them cannot; the engine is as it was.
+            CheckpointError: on every rank, if one of them fails; the engine is unchanged.
         """
         wanted = Wanted(
             load_module_strict,
@@ -164,11 +164,11 @@ class Saving:
     def _load_recut(
         self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted
     ) -> Loaded | None:
-        """Load a checkpoint whose model was cut otherwise than this one."""
+        """Load a checkpoint whose model was partitioned differently."""
         return load_recut(training, load_dir, tag, wanted, self._names(training))
 
     def _names(self, training: Training) -> frozenset[str] | None:
-        """Names of what is loaded of a whole model; None for all of it."""
+        """Names of the parameters to load of a whole model; None for all of them."""
         return None
 
     def save_16bit_model(
@@ -180,12 +180,12 @@ class Saving:
         """Save the model's weights in its own dtypes, in one file. All ranks must call it.
 
         Args:
-            save_dir: of the file; made if need be.
-            save_filename: ending in .safetensors, or else of torch.save's format.
+            save_dir: of the file; created if it does not exist.
+            save_filename: with .safetensors the file is in that format, otherwise in torch.save's.
             exclude_frozen_parameters: leave frozen parameters out.
 
         Returns:
-            Whether they were saved; not at stage 3, unless gather_16bit_weights_on_model_save is true.
+            Whether they were saved: at stage 3 only if gather_16bit_weights_on_model_save is true.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
@@ -207,7 +207,7 @@ class Saving:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The whole model in its own dtypes on rank 0, None elsewhere; by the name that libraries call. All ranks must.
+        """The whole model in its own dtypes on rank 0, None elsewhere. All ranks must call it. Libraries use this name.
 
         Raises:
             UsageError: gather_16bit_weights_on_model_save is false at stage 3.
@@ -215,8 +215,7 @@ class Saving:
         zero = self._config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             raise UsageError(
-                "the model is in slices; set zero_optimization.stage3_gather_16bit_weights_on_model_save to true to have it "
-                "gathered"
+                "the model is sharded; set zero_optimization.stage3_gather_16bit_weights_on_model_save to true to gather it"
             )
         with self._checkpointing() as training:
             return collected_weights(training, exclude_frozen_parameters)
@@ -227,12 +226,12 @@ class Saving:
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """Load the model's weights, which the optimizer goes on from. All ranks must call it.
+        """Load the model's weights, from which the optimizer continues. All ranks must call it.
 
         Args:
-            state_dict: whole parameters and buffers, by name; at stage 3 those of rank 0 are taken.
-            strict: refuse other names than the model has.
-            custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, in place of loading.
+            state_dict: whole parameters and buffers, by name; at stage 3 those of rank 0 are used.
+            strict: refuse names that differ from the model's.
+            custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, instead of loading.
         """
         self._refuse_moved("load_module_state_dict", *STATES)
         with self._checkpointing(), torch.no_grad():
@@ -275,13 +274,13 @@ class Saving:
         self.global_steps = counters["global_steps"]
         self.global_samples = counters["global_samples"]
         self.skipped_steps = counters["skipped_steps"]
-        # Gradients of a window that was not finished are not kept, so it begins again.
+        # A checkpoint has no gradients of an unfinished window, so the window restarts.
         windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
         self._window.restart(windows * self._config.gradient_accumulation_steps)
 
 
 def folder(path: str | Path | None) -> Path:
-    """The folder that a script names. Raises ConfigError where it names none."""
+    """``path`` as a Path. Raises ConfigError if it is missing or empty."""
     if path is None or not str(path):
         raise ConfigError(f"save_dir is {path!r}; expected a folder, such as checkpoints")
     return Path(path)

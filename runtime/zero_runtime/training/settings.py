@@ -1,4 +1,4 @@
-"""What an engine answers about its configuration: DeepSpeed's many small methods, as scripts call them."""
+"""The engine's accessors of configuration values, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_runtime.training.engine_queries import Answers
 
 
 class Settings(Answers):
-    """The methods that only read the configuration, and the two that change the batch size.
+    """The accessors, and two methods that change the batch size.
 
     Attributes:
         world_size: the number of data-parallel ranks.
@@ -55,13 +55,13 @@ class Settings(Answers):
         """Change the samples of a step by changing the number of micro-batches, from the next step on.
 
         Raises:
-            ConfigError: they are not a multiple of what the ranks take at once.
+            ConfigError: they are not a multiple of one micro-batch of all ranks.
         """
         at_once = self._config.train_micro_batch_size_per_gpu * self.world_size
         if train_batch_size < at_once or train_batch_size % at_once:
             raise ConfigError(
-                f"train_batch_size {train_batch_size} is not a multiple of what {self.world_size} ranks take at once, "
-                f"{at_once} samples; choose a multiple of {at_once}"
+                f"train_batch_size {train_batch_size} is not a multiple of {at_once}, the samples of one micro-batch of "
+                f"{self.world_size} ranks; choose a multiple of {at_once}"
             )
         self._config = dataclasses.replace(
             self._config,
@@ -70,7 +70,7 @@ class Settings(Answers):
         )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch, and with them those of a step; the number of micro-batches stays."""
+        """Change the samples of a micro-batch and so of a step; the number of micro-batches stays."""
         steps = self._config.gradient_accumulation_steps
         self._config = dataclasses.replace(
             self._config,
@@ -79,7 +79,7 @@ class Settings(Answers):
         )
 
     def dataloader_drop_last(self) -> bool:
-        """Whether a last batch that is not full is left out."""
+        """Whether an incomplete last batch is dropped."""
         return self._config.dataloader_drop_last
 
     # ZeRO.
@@ -129,7 +129,7 @@ class Settings(Answers):
         return self._config.zero.contiguous_gradients
 
     def zero_round_robin_gradients(self) -> bool:
-        """Whether parameters are dealt out to the ranks in turn."""
+        """Whether parameters are assigned to the ranks in turn."""
         return self._config.zero.round_robin_gradients
 
     def zero_load_from_fp32_weights(self) -> bool:
@@ -137,31 +137,31 @@ class Settings(Answers):
         return self._config.zero.load_from_fp32_weights
 
     def zero_sub_group_size(self) -> int:
-        """Elements that the optimizer updates together (stage 3)."""
+        """Elements of a sub-group, which the optimizer updates together (stage 3)."""
         return self._config.zero.sharding.sub_group_size
 
     def zero_prefetch_bucket_size(self) -> int:
-        """Elements that are gathered ahead (stage 3)."""
+        """Elements that are prefetched (stage 3)."""
         return self._config.zero.sharding.residency.prefetch
 
     def zero_param_persistence_threshold(self) -> int:
-        """Elements up to which a parameter stays gathered (stage 3)."""
+        """Largest number of elements of a persistent parameter (stage 3)."""
         return self._config.zero.sharding.residency.persistence
 
     def zero_model_persistence_threshold(self) -> int:
-        """Elements that stay gathered in all (stage 3)."""
+        """Largest number of elements of all persistent parameters (stage 3)."""
         return self._config.zero.sharding.residency.model_persistence
 
     def zero_max_live_parameters(self) -> int:
-        """Elements beyond which nothing is gathered ahead (stage 3)."""
+        """Gathered elements beyond which nothing is prefetched (stage 3)."""
         return self._config.zero.sharding.residency.max_live
 
     def zero_max_reuse_distance(self) -> int:
-        """Elements within which a parameter is kept for its next use (stage 3)."""
+        """Largest distance, in elements, to a next use for which a parameter stays gathered (stage 3)."""
         return self._config.zero.sharding.residency.reuse_distance
 
     def zero_hpz_partition_size(self) -> int:
-        """Ranks of the second group (stage 3)."""
+        """Ranks of the secondary partition (stage 3)."""
         return self._config.zero.sharding.residency.secondary_size
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -191,12 +191,12 @@ class Settings(Answers):
         return self._config.precision.autocast_dtype is not None
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of that."""
+        """The dtype of torch.autocast."""
         name = self._config.precision.autocast_dtype
         return None if name is None else DTYPES[name]
 
     def initial_dynamic_scale(self) -> float:
-        """What the loss scale began with."""
+        """The initial loss scale."""
         return self._config.precision.loss_scale.value
 
     def gradient_clipping(self) -> float:
@@ -204,7 +204,7 @@ class Settings(Answers):
         return self._config.gradient_clipping
 
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed."""
+        """The divisor of gradients before they are summed."""
         return self._config.gradient_predivide_factor
 
     def postscale_gradients(self) -> bool:
@@ -232,11 +232,11 @@ class Settings(Answers):
     # Reports and checkpoints.
 
     def steps_per_print(self) -> float | None:
-        """Steps between two lines; infinite where none is to be printed."""
+        """Steps between two progress lines; infinite for none."""
         return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether the time of each part is measured."""
+        """Whether the time of each part of a step is measured."""
         return self._config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:

@@ -1,4 +1,4 @@
-"""The numbers of an engine's steps in a trace, where they come after those of engines before it."""
+"""Numbers of an engine's steps in a trace, unique across engines of the same process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from commprof import hooks
 class StepNumbers:
     """Numbers the steps of one engine.
 
-    An engine that is made within a recorded run, when others have taken steps of it already, counts from 0 again: its
-    steps would be taken for theirs. So they are numbered on from there, unless they come later anyway, as after
-    ``load_checkpoint``. Engines that are made before the first step share its numbers, as they share the steps.
+    Each engine counts from 0. If an engine is constructed after others have taken recorded steps, its steps could be
+    mistaken for theirs. So they continue the numbering, unless their own count is higher anyway, as after
+    ``load_checkpoint``. Engines that are constructed before the first step share the numbers, as they share the steps.
 
-    The same holds for steps that an engine repeats after it has loaded an earlier checkpoint.
+    Steps that an engine repeats after it has loaded an earlier checkpoint get new numbers too.
     """
 
     def __init__(self) -> None:

@@ -18,13 +18,13 @@ class ThroughputTimer:
     """Samples per second.
 
     Args:
-        config: with ``enabled`` and ``synchronized``; None enables both. The latter waits for the device before each
-            reading, where lines are printed.
+        config: with ``enabled`` and ``synchronized``; None enables both. If lines are printed, ``synchronized`` waits for
+            the device before each reading.
         batch_size: samples of a step, over all ranks.
         start_step: steps that are not counted.
         steps_per_output: steps between two lines; None or infinity for none.
         monitor_memory: print the memory in use too.
-        logging_fn: what is called with a line.
+        logging_fn: called with each line.
 
     Attributes:
         initialized: whether ``start`` was called.
@@ -56,7 +56,7 @@ class ThroughputTimer:
 
     @property
     def enabled(self) -> bool:
-        """Whether it measures."""
+        """Whether times are measured."""
         return bool(getattr(self.config, "enabled", True))
 
     def update_epoch_count(self) -> None:
@@ -74,7 +74,7 @@ class ThroughputTimer:
             self.start_time = time.time()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """End the micro-batch, and with ``global_step`` the step; ``report_speed`` allows the line that is due."""
+        """End the micro-batch, and with ``global_step`` the step; ``report_speed`` allows a line."""
         if not self.enabled or not self.started:
             return
         self.started = False

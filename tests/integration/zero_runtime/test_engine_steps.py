@@ -263,7 +263,7 @@ def test_the_batch_size_can_change_between_steps():
     for sizes, taken, refused in run_ranks(2, batch_sizes):
         assert sizes == [(16, 4, 2), (24, 4, 3), (12, 2, 3)]
         assert taken == 1
-        assert "train_batch_size 10 is not a multiple of what 2 ranks take at once, 4 samples" in refused
+        assert "train_batch_size 10 is not a multiple of 4, the samples of one micro-batch of 2 ranks" in refused
 
 
 def answers(rank, world):
@@ -299,9 +299,9 @@ def test_the_engine_answers_for_its_configuration():
 
 def state_of_slices(rank, world):
     engine = made(3, 1, top={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
-    with pytest.raises(UsageError, match=r"is in slices between its uses .*GatheredParameters"):
+    with pytest.raises(UsageError, match=r"is sharded between its uses .*GatheredParameters"):
         engine.module_state_dict()
-    with pytest.raises(UsageError, match="is in slices between its uses"):
+    with pytest.raises(UsageError, match="is sharded between its uses"):
         engine.state_dict()
     return True
 

@@ -247,6 +247,6 @@ def test_without_an_optimizer_stage_3_keeps_slices_of_the_mean_gradients():
     slices = []
     for found, said, *_ in run_ranks(2, gradients_without_optimizer, 3, 1):
         slices.append(found[1][0])
-        assert "in slices" in said
+        assert "in shards" in said
     # Padding is zeros, and slices lie by parameter; squares add up in any order.
     torch.testing.assert_close(torch.cat(slices).square().sum(), whole.square().sum(), rtol=1e-5, atol=0.0)
