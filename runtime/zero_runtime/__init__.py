@@ -8,7 +8,7 @@
         engine.backward(loss)
         engine.step()
 
-Stages 0 to 3; fp32, bf16 and fp16. What differs from DeepSpeed stands in ``docs/deepspeed-differences.md``.
+Stages 0 to 3; fp32, bf16 and fp16. ``docs/deepspeed-differences.md`` lists the differences from DeepSpeed.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ __all__ = [
     "zero",
 ]
 
-use_huge_pages()  # before the program makes its model
+use_huge_pages()  # before the program constructs its model

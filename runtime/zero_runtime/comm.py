@@ -1,10 +1,9 @@
-"""The only caller of torch.distributed.
+"""The collectives of the runtime: the only module that calls torch.distributed.
 
-Every collective of the runtime is issued here, inside a ``commprof.hooks.tag`` that says why: purpose, bucket, owner,
-parameters, the operation it stands for. What was sent is never reported from here; the recorder sees it beneath
-torch.distributed by itself.
+Every collective of the runtime is issued here, inside a ``commprof.hooks.tag`` with its purpose, bucket, owner, parameters
+and intended operation. This module never reports bytes; the recorder observes them below torch.distributed.
 
-The functions are those scripts know from ``deepspeed.comm``; the runtime itself uses :class:`DataParallelGroup`.
+The functions are those of ``deepspeed.comm``, for scripts. The runtime itself uses :class:`DataParallelGroup`.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise torch.distributed unless it is already.
+    """Initialise torch.distributed, unless it is initialised already.
 
     The backend is nccl where CUDA is available, else gloo. Without a launcher (no RANK in the environment)
     the process is rank 0 of 1, or with ``auto_mpi_discovery`` the rank that Open MPI has started. ``verbose`` and ``config``
     are accepted for DeepSpeed's signature.
 
     Raises:
-        ConfigError: for ``dist_init_required=False`` when nobody has initialised it; Open MPI has started ranks on several
-            hosts, and nobody says where rank 0 is; accelerate has chosen no backend for several ranks.
+        ConfigError: for ``dist_init_required=False`` when it is not initialised; Open MPI has started ranks on several
+            hosts, and MASTER_ADDR is missing; accelerate has chosen no backend for several ranks.
     """
     if dist.is_initialized():
         return
@@ -79,7 +78,7 @@ def init_distributed(
 
 
 def _refuse_ranks_of_accelerate(environment: Mapping[str, str]) -> None:
-    """Refuse ranks that accelerate would take for one rank each: where it sees no device it names no backend."""
+    """Refuse several ranks of accelerate on CPUs: it names no backend there and treats each rank as the only one."""
     asked = environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     ranks = int(environment.get("WORLD_SIZE", "1"))
     if asked and ranks > 1 and not torch.cuda.is_available():
@@ -91,7 +90,7 @@ def _refuse_ranks_of_accelerate(environment: Mapping[str, str]) -> None:
 
 
 def _take_over_mpi(port: int | None) -> None:
-    """Set the variables of a launcher from those of Open MPI, where it has started this process."""
+    """Set the variables of a launcher from Open MPI's, if it has started this process."""
     names = {
         "RANK": "RANK",
         "WORLD_SIZE": "SIZE",
@@ -148,7 +147,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
 
     Args:
         ranks: its members, in the order of their ranks within it.
-        name: what traces call it, such as the axis of a topology; it need not be unique.
+        name: its name in traces, such as the axis of a topology; it need not be unique.
     """
     return dist.new_group(list(ranks), group_desc=name)
 
@@ -212,11 +211,11 @@ def reduce_scatter_tensor(
 
 
 class DataParallelGroup:
-    """The ranks that hold the same parameters, and the collectives among them.
+    """The data-parallel ranks, which hold the same parameters, and the collectives among them.
 
-    Collectives are issued as DeepSpeed issues them: blocking calls, in place where they can be. On CUDA a blocking call only
-    makes the current stream wait, not the host. Those that are ``asynchronous`` are only begun: they return what is to
-    be waited for before any of their tensors is touched.
+    Collectives are issued as DeepSpeed issues them: blocking calls, in place where possible. On CUDA a blocking call makes
+    only the current stream wait, not the host. ``asynchronous`` calls return a work handle; wait for it before using the
+    tensors.
 
     Attributes:
         group: torch's process group; None for all ranks.
@@ -286,12 +285,12 @@ class DataParallelGroup:
     def start_all_gather(
         self, output: torch.Tensor, tensor: torch.Tensor, why: hooks.tag | None = None
     ) -> dist.Work:
-        """As :meth:`all_gather_single`, but only begun: the result is there after ``wait()`` of what this returns."""
+        """Start :meth:`all_gather_single`; the result is available after ``wait()`` on the returned handle."""
         with why or _UNTAGGED:
             return all_gather_single(output, tensor, group=self.group, async_op=True)
 
     def start_all_reduce(self, tensor: torch.Tensor, why: hooks.tag | None = None) -> dist.Work:
-        """As :meth:`all_reduce` by sum, but only begun: the result is there after ``wait()`` of what this returns."""
+        """Start :meth:`all_reduce` by sum; the result is available after ``wait()`` on the returned handle."""
         with why or _UNTAGGED:
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
@@ -329,7 +328,7 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> dist.Work | None:
-        """Sum ``rows`` (world_size equal rows end to end) and keep this rank's row in ``output``."""
+        """Sum ``rows`` (world_size equal, concatenated rows) and write this rank's row to ``output``."""
         with why or _UNTAGGED:
             return reduce_scatter_single(output, rows, group=self.group, async_op=asynchronous)
 
@@ -341,7 +340,7 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> dist.Work | None:
-        """Send row r of ``rows`` to rank r; ``output`` gets this rank's row from every rank, end to end.
+        """Send row r of ``rows`` to rank r; ``output`` gets this rank's row from every rank, concatenated.
 
         Args:
             output: world_size x row_numels[rank] elements.
@@ -360,19 +359,19 @@ class DataParallelGroup:
             dist.send(tensor, self.global_ranks[member], group=self.group)
 
     def receive(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> None:
-        """Fill ``tensor`` with what group member ``member`` sends."""
+        """Fill ``tensor`` with a message of group member ``member``."""
         with why or _UNTAGGED:
             dist.recv(tensor, self.global_ranks[member], group=self.group)
 
     def start_send(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> dist.Work | None:
-        """As :meth:`send`, but only begun: ``tensor`` stays as it is until ``wait()`` of what this returns."""
+        """Start :meth:`send`; do not change ``tensor`` before ``wait()`` on the returned handle."""
         with why or _UNTAGGED:
             return dist.isend(tensor, self.global_ranks[member], group=self.group)
 
     def start_receive(
         self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None
     ) -> dist.Work | None:
-        """As :meth:`receive`, but only begun: ``tensor`` is there after ``wait()`` of what this returns."""
+        """Start :meth:`receive`; ``tensor`` is filled after ``wait()`` on the returned handle."""
         with why or _UNTAGGED:
             return dist.irecv(tensor, self.global_ranks[member], group=self.group)
 
@@ -384,15 +383,15 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> tuple[Work | None, Callable[[], torch.Tensor]]:
-        """A reduce_scatter made of an all_to_all and a local sum.
+        """A reduce_scatter implemented as an all_to_all and a local sum.
 
         Args:
-            received: room for what comes: world_size x row_numels[rank] elements.
+            received: buffer for the received rows: world_size x row_numels[rank] elements.
             rows, row_numels: as of :meth:`all_to_all_single`.
 
         Returns:
-            What is to be waited for, and then what gives this rank's sum, 1-D. 16-bit rows are added up in fp32: the sum is
-            rounded once.
+            A work handle to wait for, and a function that then returns this rank's sum, 1-D. 16-bit rows are summed in
+            fp32, so the sum is rounded once.
         """
         work = self.all_to_all_single(received, rows, row_numels, why=why, asynchronous=asynchronous)
         width = row_numels[self.rank]
@@ -400,7 +399,7 @@ class DataParallelGroup:
 
 
 def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of a matrix over its rows, in fp32; on the CPU in their order, wherever in the row a number is.
+    """The sum of a matrix over its rows, in fp32; on the CPU in the order of the rows for every column.
 
     Row by row, since torch's own reduction of a few long rows takes 2 to 6 times as long on a CPU, and 10 times as long
     for 16 rows of 16-bit numbers.
@@ -413,7 +412,7 @@ def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-# The methods of DataParallelGroup that issue something, by name, for those who time or count them all.
+# The methods of DataParallelGroup that issue collectives, by name, for timers and counters of all calls.
 COLLECTIVES: Final = (
     "all_reduce",
     "reduce",

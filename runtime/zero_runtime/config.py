@@ -1,7 +1,7 @@
-"""The configuration: DeepSpeed's JSON, checked, typed and with every default filled in.
+"""The configuration: DeepSpeed's JSON, checked and typed, with all defaults.
 
-``load`` reads a path, a mapping or ``args.deepspeed_config``; ``RuntimeConfig.from_mapping`` is pure. What is known, and
-what becomes of it, stands in :mod:`zero_runtime.configuration.keys`.
+``load`` reads a path, a mapping or ``args.deepspeed_config``; ``RuntimeConfig.from_mapping`` is pure. All keys and their
+handling are in :mod:`zero_runtime.configuration.keys`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_runtime.offload.files import AsynchronousIO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """The optimizer to make: ``type`` as in the config, ``params`` its keyword arguments."""
+    """The optimizer to construct: ``type`` as in the config, ``params`` its keyword arguments."""
 
     type: str
     params: Mapping[str, Any]
@@ -39,7 +39,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """The learning-rate schedule to make."""
+    """The learning-rate schedule to construct."""
 
     type: str
     params: Mapping[str, Any]
@@ -47,7 +47,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorConfig:
-    """Where a monitor writes: the directory ``output_path``/``job_name``."""
+    """The directory that a monitor writes to: ``output_path``/``job_name``."""
 
     enabled: bool
     output_path: str
@@ -56,7 +56,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsLoggerConfig:
-    """Which messages are timed, and what is said of each: see :mod:`zero_runtime.groups.comm_log`."""
+    """Which collectives are timed, and how they are printed: see :mod:`zero_runtime.groups.comm_log`."""
 
     enabled: bool
     prof_all: bool
@@ -67,7 +67,7 @@ class CommsLoggerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputConfig:
-    """How samples per second are measured: see :class:`zero_runtime.training.throughput.ThroughputTimer`."""
+    """The measurement of samples per second: see :class:`zero_runtime.training.throughput.ThroughputTimer`."""
 
     enabled: bool
     synchronized: bool
@@ -113,18 +113,20 @@ class RuntimeConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], world_size: int, stages: int = 1) -> RuntimeConfig:
-        """Check ``values`` and fill in what it leaves out.
+        """Check ``values`` and fill in the defaults.
 
         Args:
             values: the configuration.
             world_size: all ranks that train.
-            stages: of a pipeline; with what ``values`` says of other axes they say how many ranks have other samples.
+            stages: of a pipeline. With the other axes in ``values`` they determine the number of replicas.
 
         Raises:
-            ConfigError: what is wrong, with the values, what was expected and what to do.
-            UnsupportedError: what exists in DeepSpeed but not in this version.
+            ConfigError: a key or value is wrong.
+            UnsupportedError: a key or value exists in DeepSpeed but not in this version.
         """
         notices: list[str] = []
+        # Old forms first: everything below knows present names only. Then keys that are accepted without an effect are
+        # noted, so that nobody waits for one.
         values = _modern(values, notices)
         top = keys.read(values)
         notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(values)]
@@ -133,6 +135,7 @@ class RuntimeConfig:
         if not zero.stage.shards_parameters:
             idle = keys.stage_3_only(values)
             notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
+        # The batch sizes depend on the number of replicas, so the axes are read before them.
         parallel, pipeline = read_parallel(top), read_pipeline(top)
         top["gradient_accumulation_steps"] = accumulation_steps(
             pipeline.micro_batches, top["gradient_accumulation_steps"]
@@ -175,6 +178,8 @@ class RuntimeConfig:
             given=dict(values),
             notices=(),
         )
+        # Combinations of keys are checked on the finished object, whose defaults are filled in. The checks add notices, so
+        # these are set last.
         if config.accumulates_whole:
             config = dataclasses.replace(config, zero=whole_gradients(config.zero, notices))
         check(config)
@@ -186,20 +191,20 @@ class RuntimeConfig:
 
     @property
     def param_dtype(self) -> str | None:
-        """``data_types.param_dtype`` as given; the blocks fp16 and bf16 decide."""
+        """``data_types.param_dtype`` as written; the blocks fp16 and bf16 decide."""
         return self.precision.param_dtype
 
     @property
     def buffer_dtype(self) -> str | None:
-        """``data_types.buffer_dtype``: what floating-point buffers are cast to; None leaves them as they are."""
+        """``data_types.buffer_dtype``: the dtype that floating-point buffers are cast to; None does not cast."""
         return self.precision.buffer_dtype
 
     @property
     def accumulates_whole(self) -> bool:
         """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
 
-        That is stage 1 with grad_accum_dtype fp32 and no optimizer in host memory, where DeepSpeed has another optimizer:
-        one message for all gradients.
+        That is stage 1 with grad_accum_dtype fp32 and no optimizer in host memory. DeepSpeed has another optimizer for it,
+        which sends one message for all gradients.
         """
         stage = self.zero.stage
         wide = self.precision.bf16 and self.precision.grad_accum_dtype == "fp32"
@@ -209,11 +214,11 @@ class RuntimeConfig:
         return wide and stage.shards_optimizer and not stage.shards_gradients
 
     def scaling(self, world_size: int) -> Scaling:
-        """When gradients are divided, for the chosen reduction (DeepSpeed 0.19.8's orders of division).
+        """When gradients are divided, for the configured reduction (DeepSpeed 0.19.8's orders of division).
 
-        The reductions to owners divide the bucket before any cast; without contiguous gradients, auto divides
-        between the cast and the sum; a plain all_reduce multiplies after the sum, or as prescale and predivide say.
-        Stage 3 always divides between the cast and the sum.
+        The reductions to owners divide the bucket before any cast. Without contiguous gradients, auto divides between the
+        cast and the sum. A plain all_reduce multiplies after the sum, or as prescale and predivide configure. Stage 3
+        always divides between the cast and the sum.
         """
         if self.gradient_allreduce_op == "sum":
             return Scaling()
@@ -229,8 +234,9 @@ class RuntimeConfig:
         return Scaling(factor_before=1.0 / factor, factor_after=factor / world_size)
 
     def effective(self) -> dict[str, Any]:
-        """Everything as it is really used, under the keys of a configuration; for the record of a run."""
+        """The values in use, under the keys of a configuration; for the record of a run."""
         values = dataclasses.asdict(self)
+        # The fields are named for the code; a configuration has some of them in blocks, or under other names.
         zero, kinds = values.pop("zero"), values.pop("precision")
         parallel, pipeline = values.pop("parallel"), values.pop("pipeline")
         values["checkpoint"] = {
@@ -245,6 +251,7 @@ class RuntimeConfig:
         )
         zero["zero_quantized_weights"] = zero.pop("quantized_weights")
         zero["zero_quantized_gradients"] = zero.pop("quantized_gradients")
+        # Keys of stage 3 are shown only where they act; at other stages offload uses one of them.
         if self.zero.stage.shards_parameters:
             zero.update(self.zero.sharding.effective())
         elif self.zero.offload_optimizer is not None:
@@ -300,8 +307,8 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
     """The configuration as a dictionary.
 
     Args:
-        config: a mapping, the path of a JSON file, or the file itself in URL-safe base64, as launchers pass it on.
-        args: where ``config`` is None: an object whose ``deepspeed_config`` is one of those.
+        config: a mapping, the path of a JSON file, or its content in URL-safe base64, as launchers pass it.
+        args: used if ``config`` is None: an object whose ``deepspeed_config`` is one of those.
 
     Raises:
         ConfigError: no configuration, two of them, or one that cannot be read.
@@ -326,12 +333,12 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
 
 
 def parallel_of(values: Mapping[str, Any]) -> ParallelConfig:
-    """What ``values`` says of axes, once all of its keys are known. Raises as ``RuntimeConfig.from_mapping`` does."""
+    """The axes in ``values``, whose keys are all checked. Raises as ``RuntimeConfig.from_mapping`` does."""
     return read_parallel(keys.read(_modern(values, [])))
 
 
 def pipeline_of(values: Mapping[str, Any]) -> PipelineConfig:
-    """What ``values`` says of a pipeline, likewise."""
+    """The pipeline in ``values``, whose keys are all checked. Raises as ``RuntimeConfig.from_mapping`` does."""
     return read_pipeline(keys.read(_modern(values, [])))
 
 
@@ -342,7 +349,7 @@ def _shown(config: Any) -> str:
 def _shared_batch_sizes(
     top: Mapping[str, Any], parallel: ParallelConfig, replicas: int, notices: list[str]
 ) -> tuple[int, int, int]:
-    """The same where ranks share a model: with autotp_size DeepSpeed counts each sample once for each of its ranks."""
+    """:func:`batch_sizes` with tensor parallelism: with autotp_size, DeepSpeed counts a sample once for each rank."""
     batch, micro, steps = (
         top["train_batch_size"],
         top["train_micro_batch_size_per_gpu"],
@@ -360,10 +367,10 @@ def _shared_batch_sizes(
 
 
 def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
-    """(micro-batch per rank, accumulation steps, batch); derives what is not given.
+    """(micro-batch per rank, accumulation steps, batch); derives missing sizes.
 
     Raises:
-        ConfigError: they do not multiply, or there are too few of them.
+        ConfigError: they do not multiply, or too few of them are set.
     """
     batch, micro, steps = (
         top["train_batch_size"],
@@ -394,7 +401,7 @@ def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]
 
 
 def _precision(top: Mapping[str, Any], parallel: ParallelConfig) -> PrecisionConfig:
-    """The dtypes; where ranks share sequences their gradients travel in one of their own, as in DeepSpeed."""
+    """The dtypes. Sequence-parallel ranks have a communication dtype of their own, as in DeepSpeed."""
     precision = read_precision(top)
     if parallel.sequence_parallel_size == 1:
         return precision
@@ -420,7 +427,7 @@ def _scheduler(block: Mapping[str, Any] | None, written: Mapping[str, Any] | Non
 
 
 def _modern(values: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
-    """``values`` in the present form of what also has an old one: a bool for zero_optimization, and bfloat16."""
+    """``values`` with old forms replaced: a bool for zero_optimization, and bfloat16."""
     values = keys.as_deepspeed_reads(values, notices)
     old = values.get("zero_optimization")
     if isinstance(old, bool):

@@ -1,15 +1,15 @@
-"""Every error that zero_runtime itself reports.
+"""The exceptions of zero_runtime.
 
 ::
 
     ZeroRuntimeError
     ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
-    │   └── UnsupportedError also a NotImplementedError: known and meaningful, but not in this version
-    ├── UsageError           also a RuntimeError: methods of the engine called in an order that means nothing
+    │   └── UnsupportedError also a NotImplementedError: exists in DeepSpeed, but not in this version
+    ├── UsageError           also a RuntimeError: methods of the engine called in a wrong order
     ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
     ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
-    ├── MissingNameError     also a ModuleNotFoundError: a name of DeepSpeed's that is not given here
-    ├── MissingAttributeError also an AttributeError: the same where it is looked up
+    ├── MissingNameError     also a ModuleNotFoundError: a name of DeepSpeed's that this version lacks
+    ├── MissingAttributeError also an AttributeError: the same for a lookup of an attribute
     └── OffloadError         also a RuntimeError: files of offloaded tensors that cannot be written or read
 
 A message says what happened, with values; what was expected; and what to do. ConfigError, UsageError and CheckpointError are
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 
 class ZeroRuntimeError(Exception):
-    """An error whose message is written for the person who runs the training."""
+    """The base class; messages are written for the person who runs the training."""
 
 
 class ConfigError(ZeroRuntimeError, ValueError, AssertionError):
@@ -28,11 +28,11 @@ class ConfigError(ZeroRuntimeError, ValueError, AssertionError):
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """The configuration asks for something that exists in DeepSpeed but not in this version."""
+    """The configuration requests a feature that exists in DeepSpeed but not in this version."""
 
 
 class UsageError(ZeroRuntimeError, RuntimeError, AssertionError):
-    """A method was called where it means nothing."""
+    """A method was called in a state that does not allow it."""
 
 
 class LossScaleError(ZeroRuntimeError, RuntimeError):
@@ -40,16 +40,16 @@ class LossScaleError(ZeroRuntimeError, RuntimeError):
 
 
 class CheckpointError(ZeroRuntimeError, RuntimeError, AssertionError):
-    """A checkpoint cannot be written, or is not what can be loaded."""
+    """A checkpoint cannot be written or loaded."""
 
 
 class OffloadError(ZeroRuntimeError, RuntimeError):
-    """A tensor that is kept in a file cannot be written there, or does not come back as it was written."""
+    """An offloaded tensor cannot be written to its file, or is read back with other values."""
 
 
 class MissingNameError(ZeroRuntimeError, ModuleNotFoundError):
-    """A module or name of DeepSpeed's is imported, and this runtime does not give it."""
+    """A module or name of DeepSpeed's was imported that this runtime does not provide."""
 
 
 class MissingAttributeError(ZeroRuntimeError, AttributeError):
-    """The same where the name is looked up as an attribute, so that ``hasattr`` is false and ``getattr`` has its default."""
+    """The same for a lookup as an attribute, so that ``hasattr`` is false and ``getattr`` returns its default."""

@@ -1,11 +1,11 @@
-"""``python -m zero_runtime.launch``: the arguments of the ``deepspeed`` launcher, for ranks of one host, on torchrun.
+"""A launcher with the arguments of ``deepspeed``, for ranks of one host, on torchrun: ``python -m zero_runtime.launch``.
 
 ::
 
     python -m zero_runtime.launch --num_gpus 2 train.py --deepspeed_config ds.json
 
-``import deepspeed`` means this runtime in the ranks. Each gets ``--local_rank=N`` before its own arguments, as DeepSpeed's
-launcher gives it. Several hosts are started one by one, with ``--no_ssh`` on each of them.
+In the ranks ``import deepspeed`` imports this runtime. Each rank gets ``--local_rank=N`` before its own arguments, as with
+DeepSpeed's launcher. With several hosts, run it on each of them with ``--no_ssh``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _SEVERAL: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be started here.
+    """The ranks to start on this host.
 
     Attributes:
         slots: numbers of the devices, one for each rank.
-        hosts: how many hosts take part.
-        host: number of this one.
+        hosts: number of hosts.
+        host: number of this host.
         address: host of rank 0.
-        port: where rank 0 is found.
-        chooses_devices: whether ``slots`` is a choice among the visible devices.
+        port: of rank 0.
+        chooses_devices: whether ``slots`` is a selection of the visible devices.
     """
 
     slots: tuple[int, ...]
@@ -57,7 +57,7 @@ class Plan:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments, by the names of DeepSpeed's launcher."""
+    """The parser of the arguments, which have the names of DeepSpeed's launcher."""
     arguments = argparse.ArgumentParser(
         prog="python -m zero_runtime.launch",
         description="Start the ranks of a training on this host.",
@@ -81,44 +81,44 @@ def parser() -> argparse.ArgumentParser:
         "--master_port",
         type=int,
         default=None,
-        help=f"port of rank 0; default: {DEFAULT_PORT}, or another where it is taken",
+        help=f"port of rank 0; default: {DEFAULT_PORT}, or a free one if it is taken",
     )
     add("--master_addr", default="", help="host of rank 0")
     add("--node_rank", type=int, default=-1, help="number of this host, with --no_ssh")
     add("--launcher", default="pdsh", help="accepted for one host")
     add("--launcher_args", default="", help=argparse.SUPPRESS)
     add("--module", action="store_true", help="the script is a module: python -m SCRIPT")
-    add("--no_python", action="store_true", help="the script is a program, and Python is not to run it")
-    add("--no_local_rank", action="store_true", help="do not give --local_rank to the script")
+    add("--no_python", action="store_true", help="the script is a program, which is run without Python")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     add("--no_ssh", action="store_true", help="start the ranks of this host only")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
     add("--force_multi", action="store_true", help=argparse.SUPPRESS)
     add(
         "--save_pid",
         action="store_true",
-        help="write the process's number to a file in the directory for temporary ones",
+        help="write the process ID to a file in the directory for temporary files",
     )
     add(
         "--enable_each_rank_log",
         default="None",
         metavar="DIR",
-        help="write what each rank prints to a file of its own",
+        help="write the output of each rank to its own file in DIR",
     )
     add("--autotuning", default="", choices=["", "tune", "run"], help=argparse.SUPPRESS)
     add("--elastic_training", action="store_true", help=argparse.SUPPRESS)
-    add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
-    add("--bind_core_list", default=None, metavar="LIST", help="these cores: 0-15,32-47")
+    add("--bind_cores_to_rank", action="store_true", help="bind each rank to its own cores")
+    add("--bind_core_list", default=None, metavar="LIST", help="the cores to bind to: 0-15,32-47")
     add("--ssh_port", type=int, default=None, help=argparse.SUPPRESS)
     add("--venv_script", default=None, help=argparse.SUPPRESS)
     add("--log_level", default="info", help=argparse.SUPPRESS)
     add("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
-    add("user_script", help="what each rank runs")
+    add("user_script", help="the script that each rank runs")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return arguments
 
 
 def plan(options: Any, visible: int, hostname: str) -> Plan:
-    """What arguments ask for.
+    """The plan for parsed arguments.
 
     Args:
         options: parsed arguments.
@@ -126,7 +126,7 @@ def plan(options: Any, visible: int, hostname: str) -> Plan:
         hostname: of this host.
 
     Raises:
-        ConfigError: they contradict each other, or ask for what is not there.
+        ConfigError: they contradict each other, or request devices or hosts that do not exist.
     """
     _refuse(options)
     if options.num_gpus == 0 or options.num_gpus < -1 or options.num_nodes == 0 or options.num_nodes < -1:
@@ -136,7 +136,7 @@ def plan(options: Any, visible: int, hostname: str) -> Plan:
             "--num_gpus and --num_nodes choose by number, --include and --exclude by name; give one of the two"
         )
     pool = read_hosts(options.hostfile)
-    # Each host started by hand counts its neighbours in the hostfile, as DeepSpeed does.
+    # With --no_ssh the number of hosts comes from the hostfile, as in DeepSpeed.
     hosts = options.num_nodes if options.num_nodes > 0 else max(len(pool), 1) if options.no_ssh else 1
     several = hosts > 1 or (len(pool) > 1 and options.num_nodes != 1 and not options.include)
     if several and not options.no_ssh:
@@ -158,10 +158,10 @@ def plan(options: Any, visible: int, hostname: str) -> Plan:
 
 
 def read_hosts(path: str | None) -> dict[str, int]:
-    """Slots of each host in a hostfile; nothing without one.
+    """The slots of each host in a hostfile; empty without one.
 
     Raises:
-        ConfigError: it cannot be read, or has other lines than ``HOST slots=N``.
+        ConfigError: it cannot be read, or has lines other than ``HOST slots=N``.
     """
     if path is None:
         return {}
@@ -181,7 +181,7 @@ def read_hosts(path: str | None) -> dict[str, int]:
             )
         if match[1] in hosts:
             raise ConfigError(
-                f"hostfile {path}, line {number}: host {match[1]} stands there twice; keep one line"
+                f"hostfile {path}, line {number}: host {match[1]} is listed twice; keep one line"
             )
         hosts[match[1]] = int(match[2])
     if not hosts:
@@ -190,11 +190,11 @@ def read_hosts(path: str | None) -> dict[str, int]:
 
 
 def parse_filter(text: str, names: Sequence[str]) -> tuple[int, ...] | None:
-    """The devices that ``--include`` or ``--exclude`` names; None for all of the host.
+    """The devices in ``--include`` or ``--exclude``; None for all devices of the host.
 
     Args:
         text: such as ``localhost:0,2``.
-        names: of this host.
+        names: the names of this host.
 
     Raises:
         ConfigError: it names another host, or no devices.
@@ -241,10 +241,10 @@ def _refuse(options: Any) -> None:
 
 
 def refuse_hosts_of_accelerate(options: Any, environment: Mapping[str, str]) -> None:
-    """Refuse to be the launcher with which ``accelerate launch`` starts ranks on several hosts.
+    """Refuse a start by ``accelerate launch`` that needs ranks on several hosts.
 
     Raises:
-        ConfigError: it is, and says which of accelerate's launchers does that.
+        ConfigError: it is such a start; the message names the launcher of accelerate that works.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and not options.no_ssh:
         raise ConfigError(
@@ -293,7 +293,7 @@ def variables(planned: Plan, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Become torchrun, which starts the ranks and gives their exit code."""
+    """Replace this process by torchrun, which starts the ranks and returns their exit code."""
     options = parser().parse_args(arguments)
     try:
         refuse_hosts_of_accelerate(options, os.environ)
@@ -325,7 +325,7 @@ def _save_pid() -> None:
 
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
     path.write_text(f"{os.getpid()}")
-    print(f"zero_runtime: the process's number is in {path}", file=sys.stderr)
+    print(f"zero_runtime: the process ID is in {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of ``python -m zero_runtime.launch``: binds itself to cores, and becomes the script."""
+"""The start of one rank by ``zero_runtime.launch``: binds the process to cores and runs the script."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EXIT_CODE = 2
 
 
 def cores(text: str) -> list[int]:
-    """The cores that a list names.
+    """The cores in a list such as ``0-2,8``.
 
     >>> cores("0-2,8")
     [0, 1, 2, 8]
 
     Raises:
-        ConfigError: it is no list.
+        ConfigError: the list is malformed.
     """
     numbers: list[int] = []
     for interval in text.split(","):
@@ -34,7 +34,7 @@ def cores(text: str) -> list[int]:
 
 
 def share(available: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """The cores of one rank: equally many for each, in order.
+    """The cores of one rank: the same number for each rank, in order.
 
     Raises:
         ConfigError: there are fewer cores than ranks.

@@ -1,6 +1,6 @@
-"""What the runtime says on stderr, down to the level of ZERO_RUNTIME_LOG_LEVEL, else of DEEPSPEED_LOG_LEVEL.
+"""Log lines on stderr, down to the level in ZERO_RUNTIME_LOG_LEVEL or else DEEPSPEED_LOG_LEVEL.
 
-Levels are debug, info (the default), warning, error and critical. Errors that end the program are raised, not said here.
+Levels are debug, info (the default), warning, error and critical. Fatal errors are raised, not logged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEVELS: Final = {
 
 
 def level() -> int:
-    """The level down to which things are said, as a number of :mod:`logging`. A level that there is not is said once."""
+    """The lowest level that is printed, as a number of :mod:`logging`. An unknown level is reported once."""
     for variable in VARIABLES:
         named = os.environ.get(variable)
         if named:
@@ -40,13 +40,13 @@ def _number(variable: str, named: str) -> int:
 
 
 def info(sentence: str) -> None:
-    """Say what somebody asked to hear."""
+    """Print a progress line."""
     if level() <= logging.INFO:
         _print(sentence)
 
 
 def warning(sentence: str) -> None:
-    """Say what is not as somebody may think."""
+    """Print a warning."""
     if level() <= logging.WARNING:
         _print(sentence)
 

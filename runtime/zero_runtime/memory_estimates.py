@@ -1,8 +1,7 @@
-"""How much memory the states of a model need under ZeRO 2 and 3, before anything is run.
+"""Estimates of the memory for the states of a model under ZeRO 2 and 3, before a run.
 
-The formulas are those of DeepSpeed 0.19.8. For each parameter it counts 2 bytes for itself in 16 bits, and 18 that are
-sharded: its gradient in 16 and in 32 bits, its copy in 32 bits, and the two moments of Adam. Activations and buffers come
-on top.
+The formulas are those of DeepSpeed 0.19.8. Each parameter counts 2 bytes for its 16-bit value, and 18 sharded bytes: its
+gradient in 16 and in 32 bits, its copy in 32 bits, and the two moments of Adam. Activations and buffers are not included.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from zero_runtime.sharding.shards import shard_of
 
 
 class Estimate(NamedTuple):
-    """Bytes, and the settings they are for.
+    """Bytes for one choice of settings.
 
     Attributes:
-        host: of host memory, for each host.
-        device: for each device.
+        host: bytes of host memory for each host.
+        device: bytes for each device.
         options: the settings.
     """
 
@@ -57,12 +56,12 @@ def estimate_zero3_model_states_mem_needs(
 
     Args:
         total_params: parameters of the model.
-        largest_layer_params: of the module that holds the most by itself, which is gathered whole.
+        largest_layer_params: elements of the module with the most parameters of its own, which are gathered together.
         num_gpus_per_node: devices of a host.
         num_nodes: hosts.
         cpu_offload: the optimizer's state is in host memory.
-        cpu_offload_params: the parameters are, too.
-        zero_init: the model is made within zero.Init, never whole on a rank.
+        cpu_offload_params: the parameters are in host memory too.
+        zero_init: the model is constructed within zero.Init, so that no rank ever has all of it.
         additional_buffer_factor: for host memory.
     """
     largest = 4 * largest_layer_params
@@ -71,7 +70,7 @@ def estimate_zero3_model_states_mem_needs(
         0 if not cpu_offload else 18 if cpu_offload_params else 16
     )  # bytes of a parameter on the host
     device_bytes = 18 if not cpu_offload else 0 if cpu_offload_params else 2
-    unsharded = total_params * 4 * num_gpus_per_node  # while each rank makes the model by itself
+    unsharded = total_params * 4 * num_gpus_per_node  # each rank constructs the whole model
     host = total_params * host_bytes * share
     if not zero_init:
         host = max(unsharded, host)
@@ -87,7 +86,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ZeRO 2 needs for ``total_params`` parameters, with and without offload."""
+    """Print the memory for ``total_params`` parameters under ZeRO 2, with and without offload."""
     estimates = [
         Estimate(
             *estimate_zero2_model_states_mem_needs(
@@ -120,7 +119,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ZeRO 3 needs, for each way to offload and to make the model."""
+    """Print the memory under ZeRO 3, with and without each kind of offload and zero.Init."""
     estimates = []
     for optimizer, parameters in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -156,7 +155,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(elements of all parameters, each once; elements of the module that holds the most by itself)."""
+    """(elements of all parameters, each once; elements of the module with the most parameters of its own)."""
     total = sum(_numel(parameter) for parameter in model.parameters())
     layers = (
         sum(_numel(parameter) for parameter in module.parameters(recurse=False)) for module in model.modules()

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.report``: what this runtime finds here: versions, backends, memory, disks and their speed."""
+"""A report on this environment: versions, backends, memory, disks and their speed (``python -m zero_runtime.report``)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate")
 
 
 def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]:
-    """What is found: a name and a text each.
+    """The lines of the report, as (name, text).
 
     Args:
-        directory: of which the disk is shown.
-        measured_bytes: of a file that is written and read there, to measure the disk; 0 for none.
+        directory: a directory on the disk to report.
+        measured_bytes: size of a file that is written and read there to measure the disk; 0 for none.
     """
     yield "zero_runtime", f"{VERSION}, with the names of DeepSpeed {FOLLOWED}"
     yield "DeepSpeed", _deepspeed()
@@ -90,7 +90,7 @@ def _disk(path: Path) -> str:
 
 
 def _speed(path: Path, num_bytes: int) -> str:
-    """How fast files of offloaded tensors are written to and read from ``path``."""
+    """The speed at which files of offloaded tensors are written to and read from ``path``."""
     try:
         folder = new_folder(path, 0, "report", "--directory")
     except ZeroRuntimeError as error:
@@ -118,7 +118,9 @@ def _ranks() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m zero_runtime.report", description=__doc__)
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="of which the disk is shown")
+    parser.add_argument(
+        "--directory", type=Path, default=Path.cwd(), help="a directory on the disk to report"
+    )
     parser.add_argument(
         "--disk-bytes",
         type=size,

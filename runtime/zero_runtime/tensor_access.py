@@ -1,12 +1,13 @@
-"""A parameter's fp32 values, gradient and optimizer state, wherever the stage keeps them: to look at and to change.
+"""Reading and changing a parameter's fp32 values, gradient and optimizer state at every stage.
 
-The names are those of ``deepspeed.utils``. What is *full* is put together over the ranks, so every rank must call it, with
-one all_reduce for each call where the stage shards; what is *local* is this rank's part, 1-D, and sends nothing::
+The names are those of ``deepspeed.utils``. *Full* values are assembled from all ranks: every rank must call the function,
+and where the stage shards each call issues one all_reduce. *Local* values are this rank's shard, 1-D, without
+communication::
 
     engine.backward(loss)
     gradient = safe_get_full_grad(model.head.weight)        # after backward, before step
 
-Gradients are the reduced ones of the step under way, times the loss scale.
+Gradients are the reduced ones of the current step, times the loss scale.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _WHY: Final = hooks.tag("other")
 
 
 class Training(NamedTuple):
-    """What trains a parameter.
+    """The optimizer and ranks that train a parameter.
 
     Attributes:
         optimizer: the wrapper of the torch optimizer.
@@ -39,7 +40,7 @@ class Training(NamedTuple):
     group: DataParallelGroup
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing: a parameter that is saved, with its module, or copied is trained by nobody."""
+        """Pickle as None: a saved or copied parameter has no optimizer."""
         return _nobody, ()
 
 
@@ -48,24 +49,24 @@ def _nobody() -> None:
 
 
 class _Range(NamedTuple):
-    """Elements of a parameter: from ``start``, in a tensor of ``numel`` elements that may be written to."""
+    """A range of a parameter: its first element, and a writable tensor of its values."""
 
     start: int
     tensor: torch.Tensor
 
 
 def remember(optimizer: WrappedOptimizer, group: DataParallelGroup) -> None:
-    """Let the parameters of ``optimizer`` know what trains them."""
+    """Attach the optimizer to the parameters that it trains."""
     training = Training(weakref.ref(optimizer), group)
     for parameter, _ in optimizer.trained().values():
         setattr(parameter, _ATTRIBUTE, training)
 
 
-# Whole.
+# Full values.
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The whole parameter as the optimizer has it, in fp32; None where nothing trains it."""
+    """The whole parameter in the optimizer's fp32 values; None if no engine trains it."""
     return _full(param, _masters)
 
 
@@ -75,7 +76,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, reduced over the ranks; None where there is none."""
+    """The whole gradient, reduced over the ranks; None if there is none."""
     if param.grad is not None:
         return param.grad
     return _full(param, _gradients)
@@ -83,7 +84,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole parameter, for the optimizer and for the model; every rank gives the same ``value``."""
+    """Set the whole parameter, for the optimizer and for the model; every rank must pass the same ``value``."""
     _set_full(param, value, _masters)
     shard = shard_of(param)
     if shard is None:
@@ -106,7 +107,7 @@ def safe_set_full_optimizer_state(
 
 @torch.no_grad()
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole gradient of the step under way."""
+    """Set the whole gradient of the current step."""
     if param.grad is not None:
         param.grad.copy_(value)
     else:
@@ -117,18 +118,18 @@ def safe_update_full_grad_vectorized(
     param_list: Sequence[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replace the gradient of each parameter by what ``update_func`` makes of it and the parameter."""
+    """Replace the gradient of each parameter by ``update_func(gradient, parameter)``."""
     for parameter in param_list:
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             safe_set_full_grad(parameter, update_func(gradient, parameter))
 
 
-# This rank's part.
+# Local values.
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's elements of the parameter as the optimizer has it, 1-D; None where it has none."""
+    """This rank's elements of the parameter in the optimizer's fp32 values, 1-D; None if it has none."""
     return _local(param, _masters)
 
 
@@ -208,7 +209,7 @@ def _full(parameter: torch.nn.Parameter, ranges: _RangesOf) -> torch.Tensor | No
     if not optimizer.is_sharded:
         own = list(ranges(parameter, optimizer))
         return own[0].tensor.detach().clone().view(shape) if own else None
-    # One more element counts the ranks that have something, so that all of them know when none does.
+    # One extra element counts the ranks that have values, so that all ranks know when none has.
     full = torch.zeros(numel + 1, dtype=torch.float32, device=group.device)
     for start, tensor in ranges(parameter, optimizer):
         full.narrow(0, start, tensor.numel()).copy_(tensor.reshape(-1))
@@ -220,7 +221,7 @@ def _full(parameter: torch.nn.Parameter, ranges: _RangesOf) -> torch.Tensor | No
 def _set_full(parameter: torch.nn.Parameter, value: torch.Tensor, ranges: _RangesOf) -> None:
     training = _training_of(parameter)
     if training is None:
-        raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
+        raise UsageError("the parameter is trained by no engine, so there is nothing to set")
     shape, numel = _shape(parameter)
     if value.numel() != numel:
         raise UsageError(f"the value has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
@@ -245,7 +246,7 @@ def _local(parameter: torch.nn.Parameter, ranges: _RangesOf) -> torch.Tensor | N
 def _set_local(parameter: torch.nn.Parameter, value: torch.Tensor, ranges: _RangesOf) -> None:
     training = _training_of(parameter)
     if training is None:
-        raise UsageError("the parameter is trained by no engine, so that there is nothing to set")
+        raise UsageError("the parameter is trained by no engine, so there is nothing to set")
     mine = sum(element_range.tensor.numel() for element_range in ranges(parameter, training[0]))
     if value.numel() < mine:
         raise UsageError(f"the value has {value.numel()} elements, and this rank has {mine} of the parameter")

@@ -1,4 +1,4 @@
-"""The version of zero_runtime, which is that of the distribution it comes in."""
+"""The version of zero_runtime: that of the distribution commprof."""
 
 from __future__ import annotations
 

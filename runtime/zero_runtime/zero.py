@@ -1,4 +1,4 @@
-"""Sharded parameters in scripts (stage 3): make a model in slices, and look at or change whole parameters.
+"""Sharded parameters in scripts (stage 3): construct a sharded model, and read or change whole parameters.
 
 ::
 
@@ -61,27 +61,27 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Init:
-    """Makes the parameters of modules that are constructed inside, or of ``module``, slices at once.
+    """Shards the parameters of modules that are constructed inside, or of ``module``, immediately.
 
-    Rank 0's values count: each parameter is broadcast as it is made. Contexts may be nested. A config whose stage is
-    not 3 makes the context do nothing, so that the same script runs at every stage.
+    Rank 0's values count: each parameter is broadcast when it is constructed. Contexts may be nested. With a config whose
+    stage is not 3 the context does nothing, so that the same script runs at every stage.
 
     Args:
-        module: a whole model, to be cut now; then there is no need to enter the context.
-        data_parallel_group: the ranks that share the parameters out; default: all.
+        module: a whole model to shard now; then there is no need to enter the context.
+        data_parallel_group: the ranks that the parameters are partitioned over; default: all.
         mem_efficient_linear: accepted; the key ``memory_efficient_linear`` decides.
-        remote_device: where slices are kept where the configuration does not say it: ``cpu``, or ``none`` for where
-            parameters are used. ``nvme`` needs ``offload_param`` in the configuration.
+        remote_device: device of the shards, unless the configuration sets it: ``cpu``, or ``none`` for the device that
+            uses the parameters. ``nvme`` needs ``offload_param`` in the configuration.
         pin_memory: page-locked host memory for ``remote_device`` cpu, where there is a GPU.
         config_dict_or_path: the configuration, for dtype, stage and ``offload_param``.
         config: another name of ``config_dict_or_path``.
         enabled: False makes the context do nothing.
-        dtype: of the parameters; default: the config's, and without one as they are made.
+        dtype: of the parameters; default: the config's, or else that of their construction.
         mpu: model parallelism, not in this version.
 
     Raises:
         ConfigError: an argument or the configuration cannot be used.
-        UnsupportedError: for what is not in this version.
+        UnsupportedError: the argument is not in this version.
     """
 
     def __init__(
@@ -134,20 +134,21 @@ class Init:
         self._stack.close()
 
     def _typed_factory(self) -> Callable[..., Factory]:
-        """What makes factories of tensors those of the parameters' dtype."""
+        """The function that makes tensor factories use the parameters' dtype."""
         return typed_factory
 
 
 class GatheredParameters:
-    """Makes parameters whole for a while.
+    """Gathers parameters while the context is active.
 
-    Contexts may be nested, over the same parameters too. Parameters that are not sharded, or whole anyway, are left alone.
+    Contexts may be nested, over the same parameters too. Parameters that are not sharded, or already gathered, are not
+    affected.
 
     Args:
         params: a parameter, or several.
-        modifier_rank: the rank (of the parameters' group) whose changes every rank takes over at the end; None where nothing
-            is changed, and then changes are lost.
-        fwd_module: the module whose forward pass uses the parameters without owning them, from now on.
+        modifier_rank: the rank (of the parameters' group) whose changes every rank gets at the end. With None, changes are
+            lost.
+        fwd_module: a module whose forward pass uses the parameters without owning them, from now on.
         enabled: False makes the context do nothing.
     """
 
@@ -163,7 +164,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._gathered: list[Shard] = []
         self._token = -next(_contexts)
-        # A library that saves or loads says so itself; otherwise the program reads or changes parameters.
+        # A library that saves or loads sets its own tag; otherwise the program reads or changes parameters.
         self._why = hooks.current_tag() or ACCESS
         for shard in self._shards:
             if modifier_rank is not None and not 0 <= modifier_rank < shard.group.world_size:
@@ -196,13 +197,13 @@ def _read(config: Any) -> Mapping[str, Any]:
 
 
 def _offload(config: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:
-    """Where slices are kept, by the configuration or else by ``remote_device``."""
+    """The offload of shards by the configuration, or else by ``remote_device``."""
     offload = slice_offload_of(_block(config, "zero_optimization"))
     remote = "none" if remote_device is None else str(remote_device)
     if offload.device == "none" and remote == "nvme":
         raise ConfigError(
-            "remote_device of zero.Init is 'nvme', and the configuration has no zero_optimization.offload_param that says "
-            "where; give config_dict_or_path with device nvme and nvme_path in it"
+            "remote_device of zero.Init is 'nvme', and the configuration has no zero_optimization.offload_param with a "
+            "path; pass config_dict_or_path with device nvme and nvme_path in it"
         )
     if remote not in ("none", "cpu", "nvme"):
         raise ConfigError(f"remote_device of zero.Init is {remote_device!r}; expected cpu, nvme or none")
@@ -222,7 +223,7 @@ def _block(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The parameters' dtype by the config. Without one they are made as the script makes them."""
+    """The parameters' dtype by the config; None keeps that of their construction."""
     if not config:
         return None
     half, brain = _block(config, "fp16"), _block(config, "bf16", "bfloat16")

@@ -263,7 +263,9 @@ def test_the_batch_size_can_change_between_steps():
     for sizes, taken, refused in run_ranks(2, batch_sizes):
         assert sizes == [(16, 4, 2), (24, 4, 3), (12, 2, 3)]
         assert taken == 1
-        assert "train_batch_size 10 is not a multiple of 4, the samples of one micro-batch of 2 ranks" in refused
+        assert (
+            "train_batch_size 10 is not a multiple of 4, the samples of one micro-batch of 2 ranks" in refused
+        )
 
 
 def answers(rank, world):
