@@ -193,7 +193,7 @@ def _states(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer, key: str
 
 
 def _gradients(parameter: torch.nn.Parameter, optimizer: WrappedOptimizer) -> Iterator[_Range]:
-    for gradient, master in zip(optimizer.reduced(), optimizer.held(), strict=True):
+    for gradient, master in zip(optimizer.reduced(), optimizer.masters_with_parts(), strict=True):
         for portion in master.parts:
             if portion.parameter is parameter:
                 yield _Range(portion.start, gradient.reshape(-1).narrow(0, portion.offset, portion.numel))

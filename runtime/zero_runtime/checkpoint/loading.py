@@ -309,7 +309,7 @@ def _no_residuals(rank: int) -> dict[str, torch.Tensor]:
 def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
     """Fill parameters, this rank's shards of sharded ones, and buffers."""
     optimizer = training.optimizer
-    masters = set() if optimizer is None else {id(each.tensor) for each in optimizer.held()}
+    masters = set() if optimizer is None else {id(each.tensor) for each in optimizer.masters_with_parts()}
     for name, parameter in parameters(training).items():
         if not checkpoint.has(name) or id(parameter) in masters:
             continue

@@ -1,9 +1,8 @@
-"""Updated parameters that arrive while the next forward pass has begun (``overlap_parameter_gather``).
+"""Overlap of the parameter gather after a step with the next forward pass (``overlap_parameter_gather``).
 
-After a step the gathering is only begun. While some of it is under way, reading a parameter from its module, by name
-or by going through the parameters, waits for the messages that carry a part of it, and so does the forward pass of a module
-that owns it, since some modules keep their parameters in lists as well. Only a tensor that the program has kept elsewhere
-can be read too early; so can ``parameter.data`` of such a one.
+A step only starts the gather. While it is in flight, each access to a parameter through its module waits for the messages
+that carry a part of it. So does the forward pass of a module that owns it, since some modules keep their parameters in
+lists too. Only a reference that the program has stored elsewhere can be read too early, with its ``data``.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import torch
 
 
 class Message(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> Any:
-        """Wait until it is done."""
+        """Wait until it is complete."""
 
 
 class Arrivals:
-    """Knows which messages carry which parameters, and waits for them when a parameter is needed.
+    """Waits for the messages that carry a parameter when the parameter is needed.
 
     Args:
         module: the model.
@@ -41,19 +40,19 @@ class Arrivals:
         self._handles = [owner.register_forward_pre_hook(hook) for owner, _ in self._owners]
 
     def close(self) -> None:
-        """Wait for everything, and take the hooks away."""
+        """Wait for all messages, and remove the hooks."""
         self.land_all()
         for handle in self._handles:
             handle.remove()
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """Messages number 0 and up have been begun."""
+        """Expect ``messages``, numbered from 0, which are in flight."""
         self._under_way = dict(enumerate(messages))
         for owner, plain in self._owners:
             owner._parameters = _Watched(plain, self)
 
     def land(self, parameter: torch.nn.Parameter | None) -> None:
-        """Wait for what carries ``parameter``."""
+        """Wait for the messages that carry ``parameter``."""
         if not self._under_way or parameter is None:
             return
         for number in self._carriers.get(parameter, ()):
@@ -64,7 +63,7 @@ class Arrivals:
             self._restore()
 
     def land_all(self) -> None:
-        """Wait for everything under way."""
+        """Wait for all messages in flight."""
         if not self._under_way:
             return
         for number in sorted(self._under_way):
@@ -81,7 +80,7 @@ class Arrivals:
 
 
 class _BeforeForward:
-    """The hook of modules that own parameters. A copy of one, in a copy of a module, does nothing."""
+    """The hook of modules that own parameters. Its copy, in a copied module, does nothing."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
@@ -102,7 +101,7 @@ class _Nothing:
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module while some are under way."""
+    """The parameters of a module while some are in flight."""
 
     def __init__(self, plain: Mapping[str, Any], arrivals: Arrivals) -> None:
         super().__init__(plain)
@@ -139,5 +138,5 @@ class _Watched(dict[str, Any]):
             self._arrivals.land(parameter)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[Iterator[Any]]]:
-        # A copy, or what is written to a file, has arrived and is plain.
+        # A copied or pickled module has its parameters, in a plain dictionary.
         return dict, (list(self.items()),)  # type: ignore[return-value]

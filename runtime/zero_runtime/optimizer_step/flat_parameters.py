@@ -1,8 +1,9 @@
-"""Parameters as views of flat buffers, whole on every rank (stages 1 and 2).
+"""Parameters as views of flat buffers, replicated on every rank (stages 1 and 2).
 
-What an optimizer over pieces needs of the parameters, here and in :mod:`zero_runtime.sharding.parameters`: ``own``, this
-rank's piece of every group in the model's dtype, and how the step reads and writes it
-(:class:`zero_runtime.optimizer_step.owned_shards.Pieces`); ``begin_step`` before the pieces are written; ``share`` after.
+The sharded optimizer uses the same methods here and in :mod:`zero_runtime.sharding.parameters`: ``own``, this rank's shard
+of every group in the model's dtype, read and written as
+:class:`zero_runtime.optimizer_step.owned_shards.OwnedShards` describes; ``begin_step`` before the shards are written;
+``share`` afterwards.
 """
 
 from __future__ import annotations
@@ -17,42 +18,42 @@ from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.experimental.compression.quantized_messages import gather_quantized, round_rows
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
 from zero_runtime.optimizer_step.arrivals import Arrivals
-from zero_runtime.optimizer_step.owned_shards import Pieces
+from zero_runtime.optimizer_step.owned_shards import OwnedShards
 
 _GATHER: Final = hooks.tag("parameter_gather")
 
 
-class _Part(NamedTuple):
-    """What one message gathers.
+class _GatherMessage(NamedTuple):
+    """One message of the parameter gather.
 
     Attributes:
-        whole: the rows end to end; None where they lie apart.
+        contiguous: the rows as one tensor; None if they are not contiguous.
         rows: of each rank.
-        whys: the tag of each row, which says how much of it is padding.
+        whys: the tag of each row, with the number of its padding bytes.
         why: the tag of all rows together.
     """
 
-    whole: torch.Tensor | None
+    contiguous: torch.Tensor | None
     rows: tuple[torch.Tensor, ...]
     whys: tuple[hooks.tag, ...]
     why: hooks.tag
 
 
-class FlatParameters(Pieces):
-    """Makes the parameters of each group views of one flat buffer, of which this rank updates a piece.
+class FlatParameters(OwnedShards):
+    """Makes the parameters of each group views of one flat buffer; this rank updates one shard of it.
 
     Args:
         groups: the trainable parameters.
         group: the data-parallel ranks.
-        by_broadcast: share the pieces by one broadcast each, instead of by an all_gather.
+        by_broadcast: share the shards by one broadcast each, instead of by an all_gather.
         bucket: elements of the largest message of such an all_gather; None sends each chunk at once.
-        module: the model, where ``share`` only begins to gather the pieces, and the model's parameters are waited for
-            as they are needed; None where they are there when it returns.
-        quantized: whether an all_gather sends the pieces in 8 bits. What the model has is then rounded on all ranks alike.
+        module: the model, if ``share`` only starts the gather and accesses to parameters wait for it; None if ``share``
+            waits itself.
+        quantized: whether an all_gather sends the shards in 8 bits. Every rank then has the same rounded parameters.
 
     Attributes:
-        own: for each group, this rank's piece of the flat buffer, 1-D: a part of it, or where it has several chunks, or
-            travels quantized, a copy of this rank's rows.
+        own: for each group, this rank's shard of the flat buffer, 1-D: a view, or a copy of this rank's rows if there are
+            several chunks or the gather is quantized.
     """
 
     def __init__(
@@ -76,61 +77,61 @@ class FlatParameters(Pieces):
         self.own = [rows.reshape(-1) for rows in self._rows]
         if self._quantized:
             self.own = [own.clone() for own in self.own]
-        self._parts = [
-            part
+        self._messages = [
+            message
             for flat, each in zip(flats, groups, strict=True)
             for chunk in flat.chunk(each.flat_layout.chunks)
-            for part in self._cut(chunk, each)
+            for message in self._messages_of(chunk, each)
         ]
         self._arrivals = None if module is None else Arrivals(module, self._carriers(groups))
 
     def close(self) -> None:
-        """Wait for what is under way, and take the hooks away."""
+        """Wait for messages in flight, and remove the hooks."""
         if self._arrivals is not None:
             self._arrivals.close()
 
     def begin_step(self) -> Sequence[tuple[int, slice]]:
-        """The pieces are part of what the model uses: they must have arrived before they are written again.
+        """Wait for messages in flight: the model reads the shards, so they must be complete before they change.
 
         Returns:
-            Nothing: parts of which copies are out of date are not known here.
+            An empty sequence: changes by scripts are not detected at these stages.
         """
         return self.changes()
 
     def changes(self) -> Sequence[tuple[int, slice]]:
-        """Wait for what is under way; the rest as in ``begin_step``."""
+        """Wait for messages in flight; returns the same as ``begin_step``."""
         if self._arrivals is not None:
             self._arrivals.land_all()
         return ()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor of the flat buffers, once nothing is under way to them."""
+        """Every tensor of the flat buffers, after all messages in flight."""
         self.changes()
         yield from self.own
         yield from self._rows
-        for part in self._parts:
-            yield from part.rows
-            if part.whole is not None:
-                yield part.whole
+        for message in self._messages:
+            yield from message.rows
+            if message.contiguous is not None:
+                yield message.contiguous
 
     def share(self) -> None:
-        """Send this rank's pieces to the others, and get theirs."""
+        """Gather the updated shards of all ranks on every rank."""
         for own, rows in zip(self.own, self._rows, strict=True):
             if len(rows) > 1 or self._quantized:
                 rows.copy_(own.view_as(rows))
         if self._group.world_size == 1:
             return
         if self._by_broadcast:
-            for part in self._parts:
-                for owner, (piece, why) in enumerate(zip(part.rows, part.whys, strict=True)):
-                    self._group.broadcast(piece, owner, why=why)
+            for message in self._messages:
+                for owner, (row, why) in enumerate(zip(message.rows, message.whys, strict=True)):
+                    self._group.broadcast(row, owner, why=why)
             return
-        # Several at once keep the wire busy while one of them begins or ends.
+        # Several messages in flight keep the network busy while one of them starts or ends.
         if self._quantized:
             self._share_quantized()
             return
-        asynchronous = self._arrivals is not None or len(self._parts) > len(self._rows)
-        works = [self._gather(part, asynchronous) for part in self._parts]
+        asynchronous = self._arrivals is not None or len(self._messages) > len(self._rows)
+        works = [self._gather(message, asynchronous) for message in self._messages]
         under_way = [work for work in works if work is not None]
         if self._arrivals is not None:
             self._arrivals.expect(under_way)
@@ -139,51 +140,53 @@ class FlatParameters(Pieces):
                 work.wait()
 
     def refresh(self) -> None:
-        """Bring pieces that are copies of the rows up to date."""
+        """Update the shards that are copies of the rows."""
         for own, rows in zip(self.own, self._rows, strict=True):
             if own.data_ptr() != rows.data_ptr():
                 own.detach().view_as(rows).copy_(rows)
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Round the whole buffers, where :meth:`share` sends rounded pieces."""
+        """Round the whole buffers, if :meth:`share` sends rounded shards."""
         if self._quantized:
-            for part in self._parts:
-                round_rows(part.rows)
+            for message in self._messages:
+                round_rows(message.rows)
 
     def _share_quantized(self) -> None:
         sent: list[tuple[Work | None, Callable[[], None]]] = [
-            gather_quantized(part.rows, self._group, _GATHER, len(self._parts) > len(self._rows))
-            for part in self._parts
+            gather_quantized(message.rows, self._group, _GATHER, len(self._messages) > len(self._rows))
+            for message in self._messages
         ]
         for work, fill in sent:
             if work is not None:
                 work.wait()
             fill()
 
-    def _cut(self, chunk: torch.Tensor, of: ParameterGroup) -> Iterator[_Part]:
-        """The messages in which ``chunk`` is gathered; each part of a row begins at an even element."""
+    def _messages_of(self, chunk: torch.Tensor, of: ParameterGroup) -> Iterator[_GatherMessage]:
+        """The messages that gather ``chunk``; each part of a row begins at an even element."""
         rows = chunk.chunk(self._group.world_size)
         if self._bucket is None or self._by_broadcast:
-            yield _part(chunk, rows, of)
+            yield _gather_message(chunk, rows, of)
             return
         width = self._width()
         for begin in range(0, rows[0].numel(), width):
-            yield _part(None, tuple(row[begin : begin + width] for row in rows), of)
+            yield _gather_message(None, tuple(row[begin : begin + width] for row in rows), of)
 
     def _width(self) -> int:
         assert self._bucket is not None
         return max(2, self._bucket // self._group.world_size // 2 * 2)
 
-    def _gather(self, part: _Part, asynchronous: bool) -> Work | None:
-        own = part.rows[self._group.rank]
-        if part.whole is not None:
-            return self._group.all_gather_single(part.whole, own, why=part.why, asynchronous=asynchronous)
-        return self._group.all_gather(list(part.rows), own, why=part.why, asynchronous=asynchronous)
+    def _gather(self, message: _GatherMessage, asynchronous: bool) -> Work | None:
+        own = message.rows[self._group.rank]
+        if message.contiguous is not None:
+            return self._group.all_gather_single(
+                message.contiguous, own, why=message.why, asynchronous=asynchronous
+            )
+        return self._group.all_gather(list(message.rows), own, why=message.why, asynchronous=asynchronous)
 
     def _carriers(self, groups: Sequence[ParameterGroup]) -> dict[torch.nn.Parameter, tuple[int, ...]]:
         """The numbers of the messages that carry a part of each parameter."""
-        found = {}
+        carriers_of = {}
         first = 0
         for each in groups:
             row = each.flat_layout.row_numel
@@ -191,22 +194,26 @@ class FlatParameters(Pieces):
             in_a_chunk = -(-row // width) if width else 0
             for index, parameter in enumerate(each.parameters):
                 carriers: set[int] = set()
-                for piece in each.layout.shards(index):
-                    chunk, within = divmod(piece.offset, row)
-                    last = (within + piece.numel - 1) // width
+                for shard in each.layout.shards(index):
+                    chunk, within = divmod(shard.offset, row)
+                    last = (within + shard.numel - 1) // width
                     carriers.update(first + chunk * in_a_chunk + n for n in range(within // width, last + 1))
-                found[parameter] = tuple(sorted(carriers))
+                carriers_of[parameter] = tuple(sorted(carriers))
             first += each.flat_layout.chunks * in_a_chunk
-        return found
+        return carriers_of
 
 
-def _part(whole: torch.Tensor | None, rows: tuple[torch.Tensor, ...], of: ParameterGroup) -> _Part:
-    starts = [int(row.storage_offset()) for row in rows]  # the flat buffer is all of its storage
+def _gather_message(
+    contiguous: torch.Tensor | None, rows: tuple[torch.Tensor, ...], of: ParameterGroup
+) -> _GatherMessage:
+    starts = [
+        int(row.storage_offset()) for row in rows
+    ]  # offsets in the flat buffer, which has its own storage
     paddings = [
         of.flat_layout.padding(start, start + row.numel()) * row.element_size()
         for start, row in zip(starts, rows, strict=True)
     ]
-    return _Part(whole, rows, tuple(map(_why, paddings)), _why(sum(paddings)))
+    return _GatherMessage(contiguous, rows, tuple(map(_why, paddings)), _why(sum(paddings)))
 
 
 def _why(padding_bytes: int) -> hooks.tag:
@@ -214,7 +221,7 @@ def _why(padding_bytes: int) -> hooks.tag:
 
 
 def flatten(each: ParameterGroup) -> torch.Tensor:
-    """Lay the parameters of a group end to end in one new flat buffer, and make them views of it."""
+    """Concatenate the parameters of a group in a new flat buffer, and make them views of it."""
     first, layout = each.parameters[0], each.flat_layout
     flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
     for parameter, offset in zip(each.parameters, layout.offsets, strict=True):

@@ -1,9 +1,9 @@
 """Modules and buffers of a 16-bit model that stay in fp32: ``fp16_override_modules``, ``data_types.keep_in_fp32_modules``.
 
 A pattern of ``fp16_override_modules`` is a glob (``*``, ``?``, ``[...]``) that must match one of these entirely: the
-qualified name of a module, the last part of that name, or the name of its class. With ``re:`` before it, it is a regular
-expression that may match anywhere in the qualified name. A module that matches is kept with all that is in it: its
-parameters stay in fp32, what comes in is cast to fp32 at its border, and what goes out to the model's dtype.
+qualified name of a module, the last part of that name, or the name of its class. With the prefix ``re:`` it is a regular
+expression that may match anywhere in the qualified name. A matching module stays in fp32 with all its submodules: its
+inputs are cast to fp32, and its outputs to the model's dtype.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.utils.hooks import RemovableHandle
 from zero_runtime.errors import ConfigError
 
 _REGULAR: Final = "re:"
-# These are never called, so a hook on them would not run.
+# Containers are never called, so a hook on them would not run.
 _CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.ModuleDict)
-# The hooks at the borders of modules, for a model that is prepared a second time, in another precision.
+# The casting hooks of modules, to remove them when a model is prepared again in another precision.
 _BORDERS: Final[WeakKeyDictionary[torch.nn.Module, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 _REDUCED: Final = (torch.float16, torch.bfloat16)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """``values`` with every floating-point tensor in it, however nested, cast to ``dtype``; all else as it is."""
+    """``values`` with every floating-point tensor in it, however nested, cast to ``dtype``."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -42,12 +42,12 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 def keep_in_fp32(
     module: torch.nn.Module, patterns: Sequence[str], dtype: torch.dtype
 ) -> frozenset[torch.nn.Parameter]:
-    """Make the modules that ``patterns`` name compute in fp32 within a model of ``dtype``, and no others.
+    """Let the modules that match ``patterns`` compute in fp32 within a model of ``dtype``.
 
     Args:
         module: the model.
         patterns: of ``fp16_override_modules``.
-        dtype: of the rest of the model; what the modules return is cast to it.
+        dtype: of the rest of the model; outputs of the matching modules are cast to it.
 
     Returns:
         The parameters that must not be cast.
@@ -60,12 +60,14 @@ def keep_in_fp32(
             handle.remove()
     names = {name for pattern in patterns for name in _matching(module, pattern)}
     roots = {name for name in names if not any(_within(name, other) for other in names)}
-    kept = frozenset(parameter for name in roots for parameter in module.get_submodule(name).parameters())
+    fp32_parameters = frozenset(
+        parameter for name in roots for parameter in module.get_submodule(name).parameters()
+    )
     for name, child in module.named_modules(remove_duplicate=False):
         if name in roots or any(_within(name, root) for root in roots):
             continue
         for parameter_name, parameter in child.named_parameters(recurse=False):
-            if parameter in kept:
+            if parameter in fp32_parameters:
                 raise ConfigError(
                     f"fp16_override_modules {list(patterns)} keeps a parameter in fp32 that is also "
                     f"{parameter_name!r} of {name or 'the model'!r}, which is not kept; name both modules"
@@ -76,13 +78,13 @@ def keep_in_fp32(
                 child.register_forward_pre_hook(_widen, with_kwargs=True),
                 child.register_forward_hook(partial(_narrow, dtype)),
             )
-    return kept
+    return fp32_parameters
 
 
 def _matching(module: torch.nn.Module, pattern: str) -> list[str]:
     matches = _matcher(pattern)
-    found = [name for name, child in module.named_modules() if matches(name, type(child).__name__)]
-    if not found:
+    names = [name for name, child in module.named_modules() if matches(name, type(child).__name__)]
+    if not names:
         known = {type(child).__name__ for child in module.modules()}
         known |= {name for name, _ in module.named_modules() if name}
         near = get_close_matches(pattern, sorted(known), 1, 0.4)
@@ -90,7 +92,7 @@ def _matching(module: torch.nn.Module, pattern: str) -> list[str]:
         raise ConfigError(
             f"fp16_override_modules: {pattern!r} matches no module by name, last part of the name or class{hint}"
         )
-    return found
+    return names
 
 
 def _matcher(pattern: str) -> Callable[[str, str], bool]:
@@ -108,12 +110,12 @@ def _matcher(pattern: str) -> Callable[[str, str], bool]:
 
 
 def _within(name: str, other: str) -> bool:
-    """Whether module ``name`` lies in module ``other``."""
+    """Whether module ``name`` is a submodule of ``other``."""
     return name != other and (not other or name.startswith(other + "."))
 
 
 def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """``module``, or, where it only holds others, those."""
+    """``module``, or the modules in it if it is a container."""
     if isinstance(module, _CONTAINERS):
         for child in module.children():
             yield from _called(child)
@@ -146,10 +148,12 @@ def fp32_buffers(
     """
     if dtype not in _REDUCED:
         return []
-    given = _own_patterns(module, dtype) if patterns is None else [_any_characters(each) for each in patterns]
-    if not given:
+    expressions = (
+        _own_patterns(module, dtype) if patterns is None else [_any_characters(each) for each in patterns]
+    )
+    if not expressions:
         return []
-    expression = re.compile("|".join(sorted(given)))
+    expression = re.compile("|".join(sorted(expressions)))
     return [
         buffer
         for name, buffer in module.named_buffers()

@@ -1,14 +1,14 @@
-"""What an optimizer holds of each parameter, told by the parameter's name: the unit of checkpoints.
+"""Fragments: the values and optimizer state of each parameter by its name, the unit of checkpoints.
 
-The torch optimizer works on *masters*: the parameters themselves, fp32 copies of them, or flat fp32 pieces into which
-parts of many parameters are laid. Whatever the stage, a master is a tensor and a list of the parts in it, and that is
-all that saving and loading need: a part that one rank saves may be read by another rank, in another layout::
+The torch optimizer works on *masters*: the parameters themselves, fp32 copies of them, or flat fp32 shards that contain
+parts of many parameters. At every stage, a master is a tensor and a list of the parts in it. Saving and loading need
+nothing else: another rank may read a saved part in another layout::
 
     stage 0   master = one parameter          parts: (weight, elements 0..n)
-    stage 2   master = a rank's flat piece    parts: (weight, elements 600..n) (bias, elements 0..m) padding
+    stage 2   master = a rank's flat shard    parts: (weight, elements 600..n) (bias, elements 0..m) padding
 
-A wrapper of an optimizer says which masters it has (``held``); :func:`fragments_of` and :func:`load` do the rest. Padding
-belongs to no part, and is never saved.
+A wrapped optimizer lists its masters (``masters_with_parts``); :func:`fragments_of` and :func:`load` do the rest. Padding
+belongs to no part and is never saved.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from zero_runtime.errors import CheckpointError
 
-# How an update is computed, not what it computes with: never taken from a checkpoint.
+# Options that choose an implementation, not a result: never loaded from a checkpoint.
 IMPLEMENTATION: Final = ("foreach", "fused", "capturable", "differentiable")
 Scalar = bool | int | float | str | None
 
 
 class Part(NamedTuple):
-    """Consecutive elements of one parameter within a master. Counts are elements.
+    """A range of one parameter within a master. Counts are elements.
 
     Attributes:
         name: of the parameter.
-        parameter: the model's parameter; at stage 3 it may be empty at the moment.
+        parameter: the model's parameter; at stage 3 it may be released.
         group: its param group.
         start: first element within the flattened parameter.
         numel: elements.
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Master(NamedTuple):
-    """A tensor that the torch optimizer updates, and what it is made of. What no part covers is padding."""
+    """A tensor that the torch optimizer updates, and the parts in it. Elements of no part are padding."""
 
     tensor: torch.Tensor
     parts: tuple[Part, ...]
@@ -61,13 +61,13 @@ class NumberTensor(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Consecutive elements of one parameter with their share of the optimizer's state.
+    """A range of one parameter with its part of the optimizer's state.
 
     Attributes:
         name, parameter, group, start, numel: as in :class:`Part`.
-        master: the elements, 1-D; where they are a whole tensor that is not contiguous, that tensor itself.
-        state: the optimizer's state tensors that have an element for each of the master's, cut alike.
-        scalars: its state values that are one number, or none.
+        master: the elements, 1-D; if they are a whole tensor that is not contiguous, that tensor itself.
+        state: the same range of the optimizer's elementwise state tensors.
+        scalars: its state values that are one number or None.
         whole: its state tensors of other shapes; only where the part is the whole parameter.
     """
 
@@ -83,14 +83,14 @@ class Fragment(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Consecutive elements that may be in a file: ``read`` makes a 1-D tensor of them, of dtype ``dtype``."""
+    """Elements that may be in a file: ``read`` returns them as a 1-D tensor of dtype ``dtype``."""
 
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
 
 
 class Stored(NamedTuple):
-    """A :class:`Fragment` whose tensors are read one by one, when each is wanted."""
+    """A :class:`Fragment` whose tensors are read on demand, one at a time."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -104,7 +104,7 @@ class Stored(NamedTuple):
 
 
 class Source(Protocol):
-    """Where :func:`load` takes values from: a checkpoint that is open."""
+    """The source of values for :func:`load`: an open checkpoint."""
 
     def has(self, name: str) -> bool:
         """Whether parameter ``name`` is in it."""
@@ -113,13 +113,13 @@ class Source(Protocol):
         """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The state tensors kept for parameter ``name``, element by element."""
+        """The dtypes of the elementwise state tensors of parameter ``name``."""
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """As ``read_master``, of one state tensor."""
+        """Fill ``target`` as ``read_master`` does, with elements of one state tensor."""
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are one number, or none."""
+        """The state values of parameter ``name`` that are one number or None."""
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
         """The state tensors of parameter ``name`` of other shapes."""
@@ -128,26 +128,26 @@ class Source(Protocol):
 def fragments_of(
     states: Mapping[torch.Tensor, Mapping[str, Any]], masters: Sequence[Master]
 ) -> Iterator[Fragment]:
-    """Every part of ``masters`` with its share of ``states``, an optimizer's, in order.
+    """Every part of ``masters`` with its part of the optimizer's ``states``, in order.
 
     Raises:
-        CheckpointError: a state value that cannot be told by parameter.
+        CheckpointError: a state value cannot be assigned to a parameter.
     """
     for master in masters:
         values = states.get(master.tensor, {})
-        elementwise, scalars, whole = _sorted_state(values, master)
+        elementwise, scalars, unsplit = _sorted_state(values, master)
         for part in master.parts:
             yield Fragment(
                 *part[:5],
                 master=_cut(master.tensor, part),
                 state={name: _cut(value, part) for name, value in elementwise.items()},
                 scalars=scalars,
-                whole=whole,
+                whole=unsplit,
             )
 
 
 def stored(fragment: Fragment) -> Stored:
-    """``fragment``, whose tensors are in memory, as one whose tensors are read."""
+    """``fragment``, whose tensors are in memory, as a :class:`Stored`."""
     return Stored(
         *fragment[:5],
         master=_elements(fragment.master),
@@ -162,10 +162,10 @@ def _elements(tensor: torch.Tensor) -> Elements:
 
 
 def scalars_of(values: Mapping[str, Any], master: Master) -> Mapping[str, Scalar | NumberTensor]:
-    """The state values of ``master`` that are one number, or none, where those with an element for each are elsewhere.
+    """The state values of ``master`` that are one number or None, if its elementwise state is not in memory.
 
     Raises:
-        CheckpointError: a state value that cannot be told by parameter.
+        CheckpointError: a state value cannot be assigned to a parameter.
     """
     return _sorted_state(values, master)[1]
 
@@ -174,9 +174,9 @@ def scalars_of(values: Mapping[str, Any], master: Master) -> Mapping[str, Scalar
 def load(
     optimizer: torch.optim.Optimizer, masters: Sequence[Master], source: Source, states: bool = True
 ) -> None:
-    """Fill ``masters`` in place and, with ``states``, make the state of ``optimizer`` what ``source`` has.
+    """Fill ``masters`` in place and, with ``states``, set the state of ``optimizer`` from ``source``.
 
-    What ``source`` has not keeps its value; a state tensor that it has for some parts only is zero in the others.
+    Values that ``source`` lacks do not change. A state tensor that it has for some parts only is zero in the others.
     """
     for master in masters:
         known = [part for part in master.parts if source.has(part.name)]
@@ -188,42 +188,42 @@ def load(
 
 
 def _load_state(
-    optimizer: torch.optim.Optimizer, tensor: torch.Tensor, parts: Sequence[Part], source: Source
+    optimizer: torch.optim.Optimizer, tensor: torch.Tensor, known_parts: Sequence[Part], source: Source
 ) -> None:
     if tensor.numel() == 0:
-        # Stages disagree on whether it has a state; the optimizer makes one when it wants it.
+        # Some stages save a state for it and some do not; the optimizer creates one when needed.
         optimizer.state.pop(tensor, None)
         return
-    names = {part.name: None for part in parts}
+    names = {part.name: None for part in known_parts}
     dtypes = {state: dtype for name in names for state, dtype in source.state_dtypes(name).items()}
     values: dict[str, Any] = {}
     for name in names:
         for key, value in source.scalars(name).items():
             values[key] = _later(values.get(key), value)
-    group = optimizer.param_groups[parts[0].group]
+    group = optimizer.param_groups[known_parts[0].group]
     on_device = any(group.get(option) for option in ("capturable", "fused"))
     device = tensor.device if on_device else torch.device("cpu")
     for key, value in values.items():
         if isinstance(value, NumberTensor):
             values[key] = torch.full(value.shape, value.value, dtype=value.dtype, device=device)
     for state, dtype in dtypes.items():
-        if state in values:  # one number, that parameters of one element have as an element
+        if state in values:  # a number, which is elementwise state for parameters of one element
             continue
         filled = _zeros_like(
             tensor, tensor.dtype if dtype.is_floating_point else dtype, optimizer.state[tensor].get(state)
         )
         with _Flat(filled) as flat:
-            for part in parts:
+            for part in known_parts:
                 if state in source.state_dtypes(part.name):
                     target = flat.narrow(0, part.offset, part.numel)
                     source.read_state(state, part.name, part.start, target)
         values[state] = filled.requires_grad_(False)
     for name in names:
         for state, saved in source.whole(name).items():
-            if len(parts) > 1 or parts[0].numel != tensor.numel():
+            if len(known_parts) > 1 or known_parts[0].numel != tensor.numel():
                 raise CheckpointError(
-                    f"the optimizer's state {state!r} of parameter {name!r} is kept for the whole parameter, and this stage "
-                    "gives the optimizer pieces; load it at stage 0, or with load_optimizer_states=False"
+                    f"the optimizer's state {state!r} of parameter {name!r} is one tensor for the whole parameter, and this "
+                    "stage shards parameters; load it at stage 0, or with load_optimizer_states=False"
                 )
             values[state] = saved.to(tensor.device)
     if values:
@@ -233,7 +233,7 @@ def _load_state(
 
 
 def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype, used: Any) -> torch.Tensor:
-    """Zeros of the shape of ``tensor``, in the memory of ``used`` where that fits."""
+    """Zeros of the shape of ``tensor``, in the memory of ``used`` if it has that shape and dtype."""
     if isinstance(used, torch.Tensor) and used.shape == tensor.shape and used.dtype is dtype:
         return used.detach().zero_()
     return torch.zeros_like(tensor, dtype=dtype)
@@ -247,7 +247,7 @@ def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 class _Flat:
-    """A tensor as 1-D, to be written to: a view, or a copy that is written back where there can be no view."""
+    """A tensor as writable 1-D: a view, or for a tensor that is not contiguous a copy that is written back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -266,7 +266,7 @@ def _sorted_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar | NumberTensor], dict[str, torch.Tensor]]:
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar | NumberTensor] = {}
-    whole: dict[str, torch.Tensor] = {}
+    unsplit: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             if value.shape == master.tensor.shape and (value.dim() or name != "step"):
@@ -274,7 +274,7 @@ def _sorted_state(
             elif value.numel() == 1:
                 scalars[name] = NumberTensor(value.item(), value.dtype, tuple(value.shape))
             else:
-                whole[name] = value.detach()
+                unsplit[name] = value.detach()
         elif value is None or isinstance(value, bool | int | float | str):
             scalars[name] = value
         else:
@@ -282,17 +282,17 @@ def _sorted_state(
                 f"the optimizer's state {name!r} of {master.parts[0].name if master.parts else 'a parameter'!r} is a "
                 f"{type(value).__name__}; expected a tensor or a number, which are all that a checkpoint can keep"
             )
-    if whole and (len(master.parts) != 1 or master.parts[0].numel != master.tensor.numel()):
-        name, value = next(iter(whole.items()))
+    if unsplit and (len(master.parts) != 1 or master.parts[0].numel != master.tensor.numel()):
+        name, value = next(iter(unsplit.items()))
         raise CheckpointError(
-            f"the optimizer's state {name!r} has shape {tuple(value.shape)} for a piece of {tuple(master.tensor.shape)}, "
-            "which cannot be told by parameter; use stage 0 with this optimizer"
+            f"the optimizer's state {name!r} has shape {tuple(value.shape)} for a shard of {tuple(master.tensor.shape)}, "
+            "which cannot be assigned to parameters; use stage 0 with this optimizer"
         )
-    return elementwise, scalars, whole
+    return elementwise, scalars, unsplit
 
 
 def _later(first: Any, second: Any) -> Any:
-    """Of two values of one state, the larger: parameters that joined later have taken fewer steps."""
+    """The larger of two values of one state: parameters that were added later have taken fewer steps."""
     numbers = [each.value if isinstance(each, NumberTensor) else each for each in (first, second)]
     if all(isinstance(each, int | float) for each in numbers):
         return first if numbers[0] >= numbers[1] else second

@@ -1,7 +1,7 @@
-"""Muon on slices of matrices (stage 3): gradients and momentum are gathered, and the ranks share out the work.
+"""Muon on sharded matrices (stage 3): gradients and momentum are gathered, and the ranks divide the work.
 
-For as many matrices at a time as fit a bucket, all ranks gather gradients and momentum; then, in rounds of one matrix for
-each rank, each orthogonalizes its own and sends update and momentum to the others (the messages are DeepSpeed 0.19.8's).
+All ranks gather the gradients and momentum of as many matrices as fit a bucket. Then, in rounds of one matrix for each
+rank, each orthogonalizes its matrix and sends update and momentum to the others. The messages are DeepSpeed 0.19.8's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from zero_runtime.sharding.shards import shard_of, slice_numel
 
 
 class GatheredMatrices:
-    """Turns the slices of reduced gradients of matrices into slices of Muon's updates.
+    """Replaces the shards of reduced gradients of matrices by shards of Muon's updates.
 
     Args:
-        optimizer: whose state has the momentum, an element for each of a master's.
+        optimizer: its state has the momentum, one element for each element of a master.
         groups: the sub-groups.
-        masters: this rank's slices of each, flat.
-        group: the ranks that hold the others.
-        limit: elements of the matrices that are gathered at a time; a larger one goes alone.
+        masters: this rank's shards of each sub-group, flat.
+        group: the ranks that hold the other shards.
+        limit: elements of the matrices that are gathered together; a larger matrix is gathered alone.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class GatheredMatrices:
         self._group = group
         self._limit = limit
 
-    def apply(self, pieces: Sequence[torch.Tensor], scale: float) -> Callable[[], None]:
-        """Replace the gradients of matrices in ``pieces`` by Muon's updates, multiplied by ``scale``.
+    def apply(self, reduced: Sequence[torch.Tensor], scale: float) -> Callable[[], None]:
+        """Replace the gradients of matrices in ``reduced`` by Muon's updates, multiplied by ``scale``.
 
         Returns:
-            What makes the new momentum the optimizer's; not to be called where the step is skipped.
+            A function that stores the new momentum in the optimizer; do not call it if the step is skipped.
         """
         renewed = {}
-        for each, master, piece in zip(self._groups, self._masters, pieces, strict=True):
+        for each, master, gradient in zip(self._groups, self._masters, reduced, strict=True):
             options = self._optimizer.param_groups[each.number]
             if not options["use_muon"]:
                 continue
             before = self._optimizer.state[master].get(MOMENTUM)
             momentum = torch.zeros_like(master, requires_grad=False) if before is None else before.clone()
             for indices in _chunks(each.layout.numels, self._limit):
-                self._update(each, indices, piece, momentum, options, scale)
+                self._update(each, indices, gradient, momentum, options, scale)
             renewed[master] = momentum
 
         def commit() -> None:
@@ -69,18 +69,18 @@ class GatheredMatrices:
         self,
         each: ParameterGroup,
         indices: Sequence[int],
-        piece: torch.Tensor,
+        reduced: torch.Tensor,
         momentum: torch.Tensor,
         options: Mapping[str, Any],
         scale: float,
     ) -> None:
-        gradients = self._whole(each, indices, piece)
-        momenta = self._whole(each, indices, momentum)
+        gradients = self._gathered(each, indices, reduced)
+        momenta = self._gathered(each, indices, momentum)
         for first in range(0, len(indices), self._group.world_size):
             mine, last = first + self._group.rank, first + self._group.world_size
             if mine < len(indices):
-                given = gradients[mine].to(momentum.dtype) / scale
-                update, latest = matrix_update(given, momenta[mine], options)
+                gradient = gradients[mine].to(momentum.dtype) / scale
+                update, latest = matrix_update(gradient, momenta[mine], options)
                 gradients[mine].copy_(update)
                 momenta[mine].copy_(latest)
             for finish in [self._share(gradients[first:last]), self._share(momenta[first:last])]:
@@ -88,12 +88,14 @@ class GatheredMatrices:
         for index, update, latest in zip(indices, gradients, momenta, strict=True):
             for owner, start, numel, offset in each.layout.shards(index):
                 if owner == self._group.rank:
-                    part = piece.narrow(0, offset, numel)
-                    part.copy_(update.reshape(-1).narrow(0, start, numel)).mul_(scale)
+                    target = reduced.narrow(0, offset, numel)
+                    target.copy_(update.reshape(-1).narrow(0, start, numel)).mul_(scale)
                     momentum.narrow(0, offset, numel).copy_(latest.reshape(-1).narrow(0, start, numel))
 
-    def _whole(self, each: ParameterGroup, indices: Sequence[int], flat: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices numbered ``indices`` of a sub-group, of whose slices every rank has its own in ``flat``."""
+    def _gathered(
+        self, each: ParameterGroup, indices: Sequence[int], flat: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The whole matrices ``indices`` of a sub-group; ``flat`` has this rank's shards of them."""
         world = self._group.world_size
         widths = [slice_numel(each.layout.numels[index], world) for index in indices]
         begin = each.layout.offsets[indices[0]]
@@ -108,7 +110,7 @@ class GatheredMatrices:
         ]
 
     def _share(self, tensors: list[torch.Tensor]) -> Callable[[], None]:
-        """Begin to send tensor r of ``tensors``, which is right on rank r, to all ranks; there may be too few for all."""
+        """Start to send tensor r of ``tensors``, which rank r has computed, to all ranks; the last ranks may have none."""
         world, rank = self._group.world_size, self._group.rank
         if len(tensors) == world and len({each.shape for each in tensors}) == 1:
             return _finish(self._group.all_gather(tensors, tensors[rank], asynchronous=True), [])
@@ -132,15 +134,15 @@ def _finish(work: Work | None, copies: list[tuple[torch.Tensor, torch.Tensor]]) 
 
 
 def _chunks(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Consecutive positions whose ``numels`` add up to at most ``limit``, or one of more."""
+    """Consecutive positions whose ``numels`` sum to at most ``limit``, or a single larger one."""
     chunk: list[int] = []
-    held = 0
+    chunk_numel = 0
     for index, numel in enumerate(numels):
-        if chunk and held + numel > limit:
+        if chunk and chunk_numel + numel > limit:
             yield chunk
-            chunk, held = [], 0
+            chunk, chunk_numel = [], 0
         chunk.append(index)
-        held += numel
+        chunk_numel += numel
     if chunk:
         yield chunk
 

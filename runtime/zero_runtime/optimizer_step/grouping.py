@@ -1,4 +1,4 @@
-"""Which parameters the optimizer updates as one flat tensor: param groups, cut by dtype and, at stage 3, by size."""
+"""Groups of parameters that are updated as one flat tensor: param groups divided by dtype, at stage 3 also by size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flat_groups(
     world_size: int,
     chunked: bool = False,
 ) -> list[ParameterGroup]:
-    """The trainable parameters of each param group, laid out in one flat buffer for each dtype (stages 1 and 2).
+    """The trainable parameters of each param group, in one flat buffer for each dtype (stages 1 and 2).
 
     Raises:
         ConfigError: a group without a trainable parameter, or a parameter in two groups.
@@ -51,7 +51,7 @@ def flat_groups(
 def shard_groups(
     module: torch.nn.Module, param_groups: Sequence[dict[str, Any]], limit: int, world_size: int
 ) -> list[ParameterGroup]:
-    """The trainable parameters of each param group in sub-groups of about ``limit`` elements of each rank (stage 3).
+    """The trainable parameters of each param group, in sub-groups of about ``limit`` elements on each rank (stage 3).
 
     Raises:
         ConfigError: a parameter in two groups, or one that is not the model's; no trainable parameter at all.
@@ -72,7 +72,7 @@ def shard_groups(
 def trainable(
     module: torch.nn.Module, param_groups: Iterable[dict[str, Any]]
 ) -> Iterator[tuple[int, list[Named]]]:
-    """The trainable parameters of each param group with their names; those the module has not are named by position."""
+    """The trainable parameters of each param group with their names; parameters outside the module get their position."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     seen: set[torch.nn.Parameter] = set()
     for number, each in enumerate(param_groups):
@@ -82,24 +82,24 @@ def trainable(
                 continue
             name = names.get(parameter, f"param_groups[{number}][{len(named)}]")
             if parameter in seen:
-                raise ConfigError(f"{name} stands in more than one param group; give it to one")
+                raise ConfigError(f"{name} is in more than one param group; put it into one")
             seen.add(parameter)
             named.append((name, parameter))
         yield number, named
 
 
 def _by_dtype(named: Iterable[Named]) -> list[list[Named]]:
-    found: dict[torch.dtype, list[Named]] = {}
+    by_dtype: dict[torch.dtype, list[Named]] = {}
     for each in named:
-        found.setdefault(each[1].dtype, []).append(each)
-    return list(found.values())
+        by_dtype.setdefault(each[1].dtype, []).append(each)
+    return list(by_dtype.values())
 
 
 def _numel(name: str, parameter: torch.nn.Parameter) -> int:
     shard = shard_of(parameter)
     if shard is None:
         raise ConfigError(
-            f"{name} of the optimizer is no parameter of the model, which stage 3 cannot shard; pass the parameters of "
-            "the model that is given to initialize"
+            f"optimizer parameter {name} is not in the model, so stage 3 cannot shard it; pass the parameters of the model "
+            "that initialize gets"
         )
     return shard.numel

@@ -1,8 +1,8 @@
-"""What stands for the torch optimizer that does the arithmetic: its param groups, its state, its loss scale, its fragments.
+"""The wrapper of a torch optimizer: its param groups, state, loss scale and fragments.
 
-A step, in :mod:`zero_runtime.optimizer_step.sharded` and :mod:`zero_runtime.optimizer_step.replicated`, goes: agree on
-overflow, norm, unscale and clip, update, and, where it is sharded, gather the parameters. An overflow, or a norm that
-is infinite or NaN, ends it there: the parameters stay, and the loss scale falls.
+A step (:mod:`zero_runtime.optimizer_step.sharded` and :mod:`zero_runtime.optimizer_step.replicated`) agrees on overflow,
+computes the norm, unscales and clips, updates, and, if sharded, gathers the parameters. After an overflow, or with a norm
+that is infinite or NaN, the step is skipped: the parameters do not change, and the loss scale falls.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zero_runtime.optimizer_step.fragments import Fragment, Master, Source, Stor
 
 
 class StepPolicy(NamedTuple):
-    """What a step does besides the update.
+    """The options of a step.
 
     Attributes:
-        clipping: the largest norm of gradients; 0 where they are not clipped.
+        clipping: the largest norm of gradients; 0 for no clipping.
         compute_norm: whether the norm is computed, clipped or not.
-        check_overflow: whether the ranks agree on infinite and NaN gradients in a message of its own.
+        check_overflow: whether a separate message finds infinite and NaN gradients of any rank.
         check_norm: whether a step whose norm is infinite or NaN is skipped.
-        masters: dtype of what the optimizer updates in place of 16-bit parameters.
+        masters: dtype of the masters of 16-bit parameters.
     """
 
     clipping: float
@@ -45,16 +45,16 @@ class StepPolicy(NamedTuple):
 
 
 class WrappedOptimizer(torch.optim.Optimizer, ABC):
-    """What both optimizers share: they stand for the torch optimizer that does the arithmetic.
+    """The common part of both wrappers of a torch optimizer.
 
-    Param groups and state are that optimizer's own objects, so that a schedule may be made over either.
+    Param groups and state are the torch optimizer's own objects, so that schedules work with either.
 
     Attributes:
-        overflow: whether the last step was skipped, since a gradient was infinite or NaN.
-        grad_norm: of the last step, before clipping; infinity where it was skipped; None where it is not computed.
-        is_sharded: whether each rank holds a part of the masters only.
-        model_ranks: those that hold the model together with this one, and agree on norm and overflow; None where each holds
-            all of it.
+        overflow: whether the last step was skipped because a gradient was infinite or NaN.
+        grad_norm: of the last step, before clipping; infinity if it was skipped; None if it is not computed.
+        is_sharded: whether each rank has only a shard of the masters.
+        model_ranks: the ranks that the model is divided over, which agree on norm and overflow; None if each rank has all
+            of the model.
     """
 
     is_sharded: bool
@@ -66,7 +66,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         policy: StepPolicy,
         scale: LossScale,
     ) -> None:
-        # Optimizer.__init__ would make param groups of its own.
+        # Optimizer.__init__ is not called: it would create its own param groups.
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
         self.param_groups = optimizer.param_groups
@@ -80,7 +80,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the coming step is multiplied by."""
+        """The factor on the loss of the next step."""
         return self._scale.value
 
     @loss_scale.setter
@@ -98,23 +98,23 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return self._scale.dynamic
 
     def needs_scaler(self) -> bool:
-        """Whether ``loss.backward()`` needs ``engine.scale`` before it: the loss is multiplied by something."""
+        """Whether ``loss.backward()`` needs ``engine.scale`` before it."""
         return self._scale.dynamic or self._scale.value != 1.0
 
     @property
     def loss_scaler(self) -> LossScale:
-        """What adapts the loss scale, by DeepSpeed's name with ZeRO."""
+        """The loss scale, under DeepSpeed's name with ZeRO."""
         return self._scale
 
-    loss_scale_config = loss_scaler  # its name without
+    loss_scale_config = loss_scaler  # DeepSpeed's name without ZeRO
 
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
-        """``grad_norm``, by the name that scripts read."""
+        """``grad_norm``, under the name that scripts read."""
         return self.grad_norm
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Use ``loss_scale`` from now on, whatever overflows."""
+        """Use ``loss_scale`` from now on, regardless of overflows."""
         self._scale.override(loss_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -122,9 +122,9 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         self._gradients.clear()
 
     def _measured(self, overflow: bool, norm: Callable[[], torch.Tensor]) -> bool:
-        """Take note of an overflow, or of the norm of the scaled gradients, and say whether the step is to be taken.
+        """Record overflow and norm of the scaled gradients, and return whether to take the step.
 
-        It is not where either of them is infinite or NaN; the gradients are dropped then, and the loss scale falls.
+        With an overflow, or a norm that is infinite or NaN, it drops the gradients and lowers the loss scale.
         """
         if self._scale.rules is not UNSCALED:
             hooks.metric("loss_scale", self._scale.value)
@@ -144,72 +144,74 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return not overflow
 
     def _factor(self) -> torch.Tensor | float | None:
-        """What the scaled gradients are multiplied by, to unscale and to clip them; None for 1."""
+        """The factor that unscales and clips the gradients; None for 1."""
         scale = self._scale.value
         if self._policy.clipping > 0.0 and self.grad_norm is not None:
             return clip_factor(self.grad_norm, self._policy.clipping) / scale
         return None if scale == 1.0 else 1.0 / scale
 
     def _model_groups(self) -> list[DataParallelGroup]:
-        """The group of the ranks that hold other parts of the model, where there are any."""
+        """The group of the ranks that the model is divided over; empty if there are none."""
         return [] if self.model_ranks is None else [self.model_ranks.group]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused here: what is laid out once stays so."""
+        """Always raises UsageError: the layout of the flat buffers is fixed."""
         raise UsageError(
-            "add_param_group works at stage 3 only; at the other stages give the parameters to initialize, a second time "
-            "if need be"
+            "add_param_group works at stage 3 only; at the other stages pass all parameters to initialize, and call it "
+            "again for new ones"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state, of this rank alone."""
+        """The torch optimizer's state on this rank."""
         return self.optimizer.state_dict()
 
     @abstractmethod
-    def held(self) -> list[Master]:
-        """The tensors that the torch optimizer updates on this rank, and which parameters they are made of."""
+    def masters_with_parts(self) -> list[Master]:
+        """The tensors that the torch optimizer updates on this rank, with their parts."""
 
     @abstractmethod
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors of the model's parameters that the optimizer itself holds, once nothing is under way to them."""
+        """The tensors of the model's parameters that the optimizer holds, after all messages in flight."""
 
     @abstractmethod
     def reduced(self) -> list[torch.Tensor]:
-        """The reduced gradients of the step under way: for each of ``held``, one of the same layout."""
+        """The reduced gradients of the current step: one for each master, with the same layout."""
 
     @abstractmethod
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
-        """The parameters that are updated, on all ranks together, with their param groups."""
+        """The parameters that all ranks together update, with their param groups."""
 
     def settle(self) -> None:
-        """Wait for parameters that are under way, and take over what a script has changed in them."""
+        """Wait for parameters in flight, and adopt the changes that a script has made to them."""
 
     def adopt(self) -> None:
-        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        """Set the masters from the model's parameters, after these have been changed."""
 
     def loaded(self) -> None:
-        """A checkpoint has been read: have the model's parameters as a step would have left them."""
+        """Set the model's parameters as after a step, once a checkpoint has been loaded."""
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
-        """What this rank holds of each parameter, or of one, its state included.
+        """This rank's fragments of all parameters or of one, with their state.
 
-        The tensors may be looked at and written to until the next one is asked for.
+        The tensors may be read and written until the next fragment is requested.
         """
-        held = self.held()
+        masters = self.masters_with_parts()
         if parameter is not None:
-            held = [master for master in held if any(part.parameter is parameter for part in master.parts)]
-        return fragments_of(self.optimizer.state, held)
+            masters = [
+                master for master in masters if any(part.parameter is parameter for part in master.parts)
+            ]
+        return fragments_of(self.optimizer.state, masters)
 
     def stored(self) -> Iterator[Stored]:
-        """What ``fragments`` gives, to be read one by one, in any order: for a checkpoint."""
+        """The fragments for a checkpoint, whose tensors are read on demand, in any order."""
         return map(stored, self.fragments())
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
-        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
-        load(self.optimizer, self.held(), source, states)
+        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters do not change."""
+        load(self.optimizer, self.masters_with_parts(), source, states)
 
 
 def master_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the optimizer updates instead of ``parameter``: a copy of at least ``dtype``, or itself where it is that."""
+    """The master of ``parameter``: a copy of at least ``dtype``, or the parameter itself if its dtype is that wide."""
     wide = torch.promote_types(parameter.dtype, dtype)
     return parameter.detach().to(wide).requires_grad_()

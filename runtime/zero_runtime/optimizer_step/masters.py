@@ -1,8 +1,8 @@
-"""What an optimizer updates in place of this rank's pieces: flat tensors, on the device, in host memory or in files.
+"""Masters: the flat tensors that the optimizer updates for this rank's shards, on the device, in host memory or on NVMe.
 
-A piece is one master, or where it is offloaded a row of them, one for each stretch, which are updated one after the other
-(:mod:`zero_runtime.offload.stretches`). The optimizer's state is where its master is. Masters of fp32 parameters that are in
-files themselves are read from there for their update, stretch by stretch, and written back.
+A shard has one master, or if it is offloaded one for each chunk; these are updated one after another
+(:mod:`zero_runtime.offload.stretches`). The optimizer's state is on the device of its master. If fp32 parameters are on
+NVMe themselves, their masters are read from there for the update, chunk by chunk, and written back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_runtime.optimizer_step.fragments import (
     scalars_of,
     stored,
 )
-from zero_runtime.optimizer_step.owned_shards import Pieces
+from zero_runtime.optimizer_step.owned_shards import OwnedShards
 from zero_runtime.optimizers import Lamb, Muon
 
 
@@ -37,21 +37,21 @@ class Masters:
     """The masters of an optimizer.
 
     Args:
-        optimizer: the torch optimizer; its param groups and its state are changed by this.
-        parameters: the pieces.
+        optimizer: the torch optimizer; its param groups and its state are changed.
+        parameters: this rank's shards.
         dtype: of masters of 16-bit parameters.
         rank: of this process among the data-parallel ranks.
-        placement: None where masters and states are kept with the parameters.
+        placement: None if masters and states are on the device of the parameters.
 
     Attributes:
-        tensors: the masters, for each group one or more; not to be looked at while they are in files.
-        stretches: for each of them, what it stands for.
+        tensors: the masters, one or more for each group; do not read them while they are on NVMe.
+        stretches: the chunk of a shard that each master stands for.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Pieces,
+        parameters: OwnedShards,
         dtype: torch.dtype,
         rank: int,
         placement: Placement | None = None,
@@ -71,13 +71,13 @@ class Masters:
             self._files = StateFiles(optimizer, placement.files, placement.policy, placement.pinned)
 
     def close(self) -> None:
-        """Remove what is in files."""
+        """Remove the files."""
         if self._files is not None:
             self._files.close()
 
     def add(self, groups: Sequence[ParameterGroup]) -> list[list[torch.Tensor]]:
-        """Masters for further groups. Returns those of each."""
-        first, made = len(self._groups), []
+        """Create masters for further groups. Returns those of each group."""
+        first, new_masters = len(self._groups), []
         self._groups += groups
         total = sum(each.layout.shard_numel for each in groups)
         for index, each in enumerate(groups, first):
@@ -85,12 +85,12 @@ class Masters:
             for stretch in self._cut(index, each.layout.shard_numel, total):
                 self.stretches.append(stretch)
                 self.tensors.append(self._master(len(self.tensors), stretch))
-            made.append(self.tensors[begin:])
-        return made
+            new_masters.append(self.tensors[begin:])
+        return new_masters
 
     @torch.no_grad()
     def watch(self) -> None:
-        """Take the state that the optimizer has when it is made to the files, where it belongs there."""
+        """Move the state that the optimizer has from its construction to the files, where it is offloaded."""
         if self._files is None:
             return
         for number, (master, stretch) in enumerate(zip(self.tensors, self.stretches, strict=True)):
@@ -102,34 +102,34 @@ class Masters:
                 for _ in self._in_memory(number, fill=True):
                     pass  # it is written at the end
 
-    def held(self) -> list[Master]:
-        """Each master with what it is made of."""
-        found = []
+    def masters_with_parts(self) -> list[Master]:
+        """Each master with its parts."""
+        masters = []
         for master, stretch in zip(self.tensors, self.stretches, strict=True):
             each = self._groups[stretch.piece]
-            parts = [
+            members = [
                 part
                 for index in each.layout.order
-                for piece in each.layout.shards(index)
-                if piece.owner == self._rank
-                for part in _within(each, index, piece.start, piece.numel, piece.offset, stretch)
+                for shard in each.layout.shards(index)
+                if shard.owner == self._rank
+                for part in _within(each, index, shard.start, shard.numel, shard.offset, stretch)
             ]
-            found.append(Master(master, tuple(parts)))
-        return found
+            masters.append(Master(master, tuple(members)))
+        return masters
 
-    def reduced(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The part of ``pieces``, one for each group, that belongs to each master."""
-        return [pieces[stretch.piece][stretch.part] for stretch in self.stretches]
+    def reduced(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The range of ``shards``, one for each group, that belongs to each master."""
+        return [shards[stretch.piece][stretch.part] for stretch in self.stretches]
 
     # The step.
 
     def begin_step(self) -> None:
-        """Begin to read what is updated first."""
+        """Start to read the masters that are updated first."""
         if self._files is not None:
             self._files.begin()
 
     def rounds(self) -> Iterator[list[int]]:
-        """The numbers of the masters that are updated together, round after round; in a round they are in memory."""
+        """The numbers of the masters that are updated together in each round; during a round they are in memory."""
         alone = [number for number, stretch in enumerate(self.stretches) if self._is_alone(stretch)]
         together = sorted(set(range(len(self.tensors))).difference(alone, self._borrowed))
         if together:
@@ -140,7 +140,7 @@ class Masters:
             yield [number]
 
     def take_gradient(self, number: int, reduced: torch.Tensor, factor: torch.Tensor | float | None) -> None:
-        """Give a master its gradient: the ``reduced`` part, which may be changed, times ``factor``."""
+        """Set the gradient of a master: the ``reduced`` range, which may be changed, times ``factor``."""
         master = self.tensors[number]
         if reduced.dtype is master.dtype and reduced.device == master.device:
             gradient = reduced
@@ -151,13 +151,13 @@ class Masters:
         master.grad = gradient if factor is None else gradient.mul_(factor)
 
     def give_values(self, number: int) -> None:
-        """Make the values of a master, which has been updated, the model's."""
+        """Write the values of an updated master to the model."""
         stretch = self.stretches[number]
         self.tensors[number].grad = None
         self._parameters.write(stretch.piece, self.tensors[number], stretch.part)
 
     def take_over(self, index: int, part: slice) -> None:
-        """Bring what has changed in a part of piece ``index`` into the masters."""
+        """Copy a range of shard ``index`` that has changed to the masters."""
         for number, stretch in enumerate(self.stretches):
             begin, end = max(part.start, stretch.part.start), min(part.stop, stretch.part.stop)
             if stretch.piece != index or begin >= end or number in self._borrowed:
@@ -167,41 +167,41 @@ class Masters:
                 self._parameters.read(index, own, slice(begin, end))
 
     def take_all_over(self) -> None:
-        """Make all masters copies of the model's parameters."""
+        """Set all masters from the model's parameters."""
         for index, each in enumerate(self._groups):
             self.take_over(index, slice(0, each.layout.shard_numel))
 
-    # Looking, saving and loading.
+    # Reading, saving and loading.
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
-        """The parts of every parameter, or of one, with their state: in memory until the next is asked for, and kept."""
-        for number, held in enumerate(self.held()):
-            if parameter is None or any(part.parameter is parameter for part in held.parts):
+        """The fragments of all parameters or of one: in memory until the next is requested; changes are kept."""
+        for number, master in enumerate(self.masters_with_parts()):
+            if parameter is None or any(part.parameter is parameter for part in master.parts):
                 for _ in self._in_memory(number, fill=True):
-                    yield from fragments_of(self._optimizer.state, [held])
+                    yield from fragments_of(self._optimizer.state, [master])
 
     def stored(self) -> Iterator[Stored]:
-        """The same, to be read one by one, in any order."""
-        for number, held in enumerate(self.held()):
+        """The fragments, whose tensors are read on demand, in any order."""
+        for number, master in enumerate(self.masters_with_parts()):
             if number in self._borrowed:
-                for each in fragments_of(self._optimizer.state, [held]):
-                    part = next(part for part in held.parts if part.name == each.name)
+                for each in fragments_of(self._optimizer.state, [master]):
+                    part = next(part for part in master.parts if part.name == each.name)
                     read = partial(self._look, number, slice(part.offset, part.offset + part.numel))
-                    yield stored(each)._replace(master=Elements(held.tensor.dtype, read))
+                    yield stored(each)._replace(master=Elements(master.tensor.dtype, read))
                 continue
             if self._files is None or number not in self._files:
-                yield from map(stored, fragments_of(self._optimizer.state, [held]))
+                yield from map(stored, fragments_of(self._optimizer.state, [master]))
                 continue
-            files, kept = self._files, self._files.kept(number)
-            scalars = scalars_of(self._optimizer.state.get(held.tensor, {}), held)
-            for part in held.parts:
+            files, state_dtypes = self._files, self._files.kept(number)
+            scalars = scalars_of(self._optimizer.state.get(master.tensor, {}), master)
+            for part in master.parts:
                 span = slice(part.offset, part.offset + part.numel)
                 yield Stored(
                     *part[:5],
-                    master=Elements(held.tensor.dtype, partial(files.show, number, MASTER, span)),
+                    master=Elements(master.tensor.dtype, partial(files.show, number, MASTER, span)),
                     state={
                         name: Elements(dtype, partial(files.show, number, name, span))
-                        for name, dtype in kept.items()
+                        for name, dtype in state_dtypes.items()
                     },
                     scalars=scalars,
                     whole={},
@@ -209,12 +209,12 @@ class Masters:
 
     def load(self, source: Source, states: bool) -> None:
         """Fill the masters and, with ``states``, their state from a checkpoint."""
-        for number, held in enumerate(self.held()):
+        for number, master in enumerate(self.masters_with_parts()):
             for _ in self._in_memory(number, fill=True):
-                load(self._optimizer, [held], source, states)
+                load(self._optimizer, [master], source, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with copies of what is in files."""
+        """The optimizer's state, with copies of the state on NVMe."""
         packed: dict[str, Any] = self._optimizer.state_dict()
         if self._files is not None:
             numbers = {id(each): number for number, each in enumerate(self._listed())}
@@ -231,7 +231,7 @@ class Masters:
             yield from group["params"]
 
     def _in_memory(self, number: int, fill: bool = False) -> Iterator[torch.Tensor]:
-        """The master once, in memory; not one in files that is still to be filled, unless ``fill`` is set."""
+        """Yield the master once, in memory; skip one whose file is not filled yet, unless ``fill`` is set."""
         if number in self._borrowed:
             for _ in self._borrow([number]):
                 yield self.tensors[number]
@@ -244,7 +244,7 @@ class Masters:
 
     @torch.no_grad()
     def _borrow(self, numbers: Sequence[int]) -> Iterator[int]:
-        """Each of these masters in turn, with the values of the pieces, until the next is asked for."""
+        """Yield each of these masters in turn, filled from the shards until the next is requested."""
         for place, number in enumerate(numbers):
             master, stretch = self.tensors[number], self.stretches[number]
             values = torch.empty(stretch.numel, dtype=master.dtype, device=master.device)
@@ -257,7 +257,7 @@ class Masters:
             master.data = absent(stretch.numel, master.dtype, master.device)
 
     def _look(self, number: int, part: slice) -> torch.Tensor:
-        """A part of a master that is not in memory."""
+        """A range of a master that is not in memory."""
         stretch, master = self.stretches[number], self.tensors[number]
         begin = stretch.part.start
         values = torch.empty(part.stop - part.start, dtype=master.dtype)
@@ -265,7 +265,7 @@ class Masters:
         return values
 
     def _borrows(self, index: int) -> bool:
-        """Whether the master of piece ``index`` has the piece's values, which are in files, and is not kept elsewhere."""
+        """Whether the master of shard ``index`` has no storage of its own: it has the values of the shard on NVMe."""
         parameters = self._parameters
         dtype = parameters.own[index].dtype
         as_wide = torch.promote_types(dtype, self._dtype) is dtype
@@ -282,8 +282,8 @@ class Masters:
         if not placement.divisible:
             return [whole(index, numel, offloaded=True)]
         limit = stretch_numel(total, placement.limit)
-        found = cut(index, numel, limit, placement.policy.ratio, self._parameters.starts(index))
-        return list(found) or [whole(index, 0)]
+        chunks = cut(index, numel, limit, placement.policy.ratio, self._parameters.starts(index))
+        return list(chunks) or [whole(index, 0)]
 
     def _master(self, number: int, stretch: Stretch) -> torch.Tensor:
         placement, parameters = self._placement, self._parameters
@@ -322,7 +322,7 @@ class Masters:
 def _within(
     each: ParameterGroup, index: int, start: int, numel: int, offset: int, stretch: Stretch
 ) -> Iterator[Part]:
-    """What of a slice of parameter ``index`` lies in a stretch of the piece in which it begins at ``offset``."""
+    """The range of parameter ``index`` in a chunk; its shard begins at ``offset`` of the rank's shard."""
     begin = max(offset, stretch.part.start)
     end = min(offset + numel, stretch.part.stop)
     if end > begin or (numel == 0 and stretch.part.start <= offset <= stretch.part.stop):

@@ -1,7 +1,7 @@
-"""Muon on flat pieces of matrices (stages 1 and 2): every rank orthogonalizes the matrices that it holds a part of.
+"""Muon on flat shards of matrices (stages 1 and 2): every rank orthogonalizes each matrix that it has a part of.
 
-The gradient of a matrix that lies in the pieces of several ranks is kept whole on each of them. So is its momentum: the
-momentum of a piece has the elements of whole matrices. Nothing is sent for it.
+Several ranks may have parts of a matrix. Each of them keeps its whole gradient and its whole momentum, so that no
+communication is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_runtime.optimizers.muon import MOMENTUM, Muon, matrix_update
 
 
 class _Matrix(NamedTuple):
-    """A matrix of which a master holds ``part``; its momentum begins at ``start`` of the master's."""
+    """A matrix with a ``part`` in a master; its momentum begins at element ``start`` of the master's momentum."""
 
     part: Part
     start: int
@@ -33,20 +33,19 @@ class _Matrix(NamedTuple):
 
 
 class MatrixUpdates:
-    """Turns the pieces of reduced gradients of matrices into pieces of Muon's updates.
+    """Replaces the shards of reduced gradients of matrices by shards of Muon's updates.
 
     Args:
-        optimizer: whose state has the momentum.
-        masters: the flat pieces that it updates, with the parameters in them.
-        gradients: where the gradients come from; it is told which to keep whole.
+        optimizer: its state has the momentum.
+        masters: the flat shards that it updates, with the parameters in them.
+        gradients: the reduced gradients; it keeps the matrices' gradients whole on request.
     """
 
     def __init__(self, optimizer: Muon, masters: Sequence[Master], gradients: ShardedGradients) -> None:
         self._optimizer = optimizer
         self._gradients = gradients
-        self._matrices: list[
-            tuple[Master, Mapping[str, Any], list[_Matrix]] | None
-        ] = []  # one for each master
+        # One entry for each master; None without matrices.
+        self._matrices: list[tuple[Master, Mapping[str, Any], list[_Matrix]] | None] = []
         for master in masters:
             group = optimizer.param_groups[master.parts[0].group] if master.parts else {"use_muon": False}
             if not group["use_muon"]:
@@ -62,26 +61,26 @@ class MatrixUpdates:
                 if not matrix.is_whole:
                     gradients.keep_whole(matrix.part.name, matrix.shape.numel())
 
-    def apply(self, pieces: Sequence[torch.Tensor], scale: float) -> Callable[[], None]:
-        """Replace the gradients of matrices in ``pieces`` by Muon's updates, multiplied by ``scale``.
+    def apply(self, reduced: Sequence[torch.Tensor], scale: float) -> Callable[[], None]:
+        """Replace the gradients of matrices in ``reduced`` by Muon's updates, multiplied by ``scale``.
 
         Returns:
-            What makes the new momentum the optimizer's; not to be called where the step is skipped.
+            A function that stores the new momentum in the optimizer; do not call it if the step is skipped.
         """
         renewed = []
-        for piece, entry in zip(pieces, self._matrices, strict=True):
+        for shard, entry in zip(reduced, self._matrices, strict=True):
             if entry is None:
                 continue
             master, group, matrices = entry
             momentum = self._optimizer.state[master.tensor][MOMENTUM].clone()
             for matrix in matrices:
                 part, begin, shape = matrix
-                own = piece.narrow(0, part.offset, part.numel)
-                given = own if matrix.is_whole else self._gradients.whole[part.name]
-                kept = momentum.narrow(0, begin, shape.numel())
-                gradient = given.to(momentum.dtype).view(shape) / scale
-                update, latest = matrix_update(gradient, kept.view(shape), group)
-                kept.copy_(latest.reshape(-1))
+                own = shard.narrow(0, part.offset, part.numel)
+                reduced_gradient = own if matrix.is_whole else self._gradients.unsharded[part.name]
+                matrix_momentum = momentum.narrow(0, begin, shape.numel())
+                gradient = reduced_gradient.to(momentum.dtype).view(shape) / scale
+                update, latest = matrix_update(gradient, matrix_momentum.view(shape), group)
+                matrix_momentum.copy_(latest.reshape(-1))
                 own.copy_(update.reshape(-1).narrow(0, part.start, part.numel)).mul_(scale)
             renewed.append((master.tensor, momentum))
 
@@ -92,7 +91,7 @@ class MatrixUpdates:
         return commit
 
     def elementwise(self) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """The optimizer's state with momentum cut to what the masters hold, an element for each of theirs."""
+        """The optimizer's state, with the momentum reduced to one element for each element of the masters."""
         states: dict[torch.Tensor, Mapping[str, Any]] = dict(self._optimizer.state)
         for entry in self._matrices:
             if entry is None:
@@ -120,10 +119,10 @@ class MatrixUpdates:
 
 
 def check_whole_gradients(optimizer: torch.optim.Optimizer, config: RuntimeConfig, kinds: Precision) -> None:
-    """Refuse Muon at stages 1 and 2 where a reduction leaves a rank nothing but its own piece of a gradient.
+    """Refuse Muon at stages 1 and 2 with a reduction that leaves a rank only its own shard of a gradient.
 
     Raises:
-        ConfigError: naming the reductions that leave all of it.
+        ConfigError: such a reduction is configured.
     """
     if not isinstance(optimizer, Muon):
         return
@@ -138,5 +137,5 @@ def check_whole_gradients(optimizer: torch.optim.Optimizer, config: RuntimeConfi
         how = kind if leaves == "own" else f"{kind} in another dtype"
         raise ConfigError(
             f"Muon needs whole gradients of matrices, and zero_optimization.gradient_reduction {how} leaves each rank its "
-            "own piece; use all_reduce"
+            "own shard; use all_reduce"
         )

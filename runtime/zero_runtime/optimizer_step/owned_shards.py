@@ -1,4 +1,4 @@
-"""This rank's piece of every group of parameters, as the step over pieces reads and writes it (stages 1 to 3)."""
+"""This rank's shard of every group of parameters, as the optimizer step reads and writes it (stages 1 to 3)."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ import torch
 WHOLE = slice(None)
 
 
-class Pieces:
-    """Pieces that are in memory, one for each group. A part of one is a slice of its elements, with a step of 1.
+class OwnedShards:
+    """Shards in memory, one for each group. A ``part`` is a Python slice of a shard's elements, with a step of 1.
 
     Attributes:
-        own: for each group, this rank's piece in the model's dtype, 1-D.
+        own: for each group, this rank's shard in the model's dtype, 1-D.
     """
 
     own: list[torch.Tensor]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor of the pieces, and of what they are parts of; nothing is under way to them any more."""
+        """Every tensor of the shards and of the buffers that contain them, after all messages in flight."""
         yield from self.own
 
     def refresh(self) -> None:
-        """A script has changed the model's parameters: bring pieces that are copies of them up to date."""
+        """Update shards that are copies, after a script has changed the model's parameters."""
 
     def loaded(self) -> None:
-        """The model's parameters have been read from a checkpoint: make them what sharing the pieces makes of them."""
+        """Set the model's parameters as sharing the shards would, after a checkpoint has been loaded."""
 
     def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
-        """What the optimizer updates in place of a part of piece ``index``: a copy of at least ``dtype``, or itself."""
+        """The master of a part of shard ``index``: a copy of at least ``dtype``, or the shard itself."""
         own = self.own[index]
         return own.detach()[part].to(torch.promote_types(own.dtype, dtype)).requires_grad_()
 
     def is_master(self, index: int, dtype: torch.dtype) -> bool:
-        """Whether ``master`` gives the memory of piece ``index`` itself."""
+        """Whether ``master`` returns the memory of shard ``index`` itself."""
         own = self.own[index]
         return torch.promote_types(own.dtype, dtype) is own.dtype
 
     def are_filed(self, index: int) -> bool:
-        """Whether a part of piece ``index`` is in files, so that reading it takes time."""
+        """Whether a part of shard ``index`` is on NVMe, so that reading it takes time."""
         return False
 
     def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
-        """That part of piece ``index`` is read next: begin to, where it is in files."""
+        """Start to read that part of shard ``index``, if it is on NVMe."""
 
     def starts(self, index: int) -> Sequence[int] | None:
-        """The elements of piece ``index`` at which a part may begin, in order; None where it may anywhere."""
+        """The elements of shard ``index`` at which a part may begin, in order; None for all elements."""
         return None
 
     def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
-        """Fill ``target``, which is as long as the ``part`` of piece ``index``, with its values."""
+        """Fill ``target`` with the values of ``part`` of shard ``index``, which has the same length."""
         target.copy_(self.own[index][part])
 
     def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:
-        """Make the values of ``master``, which has been updated, those of that ``part`` of piece ``index``."""
+        """Write the values of the updated ``master`` to ``part`` of shard ``index``."""
         own = self.own[index][part]
         if own.dtype is not master.dtype or own.data_ptr() != master.data_ptr():
             own.copy_(master)

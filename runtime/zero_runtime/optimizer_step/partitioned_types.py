@@ -1,8 +1,8 @@
-"""Which parameters are never partitioned, by the classes of the modules that own them.
+"""Parameters that are never partitioned, selected by the classes of their modules.
 
-``zero_allowed_param_types`` and ``zero_force_param_types`` name classes: a module is of a named one if its class, or a
-class that this derives from, has that name. Of a parameter that several modules own (tied weights) one owner of an allowed
-class is enough, and so is one of a forced class, which decides.
+``zero_allowed_param_types`` and ``zero_force_param_types`` name classes. A module matches if its class, or a base class of
+it, has that name. For a parameter of several modules (tied weights) one matching module is enough; a forced class wins
+over an allowed one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORCED = "zero_optimization.zero_force_param_types"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionedTypes:
-    """The two keys.
+    """The values of the two keys.
 
     Attributes:
         allowed: only parameters of modules of these classes are partitioned; None for all.
@@ -32,15 +32,15 @@ class PartitionedTypes:
     whole: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether they keep anything from being partitioned."""
+        """Whether any parameter may be excluded from partitioning."""
         return self.allowed is not None or bool(self.whole)
 
 
 def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[torch.nn.Parameter]:
-    """The parameters of ``module`` that are not to be partitioned.
+    """The parameters of ``module`` that are never partitioned.
 
     Raises:
-        ConfigError: no module that owns a parameter is of a class that is named.
+        ConfigError: no module with parameters of its own is of a named class.
     """
     if not types:
         return set()
@@ -52,7 +52,7 @@ def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[to
 
 
 def owner_types(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """The classes that count, for the record of a run: those of one owner joined by commas, owners by semicolons."""
+    """The classes of each parameter's owners, for the record of a run: separated by commas, owners by semicolons."""
     return {
         parameter: ";".join(",".join(sorted(names)) for names in several)
         for parameter, several in _owners(module).items()
@@ -60,11 +60,11 @@ def owner_types(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 
 def _owners(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[set[str]]]:
-    found: dict[torch.nn.Parameter, list[set[str]]] = {}
+    owners: dict[torch.nn.Parameter, list[set[str]]] = {}
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
-            found.setdefault(parameter, []).append(_names(child))
-    return found
+            owners.setdefault(parameter, []).append(_names(child))
+    return owners
 
 
 def _is_partitioned(owners: Sequence[set[str]], types: PartitionedTypes) -> bool:
@@ -74,7 +74,7 @@ def _is_partitioned(owners: Sequence[set[str]], types: PartitionedTypes) -> bool
 
 
 def _names(module: torch.nn.Module) -> set[str]:
-    """The names of a module's class and of those that it derives from, up to torch.nn.Module."""
+    """The names of a module's class and of its base classes, up to torch.nn.Module."""
     return {each.__name__ for each in type(module).__mro__ if issubclass(each, torch.nn.Module)} - {"Module"}
 
 

@@ -1,4 +1,4 @@
-"""Which dtype is used for what, and what is done to the model for it."""
+"""The dtypes of a training, and the casts of the model that they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES: Final = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# What torch.autocast runs in the lower precision by default, as DeepSpeed lists it.
+# The modules that torch.autocast runs in the lower precision by default, as DeepSpeed lists them.
 _AUTOCAST_MODULES: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _CHUNK: Final = 2**20  # elements
 _OVERFLOW: Final = hooks.tag("overflow_check")
@@ -32,14 +32,14 @@ class Precision(NamedTuple):
     """The dtypes of one training.
 
     Attributes:
-        model: parameters and gradients; None leaves them as the model has them.
-        communication: gradient messages.
-        fp32_communication: gradient messages of parameters that are kept in fp32 in a 16-bit model.
-        accumulation: where reduced gradients are accumulated; None for the gradients' own.
-        masters: the copies of 16-bit parameters that the optimizer updates.
+        model: of parameters and gradients; None does not cast them.
+        communication: of gradients.
+        fp32_communication: of gradients of parameters that stay in fp32 in a 16-bit model.
+        accumulation: of accumulated gradients; None for the gradients' own.
+        masters: of the copies of 16-bit parameters that the optimizer updates.
         check_overflow: whether the ranks agree before each step that no gradient is infinite or NaN.
         autocast: the dtype of torch.autocast; None without it.
-        inputs: what floating-point inputs of the model are cast to; None leaves them as they are.
+        inputs: of floating-point inputs of the model; None does not cast them.
     """
 
     model: torch.dtype | None
@@ -53,7 +53,7 @@ class Precision(NamedTuple):
 
 
 def precision(config: PrecisionConfig) -> Precision:
-    """The dtypes that ``config`` means. Gradient messages travel in the training dtype unless it says otherwise."""
+    """The dtypes of ``config``. The communication dtype is the training dtype by default."""
     model = DTYPES[config.model] if config.model != "fp32" else None
     named = DTYPES[config.communication_data_type] if config.communication_data_type else None
     return Precision(
@@ -69,16 +69,16 @@ def precision(config: PrecisionConfig) -> Precision:
 
 
 def cast_module(module: torch.nn.Module, config: PrecisionConfig) -> None:
-    """Bring floating-point parameters to the model dtype, and buffers to ``buffer_dtype`` where one is given.
+    """Cast floating-point parameters to the model dtype, and buffers to ``buffer_dtype`` if that is set.
 
-    What ``fp16_override_modules`` and ``data_types.keep_in_fp32_modules`` name goes to fp32 instead.
+    Modules in ``fp16_override_modules`` and buffers in ``data_types.keep_in_fp32_modules`` are cast to fp32 instead.
     """
     dtype = DTYPES[config.model]
     patterns = config.fp32_modules if config.model != "fp32" else ()
-    kept = keep_in_fp32(module, patterns, dtype)
+    fp32_parameters = keep_in_fp32(module, patterns, dtype)
     if config.model != "fp32":
-        cast_tensors(kept, torch.float32)
-        cast_tensors(module.parameters(), dtype, kept)
+        cast_tensors(fp32_parameters, torch.float32)
+        cast_tensors(module.parameters(), dtype, fp32_parameters)
     buffers = fp32_buffers(module, config.fp32_buffers, dtype)
     for buffer in buffers:
         buffer.data = buffer.data.float()
@@ -88,16 +88,16 @@ def cast_module(module: torch.nn.Module, config: PrecisionConfig) -> None:
 
 
 def cast_tensors(
-    tensors: Iterable[torch.Tensor], dtype: torch.dtype, kept: Collection[torch.Tensor] = frozenset()
+    tensors: Iterable[torch.Tensor], dtype: torch.dtype, excluded: Collection[torch.Tensor] = frozenset()
 ) -> None:
-    """Cast floating-point tensors to ``dtype`` in place, except those in ``kept``."""
+    """Cast floating-point tensors to ``dtype`` in place, except those in ``excluded``."""
     for tensor in tensors:
-        if tensor.is_floating_point() and tensor not in kept:
+        if tensor.is_floating_point() and tensor not in excluded:
             tensor.data = tensor.data.to(dtype)
 
 
 def accumulate_in(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Let autograd add up the gradients of ``parameters`` in ``dtype``; None for the parameters' own."""
+    """Let autograd accumulate the gradients of ``parameters`` in ``dtype``; None for the parameters' own."""
     for parameter in parameters:
         wanted = dtype or parameter.dtype
         if parameter.requires_grad and parameter.grad_dtype != wanted:
@@ -106,7 +106,7 @@ def accumulate_in(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None)
 
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass. On CUDA the config decides even inside a torch.autocast of the caller's."""
+    """The context of a forward pass. On CUDA the config wins over a torch.autocast of the caller."""
     if dtype is not None:
         return torch.autocast(device.type, dtype=dtype)
     if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
@@ -117,14 +117,14 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
 def communication_dtypes(
     module: torch.nn.Module, kinds: Precision, names: tuple[str, ...] | None
 ) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The dtype in which each parameter's gradient travels.
+    """The communication dtype of each parameter's gradient.
 
-    With torch_autocast, parameters of modules that run in the lower precision travel in it, the others as they are.
+    With torch_autocast this is the lower precision for modules that run in it, and the parameter's own dtype for others.
 
     Args:
         module: the model.
         kinds: the dtypes.
-        names: qualified names of such module classes; None for Linear and the convolutions.
+        names: qualified names of the classes of these modules; None for Linear and the convolutions.
     """
     if kinds.autocast is None:
         return {parameter: communication_dtype(parameter, kinds) for parameter in module.parameters()}
@@ -137,39 +137,39 @@ def communication_dtypes(
 
 
 def communication_dtype(parameter: torch.Tensor, kinds: Precision) -> torch.dtype:
-    """The dtype in which the gradient of ``parameter`` travels without torch_autocast."""
-    kept = kinds.model is not None and parameter.dtype is torch.float32
-    return kinds.fp32_communication if kept else kinds.communication
+    """The communication dtype of the gradient of ``parameter`` without torch_autocast."""
+    stays_fp32 = kinds.model is not None and parameter.dtype is torch.float32
+    return kinds.fp32_communication if stays_fp32 else kinds.communication
 
 
 def _module_class(name: str) -> type:
     package, _, attribute = name.rpartition(".")
     try:
-        found = getattr(import_module(package), attribute)
+        module_class = getattr(import_module(package), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"torch_autocast.lower_precision_safe_modules names {name!r}, which cannot be imported ({error}); "
             "expected qualified class names such as torch.nn.modules.linear.Linear"
         ) from None
-    return found  # type: ignore[no-any-return]
+    return module_class  # type: ignore[no-any-return]
 
 
 def any_overflow(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A uint8 tensor of one element: 1 where any element of ``gradients`` is infinite or NaN."""
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     for gradient in gradients:
-        # aminmax makes an fp32 copy of 16-bit values: of a chunk at a time.
+        # aminmax copies 16-bit values to fp32, so they are processed one chunk at a time.
         size = gradient.numel() if gradient.dtype is torch.float32 else _CHUNK
         for chunk in gradient.reshape(-1).split(max(size, 1)):
             if chunk.numel():
-                # Both are NaN where an element is. Testing every element takes 70 times as long, and memory.
+                # If an element is NaN, both extremes are. Testing every element takes 70 times as long, and memory.
                 extremes = torch.stack(torch.aminmax(chunk))
                 flag |= (~torch.isfinite(extremes).all()).to(torch.uint8)
     return flag
 
 
 def agree_on_overflow(flag: torch.Tensor, *groups: DataParallelGroup) -> bool:
-    """Whether any rank of ``groups`` has seen an overflow: one all_reduce MAX of one byte in each."""
+    """Whether any rank of ``groups`` has an overflow: one all_reduce MAX of one byte in each group."""
     for group in groups:
         group.all_reduce(flag, op=ReduceOp.MAX, why=_OVERFLOW)
     return bool(flag.item())

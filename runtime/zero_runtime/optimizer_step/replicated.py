@@ -1,4 +1,4 @@
-"""The step over parameters that every rank holds whole (stage 0)."""
+"""The optimizer step over replicated parameters (stage 0)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from zero_runtime.optimizer_step.torch_optimizer import replace_parameters
 
 
 class ReplicatedOptimizer(WrappedOptimizer):
-    """Updates all parameters on every rank, those of 16 bits through fp32 copies.
+    """Updates all parameters on every rank; 16-bit parameters through fp32 copies.
 
     Args:
         optimizer: the torch optimizer over the parameters.
-        gradients: where reduced gradients come from.
+        gradients: the reduced gradients.
         group: the data-parallel ranks.
-        policy: what a step does besides the update.
-        scale: what the loss was multiplied by.
-        full_precision: no parameter needs a copy.
+        policy: the options of a step.
+        scale: the loss scale.
+        full_precision: whether no parameter needs a copy.
         names: of the model's parameters.
     """
 
@@ -66,11 +66,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
             if isinstance(optimizer, OneBitOptimizer):
                 optimizer.rename(dict(zip(self._parameters, self.masters, strict=True)))
 
-    # Without copies DeepSpeed gives back the torch optimizer itself; scripts ask which one it is.
+    # Without copies DeepSpeed returns the torch optimizer itself, and scripts test its class.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What ``isinstance`` knows this as besides: the class of the torch optimizer, where that updates the parameters."""
+        """The class for ``isinstance``: the torch optimizer's, if that updates the parameters in place."""
         return type(self.optimizer) if self._updates_in_place else ReplicatedOptimizer
 
     def __eq__(self, other: object) -> bool:
@@ -85,14 +85,14 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """The masters, each flat, by DeepSpeed's name."""
+        """The masters, each flat, under DeepSpeed's name."""
         return [master.detach().reshape(-1) for master in self.masters]
 
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
         """The trainable parameters."""
         return iter(self._parameters)
 
-    def held(self) -> list[Master]:
+    def masters_with_parts(self) -> list[Master]:
         """One master for each trainable parameter: itself, or its fp32 copy."""
         return [
             Master(master, (Part(name, parameter, group, 0, parameter.numel(), 0),))
@@ -102,7 +102,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
         ]
 
     def reduced(self) -> list[torch.Tensor]:
-        """The gradient of each trainable parameter; zeros where there is none."""
+        """The gradient of each trainable parameter; zeros for a parameter without one."""
         return [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self._parameters
@@ -117,21 +117,21 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take the step that the reduced gradients ask for, unless one of them overflowed."""
+        """Update the parameters by the reduced gradients, unless one of them overflowed."""
         taken = self._step_in_place() if self._updates_in_place else self._step_through_copies()
         if taken:
             self._scale.update(False)
             self._gradients.clear()
 
     def settle(self) -> None:
-        """Have ranks meet that go on by themselves for some steps."""
+        """Synchronize ranks that take some steps independently (ZeroOneAdam)."""
         if isinstance(self.optimizer, ZeroOneAdam):
             self.optimizer.meet()
             self._publish()
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        """Set the masters from the model's parameters, after these have been changed."""
         if not self._updates_in_place:
             for master, parameter in zip(self.masters, self._parameters, strict=True):
                 master.copy_(parameter)
@@ -139,7 +139,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
     def _step_in_place(self) -> bool:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale.rules is not UNSCALED:
-            # Where every data-parallel rank holds the same gradients there is nothing to agree on among them.
+            # Data-parallel ranks with equal gradients find the same overflows, without a message.
             groups = [*self._model_groups(), *([self._group] if self._is_apart else [])]
             overflow = agree_on_overflow(any_overflow(gradients, self._group.device), *groups)
             if not self._measured(overflow, self._norm):
@@ -148,7 +148,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
         # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
         if self._policy.clipping > 0.0:
             norm = self._norm()
-            # A message of all ranks would have them meet in every step; their gradients are equal to the bit.
+            # No message with delayed gradients, which would synchronize all ranks: the gradients are equal bit by bit.
             if not isinstance(self._gradients, DelayedGradients):
                 norm = averaged_norm(norm, self._group)
             torch._foreach_mul_(gradients, clip_factor(norm, self._policy.clipping))
@@ -157,14 +157,14 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each rank takes the coming step by gradients of its own."""
+        """Whether each rank takes the next step by gradients of its own."""
         alone = self._group.world_size == 1
         return isinstance(self.optimizer, OneBitOptimizer) and not alone and not self.optimizer.wants_mean()
 
     def _agreed_norm(self) -> torch.Tensor:
-        """The norm of the whole model's gradients; the mean of those of all ranks where they differ.
+        """The norm of the whole model's gradients; the mean over the ranks if they differ.
 
-        One that is infinite on any rank is so on all of them.
+        A norm that is infinite on one rank makes the mean infinite on all of them.
         """
         return averaged_norm(self._norm(), self._group) if self._is_apart else self._norm()
 
@@ -194,7 +194,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Make the model's parameters what their masters are."""
+        """Copy the masters to the model's parameters."""
         for master, parameter in zip(self.masters, self._parameters, strict=True):
             if parameter.dtype is not master.dtype:
                 parameter.copy_(master)

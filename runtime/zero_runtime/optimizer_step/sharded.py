@@ -1,4 +1,4 @@
-"""The step over flat pieces of the parameters (stages 1 to 3)."""
+"""The optimizer step over flat shards of the parameters (stages 1 to 3)."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _NORM: Final = hooks.tag("gradient_norm")
 
 
 class ShardedOptimizer(WrappedOptimizer):
-    """Updates this rank's piece of every group of parameters, and shares it with the other ranks.
+    """Updates this rank's shard of every group of parameters, and shares it with the other ranks.
 
-    Each rank keeps its piece as a flat fp32 tensor, which is all that the torch optimizer sees: the parameters' own memory
-    where they are fp32.
+    The torch optimizer sees only the rank's shards, as flat fp32 tensors. These are the memory of the parameters themselves
+    if the parameters are fp32.
 
     Args:
         optimizer: the torch optimizer.
         groups: the trainable parameters: one or more groups for each of its param groups.
-        parameters: their pieces in the model's dtype.
-        gradients: where reduced gradients come from.
+        parameters: their shards in the model's dtype.
+        gradients: the reduced gradients.
         group: the data-parallel ranks.
-        policy: what a step does besides the update.
-        scale: what the loss was multiplied by.
-        chunk: elements of the matrices that Muon gathers at a time, at stage 3.
-        placement: where the pieces and the optimizer's state are kept, if not with the parameters.
-        used: parameters that must each get a gradient within a step, where the configuration says so.
+        policy: the options of a step.
+        scale: the loss scale.
+        chunk: elements of the matrices that Muon gathers together, at stage 3.
+        placement: of the masters and the optimizer's state; None for the device of the parameters.
+        used: the check that every parameter gets a gradient in each step; None without it.
     """
 
     is_sharded = True
@@ -88,41 +88,41 @@ class ShardedOptimizer(WrappedOptimizer):
         self._matrices: MatrixUpdates | GatheredMatrices | None = None
         if isinstance(optimizer, Muon) and isinstance(gradients, ShardedGradients):
             self._matrices = (
-                MatrixUpdates(optimizer, self.held(), gradients)
+                MatrixUpdates(optimizer, self.masters_with_parts(), gradients)
                 if isinstance(parameters, FlatParameters)
                 else GatheredMatrices(optimizer, self._groups, self._masters.tensors, group, chunk)
             )
 
     def close(self) -> None:
-        """Remove what is kept in files, and hooks; no step can be taken any more."""
+        """Remove files and hooks; no step can be taken any more."""
         self._masters.close()
         if self._used is not None:
             self._used.close()
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
-        """What this rank holds of each parameter, or of one, its state included."""
+        """This rank's fragments of all parameters or of one, with their state."""
         if isinstance(self._matrices, MatrixUpdates):
-            return fragments_of(self._matrices.elementwise(), self.held())
+            return fragments_of(self._matrices.elementwise(), self.masters_with_parts())
         return self._masters.fragments(parameter)
 
     def stored(self) -> Iterator[Stored]:
-        """What ``fragments`` gives, to be read one by one, in any order: for a checkpoint."""
+        """The fragments for a checkpoint, whose tensors are read on demand, in any order."""
         if isinstance(self._matrices, MatrixUpdates):
             return super().stored()
         return self._masters.stored()
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
-        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters stay as they are."""
+        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters do not change."""
         self._masters.load(source, states)
         if isinstance(self._matrices, MatrixUpdates) and states:
             self._matrices.load(source)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state, of this rank alone."""
+        """The torch optimizer's state on this rank."""
         return self._masters.state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the model, at stage 3; those that are new in it are broadcast from rank 0.
+        """Train further parameters of the model, at stage 3; parameters that are new in it are broadcast from rank 0.
 
         Raises:
             UsageError: at another stage.
@@ -131,13 +131,13 @@ class ShardedOptimizer(WrappedOptimizer):
         if self.grow is None:
             super().add_param_group(param_group)
             return
-        given = param_group["params"]
-        wanted: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        params = param_group["params"]
+        new_parameters: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         trained = {parameter: name for name, (parameter, _) in self.trained().items()}
-        for parameter in wanted:
+        for parameter in new_parameters:
             if parameter in trained:
-                raise ConfigError(f"{trained[parameter]} is trained already; give it to one param group")
-        self.optimizer.add_param_group({**param_group, "params": wanted})
+                raise ConfigError(f"{trained[parameter]} is trained already; put it into one param group")
+        self.optimizer.add_param_group({**param_group, "params": new_parameters})
         number = len(self.param_groups) - 1
         try:
             groups = self.grow(number, self.param_groups[number])
@@ -149,7 +149,7 @@ class ShardedOptimizer(WrappedOptimizer):
             each for masters in self._masters.add(groups) for each in masters
         ]
         if isinstance(self.optimizer, torch.optim.Adagrad):
-            # Adagrad makes its state when it is made, not in the first step.
+            # Adagrad creates its state in its constructor, not in the first step.
             renewed = torch.optim.Adagrad([self.param_groups[number]], **self.optimizer.defaults)
             self.state.update(renewed.state)
         self._masters.watch()
@@ -157,53 +157,53 @@ class ShardedOptimizer(WrappedOptimizer):
             self.optimizer.divide(self._division())
 
     def _division(self) -> Division:
-        """Where the parameters lie in the masters."""
+        """The positions of the parameters in the masters."""
         numbers = {name: number for number, name in enumerate(self.trained())}
         segments = {
             master.tensor: [Segment(numbers[part.name], part.offset, part.numel) for part in master.parts]
-            for master in self.held()
+            for master in self.masters_with_parts()
         }
         return Division(segments, len(numbers), partial(self._group.all_reduce, why=_NORM))
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """What the optimizer updates on this rank, flat; of those that are in files, what stands for them."""
+        """The masters on this rank, flat; placeholders for those on NVMe."""
         return self._masters.tensors
 
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
-        """The pieces of the parameters."""
+        """The shards of the parameters."""
         return self._parameters.tensors()
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The masters on this rank, flat, by DeepSpeed's name at stage 3."""
-        return [master.tensor for master in self.held()]
+        """The masters on this rank, flat, under DeepSpeed's name at stage 3."""
+        return [master.tensor for master in self.masters_with_parts()]
 
-    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # its name at stages 1 and 2
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # DeepSpeed's name at stages 1 and 2
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each group, at stage 3 of each sub-group, by DeepSpeed's name there, whatever their dtype."""
+        """The parameters of each group (at stage 3 sub-group), of any dtype, under DeepSpeed's name at stage 3."""
         return [list(each.parameters) for each in self._groups]
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the reduced gradients, for each of its pieces, by DeepSpeed's name at stages 1 and 2."""
-        parts: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.shards))}
+        """This rank's parts of the reduced gradients, for each group, under DeepSpeed's name at stages 1 and 2."""
+        by_group: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.shards))}
         for stretch, master, reduced in zip(
-            self._masters.stretches, self.held(), self.reduced(), strict=True
+            self._masters.stretches, self.masters_with_parts(), self.reduced(), strict=True
         ):
-            parts[stretch.piece] += [reduced.narrow(0, part.offset, part.numel) for part in master.parts]
-        return parts
+            by_group[stretch.piece] += [reduced.narrow(0, part.offset, part.numel) for part in master.parts]
+        return by_group
 
     @property
     def grad_partitions_flat_buffer(self) -> torch.Tensor:
-        """This rank's reduced gradients end to end, by DeepSpeed's name at stage 3; copied if there are several groups."""
+        """This rank's reduced gradients, concatenated, under DeepSpeed's name at stage 3; a copy with several groups."""
         return joined(self._reduced.shards)
 
-    def held(self) -> list[Master]:
-        """The masters: for each group this rank's piece of it, whole or in stretches, which may be in files."""
-        return self._masters.held()
+    def masters_with_parts(self) -> list[Master]:
+        """The masters with their parts: for each group this rank's shard, whole or in chunks."""
+        return self._masters.masters_with_parts()
 
     def reduced(self) -> list[torch.Tensor]:
         """The gradients of the masters."""
@@ -219,18 +219,18 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for parameters that are under way, and bring what a script has changed in its slices into the masters."""
+        """Wait for parameters in flight, and copy the shards that a script has changed to the masters."""
         self._take_over(self._parameters.changes())
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make the masters copies of the model's parameters anew, whoever has changed those."""
+        """Set the masters from the model's parameters, after these have been changed."""
         self.settle()
         self._parameters.refresh()
         self._masters.take_all_over()
 
     def loaded(self) -> None:
-        """A checkpoint has been read: have the model's parameters as a step would have left them."""
+        """Set the model's parameters as after a step, once a checkpoint has been loaded."""
         self._parameters.loaded()
 
     def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
@@ -242,7 +242,7 @@ class ShardedOptimizer(WrappedOptimizer):
         if self.model_ranks is None:
             return self._reduced.norm()
         if self._counted is None:
-            self._counted = [_counted(each, self.model_ranks) for each in self.held()]
+            self._counted = [_counted(each, self.model_ranks) for each in self.masters_with_parts()]
         squares = [torch.zeros((), dtype=torch.float64, device=each.device) for each in self._reduced.shards]
         for stretch, gradient, spans in zip(
             self._masters.stretches, self.reduced(), self._counted, strict=True
@@ -253,23 +253,23 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """The norm of each group's reduced gradients, scaled as they are; by DeepSpeed's name. All ranks must call it."""
+        """The norm of each group's reduced, scaled gradients, under DeepSpeed's name. All ranks must call it."""
         return [sharded_norm([each], self._group, self._reduced.norm_dtype) for each in self._reduced.shards]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take the step that the reduced gradients ask for, unless one of them overflowed."""
+        """Update the shards by the reduced gradients, unless one of them overflowed, and share them."""
         self._take_over(self._parameters.begin_step())
         self._masters.begin_step()
-        pieces = self._reduced.shards
+        shards = self._reduced.shards
         overflow = self._policy.check_overflow and agree_on_overflow(
-            any_overflow(pieces, pieces[0].device), self._group, *self._model_groups()
+            any_overflow(shards, shards[0].device), self._group, *self._model_groups()
         )
         if self._used is not None:
             self._used.begin_step() if overflow else self._used.check()
         commit = None
         if self._matrices is not None and not overflow:
-            commit = self._matrices.apply(pieces, self._scale.value)
+            commit = self._matrices.apply(shards, self._scale.value)
         if not self._measured(overflow, self._norm):
             return
         if commit is not None:
@@ -288,7 +288,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
 
 def _counted(master: Master, model: ModelRanks) -> list[slice]:
-    """What this rank counts of a master in a norm over the whole model: as few stretches of it as can be."""
+    """The ranges of a master that this rank counts in a norm of the whole model; adjacent ranges are merged."""
     spans: list[slice] = []
     for part in sorted(master.parts, key=lambda each: each.offset):
         if not model.counts(part.parameter):

@@ -1,4 +1,4 @@
-"""The torch optimizer that does the arithmetic: from the config, the client's own, or from a client's callable."""
+"""Construction of the torch optimizer: from the config, the client's own, or by a client's callable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Made = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
 _ADAM: Final = ("adam", "adamw")
 _MUP: Final = ("muadam", "muadamw", "musgd")
-# Known to be right on flat pieces of parameters; plain SGD is, though DeepSpeed has not tested it.
+# Correct on flat shards of parameters. Plain SGD is included, though DeepSpeed has not tested it.
 _TESTED: Final = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
     *(Lamb, Lion, UncorrectedAdam),
@@ -33,21 +33,21 @@ _UNUSABLE: Final = {
     "LBFGS": "computes the loss several times in a step, which engine.step() cannot",
     "SparseAdam": "needs sparse gradients, which are not in this version",
 }
-# Not Adagrad, which makes full steps of gradients that are rounding noise: fused, they would not be DeepSpeed's.
+# Not Adagrad, which turns rounding noise into full steps: the fused one would differ from DeepSpeed's.
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def torch_optimizer(
     config: OptimizerConfig | None, client: ClientOptimizer | None, parameters: Parameters
 ) -> torch.optim.Optimizer | None:
-    """The optimizer over ``parameters`` (tensors or param groups); None where neither config nor client has one.
+    """The optimizer over ``parameters`` (tensors or param groups); None if neither config nor client has one.
 
     A client's optimizer wins over the config's. "Adam" means AdamW unless adam_w_mode is false. Without torch_adam the
     default weight decay is 0, as in DeepSpeed's own Adam; with it, torch's. Where torch has a fused implementation, an
     optimizer from the config uses it, unless its arguments choose another.
 
     Raises:
-        ConfigError: an unknown type, or arguments that it does not take.
+        ConfigError: the type is unknown, or does not take the arguments.
         UnsupportedError: an optimizer of DeepSpeed's that is not in this version.
     """
     if isinstance(client, torch.optim.Optimizer):
@@ -58,9 +58,9 @@ def torch_optimizer(
         return None
     else:
         kind, arguments = _from_config(config)
-        given = [_with_list(each) for each in parameters]
+        groups = [_with_list(each) for each in parameters]
         try:
-            optimizer = kind(given, **with_fusion(kind, arguments, given))
+            optimizer = kind(groups, **with_fusion(kind, arguments, groups))
         except ConfigError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
@@ -75,7 +75,7 @@ def torch_optimizer(
 
 
 def _with_list(each: Any) -> Any:
-    """A tensor, or a param group whose parameters may be gone through twice."""
+    """A tensor, or a param group whose parameters are a list, which can be iterated twice."""
     if not isinstance(each, dict) or "params" not in each:
         return each
     params = each["params"]
@@ -86,7 +86,7 @@ def _from_client(client: Any, parameters: Parameters) -> torch.optim.Optimizer:
     if not callable(client):
         raise ConfigError(
             f"optimizer is a {type(client).__name__}; expected a torch optimizer, or a function that makes one "
-            "of the parameters"
+            "from the parameters"
         )
     optimizer = client(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -185,7 +185,7 @@ def _one_bit(arguments: dict[str, Any], name: str) -> _Made:
             "gradient_compression"
         )
     _refuse_amsgrad(arguments, name)
-    for idle in ("cuda_aware", "comm_backend_name"):  # how DeepSpeed sent its messages
+    for idle in ("cuda_aware", "comm_backend_name"):  # DeepSpeed's choice of a transport
         arguments.pop(idle, None)
     return _ONE_BIT[name], arguments
 
@@ -201,7 +201,7 @@ _OWN: Final[Mapping[str, Callable[[dict[str, Any], str], _Made]]] = {
 
 
 def _flag(arguments: dict[str, Any], name: str, default: bool) -> bool:
-    """Take ``name`` out of ``arguments``."""
+    """Remove the flag ``name`` from ``arguments`` and return its value."""
     value = arguments.pop(name, None)
     if value is not None and not (isinstance(value, int) and value in (0, 1)):
         raise ConfigError(f"optimizer.params.{name} is {value!r}; expected true or false")
@@ -216,7 +216,7 @@ def _refuse_amsgrad(arguments: dict[str, Any], name: str) -> None:
 def with_fusion(
     kind: Callable[..., torch.optim.Optimizer], arguments: dict[str, Any], parameters: list[Any]
 ) -> dict[str, Any]:
-    """``arguments``, with torch's fused implementation chosen where it can be used."""
+    """``arguments``, with torch's fused implementation selected if it can be used."""
     chosen = any(arguments.get(name) is not None for name in ("fused", "foreach", "differentiable"))
     if kind not in _FUSED or chosen:
         return arguments
@@ -226,7 +226,7 @@ def with_fusion(
         for tensor in (each["params"] if isinstance(each, dict) else [each])
         if isinstance(tensor, torch.Tensor)
     ]
-    # The fused kernels go through memory in order, whatever the strides are.
+    # The fused kernels ignore strides.
     fits = all(tensor.is_floating_point() and tensor.is_contiguous() for tensor in tensors)
     devices = {tensor.device for tensor in tensors}
     if not fits or not all(_has_fusion(kind, device.type) for device in devices):
@@ -244,23 +244,23 @@ def _has_fusion(kind: Callable[..., torch.optim.Optimizer], device: str) -> bool
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allowed: bool) -> None:
-    """Refuse an optimizer that is wrong on flat pieces of parameters, or untested on them and not allowed to be.
+    """Refuse an optimizer that is wrong on flat shards of parameters, or untested on them without the key that allows it.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: it is such an optimizer.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, OneBitOptimizer):
         raise ConfigError(
-            f"optimizer {name} works at stage 0 alone, where every rank has the whole of its means, and the stage is "
+            f"optimizer {name} works at stage 0 only, where every rank has the whole of its means, and the stage is "
             f"{stage}; use stage 0, or AdamW with gradient_compression"
         )
     if isinstance(optimizer, Muon):
         return
     if name in _NOT_ELEMENTWISE:
         raise ConfigError(
-            f"optimizer {name} needs whole parameters, and ZeRO stage {stage} gives each rank a flat piece; use "
-            "stage 0, or an optimizer that works element by element, such as AdamW or SGD"
+            f"optimizer {name} needs whole parameters, and ZeRO stage {stage} gives each rank a flat shard; use "
+            "stage 0, or an elementwise optimizer, such as AdamW or SGD"
         )
     if type(optimizer) not in _TESTED and not untested_allowed:
         raise ConfigError(
@@ -269,11 +269,11 @@ def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allow
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> None:
-    """Make ``optimizer`` work on other tensors: one list for each of its param groups, options kept."""
+    """Make ``optimizer`` work on other tensors: one list for each of its param groups, whose options stay."""
     for group, tensors in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = tensors
     if optimizer.state and isinstance(optimizer, torch.optim.Adagrad):
-        # Adagrad makes its state when it is made, not in the first step.
+        # Adagrad creates its state in its constructor, not in the first step.
         optimizer.state.clear()
         renewed = torch.optim.Adagrad(optimizer.param_groups, **optimizer.defaults)
         optimizer.state.update(renewed.state)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
-from zero_runtime.optimizer_step.owned_shards import WHOLE, Pieces
+from zero_runtime.optimizer_step.owned_shards import WHOLE, OwnedShards
 from zero_runtime.sharding.residency import Residency
 from zero_runtime.sharding.shards import Shard, shard_of
 
@@ -29,7 +29,7 @@ class _Slot(NamedTuple):
         return slice(self.start, self.start + self.shard.slice_numel)
 
 
-class ShardedParameters(Pieces):
+class ShardedParameters(OwnedShards):
     """Lays this rank's slices of each sub-group end to end.
 
     Args:

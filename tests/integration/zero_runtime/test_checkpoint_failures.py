@@ -89,7 +89,7 @@ def save_until_killed(rank, world, root, victim, part, killed_rank):
     with pytest.MonkeyPatch.context() as patch:
         saboteur = Saboteur(victim, part, patch) if rank == killed_rank else None
         for number, tag in enumerate(SAVES):
-            for master in engine.optimizer.held():
+            for master in engine.optimizer.masters_with_parts():
                 master.tensor.detach().fill_(number)
             engine.save_checkpoint(root, tag=tag, client_state={"number": number})
             if rank == 0:
@@ -337,7 +337,9 @@ def misfit(rank, world, root):
     attempt("exact", exact)
     masters = [
         (each.tensor, other.tensor)
-        for each, other in zip(rounded.optimizer.held(), exact.optimizer.held(), strict=True)
+        for each, other in zip(
+            rounded.optimizer.masters_with_parts(), exact.optimizer.masters_with_parts(), strict=True
+        )
     ]
     assert all(torch.equal(first, second.bfloat16().float()) for first, second in masters)
     assert not all(torch.equal(*each) for each in masters)

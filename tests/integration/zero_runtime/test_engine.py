@@ -275,7 +275,7 @@ MISUSE = [
     ),
     (
         ConfigError,
-        "stands in more than one param group",
+        "is in more than one param group",
         lambda model: zero_runtime.initialize(
             model=model,
             optimizer=_shared_parameter(model),

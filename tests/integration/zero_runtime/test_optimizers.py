@@ -116,7 +116,7 @@ def muon_refused(rank, world, zero, top):
     ("zero", "top", "words"),
     [
         ({"gradient_reduction": "reduce_scatter"}, {}, "whole gradients of matrices"),
-        ({"use_multi_rank_bucket_allreduce": False}, {}, "reduce_to_owner leaves each rank its own piece"),
+        ({"use_multi_rank_bucket_allreduce": False}, {}, "reduce_to_owner leaves each rank its own shard"),
         ({}, {"communication_data_type": "bf16"}, "multi_rank_all_reduce in another dtype"),
         ({"reduce_scatter": False}, {"communication_data_type": "bf16"}, None),
     ],

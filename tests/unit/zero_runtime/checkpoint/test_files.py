@@ -29,7 +29,7 @@ def save(rank, world, root):
     assert engine.save_16bit_model(Path(root) / "more")
     masters = {
         part.name: master.tensor.detach().reshape(-1).narrow(0, part.offset, part.numel).clone()
-        for master in engine.optimizer.held()
+        for master in engine.optimizer.masters_with_parts()
         for part in master.parts
     }
     return engine.module.state_dict(), masters
