@@ -1,1 +1,1 @@
-"""Process groups and the collectives in them: plain, logged, timed."""
+"""Process groups and the collectives in them: axes, timing, logging."""

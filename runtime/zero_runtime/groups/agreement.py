@@ -1,4 +1,4 @@
-"""Whether all ranks have come to the same list of numbers: two broadcasts from rank 0, its length and its contents."""
+"""A check that all ranks have the same list of numbers: two broadcasts from rank 0, of its length and its contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHECK: Final = hooks.tag("trace_check")
 
 
 def same_as_first(numbers: Sequence[int], group: DataParallelGroup) -> bool:
-    """Whether ``numbers`` are those of the first rank of ``group``. Ranks that find another length send nothing more."""
+    """Whether ``numbers`` equal those of the first rank of ``group``. If the length differs, only it is broadcast."""
     for mine in ([len(numbers)], numbers):
         theirs = torch.tensor(mine, dtype=torch.int64, device=group.device)
         group.broadcast(theirs, 0, why=_CHECK)

@@ -1,11 +1,11 @@
-"""What messages took, by operation and size: the communication logger of ``comms_logger`` and ``log_summary``.
+"""The communication logger (``comms_logger``, ``log_summary``): durations of collectives by operation and size.
 
-Each call is timed by itself, on the host for tensors in host memory and by events on CUDA, where nobody waits for the device
-until the log is read. Of an asynchronous message the time until it has arrived counts, on CUDA until the program waited for
-it. Bandwidths follow the definitions of nccl-tests, with the number of ranks of the message's own group.
+Each call is timed separately: on the host for tensors in host memory, and by events on CUDA, which are synchronized only
+when the log is read. For an asynchronous call, the time until its completion counts, on CUDA until the program has waited
+for it. Bandwidths follow the definitions of nccl-tests, with the number of ranks of the call's group.
 
-The size under which a message is kept is what one rank hands in, as in DeepSpeed: of an all_gather its own piece, of a
-reduce_scatter the whole input.
+The size of a call is the size of one rank's input, as in DeepSpeed: for an all_gather its own shard, for a reduce_scatter
+the whole input.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import torch
 
 from zero_runtime import log
 
-# (size that nccl-tests calls S, of the bytes that a rank hands in) and (bus bandwidth of the algorithm's), for n ranks.
+# Factor from the algorithm bandwidth to the bus bandwidth for n ranks.
 _BUS: Final[Mapping[str, Callable[[int], float]]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
 }
-# The kind of those operations whose name says more than that.
+# The kind of each operation whose name differs from its kind.
 KINDS: Final[Mapping[str, str]] = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-_TRIM: Final = 0.1  # of the calls at either end, which averages leave out
+_TRIM: Final = 0.1  # share of the calls at either end that averages leave out
 
 
 class Sample(NamedTuple):
-    """One message.
+    """One call.
 
     Attributes:
-        operation: its kind, such as ``all_reduce``: it decides how bandwidth is counted.
-        ranks: of its group.
-        milliseconds: what it took.
-        speeds: algorithm and bus bandwidth in Gbit/s, where they are given and not counted.
+        operation: its kind, such as ``all_reduce``, which determines the bandwidth formula.
+        ranks: size of its group.
+        milliseconds: its duration.
+        speeds: algorithm and bus bandwidth in Gbit/s, if they are known and need not be computed.
     """
 
     operation: str
@@ -54,19 +54,19 @@ class Sample(NamedTuple):
     speeds: tuple[float, float] | None = None
 
     def bandwidths(self, size: int) -> tuple[float, float]:
-        """(algorithm, bus) bandwidth in Gbit/s of this message of ``size`` bytes."""
+        """(algorithm, bus) bandwidth in Gbit/s of this call of ``size`` bytes."""
         return self.speeds or bandwidths(self.operation, self.ranks, size, self.milliseconds)
 
 
 class Summary(NamedTuple):
-    """The messages of one operation and size.
+    """The calls of one operation and size.
 
     Attributes:
-        calls: messages.
-        total_ms: what they took together.
-        average_ms: what one took, without the slowest and fastest tenth.
-        algorithm_gbps: size over time, in Gbit/s.
-        bus_gbps: the same as nccl-tests makes it comparable between operations.
+        calls: number of calls.
+        total_ms: their total duration.
+        average_ms: mean duration without the slowest and fastest tenth.
+        algorithm_gbps: algorithm bandwidth in Gbit/s.
+        bus_gbps: bus bandwidth in Gbit/s.
     """
 
     calls: int
@@ -81,11 +81,11 @@ class CommLog:
     """The log of one process.
 
     Attributes:
-        enabled: whether anything is timed.
-        verbose: print a line for each message.
-        prof_all: time all operations; otherwise those of ``prof_ops``.
+        enabled: whether calls are timed.
+        verbose: print a line for each call.
+        prof_all: time all operations; otherwise those in ``prof_ops``.
         prof_ops: names of operations.
-        debug: name the function that called beside the operation.
+        debug: add the name of the calling function to the operation.
     """
 
     enabled: bool = False
@@ -97,7 +97,7 @@ class CommLog:
     _on_device: list[tuple[str, int, Sample, Any, Any]] = field(default_factory=list)
 
     def configure(self, **settings: Any) -> None:
-        """Change some of the attributes; what is None stays as it is."""
+        """Set attributes; None leaves one unchanged."""
         for name, value in settings.items():
             if value is not None:
                 setattr(self, name, value)
@@ -107,7 +107,7 @@ class CommLog:
         self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Time those of ``prof_ops`` alone."""
+        """Time only the operations in ``prof_ops``."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
@@ -115,15 +115,15 @@ class CommLog:
         self.prof_ops = list(dict.fromkeys([*self.prof_ops, *op_name_list]))
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Time these operations no more."""
+        """Stop timing these operations."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, name: str, asked: bool = False) -> bool:
-        """Whether a message of operation ``name`` is to be timed."""
+        """Whether calls of operation ``name`` are timed."""
         return self.enabled and (asked or self.prof_all or name in self.prof_ops)
 
     def add(self, name: str, size: int, sample: Sample) -> None:
-        """Keep one message of ``size`` bytes under ``name``."""
+        """Add a call of ``size`` bytes under ``name``."""
         self._samples.setdefault(name, {}).setdefault(size, []).append(sample)
         if self.verbose:
             summary = summarise(size, [sample])
@@ -135,7 +135,7 @@ class CommLog:
     def time(
         self, name: str, operation: str, ranks: int, size: int, call: Callable[[], Any], cuda: bool
     ) -> Any:
-        """Call ``call``, which sends a message, and keep what it took. Returns its result, or what stands for that."""
+        """Time ``call``, which issues a collective. Returns its result, or a wrapper of its work handle."""
         stopwatch = _DeviceStopwatch(self) if cuda else _HostStopwatch(self)
         result = call()
 
@@ -150,7 +150,7 @@ class CommLog:
         return result
 
     def read(self) -> Mapping[str, Mapping[int, Sequence[Sample]]]:
-        """All messages, by name and size. Waits for the device."""
+        """All calls, by name and size. Waits for the device."""
         waiting, self._on_device = self._on_device, []
         for name, size, sample, begin, end in waiting:
             end.synchronize()
@@ -159,16 +159,16 @@ class CommLog:
 
     @property
     def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
-        """By name and size: number of messages, their milliseconds, algorithm and bus bandwidths. May be set."""
+        """By name and size: number of calls, their milliseconds, algorithm and bus bandwidths. May be set."""
         return {
             name: {
                 size: [
-                    len(found),
-                    [each.milliseconds for each in found],
-                    *map(list, zip(*(each.bandwidths(size) for each in found), strict=True)),
+                    len(samples),
+                    [each.milliseconds for each in samples],
+                    *map(list, zip(*(each.bandwidths(size) for each in samples), strict=True)),
                 ]
-                for size, found in by_size.items()
-                if found
+                for size, samples in by_size.items()
+                if samples
             }
             for name, by_size in self.read().items()
         }
@@ -184,16 +184,16 @@ class CommLog:
                 self._samples.setdefault(name, {})[size] = samples
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """What ``comms_dict`` is."""
+        """The value of ``comms_dict``."""
         return self.comms_dict
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
-        """The figures of one operation by size; empty where nothing of it was logged."""
+        """The figures of one operation by size; empty if no call was logged."""
         return figures(self.read().get(operation_name, {}))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time nothing inside."""
+        """A context in which nothing is timed."""
         enabled, self.enabled = self.enabled, False
         try:
             yield
@@ -201,7 +201,7 @@ class CommLog:
             self.enabled = enabled
 
     def reset(self) -> None:
-        """Forget all messages."""
+        """Drop all calls."""
         self._samples.clear()
         self._on_device.clear()
 
@@ -229,7 +229,7 @@ class _DeviceStopwatch:
 
 
 class LoggedWork:
-    """A message under way whose time ends when it is waited for."""
+    """A work handle whose time ends when it is waited for."""
 
     def __init__(self, work: Any, stop: Callable[[], None]) -> None:
         self._work = work
@@ -259,10 +259,10 @@ def _tells_of_its_end(work: Any, stop: Callable[[], None]) -> bool:
     return True
 
 
-def message_size(*given: Any) -> int:
-    """Bytes of the tensors in ``given``, which may be nested in lists and tuples."""
+def message_size(*tensors: Any) -> int:
+    """Bytes of ``tensors``, which may be nested in lists and tuples."""
     size = 0
-    for each in given:
+    for each in tensors:
         if isinstance(each, torch.Tensor):
             size += each.element_size() * each.numel()
         elif isinstance(each, list | tuple):
@@ -274,29 +274,29 @@ def bandwidths(operation: str, ranks: int, size: int, milliseconds: float) -> tu
     """(algorithm, bus) bandwidth in Gbit/s, by the definitions of nccl-tests (doc/PERFORMANCE.md).
 
     Args:
-        operation: the kind of message.
-        ranks: of its group.
-        size: bytes that one rank hands in.
-        milliseconds: what it took.
+        operation: the kind of operation.
+        ranks: size of its group.
+        size: bytes of one rank's input.
+        milliseconds: its duration.
     """
     if milliseconds <= 0.0:
         return 0.0, 0.0
-    whole = size * ranks if operation == "all_gather" else size
-    algorithm = whole * 8 / (milliseconds * 1e6)
+    algorithm_bytes = size * ranks if operation == "all_gather" else size
+    algorithm = algorithm_bytes * 8 / (milliseconds * 1e6)
     factor = _BUS.get(operation)
     return algorithm, algorithm * (1.0 if factor is None else factor(ranks))
 
 
 def trimmed_mean(values: Iterable[float], share: float = _TRIM) -> float:
-    """The mean of ``values`` without the largest and the smallest ``share`` of them; 0 where there are none."""
+    """The mean of ``values`` without the largest and the smallest ``share`` of them; 0 without values."""
     ordered = sorted(values)
     cut = int(len(ordered) * share)
-    kept = ordered[cut : len(ordered) - cut]
-    return fmean(kept) if kept else 0.0
+    middle = ordered[cut : len(ordered) - cut]
+    return fmean(middle) if middle else 0.0
 
 
 def summarise(size: int, samples: Sequence[Sample]) -> Summary:
-    """The messages of one operation and size in figures."""
+    """The figures of the calls of one operation and size."""
     speeds = [each.bandwidths(size) for each in samples]
     return Summary(
         len(samples),
@@ -308,8 +308,8 @@ def summarise(size: int, samples: Sequence[Sample]) -> Summary:
 
 
 def figures(by_size: Mapping[int, Sequence[Sample]]) -> dict[int, dict[str, Any]]:
-    """The messages of one operation in figures, by size, under DeepSpeed's names."""
-    found = {size: summarise(size, samples) for size, samples in sorted(by_size.items())}
+    """The figures of one operation by size, under DeepSpeed's names."""
+    summaries = {size: summarise(size, samples) for size, samples in sorted(by_size.items())}
     return {
         size: {
             "count": each.calls,
@@ -320,12 +320,12 @@ def figures(by_size: Mapping[int, Sequence[Sample]]) -> dict[int, dict[str, Any]
             "msg_size_bytes": size,
             "msg_size_str": shown_size(size),
         }
-        for size, each in found.items()
+        for size, each in summaries.items()
     }
 
 
 def shown_size(size: int) -> str:
-    """Bytes as people read them, in powers of 1024."""
+    """Bytes in a readable form, in powers of 1024."""
     value = float(size)
     for unit in ("B", "KB", "MB", "GB"):
         if value < 1024:

@@ -1,4 +1,4 @@
-"""The ranks that share a training, with collectives as the configuration wants them: timed, logged, along axes, watched."""
+"""The data-parallel group, with collectives as configured: timed, logged, along axes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from zero_runtime.groups.timed import TimedGroup
 
 
 class DataParallelRanks(NamedTuple):
-    """The group, and what the block ``communication`` has brought with it."""
+    """The group, and what the block ``communication`` has installed in it."""
 
     group: DataParallelGroup
     installed: Installed
 
 
 def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None) -> DataParallelRanks:
-    """The ranks of ``data``; None for all. Every rank must call it: it may make groups, and send what they agree on."""
+    """The ranks of ``data``; None for all. Every rank must call it: it may create groups and issue collectives."""
     group = TimedGroup(data) if config.wall_clock_breakdown else DataParallelGroup(data)
 
     def along_axis(handle: ProcessGroup) -> DataParallelGroup:
-        made = TimedGroup(handle, group.clock) if isinstance(group, TimedGroup) else DataParallelGroup(handle)
+        axis_group = (
+            TimedGroup(handle, group.clock) if isinstance(group, TimedGroup) else DataParallelGroup(handle)
+        )
         if config.comms_logger.enabled:
-            log_messages(made)
-        return made
+            log_messages(axis_group)
+        return axis_group
 
     if config.comms_logger.enabled:
         log_messages(group)

@@ -1,4 +1,4 @@
-"""A data-parallel group whose collectives are in the communication log, beside those of the program."""
+"""Logging of a data-parallel group's collectives in the communication log, which has the program's own too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.groups.comm_log import KINDS, LOG, message_size
 
 
 class _Logged(NamedTuple):
-    """How a method is logged: under which operation, and which argument the rank hands in; None for messages without one."""
+    """The operation that a method is logged as, and the position of its input argument; None without an input."""
 
     operation: str
     handed: int | None
@@ -33,7 +33,7 @@ _METHODS: Final = {
 
 
 def log_messages(group: DataParallelGroup) -> None:
-    """Have every collective of ``group`` timed, as far as the log asks for it."""
+    """Time every collective of ``group`` that the log's settings select."""
     for name, how in _METHODS.items():
         setattr(group, name, _logged(group, getattr(group, name), how))
 

@@ -1,4 +1,4 @@
-"""How the ranks of a training share its work: which have other samples, which other parts of a sequence or of the model."""
+"""The axes of parallelism: which ranks differ in their samples, and which in parts of a sequence or of the model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _MODEL_NAMES = ("get_tensor_model_parallel", "get_slice_parallel", "get_model_pa
 
 
 class ModelRanks(NamedTuple):
-    """The ranks that hold one model together, each another part of it.
+    """The ranks that one model is divided over.
 
     Attributes:
-        group: they.
-        is_first: whether what all ranks of the model axis hold alike is counted here, in sums over the group.
+        group: their process group.
+        is_first: whether this rank counts the replicated parameters of the model axis in sums over the group.
     """
 
     group: DataParallelGroup
     is_first: bool
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank counts ``parameter`` in a sum over the group, where each element must be counted once.
+        """Whether this rank counts ``parameter`` in a sum over the group that counts each element once.
 
-        The attributes are those that Megatron and DeepSpeed give parameters that are cut, and those that stages share.
+        The attributes are those by which Megatron and DeepSpeed mark partitioned parameters and those shared by stages.
         """
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
@@ -39,22 +39,22 @@ class ModelRanks(NamedTuple):
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether each rank of the model axis holds another part of ``parameter``."""
+    """Whether ``parameter`` is partitioned over the model axis."""
     return bool(
         getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
     )
 
 
 class Parallelism(NamedTuple):
-    """This process among the ranks of a training.
+    """The position of this process in the axes of a training.
 
     Attributes:
-        data: torch's group of the ranks that hold the same parameters, over which gradients are reduced; None for all.
-        replicas: how many of them have other samples: gradients are divided by that.
-        replica: this process's number among those.
-        model: the ranks that hold one model together; None where each holds all of it.
-        grid: the groups by axis; None where there is only one axis, or where an ``mpu`` has them.
-        mpu: the script's, or None.
+        data: torch's group of the ranks with the same parameters, over which gradients are reduced; None for all.
+        replicas: number of groups of ranks with different samples: the divisor of gradients.
+        replica: this process's number among the replicas.
+        model: the ranks that one model is divided over; None if each rank has the whole model.
+        grid: the groups by axis; None with only one axis, or if an ``mpu`` has them.
+        mpu: the script's ``mpu``, or None.
     """
 
     data: Any
@@ -76,7 +76,7 @@ class Parallelism(NamedTuple):
 
     @property
     def tensor_group(self) -> DataParallelGroup | None:
-        """The ranks that share each tensor; None where this is the only one."""
+        """The tensor-parallel ranks; None if this is the only one."""
         if self.mpu is not None and self.grid is None:
             return None if self.model is None else model_parallel(self.mpu).group
         if self.grid is None or self.grid.size(MODEL) == 1:
@@ -84,7 +84,7 @@ class Parallelism(NamedTuple):
         return self.grid.group(MODEL)
 
     def model_sizes(self) -> dict[str, int]:
-        """Ranks along each axis that cuts the model, as a checkpoint names them."""
+        """Ranks along each axis that divides the model, under the names of a checkpoint."""
         return {axis: size for axis, size in self.sizes().items() if axis in (PIPE, MODEL) and size > 1}
 
     def sizes(self) -> dict[str, int]:
@@ -94,13 +94,13 @@ class Parallelism(NamedTuple):
         return dict(zip(self.grid.topology.axes, self.grid.topology.sizes, strict=True))
 
     def described(self) -> dict[str, Any]:
-        """The axes for the record of a run, and whether the groups are those of a script, which may be any ranks."""
+        """The axes for the record of a run, and whether a script defines the groups, which may then be any ranks."""
         own = {"groups": "script"} if self.grid is None and self.mpu is not None else {}
         return {"topology": self.sizes(), **own}
 
 
 def data_parallel() -> Parallelism:
-    """All ranks hold the whole model, and have samples of their own; this process alone where there are no ranks yet."""
+    """Pure data parallelism over all ranks; this process alone before torch.distributed is initialised."""
     if not comm.is_initialized():
         return Parallelism(None, 1, 0)
     return Parallelism(None, comm.get_world_size(), comm.get_rank())
@@ -112,8 +112,8 @@ def along_axes(*, stages: int = 1, sequence: int = 1, slices: int = 1, replicas:
     Args:
         stages: of a pipeline.
         sequence: ranks that share the sequences of a batch.
-        slices: ranks that share each tensor.
-        replicas: of all that.
+        slices: tensor-parallel ranks.
+        replicas: data-parallel ranks.
 
     Raises:
         ConfigError: they do not multiply to the number of ranks.
@@ -128,7 +128,7 @@ def along_axes(*, stages: int = 1, sequence: int = 1, slices: int = 1, replicas:
 
 
 def of_grid(grid: ProcessGrid) -> Parallelism:
-    """What a grid of the axes pipe, data, sequence and model says; axes that it lacks are one rank wide.
+    """The parallelism of a grid with the axes pipe, data, sequence and model; missing axes are one rank wide.
 
     Raises:
         UsageError: the grid was made without a group that is needed, such as "pipe+model".
@@ -140,36 +140,36 @@ def of_grid(grid: ProcessGrid) -> Parallelism:
 
 
 def _group(grid: ProcessGrid, *axes: str) -> DataParallelGroup:
-    """The group along ``axes``, of which those that are one rank wide need not be named."""
+    """The group along ``axes``; axes that are one rank wide may be omitted."""
     wide = [axis for axis in axes if grid.size(axis) > 1]
     present = [axis for axis in axes if axis in grid.topology.axes]
     return grid.group(*wide) if len(wide) == 1 else grid.group(*present)
 
 
 def of_mpu(mpu: Any) -> Parallelism:
-    """What a script's ``mpu`` says: a :class:`ProcessGrid`, or an object with Megatron's methods.
+    """The parallelism of a script's ``mpu``: a :class:`ProcessGrid`, or an object with Megatron's methods.
 
-    Of those ``get_data_parallel_group`` and ``_world_size`` and ``_rank`` are needed, and the three of
-    ``get_model_parallel`` too where the model is cut; ``get_tensor_model_parallel_rank`` says which slice this is.
+    It needs ``get_data_parallel_group``, ``_world_size`` and ``_rank``, and the same three of ``get_model_parallel`` if the
+    model is partitioned. ``get_tensor_model_parallel_rank`` returns the tensor-parallel rank.
 
     Raises:
         ConfigError: it lacks one of them, or they contradict each other.
     """
     if isinstance(mpu, ProcessGrid):
         return of_grid(mpu)._replace(mpu=mpu)
-    asked = {
+    methods = {
         name: getattr(mpu, f"get_{name}", None)
         for name in ("data_parallel_group", "data_parallel_world_size", "data_parallel_rank")
     }
-    missing = [f"get_{name}" for name, method in asked.items() if not callable(method)]
+    missing = [f"get_{name}" for name, method in methods.items() if not callable(method)]
     if missing:
         raise ConfigError(
             f"mpu is a {type(mpu).__name__} without {', '.join(missing)}; expected a zero_runtime.ProcessGrid, or an object "
             "with these methods and those of get_model_parallel"
         )
-    said = {name: method() for name, method in asked.items() if method is not None}
-    data = DataParallelGroup(said["data_parallel_group"])
-    replicas, replica = int(said["data_parallel_world_size"]), int(said["data_parallel_rank"])
+    answers = {name: method() for name, method in methods.items() if method is not None}
+    data = DataParallelGroup(answers["data_parallel_group"])
+    replicas, replica = int(answers["data_parallel_world_size"]), int(answers["data_parallel_rank"])
     if (data.world_size, data.rank) != (replicas, replica):
         raise ConfigError(
             f"mpu says that this is rank {replica} of {replicas} data-parallel ranks, but it is rank {data.rank} of the "
@@ -180,13 +180,13 @@ def of_mpu(mpu: Any) -> Parallelism:
 
 def _model_ranks(mpu: Any, replicas: int) -> ModelRanks | None:
     size = getattr(mpu, "get_model_parallel_world_size", None)
-    pieces = int(size()) if callable(size) else 1
-    if pieces * replicas != comm.get_world_size():
+    model_size = int(size()) if callable(size) else 1
+    if model_size * replicas != comm.get_world_size():
         raise ConfigError(
-            f"mpu says that there are {replicas} data-parallel and {pieces} model-parallel ranks, which makes "
-            f"{pieces * replicas}, and there are {comm.get_world_size()} ranks; they must be equal"
+            f"mpu says that there are {replicas} data-parallel and {model_size} model-parallel ranks, which makes "
+            f"{model_size * replicas}, and there are {comm.get_world_size()} ranks; they must be equal"
         )
-    if pieces == 1:
+    if model_size == 1:
         return None
     prefix = next(each for each in _MODEL_NAMES if callable(getattr(mpu, f"{each}_rank", None)))
     return ModelRanks(
@@ -194,11 +194,11 @@ def _model_ranks(mpu: Any, replicas: int) -> ModelRanks | None:
     )
 
 
-def with_mesh(given: Mapping[str, Any], sizes: Any) -> dict[str, Any]:
-    """The configuration ``given`` with what ``mesh_param`` says: (data-parallel ranks, sequence-parallel ranks).
+def with_mesh(config: Mapping[str, Any], sizes: Any) -> dict[str, Any]:
+    """``config`` with the sizes of ``mesh_param``: (data-parallel ranks, sequence-parallel ranks).
 
     Raises:
-        ConfigError: it is not a pair of positive numbers, or the configuration says something else.
+        ConfigError: it is not a pair of positive numbers, or the configuration has other sizes.
     """
     pair = tuple(sizes) if isinstance(sizes, tuple | list) else ()
     if len(pair) != 2 or not all(isinstance(each, int) and each > 0 for each in pair):
@@ -206,21 +206,21 @@ def with_mesh(given: Mapping[str, Any], sizes: Any) -> dict[str, Any]:
             f"mesh_param is {sizes!r}; expected two positive numbers, of data-parallel and of sequence-parallel ranks, that "
             "multiply to the number of ranks"
         )
-    found = dict(given)
+    merged = dict(config)
     for name, size in zip(("data_parallel_size", "sequence_parallel_size"), pair, strict=True):
-        if found.setdefault(name, size) != size:
+        if merged.setdefault(name, size) != size:
             raise ConfigError(
-                f"mesh_param is {pair}, and {name} in the configuration is {found[name]}; keep one"
+                f"mesh_param is {pair}, and {name} in the configuration is {merged[name]}; keep one"
             )
-    return found
+    return merged
 
 
 class Shared(NamedTuple):
-    """What is known of the axes before any group is made.
+    """The axes before any group is created.
 
     Attributes:
-        stages: ranks that share a model beyond those that the configuration names.
-        parallelism: makes the groups; all ranks must call it.
+        stages: ranks of one model beyond the tensor- and sequence-parallel ones.
+        parallelism: creates the groups; all ranks must call it.
     """
 
     stages: int
@@ -228,12 +228,12 @@ class Shared(NamedTuple):
 
 
 def share(config: ParallelConfig, mpu: Any, stages: int = 1) -> Shared:
-    """How the ranks share a training, by the configuration, or by a script's ``mpu``. Nothing is sent.
+    """The axes by the configuration or by a script's ``mpu``. Nothing is sent.
 
     Args:
         config: the parallel keys.
         mpu: as for :func:`of_mpu`; None without one.
-        stages: of a pipeline, where there is no ``mpu``.
+        stages: of a pipeline, without an ``mpu``.
 
     Raises:
         ConfigError: the axes do not multiply to the number of ranks, or ``mpu`` and the configuration contradict each other.
@@ -243,40 +243,42 @@ def share(config: ParallelConfig, mpu: Any, stages: int = 1) -> Shared:
         replicas = config.replicas(world, stages)
         sizes = {"stages": stages, "sequence": config.sequence_parallel_size, "slices": config.tp_size}
         return Shared(stages, lambda: along_axes(**sizes, replicas=replicas))
-    found = of_mpu(mpu)
-    said = {"tp_size": config.tp_size, "sequence_parallel_size": config.sequence_parallel_size}
-    tensor = found.tensor_group
-    has = {
+    parallelism = of_mpu(mpu)
+    configured = {"tp_size": config.tp_size, "sequence_parallel_size": config.sequence_parallel_size}
+    tensor = parallelism.tensor_group
+    actual = {
         "tp_size": 1 if tensor is None else tensor.world_size,
-        "sequence_parallel_size": found.sequence_size,
+        "sequence_parallel_size": parallelism.sequence_size,
     }
-    for name, size in said.items():
-        if size > 1 and size != has[name]:
+    for name, size in configured.items():
+        if size > 1 and size != actual[name]:
             raise ConfigError(
-                f"{name} is {size}, and mpu has {has[name]} such ranks; make them equal, or leave {name} out"
+                f"{name} is {size}, and mpu has {actual[name]} such ranks; make them equal, or leave {name} out"
             )
-    return Shared(world // found.replicas // (config.tp_size * config.sequence_parallel_size), lambda: found)
+    return Shared(
+        world // parallelism.replicas // (config.tp_size * config.sequence_parallel_size), lambda: parallelism
+    )
 
 
 _current: list[Parallelism] = []
 
 
 def use(parallelism: Parallelism) -> None:
-    """Make ``parallelism`` the one that :func:`current` gives."""
+    """Make ``parallelism`` the value of :func:`current`."""
     _current[:] = [parallelism]
 
 
 def current() -> Parallelism | None:
-    """How the ranks share the training that was initialised last; None before."""
+    """The parallelism of the training that was initialised last; None before the first."""
     return _current[0] if _current else None
 
 
 def stage_text(parameter: torch.Tensor) -> str | None:
-    """The stage of the pipeline that has ``parameter`` on this rank, as the record of a run has it; None without stages.
+    """The pipeline stage that has ``parameter`` on this rank, for the record of a run; None without stages.
 
-    A plus says that other stages have a copy, which is kept equal.
+    A plus means that other stages have an equal copy.
     """
-    found = current()
-    if found is None or found.grid is None or found.stages == 1:
+    parallelism = current()
+    if parallelism is None or parallelism.grid is None or parallelism.stages == 1:
         return None
-    return f"{found.grid.along(PIPE)}{'+' if hasattr(parameter, 'ds_pipe_replicated') else ''}"
+    return f"{parallelism.grid.along(PIPE)}{'+' if hasattr(parameter, 'ds_pipe_replicated') else ''}"

@@ -1,4 +1,4 @@
-"""A data-parallel group whose collectives are timed by purpose, for ``wall_clock_breakdown``."""
+"""A data-parallel group that times its collectives by purpose (``wall_clock_breakdown``)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from zero_runtime.training.clock import Clock
 
 
 class TimedGroup(DataParallelGroup):
-    """Ranks; of an asynchronous collective the time to begin it and the time spent waiting for it count.
+    """A group with timed collectives. For an asynchronous one, the times to start it and to wait for it count.
 
     Args:
         group: torch's process group; None for all ranks.
-        clock: one to share; None for one of its own.
+        clock: a shared clock; None for a new one.
 
     Attributes:
-        clock: what the times are added to.
+        clock: the clock that the times are added to.
     """
 
     clock: Clock
@@ -30,7 +30,7 @@ class TimedGroup(DataParallelGroup):
 
 
 class TimedWork:
-    """A collective that was begun, and whose waiting is timed."""
+    """A work handle whose waiting is timed."""
 
     def __init__(self, work: Any, clock: Clock, purpose: str) -> None:
         self._work = work
@@ -62,5 +62,5 @@ for _name in (*COLLECTIVES, *MESSAGES):
 
 
 def clock_of(group: DataParallelGroup) -> Clock:
-    """The clock of ``group``; one that stands still where it has none."""
+    """The clock of ``group``; a stopped one if the group is not timed."""
     return group.clock if isinstance(group, TimedGroup) else Clock(False)

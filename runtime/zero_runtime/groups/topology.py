@@ -1,4 +1,4 @@
-"""Ranks as a grid with named axes, and the process groups along them. The last axis changes fastest from rank to rank."""
+"""A grid of ranks with named axes, and the process groups along them. The last axis changes fastest from rank to rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MODEL: Final = "model"
 
 @dataclass(frozen=True, slots=True)
 class ProcessTopology:
-    """Places of ranks in a grid, and back. Pure arithmetic.
+    """The mapping between ranks and places in a grid. Pure arithmetic.
 
     Attributes:
         axes: their names, slowest first.
         sizes: ranks along each.
 
     Raises:
-        ConfigError: axes and sizes are not equally many, an axis is named twice, or a size is not positive.
+        ConfigError: the numbers of axes and sizes differ, an axis is named twice, or a size is not positive.
     """
 
     axes: tuple[str, ...]
@@ -35,7 +35,9 @@ class ProcessTopology:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.sizes):
-            raise ConfigError(f"axes {list(self.axes)} and sizes {list(self.sizes)} must be equally many")
+            raise ConfigError(
+                f"there must be as many axes as sizes: axes {list(self.axes)}, sizes {list(self.sizes)}"
+            )
         if len(set(self.axes)) < len(self.axes):
             raise ConfigError(f"axes {list(self.axes)} must differ in their names")
         if any(size < 1 for size in self.sizes):
@@ -47,7 +49,7 @@ class ProcessTopology:
         return cls(tuple(sizes), tuple(sizes.values()))
 
     def widened(self, *axes: str) -> ProcessTopology:
-        """The same places with ``axes`` besides, where they are missing: one rank wide, so that no rank changes."""
+        """The same topology with missing ``axes`` added, one rank wide, so that no rank changes."""
         missing = tuple(axis for axis in axes if axis not in self.axes)
         return ProcessTopology(self.axes + missing, self.sizes + (1,) * len(missing))
 
@@ -57,14 +59,14 @@ class ProcessTopology:
         return prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; 1 where there is no such axis."""
+        """Ranks along ``axis``; 1 for a missing axis."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
     def rank(self, **place: int) -> int:
-        """The rank at a place, which is given in all axes.
+        """The rank at a place, which needs all axes.
 
         Raises:
-            ConfigError: an axis is left out or not known, or there is no such place.
+            ConfigError: an axis is missing or unknown, or there is no such place.
         """
         if set(place) != set(self.axes):
             raise ConfigError(
@@ -93,7 +95,7 @@ class ProcessTopology:
         return {axis: place[axis] for axis in self.axes}
 
     def ranks(self, **part: int) -> list[int]:
-        """The ranks whose places have the given values, in order; all ranks where none is given.
+        """The ranks whose places have the given values, in order; all ranks without values.
 
         Raises:
             ConfigError: there is no such axis.
@@ -111,18 +113,18 @@ class ProcessTopology:
         return [self.rank(**place) for place in places]
 
     def lines(self, *axes: str) -> list[list[int]]:
-        """The lists of ranks that differ in ``axes`` alone, each in order. An axis that is missing is one rank wide."""
+        """The lists of ranks that differ only in ``axes``, each in order. A missing axis is one rank wide."""
         others = [axis for axis in self.axes if axis not in axes]
         places = product(*(range(self.size(axis)) for axis in others))
         return [self.ranks(**dict(zip(others, place, strict=True))) for place in places]
 
     def line(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from ``rank`` in ``axes`` alone, itself included, in order."""
+        """The ranks that differ from ``rank`` only in ``axes``, itself included, in order."""
         place = self.place(rank)
         return self.ranks(**{axis: place[axis] for axis in self.axes if axis not in axes})
 
     def check(self, world_size: int) -> None:
-        """Check that the grid is of all ranks.
+        """Check that the grid contains all ranks.
 
         Raises:
             ConfigError: the sizes do not multiply to ``world_size``.
@@ -138,18 +140,18 @@ class ProcessTopology:
 
 
 class ProcessGrid:
-    """The process groups along the axes of a topology, of which each is named by its axis, also in traces.
+    """The process groups along the axes of a topology, each named after its axis, also in traces.
 
-    Every rank makes the same groups in the same order, those that it is not in included: so all ranks must make the grid
-    at the same place of their program, with the same arguments. A group of one rank is made too.
+    Every rank creates the same groups in the same order, including those that it is not in. So all ranks must construct the
+    grid at the same point of their program, with the same arguments. Groups of one rank are created too.
 
     Args:
         topology: the places of all ranks.
-        joined: groups along several axes at once, such as ("pipe", "model"); named "pipe+model". Axes that the topology
-            lacks are left out of them; of those that come to one axis that axis's group is used.
+        joined: groups along several axes, such as ("pipe", "model"), named "pipe+model". Axes that the topology lacks are
+            left out; if one axis remains, its group is used.
 
     Raises:
-        ConfigError: the topology is of another number of ranks.
+        ConfigError: the topology has another number of ranks.
         UsageError: torch.distributed is not initialised.
     """
 
@@ -178,21 +180,21 @@ class ProcessGrid:
                 self._groups[axes] = DataParallelGroup(group)
 
     def group(self, *axes: str) -> DataParallelGroup:
-        """The ranks that differ from this one in ``axes`` alone, itself included.
+        """The ranks that differ from this one only in ``axes``, itself included.
 
         Raises:
-            UsageError: there is no such group, since the grid was made without it.
+            UsageError: the grid was constructed without that group.
         """
-        found = self._groups.get(self._present(axes))
-        if found is None:
-            made = ", ".join("+".join(each) for each in self._groups)
-            raise UsageError(f"the grid has no group along {'+'.join(axes)}; it has {made}")
-        return found
+        group = self._groups.get(self._present(axes))
+        if group is None:
+            existing = ", ".join("+".join(each) for each in self._groups)
+            raise UsageError(f"the grid has no group along {'+'.join(axes)}; it has {existing}")
+        return group
 
     def along(self, axis: str) -> int:
-        """This rank's number along ``axis``; 0 where there is no such axis."""
+        """This rank's number along ``axis``; 0 for a missing axis."""
         return self.place.get(axis, 0)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; 1 where there is no such axis."""
+        """Ranks along ``axis``; 1 for a missing axis."""
         return self.topology.size(axis)

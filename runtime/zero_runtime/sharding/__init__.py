@@ -1,1 +1,1 @@
-"""ZeRO stage 3: parameters in slices, whole only while a module uses them."""
+"""ZeRO stage 3: sharded parameters, gathered only while a module uses them."""

@@ -1,7 +1,7 @@
-"""Parameters used outside the module that owns them (stage 3).
+"""External parameters: parameters used outside the module that owns them (stage 3).
 
-Tied weights, a weight that a parent hands to a function, a weight that a module returns: such a parameter belongs to
-the module that uses it as well. It is found when that module reads it during its forward pass, or named by
+Examples are tied weights, a weight that a parent passes to a function, and a weight that a module returns. Such a parameter
+is gathered for the module that uses it too. It is detected when that module reads it in its forward pass, or registered by
 :func:`register_external_parameter`.
 """
 
@@ -20,16 +20,15 @@ class Reader(Protocol):
     """A module whose forward pass is running."""
 
     def read(self, shard: Shard) -> None:
-        """Make whole a parameter that the module reads and does not own."""
+        """Gather a parameter that the module reads and does not own."""
 
 
-running: Final[
-    list[Reader]
-] = []  # of this process, innermost last; forward passes of one process do not interleave
+# The running modules of this process, innermost last. Forward passes of one process do not interleave.
+running: Final[list[Reader]] = []
 
 
 class WatchedParameters(dict[str, Any]):
-    """The parameters of a module (``module._parameters``); reading one that is not whole in a forward pass gathers it.
+    """The parameters of a module (``module._parameters``); reading a released one in a forward pass gathers it.
 
     Attributes:
         version: counts the changes.
@@ -55,7 +54,7 @@ class WatchedParameters(dict[str, Any]):
 
 
 def watch(module: torch.nn.Module) -> None:
-    """Notice when a parameter of ``module`` is read in another module's forward pass."""
+    """Detect reads of parameters of ``module`` in another module's forward pass."""
     if not isinstance(module._parameters, WatchedParameters):
         module._parameters = WatchedParameters(module._parameters)
 
@@ -66,14 +65,14 @@ def unwatch(module: torch.nn.Module) -> None:
 
 
 def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """The parameters that ``module`` uses and does not own, by identity. The dict itself: changes count."""
+    """The parameters that ``module`` uses and does not own, by identity. This is the live dict: changes take effect."""
     return module.__dict__.setdefault(_EXTERNAL, {})
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
     """Gather ``parameter`` with the parameters of ``module``, whose forward pass uses it without owning it.
 
-    Needed only where the use cannot be seen: a parameter kept in a list, or in a closure.
+    Needed only if the use cannot be detected: a parameter in a list or in a closure.
     """
     external_parameters(module)[id(parameter)] = parameter
 

@@ -1,4 +1,4 @@
-"""Puts together what stage 3 adds: residency of the parameters, gradients in slices, an optimizer over sub-groups."""
+"""Assembly of stage 3: residency of the parameters, sharded gradients, an optimizer over sub-groups."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class ShardedModel:
 
     Args:
         config: the configuration.
-        module: the model, on its device and in its dtype; alike on all ranks unless it is sharded already.
+        module: the model, on its device and in its dtype; equal on all ranks unless it is sharded already.
         param_groups: those of the optimizer; without one, all parameters in one group.
         kinds: the dtypes.
         group: the data-parallel ranks.
-        at_boundary: whether the micro-batch at hand is the last of its step.
-        replicas: how many of these ranks have other samples: gradients are divided by that.
+        at_boundary: whether the current micro-batch is the last of its step.
+        replicas: number of ranks with different samples: the divisor of gradients.
 
     Attributes:
         residency: gathers and releases the parameters; its hooks are not installed yet.
         groups: the trainable parameters, in sub-groups.
         gradients: reduces and accumulates their gradients.
-        parameters: this rank's slices of them.
+        parameters: this rank's shards of them.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ShardedModel:
         self.parameters = ShardedParameters(self.groups, self.residency)
 
     def add(self, number: int, param_group: dict[str, Any]) -> list[ParameterGroup]:
-        """Shard and train what is in a further param group, of the given number. Returns its sub-groups."""
+        """Shard and train the parameters of a further param group ``number``. Returns its sub-groups."""
         self._unpartitioned |= whole_parameters(self._module, self._config.zero.partitioned_types)
         self.residency.extend()
         before: list[dict[str, Any]] = [{"params": []} for _ in range(number)]
@@ -111,7 +111,7 @@ def _reduction(config: RuntimeConfig, numbers: Mapping[str, int]) -> ShardReduct
     zero = config.zero
     limit = -1
     if zero.gradient_reduction == "all_reduce":
-        # What does not fit the contiguous buffer goes in a reduce_scatter, unless the config says all_reduce itself.
+        # Larger buckets than the contiguous buffer use a reduce_scatter, unless the config names all_reduce.
         limit = 2**63 - 1 if zero.explicit_reduction else zero.reduce_bucket_size
     return ShardReduction(
         numbers,
@@ -128,7 +128,7 @@ def _numbers(groups: Sequence[ParameterGroup]) -> dict[str, int]:
 
 
 def _leaves(module: torch.nn.Module, groups: Sequence[ParameterGroup]) -> list[Leaf]:
-    """The leaf modules with their trainable parameters in the order of the groups; outer ones take the inner ones'."""
+    """The leaf modules with their trainable parameters in the order of the groups; outer modules include inner ones."""
     trained = [parameter for each in groups for parameter in each.parameters]
     taken: set[torch.nn.Parameter] = set()
     leaves = []

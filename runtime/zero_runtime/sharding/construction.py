@@ -1,6 +1,6 @@
-"""Making a model whose parameters are cut as soon as they exist, so that no rank ever holds the whole of it (stage 3).
+"""Construction of a sharded model: parameters are sharded when they are created, so that no rank ever has all (stage 3).
 
-While :func:`constructing` is entered, every module cuts its own parameters when its ``__init__`` has returned, and
+Within :func:`constructing`, every module shards its own parameters when its ``__init__`` has returned, and
 ``module.apply(function)`` gathers the parameters of each module around the call of ``function``.
 """
 
@@ -27,17 +27,19 @@ _FACTORIES: Final = (
     *(torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn),
 )
 Factory = Callable[..., torch.Tensor]
-_cutters: list[Cutter] = []  # of the contexts that are entered, innermost last
-_sharded_bytes: Counter[int] = Counter()  # of parameters that were sharded here since an engine last asked
+_cutters: list[Cutter] = []  # of the active contexts, innermost last
+_sharded_bytes: Counter[int] = (
+    Counter()
+)  # of parameters that were sharded since an engine was last constructed
 
 
 class Cutter:
-    """Cuts the parameters of new modules.
+    """Shards the parameters of new modules.
 
     Args:
-        group: the ranks that share them out.
-        storage: where slices are kept.
-        dtype: of the parameters; None to leave it.
+        group: the ranks that they are partitioned over.
+        storage: the storage of shards.
+        dtype: of the parameters; None does not cast them.
     """
 
     def __init__(self, group: DataParallelGroup, storage: SliceStorage, dtype: torch.dtype | None) -> None:
@@ -47,10 +49,10 @@ class Cutter:
 
     @torch.no_grad()
     def cut(self, module: torch.nn.Module, recurse: bool = False) -> None:
-        """Cut the parameters of ``module`` that are whole: one broadcast from rank 0 for each, so that all ranks agree."""
+        """Shard the whole parameters of ``module``: one broadcast from rank 0 for each, so that all ranks agree."""
         for parameter in module.parameters(recurse=recurse):
             if shard_of(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
-                continue  # without elements: cut when it has some
+                continue  # without elements: sharded later, when it has some
             wanted = self.dtype if parameter.is_floating_point() else None
             parameter.data = parameter.data.to(device=self.group.device, dtype=wanted)
             broadcast(parameter, self.group)
@@ -62,15 +64,15 @@ class Cutter:
 
 
 class Construction(NamedTuple):
-    """How the parameters of a model were made, when its engine is.
+    """How the parameters of a model were constructed, counted when its engine is.
 
-    A program may drop parameters that ``zero.Init`` has sharded, or replace them by others (an embedding that is resized).
+    A program may drop parameters that ``zero.Init`` has sharded, or replace them (for example resize an embedding).
 
     Attributes:
-        sharded: the bytes of each parameter that ``zero.Init`` has sharded in this process since the last engine was made,
-            whatever has become of it, and how many there are of that size.
-        whole: of each parameter of the model that is not sharded yet.
-        sharded_of_model: parameters of the model that are sharded already.
+        sharded: number of parameters by size in bytes that ``zero.Init`` has sharded in this process since the last engine
+            was constructed, including dropped ones.
+        whole: number of the model's unsharded parameters by size in bytes.
+        sharded_of_model: number of the model's parameters that are sharded already.
     """
 
     sharded: Mapping[int, int]
@@ -78,7 +80,7 @@ class Construction(NamedTuple):
     sharded_of_model: int
 
     def described(self) -> dict[str, Any]:
-        """As published for a recorder."""
+        """The form that the recorder gets."""
         return {
             "sharded": sorted(map(list, self.sharded.items())),
             "whole": sorted(map(list, self.whole.items())),
@@ -87,17 +89,17 @@ class Construction(NamedTuple):
 
 
 def construction_of(parameters: Iterable[torch.nn.Parameter]) -> Construction:
-    """How ``parameters``, those of a model, were made. The next call counts what is sharded after this one."""
+    """How the ``parameters`` of a model were constructed. The next call counts only parameters sharded after this one."""
     sharded = Counter(_sharded_bytes)
     _sharded_bytes.clear()
-    whole: Counter[int] = Counter()
+    unsharded: Counter[int] = Counter()
     sharded_of_model = 0
     for parameter in parameters:
         if shard_of(parameter) is None:
-            whole[_bytes(parameter.dtype, parameter.numel())] += 1
+            unsharded[_bytes(parameter.dtype, parameter.numel())] += 1
         else:
             sharded_of_model += 1
-    return Construction(sharded, whole, sharded_of_model)
+    return Construction(sharded, unsharded, sharded_of_model)
 
 
 def _bytes(dtype: torch.dtype, numel: int) -> int:
@@ -107,14 +109,14 @@ def _bytes(dtype: torch.dtype, numel: int) -> int:
 def typed_factory(
     fn: Factory, target_fp_dtype: torch.dtype | None, target_device: torch.device | None
 ) -> Factory:
-    """``fn`` that makes floating-point tensors in one dtype, also where another is asked for.
+    """A wrapper of ``fn`` that makes floating-point tensors of one dtype, whatever dtype is requested.
 
     The signature is that of DeepSpeed's ``zero_wrapper_for_fp_tensor_constructor``.
 
     Args:
-        fn: makes a tensor: ``torch.empty`` and its like.
-        target_fp_dtype: None leaves the dtype.
-        target_device: where ``fn`` makes it unless it is told; None for torch's default.
+        fn: a tensor factory such as ``torch.empty``.
+        target_fp_dtype: None does not change the dtype.
+        target_device: the default device; None for torch's.
     """
 
     @functools.wraps(fn)
@@ -123,7 +125,9 @@ def typed_factory(
             keywords["device"] = target_device
         result = fn(*args, **keywords)
         if target_fp_dtype is not None and result.is_floating_point():
-            result.data = result.data.to(target_fp_dtype)  # in place: it stays a leaf of autograd's
+            result.data = result.data.to(
+                target_fp_dtype
+            )  # in place, so that it stays a leaf of autograd's graph
         return result
 
     return typed
@@ -133,14 +137,14 @@ def typed_factory(
 def constructing(
     cutter: Cutter, gather_in_apply: bool = True, typed: Callable[..., Factory] = typed_factory
 ) -> Iterator[None]:
-    """Cut the parameters of every module that is made inside.
+    """Shard the parameters of every module that is constructed in this context.
 
-    Contexts may be nested; the outermost one cuts.
+    Contexts may be nested; the outermost one shards.
 
     Args:
-        cutter: cuts the parameters.
-        gather_in_apply: whether ``module.apply`` sees whole parameters.
-        typed: makes factories of tensors those of one dtype, by the arguments of :func:`typed_factory`.
+        cutter: shards the parameters.
+        gather_in_apply: whether ``module.apply`` gathers parameters.
+        typed: wraps tensor factories, with the arguments of :func:`typed_factory`.
     """
     with ExitStack() as stack:
         if not _cutters:
@@ -150,7 +154,7 @@ def constructing(
             stack.enter_context(_replaced(Module, "to_empty", _cutting_to_empty(Module.to_empty)))
             if cutter.dtype is not None:
                 device = cutter.group.device
-                # torch's default where it is the CPU: a program may have chosen the meta device inside.
+                # On a CPU torch's default device is kept: a program may use the meta device inside.
                 target = None if device.type == "cpu" else device
                 stack.enter_context(
                     _Factories(
@@ -168,7 +172,7 @@ def constructing(
 
 
 class _Factories(TorchFunctionMode):
-    """Calls other factories of tensors in the place of torch's."""
+    """Replaces torch's tensor factories."""
 
     def __init__(self, typed: Mapping[Any, Factory]) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class _Factories(TorchFunctionMode):
 
 @contextmanager
 def _cutting_after_init() -> Iterator[None]:
-    """Wrap ``__init__`` of every module class there is, and of those that are defined inside."""
+    """Wrap ``__init__`` of every existing module class, and of those defined in this context."""
     originals: dict[type, Callable[..., None]] = {}
     building: set[int] = set()
 
@@ -213,7 +217,7 @@ def _cutting_after_init() -> Iterator[None]:
 def _cutting_init(original: Callable[..., None], building: set[int]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(module: torch.nn.Module, *args: Any, **keywords: Any) -> None:  # noqa: N807 - it is one
-        # Only the class that was called cuts; by then its bases have made and filled the parameters.
+        # Only the called class shards: its bases have created and filled the parameters by then.
         outermost = id(module) not in building
         building.add(id(module))
         try:
@@ -236,7 +240,7 @@ def _gathering_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Gathering:
-    """A function of a module, called while the module's own parameters are whole; what rank 0 makes of them counts."""
+    """A function that is called with the module's own parameters gathered; rank 0's changes count."""
 
     def __init__(self, function: Callable[[torch.nn.Module], None]) -> None:
         self._function = function
@@ -278,11 +282,11 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> list[type]:
-    found: dict[type, None] = {}
+    classes: dict[type, None] = {}
     pending = [kind]
     while pending:
         each = pending.pop()
-        if each not in found:
-            found[each] = None
+        if each not in classes:
+            classes[each] = None
             pending += each.__subclasses__()
-    return list(found)
+    return list(classes)

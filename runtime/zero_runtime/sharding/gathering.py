@@ -1,7 +1,7 @@
-"""How slices become whole parameters: the messages of stage 3's gathering.
+"""Gathering of sharded parameters: the messages of stage 3.
 
-Several parameters travel in one all_gather for each dtype: every rank lays its slices end to end, by number of the
-parameter. A single one travels by itself and needs no copy.
+Several parameters share one all_gather for each dtype: every rank concatenates its shards, by number of the parameter. A
+single parameter has its own all_gather, without a copy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WEIGHT_BITS: Final = 8
 
 
 class _Message(NamedTuple):
-    """One message on its way, and the parameters it makes whole.
+    """One message in flight, and the parameters that it gathers.
 
-    ``rows`` is the number of slices end to end in ``buffer``: each row holds a slice of every parameter. For 0 the
-    buffer holds whole, padded parameters end to end. What travels quantized is in ``payloads``, a row from each rank, until
-    the buffer is filled from it.
+    ``rows`` is the number of rows in ``buffer``; each row has one shard of every parameter. With 0 rows, the buffer has the
+    whole, padded parameters, concatenated. A quantized message is in ``payloads``, one row from each rank, until the buffer
+    is filled from it.
     """
 
     work: Any
@@ -40,7 +40,7 @@ class _Message(NamedTuple):
 
 
 class Gathering:
-    """Parameters on their way. ``wait`` makes them whole."""
+    """A gather in flight; ``wait`` completes it."""
 
     def __init__(self, messages: Sequence[_Message]) -> None:
         self._messages = messages
@@ -48,7 +48,7 @@ class Gathering:
     @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the messages, and make whole the parameters that they carry. May be called again."""
+        """Wait for the messages, and fill the parameters that they carry. May be called again."""
         messages, self._messages = self._messages, ()
         for message in messages:
             message.work.wait()
@@ -64,16 +64,17 @@ class Gathering:
 
 
 class Gatherer:
-    """Sends the messages that make parameters whole.
+    """Sends the messages that gather parameters.
 
     Args:
         sequential: one message for each parameter.
-        by_all_reduce: several parameters by one all_reduce of their padded whole, each rank adding its slices.
-        secondary: the ranks that share out the secondary slices; None for none.
-        dtypes: in which dtype parameters travel, where it is not their own.
-        quantizes: whether a parameter travels quantized among all ranks, with 8 bits; never inside the secondary group,
-            nor by ``gather_each``, whose parameters may be changed and kept.
-        why: the tag of the messages; None for gathering what a pass needs.
+        by_all_reduce: gather several parameters by one all_reduce of whole, padded buffers to which each rank adds its
+            shards.
+        secondary: the ranks of the secondary partition; None for none.
+        dtypes: the communication dtype of parameters, if it is not their own.
+        quantizes: whether a parameter is gathered in 8 bits among all ranks; never inside the secondary group, nor by
+            ``gather_each``, whose parameters may be changed and kept.
+        why: the tag of the messages; None for the gather of a pass.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Gatherer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, shards: Iterable[Shard]) -> Gathering:
-        """Begin to gather those of ``shards`` that are neither whole nor on their way, in as few messages as may be."""
+        """Start to gather the released ones of ``shards``, in as few messages as possible."""
         waiting = sorted(
             (each for each in shards if each.status is Status.NOT_AVAILABLE), key=lambda each: each.number
         )
@@ -119,26 +120,26 @@ class Gatherer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def gather_each(self, shards: Iterable[Shard]) -> None:
-        """Make whole those of ``shards`` that are not, by their primary slices, one message each, in the given order."""
+        """Gather the released ones of ``shards`` from their primary shards, one message each, in the given order."""
         shards = list(shards)
         for each in shards:
             each.wait()
         waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE or each.rounded]
         _begin_to_read(waiting)
-        # Several of one rank are no message, but a single one is, in DeepSpeed.
+        # With one rank DeepSpeed sends a message for a single parameter, and none for several.
         sent = waiting if len(waiting) == 1 and waiting[0].numel else _without_messages(waiting)
         for each in sent:
             each.status = Status.INFLIGHT
         Gathering([self._send(each, None, each.dtype) for each in sent]).wait()
 
     def keep_secondary(self, shard: Shard) -> None:
-        """Cut the secondary slice of a whole parameter, unless it has one or the setting knows none."""
+        """Create the secondary shard of a gathered parameter, unless it exists or there is no secondary group."""
         if self._secondary is None or shard.secondary is not None or not shard.numel:
             return
         numel = shard.slice_numel * shard.group.world_size // self._secondary.world_size
-        piece = torch.zeros(numel, dtype=shard.dtype, device=shard.place.device or shard.parameter.device)
-        shard.cut(piece, self._secondary.rank)
-        shard.secondary = piece
+        own = torch.zeros(numel, dtype=shard.dtype, device=shard.place.device or shard.parameter.device)
+        shard.cut(own, self._secondary.rank)
+        shard.secondary = own
 
     def _send_one(self, shard: Shard) -> _Message:
         dtype, secondary = self._dtypes.get(shard.parameter, shard.dtype), self._secondary_of(shard)
@@ -150,7 +151,7 @@ class Gatherer:
     def _send(
         self, shard: Shard, secondary: DataParallelGroup | None, dtype: torch.dtype, quantize: bool = False
     ) -> _Message:
-        """Send a parameter by itself: by its slices in the group ``secondary``, or, for None, by its primary ones."""
+        """Gather one parameter from its shards in the group ``secondary``, or with None from its primary shards."""
         group = shard.group if secondary is None else secondary
         numel = _numel(shard, secondary)
         buffer = torch.empty(numel * group.world_size, dtype=dtype, device=shard.parameter.device)
@@ -158,9 +159,9 @@ class Gatherer:
             row = buffer.narrow(0, group.rank * numel, numel)
             shard.read(row)
         else:
-            piece = shard.own if secondary is None else shard.secondary
-            assert piece is not None
-            row = piece.to(device=buffer.device, dtype=dtype)
+            own = shard.own if secondary is None else shard.secondary
+            assert own is not None
+            row = own.to(device=buffer.device, dtype=dtype)
         if quantize:
             return _send_quantized(buffer, row, group, [shard], 0)
         why = _tag_of([shard], self._why, buffer)
@@ -200,7 +201,7 @@ class Gatherer:
 def _send_quantized(
     buffer: torch.Tensor, row: torch.Tensor, group: DataParallelGroup, shards: Sequence[Shard], rows: int
 ) -> _Message:
-    """Send this rank's ``row`` quantized; ``buffer``, ``shards`` and ``rows`` are those of the message."""
+    """Send this rank's ``row`` quantized; the other arguments are those of the message."""
     payload = quantized(row.view(1, -1), WEIGHT_BITS).view(-1)
     payloads = payload.new_empty(group.world_size, payload.numel())
     work = group.start_all_gather(payloads.view(-1), payload, why=_tag_of(shards, _GATHER))
@@ -210,7 +211,7 @@ def _send_quantized(
 def broadcast(
     parameter: torch.nn.Parameter, group: DataParallelGroup, owner: int = 0, why: hooks.tag = _BROADCAST
 ) -> None:
-    """Give every rank of ``group`` the parameter of member ``owner``, which must be whole, as bytes, tagged ``why``."""
+    """Broadcast the whole parameter of member ``owner`` to ``group``, as bytes, with the tag ``why``."""
     data = parameter.detach()
     message = data.contiguous().view(-1).view(torch.uint8)
     group.broadcast(message, owner, why=_CHECKPOINT if _in_checkpoint() else why)
@@ -219,7 +220,7 @@ def broadcast(
 
 
 def _tag_of(shards: Sequence[Shard], why: hooks.tag, padded: torch.Tensor | None = None) -> hooks.tag:
-    """The tag of a message; ``padded`` is what it makes whole, unless it travels quantized."""
+    """The tag of a message; ``padded`` is the gathered buffer, unless the message is quantized."""
     if not hooks.recording():
         return why
     purpose = _CHECKPOINT.purpose if _in_checkpoint() else why.purpose
@@ -230,19 +231,19 @@ def _tag_of(shards: Sequence[Shard], why: hooks.tag, padded: torch.Tensor | None
 
 
 def _in_checkpoint() -> bool:
-    """Whether weights are written or read, of which no rule of training speaks."""
+    """Whether a checkpoint is written or read: its messages are not part of the training."""
     return hooks.position.phase == "checkpoint"
 
 
 def _numel(shard: Shard, secondary: DataParallelGroup | None) -> int:
-    """Elements of this rank's slice, or of its secondary one."""
+    """Elements of this rank's primary or secondary shard."""
     if secondary is None:
         return shard.slice_numel
     return shard.slice_numel * shard.group.world_size // secondary.world_size
 
 
 def _begin_to_read(shards: Sequence[Shard]) -> None:
-    """Begin to read what is in files, so that one slice comes while another is laid where it is sent from."""
+    """Start to read shards on NVMe, so that reading one overlaps copying another to the send buffer."""
     filed: dict[Pager, list[Shard]] = {}
     for each in shards:
         if each.pager is not None and each.secondary is None:
@@ -252,7 +253,7 @@ def _begin_to_read(shards: Sequence[Shard]) -> None:
 
 
 def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
-    """Make whole what needs no other rank, and return the rest."""
+    """Fill the parameters that need no other rank, and return the rest."""
     rest = []
     for each in shards:
         if each.numel and each.group.world_size > 1:
@@ -260,33 +261,33 @@ def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
         elif each.pager is None:
             each.fill(each.own.to(each.parameter.device))
         else:
-            whole = torch.empty(each.slice_numel, dtype=each.dtype, device=each.parameter.device)
-            each.read(whole)
-            each.fill(whole)
+            values = torch.empty(each.slice_numel, dtype=each.dtype, device=each.parameter.device)
+            each.read(values)
+            each.fill(values)
     return rest
 
 
 def _end_to_end(
     shards: Sequence[Shard], secondary: DataParallelGroup | None, numel: int
 ) -> torch.Tensor | None:
-    """The primary slices as one tensor, where they lie in memory as they are to be sent; else None."""
+    """The primary shards as one tensor, if they are adjacent in memory in the order of the message; else None."""
     if secondary is not None or any(each.pager is not None for each in shards):
         return None
     first = shards[0].own
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
-    for piece in (each.own for each in shards):
-        apart = piece.untyped_storage().data_ptr() != storage or piece.storage_offset() != end
-        if apart or piece.dtype != first.dtype:
+    for own in (each.own for each in shards):
+        apart = own.untyped_storage().data_ptr() != storage or own.storage_offset() != end
+        if apart or own.dtype != first.dtype:
             return None
-        end += piece.numel()
+        end += own.numel()
     return first.as_strided((numel,), (1,))
 
 
 def _lay(shards: Sequence[Shard], secondary: DataParallelGroup | None, row: torch.Tensor) -> None:
-    """Lay the slices, or the secondary ones, end to end in ``row``."""
+    """Concatenate the primary or secondary shards in ``row``."""
     if secondary is not None or all(each.pager is None for each in shards):
-        pieces = [each.own if secondary is None else each.secondary for each in shards]
-        torch.cat([piece.to(row) for piece in pieces if piece is not None], out=row)
+        shards_of_rank = [each.own if secondary is None else each.secondary for each in shards]
+        torch.cat([tensor.to(row) for tensor in shards_of_rank if tensor is not None], out=row)
         return
     start = 0
     for each in shards:
@@ -312,9 +313,9 @@ def _unpack_rows(message: _Message) -> None:
     start = 0
     for each in message.shards:
         numel = each.slice_numel * each.group.world_size // message.rows
-        whole = torch.empty(message.rows, numel, dtype=each.dtype, device=rows.device)
-        whole.copy_(rows.narrow(1, start, numel))
-        each.fill(whole)
+        values = torch.empty(message.rows, numel, dtype=each.dtype, device=rows.device)
+        values.copy_(rows.narrow(1, start, numel))
+        each.fill(values)
         start += numel
 
 

@@ -1,7 +1,7 @@
-"""Gathering and releasing sharded parameters while a model runs forward and backward (stage 3).
+"""Gathering and releasing of sharded parameters while a model runs forward and backward (stage 3).
 
-The hooks of :mod:`zero_runtime.sharding.residency` come here; :mod:`zero_runtime.sharding.trace` says what to gather
-ahead and what to keep.
+The hooks of :mod:`zero_runtime.sharding.residency` call this module; :mod:`zero_runtime.sharding.trace` decides what to
+prefetch and what to keep.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TRACE_CHECK: Final = hooks.tag("trace_check")
 
 
 class Iteration:
-    """A forward pass of a model with the backward passes after it, again and again.
+    """Gathers and releases during each iteration: a forward pass and the backward passes after it.
 
     Args:
         group: the data-parallel ranks.
-        gatherer: what sends the messages.
-        limits: how far ahead parameters are gathered, and how long they are kept.
-        report_trace: say on stderr when the recorded order of modules no longer holds.
+        gatherer: sends the messages.
+        limits: how far ahead parameters are prefetched, and how long they are kept.
+        report_trace: print a warning when the recorded order of modules no longer holds.
 
     Attributes:
         shards: of the parameters, by number.
@@ -47,23 +47,22 @@ class Iteration:
         self.shards: dict[int, Shard] = {}
         self._numels: dict[int, int] = {}
         self._planner = Planner(limits, self._numels)
-        self._inflight: dict[int, Shard] = {}  # gathered, or being gathered, ahead of their use
-        self._backward: dict[int, Unit] = {}  # whose backward pass has begun and not ended
-        self._unseen: dict[int, Unit] = {}  # whose outputs show no tensor to wait for
-        self._returned: set[int] = set()  # by a module: who uses them how long cannot be seen
-        self._strays: list[Shard] = []  # gathered for nothing but their gradient
-        self.listener: Callable[[torch.nn.Module], None] | None = (
-            None  # hears of backward passes that have ended
-        )
-        self.pager: Pager | None = None  # reads slices ahead that are in files
+        self._inflight: dict[int, Shard] = {}  # prefetched and not used yet
+        self._backward: dict[int, Unit] = {}  # units whose backward pass is running
+        self._unseen: dict[int, Unit] = {}  # units whose outputs contain no tensor to watch
+        self._returned: set[int] = set()  # returned by a module: the end of their use is unknown
+        self._strays: list[Shard] = []  # gathered only to accumulate their gradient
+        # Called with each module whose backward pass has ended.
+        self.listener: Callable[[torch.nn.Module], None] | None = None
+        self.pager: Pager | None = None  # reads shards on NVMe ahead of their use
 
     def add(self, shard: Shard) -> None:
-        """Count the parameter of ``shard`` among those of the model."""
+        """Add the parameter of ``shard`` to those of the model."""
         self.shards[shard.number] = shard
         self._numels[shard.number] = shard.numel
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """The forward pass of the whole model, which has ``units``, begins."""
+        """Begin the forward pass of the whole model, which has ``units``."""
         self.drain()
         self._leave_unseen()
 
@@ -76,7 +75,7 @@ class Iteration:
         self._read_ahead(self._planner.coming)
 
     def anticipate(self) -> None:
-        """Begin to read what the next forward pass uses first, where that is in files."""
+        """Start to read the shards on NVMe that the next forward pass uses first."""
         self._read_ahead(self._planner.next_time)
 
     def _read_ahead(self, coming: Callable[[], Iterator[int]]) -> None:
@@ -92,18 +91,18 @@ class Iteration:
             )
 
     def before_forward(self, unit: Unit) -> None:
-        """A module is about to run: gather for it."""
+        """Gather the parameters of a module that is about to run."""
         access.running.append(unit)
         self._enter(unit, unit.forward)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
-        """A module has run: release what it used, and wait for the gradients of its outputs.
+        """Release the parameters of a module that has run, and watch for the gradients of its outputs.
 
         Returns:
-            What it is to return instead; None for ``output``.
+            A replacement of its output; None for ``output``.
         """
         while access.running and access.running.pop() is not unit:
-            pass  # of modules that an exception has left
+            pass  # modules that an exception has left
         tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         replaced = None
         if torch.is_grad_enabled():
@@ -116,7 +115,7 @@ class Iteration:
         return replaced
 
     def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
-        """Parameters that a module returns are used by the module that called it."""
+        """Register parameters that a module returns with the calling module, which uses them."""
         caller = access.running[-1] if access.running else None
         for shard in shards_of(outputs):
             if isinstance(caller, Unit):
@@ -124,31 +123,31 @@ class Iteration:
                 self._returned.add(shard.number)
 
     def read(self, unit: Unit, shard: Shard) -> None:
-        """A module reads, in its forward pass, a parameter that is not whole: from now on one of those it uses."""
+        """Gather a released parameter that a module reads in its forward pass, from now on with its own."""
         self._borrow(unit, shard)
         self._gatherer.gather_each([shard])
 
     def _borrow(self, unit: Unit, shard: Shard) -> None:
-        """``unit``, whose forward pass is running, uses a parameter that it does not own."""
+        """Register a parameter that ``unit``, whose forward pass is running, uses and does not own."""
         unit.add_external(shard.parameter)
         shard.active.add(unit.forward)
         self.add(shard)
 
     def before_backward(self, unit: Unit) -> None:
-        """The gradient of an output is there: gather for the backward pass of the module."""
+        """Gather for the backward pass of a module: the gradient of an output is ready."""
         self._backward.pop(unit.number, None)
         self._backward[unit.number] = unit
         self._enter(unit, unit.backward)
 
     def after_backward(self, unit: Unit) -> None:
-        """The gradients of all inputs are there: the backward pass of the module has ended."""
+        """Release after the backward pass of a module: the gradients of all inputs are ready."""
         self._backward.pop(unit.number, None)
         if self.listener is not None:
             self.listener(unit.module)
         self._leave(unit, unit.backward)
 
     def finish_backward(self) -> None:
-        """Release what the modules without differentiable inputs have left whole. Call it after each backward pass."""
+        """Release the parameters of modules without differentiable inputs. Call it after each backward pass."""
         for unit in reversed(list(self._backward.values())):
             for shard in unit.shards():
                 shard.active.discard(unit.backward)
@@ -161,7 +160,7 @@ class Iteration:
         self._leave_unseen()
 
     def before_gradient(self, shard: Shard) -> None:
-        """A gradient is about to be accumulated, which needs a whole parameter, also where its module is not running."""
+        """Gather a parameter whose gradient is about to be accumulated, even if its module is not running."""
         if not shard.available:
             self._gatherer.gather_each([shard])
             self._strays.append(shard)
@@ -172,7 +171,7 @@ class Iteration:
         self._unseen.clear()
 
     def stop(self) -> None:
-        """Nobody uses any parameter any more: make slices of all of them."""
+        """Release all parameters, in use or not."""
         self.drain()
         self._backward.clear()
         self._unseen.clear()
@@ -182,14 +181,14 @@ class Iteration:
             self.release(shard)
 
     def restart(self) -> None:
-        """As :meth:`stop`, and forget the order of modules."""
+        """Release all parameters, and forget the order of modules."""
         self.stop()
         self._planner.forget()
 
     # One module.
 
     def _enter(self, unit: Unit, use: int) -> None:
-        """Gather what ``unit`` needs, wait for it, and begin to gather what comes next."""
+        """Gather the parameters of ``unit``, wait for them, and start the prefetch of the next ones."""
         if self._planner.enter(unit.number):
             self._forget(unit)
         shards = unit.shards()
@@ -209,7 +208,7 @@ class Iteration:
         self._read_ahead(self._planner.coming)
 
     def _leave(self, unit: Unit, use: int) -> None:
-        """``unit`` has run: release what nobody needs soon."""
+        """Release parameters of ``unit``, which has run, unless they are needed soon."""
         shards = unit.shards()
         if not shards:
             return
@@ -237,14 +236,14 @@ class Iteration:
                 self._inflight[shard.number] = shard
 
     def release(self, shard: Shard) -> None:
-        """Make of a parameter its slices again, unless somebody uses it."""
+        """Release a parameter, unless it is in use."""
         if shard.available and not shard.active:
             self._gatherer.keep_secondary(shard)
             shard.release()
             self._planner.live -= shard.numel
 
     def drain(self) -> None:
-        """Wait for what is on its way, and release it unless somebody uses it."""
+        """Wait for prefetched parameters, and release them unless they are in use."""
         for shard in self._inflight.values():
             shard.wait()
             self.release(shard)
@@ -259,7 +258,7 @@ class Iteration:
             log.warning(f"{what} does not run in the recorded order of modules; recording again")
 
     def _compare(self, numbers: Sequence[int]) -> None:
-        """Make sure that rank 0 has the same ``numbers``. Raises UsageError."""
+        """Check that rank 0 has the same ``numbers``. Raises UsageError."""
         for mine in ([len(numbers)], numbers):
             theirs = torch.tensor(mine, dtype=torch.int64, device=self._group.device)
             self._group.broadcast(theirs, 0, why=_TRACE_CHECK)

@@ -1,11 +1,11 @@
-"""Who owns which slice of the parameters at ZeRO stage 3. Pure arithmetic.
+"""The partition of the parameters into shards at ZeRO stage 3. Pure arithmetic.
 
-Each parameter is cut by itself: rank r owns elements [r k, (r + 1) k) of it, with k = ceil(numel / world_size). What
-lies past its end is padding, so the last ranks may own less than k real elements, or none. The optimizer works on
-sub-groups: a rank's slices of some parameters of one param group, padding included, end to end::
+Each parameter is partitioned separately: rank r owns elements [r k, (r + 1) k) of it, with k = ceil(numel / world_size).
+Elements past its end are padding, so the last ranks may own fewer than k real elements, or none. The optimizer works on
+sub-groups: the concatenated shards of a rank of some parameters of one param group, padding included::
 
     parameters   |    p0    | p1 |     p2      |
-    slices       |r0 |r1 |r2|0|12|r0  |r1  |r2.|      each dot is an element of padding
+    shards       |r0 |r1 |r2|0|12|r0  |r1  |r2.|      each dot is an element of padding
     rank 0's     |p0 |p1|p2  |
 """
 
@@ -25,9 +25,9 @@ class ShardLayout:
 
     Attributes:
         numels: sizes of the parameters, in the order of the param group.
-        offsets: where each parameter's slice begins in a rank's piece.
+        offsets: first element of each parameter's shard in a rank's part of the sub-group.
         shard_numel: elements that each rank owns, padding included.
-        world_size: number of slices of each parameter.
+        world_size: number of shards of each parameter.
     """
 
     numels: tuple[int, ...]
@@ -37,11 +37,11 @@ class ShardLayout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Positions of the parameters within the sub-group, in the order of the piece."""
+        """Positions of the parameters within the sub-group, in memory order."""
         return tuple(range(len(self.numels)))
 
     def shards(self, index: int) -> tuple[ShardRange, ...]:
-        """The slices of parameter number ``index``, in element order, without padding; none for an empty one."""
+        """The shards of parameter number ``index``, in element order, without padding; none for an empty one."""
         numel = self.numels[index]
         width = slice_numel(numel, self.world_size)
         return tuple(
@@ -57,19 +57,19 @@ def shard_layout(numels: Sequence[int], world_size: int) -> ShardLayout:
 
 
 def sub_groups(numels: Sequence[int], world_size: int, limit: int) -> list[range]:
-    """Which parameters of a param group are optimised together, as ranges of their positions.
+    """The sub-groups of a param group, as ranges of positions of their parameters.
 
-    A sub-group ends once a rank's slices of it have ``limit`` (``sub_group_size``) elements: DeepSpeed 0.19.8's rule.
+    A sub-group ends once a rank's shards of it have ``limit`` (``sub_group_size``) elements: DeepSpeed 0.19.8's rule.
 
     >>> sub_groups([8, 4, 6, 2], 2, 5)
     [range(0, 2), range(2, 4)]
     """
-    groups, first, held = [], 0, 0
+    groups, first, group_numel = [], 0, 0
     for index, numel in enumerate(numels):
-        held += slice_numel(numel, world_size)
-        if held >= limit:
+        group_numel += slice_numel(numel, world_size)
+        if group_numel >= limit:
             groups.append(range(first, index + 1))
-            first, held = index + 1, 0
+            first, group_numel = index + 1, 0
     if first < len(numels):
         groups.append(range(first, len(numels)))
     return groups

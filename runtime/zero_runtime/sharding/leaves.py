@@ -1,8 +1,8 @@
-"""Leaf modules: modules that stage 3 gathers and releases as one, with everything inside them.
+"""Leaf modules: modules that stage 3 gathers and releases together with all their submodules.
 
-For modules whose children run in an order that differs from rank to rank or from step to step (mixtures of experts),
-or that are too small to be worth a message each. A flag on the module says so; it is read when ``initialize`` shards
-the model.
+They are for modules whose children run in an order that differs between ranks or steps (mixtures of experts), and for
+submodules that are too small for a message each. A flag marks such a module; ``initialize`` reads it when it shards the
+model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.shards import shard_of
 
 _FLAG: Final = "_z3_leaf"  # DeepSpeed's name, which model libraries set themselves
-_LARGEST: Final = 1_000_000_000  # a leaf module of more elements would hold too much at once
+_LARGEST: Final = 1_000_000_000  # a leaf module of more elements would gather too much at once
 _CONTAINERS: Final = frozenset(torch.nn.modules.container.__all__)
 
 DEFAULT_CLASSES: Final = (
@@ -27,7 +27,7 @@ DEFAULT_CLASSES: Final = (
 
 
 def is_leaf(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is gathered as one."""
+    """Whether ``module`` is flagged as a leaf module."""
     return bool(module.__dict__.get(_FLAG, False))
 
 
@@ -37,7 +37,7 @@ def z3_leaf_module(model: torch.nn.Module) -> bool:
 
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
-    """Flag one module as a leaf module, or take the flag away."""
+    """Flag one module as a leaf module, or remove the flag."""
     setattr(model, _FLAG, bool(flag))
 
 
@@ -50,7 +50,7 @@ def set_z3_leaf_modules(
         The modules that were flagged.
 
     Raises:
-        ConfigError: none was found, unless ``raise_if_not_found`` is False.
+        ConfigError: no module matches, unless ``raise_if_not_found`` is False.
     """
     return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -58,7 +58,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
-    """Take the flag away from every module in ``model`` of one of the classes; see :func:`set_z3_leaf_modules`."""
+    """Remove the flag from every module in ``model`` of one of the classes; see :func:`set_z3_leaf_modules`."""
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -70,27 +70,27 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 def flag_configured(
     model: torch.nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]
 ) -> list[torch.nn.Module]:
-    """Flag what the ``leaf_module`` block of the config names. As in DeepSpeed, it may name what the model has not.
+    """Flag the modules in the ``leaf_module`` block of the config. As in DeepSpeed, names without a match are ignored.
 
     Returns:
         The modules that were flagged.
     """
     wanted, endings = set(names), tuple(suffixes)
-    found = _flag_classes(model, tuple(classes), True, False)
+    flagged = _flag_classes(model, tuple(classes), True, False)
     for name, module in model.named_modules():
         if name in wanted or (endings and name.endswith(endings)):
             set_z3_leaf_module(module, True)
-            found.append(module)
-    return found
+            flagged.append(module)
+    return flagged
 
 
 def flag_fine(model: torch.nn.Module, granularity: int) -> list[torch.nn.Module]:
     """Flag the outermost modules that have at most ``granularity`` elements per layer. Returns them."""
-    found: list[torch.nn.Module] = []
-    _visit(model, granularity, found)
-    for module in found:
+    flagged: list[torch.nn.Module] = []
+    _visit(model, granularity, flagged)
+    for module in flagged:
         set_z3_leaf_module(module, True)
-    return found
+    return flagged
 
 
 def _flag_classes(
@@ -100,32 +100,32 @@ def _flag_classes(
     names = {each for each in classes if isinstance(each, str)}
     if len(types) + len(names) < len(set(classes)):
         raise ConfigError(f"leaf_module_classes are {list(classes)}; expected classes, or names of classes")
-    found = []
+    flagged = []
     for module in model.modules():
         kind = type(module)
         if isinstance(module, types) or names & {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}:
             set_z3_leaf_module(module, flag)
-            found.append(module)
-    if not found and raise_if_not_found:
+            flagged.append(module)
+    if not flagged and raise_if_not_found:
         shown = ", ".join(each if isinstance(each, str) else each.__name__ for each in classes)
         raise ConfigError(f"there is no module of class {shown or 'none'} in the model")
-    return found
+    return flagged
 
 
-def _visit(module: torch.nn.Module, granularity: int, found: list[torch.nn.Module]) -> None:
+def _visit(module: torch.nn.Module, granularity: int, flagged: list[torch.nn.Module]) -> None:
     if next(module.parameters(), None) is None:
         return
     layers, numel = _extent(module)
     single = next(module.children(), None) is None or type(module).__name__ in _CONTAINERS
     if not single and numel <= _LARGEST and numel // layers <= granularity:
-        found.append(module)
+        flagged.append(module)
         return
     for child in module.children():
-        _visit(child, granularity, found)
+        _visit(child, granularity, flagged)
 
 
 def _extent(module: torch.nn.Module) -> tuple[int, int]:
-    """Modules with parameters inside them, containers left out, and elements, in and under ``module``."""
+    """(modules with parameters, without containers; elements) of ``module`` and its submodules."""
     if next(module.parameters(), None) is None:
         return 0, 0
     numel = sum(_numel(parameter) for parameter in module.parameters(recurse=False))

@@ -1,10 +1,9 @@
-"""The linear layer of stage 3: the same arithmetic as torch's, with a backward that needs no view of the weight.
+"""The linear function of stage 3: torch's arithmetic, with a backward that saves no view of the weight.
 
-torch's own saves a transposed view of the weight for backward, which keeps the gathered weight in memory after it has
-been released. This one keeps the parameter itself, whose memory comes and goes, and not as a saved tensor, since activation
-checkpointing would hold on to the memory that it has at that moment. As in DeepSpeed 0.19.8, whose
-``memory_efficient_linear`` this is, the weight's gradient comes before the bias's, which decides how gradients fall into
-buckets.
+torch's own function saves a transposed view of the weight for backward, which keeps the gathered weight in memory after its
+release. This one saves a reference to the parameter, whose memory may be released. It is not a saved tensor, since
+activation checkpointing would keep the memory of one. As in DeepSpeed 0.19.8's ``memory_efficient_linear``, the weight's
+gradient is ready before the bias's, which determines how gradients fill buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _torch_linear: Final = functional.linear
 
 
 def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    # Bias apart from the product, unless one operation does both for this shape: the order of roundings is DeepSpeed's.
+    # The bias is added separately, unless one operation does both for this shape: DeepSpeed's order of roundings.
     if bias is None or inputs.dim() == 2:
         return _torch_linear(inputs, weight, bias)
     return inputs.matmul(weight.t()).add_(bias)
@@ -40,7 +39,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _remembered(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and the weight. Raises UsageError where the weight has changed since."""
+    """The inputs and the weight. Raises UsageError if the weight has changed since."""
     if ctx.weight is None:
         inputs, weight = ctx.saved_tensors
         return inputs, weight
@@ -80,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _TransformableLinear(_Linear):
-    """The form that torch.func and vmap want, which takes longer to call: torch looks up its signature each time."""
+    """The form for torch.func and vmap, which is slower to call: torch looks up its signature each time."""
 
     generate_vmap_rule = True
     forward = staticmethod(_product)  # type: ignore[assignment]
@@ -99,7 +98,7 @@ def _linear(
 
 @contextmanager
 def memory_efficient_linear() -> Iterator[None]:
-    """Inside, ``torch.nn.functional.linear`` is this module's, for layers and for code that calls it directly."""
+    """A context in which ``torch.nn.functional.linear`` is this module's, for layers and direct calls."""
     before = functional.linear
     functional.linear = _linear
     try:

@@ -1,4 +1,4 @@
-"""Pages of slices that are in files, and the memory that they pass through (stage 3)."""
+"""Pages of shards on NVMe, and the pool of their buffers (stage 3)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zero_runtime.offload.blocks import aligned_empty
 
 
 class Page(NamedTuple):
-    """Consecutive elements of one slice.
+    """A range of one shard.
 
     Attributes:
         number: of the shard.
         start: the first element.
         numel: elements.
-        dtype: of the slice.
+        dtype: of the shard.
     """
 
     number: int
@@ -31,10 +31,10 @@ class Page(NamedTuple):
 
 
 class PageMemory:
-    """Memory of buffers that are used again: most pages are of one size, and giving memory back and forth fragments it.
+    """A pool of buffers: most pages have the same size, and repeated allocation fragments memory.
 
     Args:
-        pinned: whether it is page-locked.
+        pinned: whether buffers are page-locked.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -44,7 +44,7 @@ class PageMemory:
 
     @torch.inference_mode(False)
     def take(self, page: Page, room: int) -> torch.Tensor:
-        """Memory for a page; of what is spare, no more than ``room`` elements beside it stay."""
+        """A buffer for a page; spare buffers beyond ``room`` more elements are freed."""
         size = page.numel * page.dtype.itemsize
         fitting = [each for each in self._spare if each.numel() == size]
         if fitting:
@@ -55,7 +55,7 @@ class PageMemory:
         return aligned_empty(size, self._pinned).view(page.dtype)
 
     def give_back(self, values: torch.Tensor) -> None:
-        """The memory of ``values`` is not needed for now."""
+        """Return the buffer of ``values`` to the pool."""
         spare = values.view(torch.uint8)
         self._spare.append(spare)
         self.spare_bytes += spare.numel()

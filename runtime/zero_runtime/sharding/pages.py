@@ -1,14 +1,14 @@
-"""Slices that live in files while nobody needs them, and the buffers in which they come and go (stage 3).
+"""Paging of released shards to NVMe through a set of buffers (stage 3).
 
-A slice is kept in pages of at most ``buffer_size`` elements, and of a few MiB, one file each. Pages are read ahead of
-their use into buffers, and copied from there to where slices are sent from; changed slices are copied into buffers page by
-page, and written while the training goes on. All buffers together have at most ``buffer_count * buffer_size`` elements, and
-no more than a share of what is in files, or than is gathered ahead at once::
+A shard is stored in pages of at most ``buffer_size`` elements and a few MiB, one file each. Pages are read into buffers
+ahead of their use, and copied from there to the send buffer. Changed shards are copied to buffers page by page, and written
+while the training continues. All buffers together have at most ``buffer_count * buffer_size`` elements, and at most a share
+of the elements in files or the elements that are prefetched at once::
 
-    pager.adopt(shard)             # keeps the slice in memory while there is room for it, else in files
-    pager.refill(coming)           # reads ahead what ``coming`` tells, as far as there are buffers
-    pager.read(shard, out)         # fills ``out``; waits only for what has not been read yet
-    pager.write(shard, values)     # the slice has changed
+    pager.adopt(shard)             # keeps the shard in memory while there is room for it, else in files
+    pager.refill(coming)           # reads the shards of ``coming`` ahead, as far as there are buffers
+    pager.read(shard, out)         # fills ``out``; waits only for pages that have not been read yet
+    pager.write(shard, values)     # writes the changed shard
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
     from zero_runtime.sharding.shards import Shard
 
 KEY: Final = "zero_optimization.offload_param.nvme_path"
-# Elements of a page: enough for a disk, and a small part of what is in memory at once.
+# Elements of a page: large enough for a disk, and small compared with all buffers.
 _LARGEST: Final = 2**20
-# Buffers may have this share of what is in files, or at least so many elements.
+# Buffers may have this share of the elements in files, or at least _LEAST elements.
 _SHARE: Final = 8
 _LEAST: Final = 4 * _LARGEST
 
 
 class _Buffer(NamedTuple):
-    """A page in memory, on its way from its file or to it."""
+    """A page in memory, and its transfer from or to its file."""
 
     values: torch.Tensor
     transfer: Transfer
 
 
 class Pager:
-    """Keeps slices of one rank in files.
+    """Keeps the shards of one rank in files.
 
     Args:
-        offload: where, and through how many buffers.
+        offload: the folder, and the number and size of buffers.
         rank: of this process.
         pinned: whether buffers are page-locked.
 
     Attributes:
         offload: as given.
         pinned: as given.
-        ahead: elements of slices that are gathered ahead at once, which buffers should have room for.
-        in_files: elements of the slices that are in files.
-        largest: elements that were in buffers at one time, at most.
+        ahead: elements of shards that are prefetched at once, which buffers should have room for.
+        in_files: elements of the shards in files.
+        largest: the most elements that were in buffers at one time.
     """
 
     def __init__(self, offload: SliceOffload, rank: int, pinned: bool) -> None:
@@ -69,20 +69,20 @@ class Pager:
         self._in_memory: set[int] = set()  # numbers of the shards that ``max_in_cpu`` has room for
         self._used = 0  # elements of all buffers
         self._memory = PageMemory(pinned)
-        self._ahead: dict[Page, _Buffer] = {}  # read, in the order in which that was begun
-        self._leaving: dict[Page, _Buffer] = {}  # being written, likewise
-        self._wanted: dict[Page, None] = {}  # to be read when there are buffers, in this order
+        self._ahead: dict[Page, _Buffer] = {}  # being read or read, in the order of their start
+        self._leaving: dict[Page, _Buffer] = {}  # being written, in the order of their start
+        self._wanted: dict[Page, None] = {}  # to read when there are buffers, in this order
 
     @property
     def _limit(self) -> int:
         """Elements that all buffers together may have."""
-        given = self.offload.buffer_count * self.offload.buffer_size
-        return min(given, max(self.in_files // _SHARE, self.ahead, _LEAST))
+        configured = self.offload.buffer_count * self.offload.buffer_size
+        return min(configured, max(self.in_files // _SHARE, self.ahead, _LEAST))
 
-    # What is kept where.
+    # Shards in memory and in files.
 
     def adopt(self, shard: Shard) -> None:
-        """Take over the slice of ``shard``: it stays in memory if it is persistent, or while there is room, else goes."""
+        """Take over the shard: it stays in memory if it is persistent or while there is room; otherwise it is written."""
         if (
             shard.persistent
             or shard.pager is self
@@ -99,7 +99,7 @@ class Pager:
         shard.page_out(self)
 
     def forget(self, shard: Shard) -> None:
-        """The slice is not kept here any longer; with the last one the files go."""
+        """Remove the files of the shard; with the last shard, remove the folder."""
         for page in self._pages(shard):
             self._discard(page)
             self._open_files().remove(page.name)
@@ -132,7 +132,7 @@ class Pager:
     # Reading.
 
     def read(self, shard: Shard, out: torch.Tensor, start: int = 0) -> None:
-        """Fill ``out``, 1-D and of any dtype on any device, with the slice's elements from ``start``."""
+        """Fill ``out``, 1-D and of any dtype on any device, with the shard's elements from ``start``."""
         pages = self._pages(shard, start, start + out.numel())
         self._want(pages)
         for page in pages:
@@ -144,11 +144,11 @@ class Pager:
                 self._pump()
 
     def begin(self, shards: Iterable[Shard], first: int = 0, last: int | None = None) -> None:
-        """The slices of ``shards``, or these elements of them, are read next, before what else was wanted: begin to."""
+        """Start to read ``shards``, or these elements of them, before all other requested pages."""
         self._want([page for shard in shards for page in self._pages(shard, first, last)])
 
     def refill(self, coming: Callable[[], Iterable[Shard]]) -> None:
-        """Read ahead the slices that ``coming`` tells, in that order; not before what was wanted earlier has been read."""
+        """Read the shards of ``coming`` ahead, in that order, after all pages that were requested earlier."""
         if not self._wanted:
             wanted: list[Page] = []
             numel = 0
@@ -158,12 +158,12 @@ class Pager:
                 if numel >= self._limit:
                     break
             for page in set(self._ahead).difference(wanted):
-                self._discard(page)  # nobody has come for it
+                self._discard(page)  # it was never used
             self._wanted = dict.fromkeys(wanted)
         self._pump()
 
     def cancel(self) -> None:
-        """What was to be read ahead is not needed."""
+        """Cancel reading ahead."""
         self._wanted.clear()
 
     def _want(self, pages: Sequence[Page]) -> None:
@@ -183,7 +183,7 @@ class Pager:
         return buffer.values
 
     def _pump(self) -> None:
-        """Begin to read what is wanted while there are buffers."""
+        """Start to read requested pages while there are buffers."""
         while self._wanted:
             page = next(iter(self._wanted))
             if page not in self._ahead and page not in self._leaving:
@@ -201,16 +201,16 @@ class Pager:
     # Writing.
 
     def write(self, shard: Shard, values: torch.Tensor, start: int = 0) -> None:
-        """Begin to write ``values``, 1-D and of any dtype on any device, as the slice's elements from ``start``.
+        """Start to write ``values``, 1-D and of any dtype on any device, as the shard's elements from ``start``.
 
-        They may change afterwards. Of pages of which this is a part only, the rest is read first.
+        The caller may change them afterwards. Pages that are covered only in part are read first.
         """
         end = start + values.numel()
         for page in self._pages(shard, start, end):
             first, last = max(start, page.start), min(end, page.start + page.numel)
             buffer = self._emptied(page) if last - first == page.numel else self._taken(page)
-            part = buffer.narrow(0, first - page.start, last - first)
-            part.copy_(values.narrow(0, first - start, last - first))
+            target = buffer.narrow(0, first - page.start, last - first)
+            target.copy_(values.narrow(0, first - start, last - first))
             self._leaving[page] = _Buffer(buffer, self._open_files().write(page.name, buffer))
 
     def _emptied(self, page: Page) -> torch.Tensor:
@@ -219,7 +219,7 @@ class Pager:
         return self._buffer(page)
 
     def _taken(self, page: Page) -> torch.Tensor:
-        """A buffer with the values of a page, which is in nobody's way any more."""
+        """A buffer with the values of a page, removed from the pages in flight."""
         if page not in self._leaving:
             self._arrived(page)
         buffer = (self._leaving if page in self._leaving else self._ahead).pop(page)
@@ -229,7 +229,7 @@ class Pager:
     # Buffers.
 
     def _buffer(self, page: Page) -> torch.Tensor:
-        """Memory for a page: where there is too little, the oldest write is waited for, or what was read last dropped."""
+        """A buffer for a page: without room, wait for the oldest write, or drop the page that was read last."""
         while page.numel > self._limit - self._used:
             self._discard(next(iter(self._leaving)) if self._leaving else next(reversed(self._ahead)))
         self._used += page.numel
@@ -237,13 +237,13 @@ class Pager:
         return self._memory.take(page, self._limit - self._used)
 
     def _reap(self) -> None:
-        """Give up the buffers of what has been written."""
+        """Return the buffers of pages that have been written."""
         for page, buffer in list(self._leaving.items()):
             if buffer.transfer.done:
                 self._discard(page)
 
     def _discard(self, page: Page) -> None:
-        """Give up the buffer of a page, if it has one, when its transfer has ended."""
+        """Return the buffer of a page, if it has one, after its transfer has ended."""
         for buffers in (self._ahead, self._leaving):
             buffer = buffers.pop(page, None)
             if buffer is not None:

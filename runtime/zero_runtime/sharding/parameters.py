@@ -1,7 +1,7 @@
-"""Parameters of which each rank keeps a slice (stage 3), as an optimizer over pieces needs them.
+"""Sharded parameters (stage 3) as the sharded optimizer reads and writes them.
 
-The slices of a sub-group move into one flat buffer, so that writing this rank's piece writes all of them. A sub-group with
-a slice in files has no such buffer: its piece is read slice by slice, and written likewise.
+The shards of a sub-group are moved into one flat buffer, so that one write changes all of them. A sub-group with a shard on
+NVMe has no such buffer: its shards are read and written one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_runtime.sharding.shards import Shard, shard_of
 
 
 class _Slot(NamedTuple):
-    """Where a slice lies: from element ``start`` of the piece of sub-group ``group``."""
+    """The position of a shard: from element ``start`` of this rank's part of sub-group ``group``."""
 
     shard: Shard
     group: int
@@ -30,14 +30,14 @@ class _Slot(NamedTuple):
 
 
 class ShardedParameters(OwnedShards):
-    """Lays this rank's slices of each sub-group end to end.
+    """Concatenates this rank's shards of each sub-group.
 
     Args:
         groups: the sub-groups; their parameters have shards.
-        residency: what gathers the parameters of the model.
+        residency: gathers the parameters of the model.
 
     Attributes:
-        own: for each sub-group, this rank's slices, padding included; 1-D; empty where some of them are in files.
+        own: for each sub-group, this rank's shards, padding included; 1-D; empty if some of them are on NVMe.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], residency: Residency) -> None:
@@ -48,7 +48,7 @@ class ShardedParameters(OwnedShards):
         self.add(groups)
 
     def add(self, groups: Sequence[ParameterGroup]) -> None:
-        """Take over the slices of further sub-groups."""
+        """Take over the shards of further sub-groups."""
         for each in groups:
             slots = _slots(len(self._groups), each)
             self._groups.append(each)
@@ -58,7 +58,7 @@ class ShardedParameters(OwnedShards):
                 slot.shard.changed = False
 
     def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
-        """What the optimizer updates in place of a part of piece ``index``, where the parameters are used."""
+        """The master of a part of sub-group ``index``, on the device of the parameters."""
         first = self._groups[index].parameters[0]
         if not self.are_filed(index):
             return super().master(index, dtype, part).detach().to(first.device).requires_grad_()
@@ -69,23 +69,23 @@ class ShardedParameters(OwnedShards):
         return master.requires_grad_()
 
     def is_master(self, index: int, dtype: torch.dtype) -> bool:
-        """Whether ``master`` gives the memory of piece ``index`` itself."""
+        """Whether ``master`` returns the memory of sub-group ``index`` itself."""
         beside = self.own[index].device == self._groups[index].parameters[0].device
         return not self.are_filed(index) and beside and super().is_master(index, dtype)
 
     def are_filed(self, index: int) -> bool:
-        """Whether a part of piece ``index`` is in files."""
+        """Whether a part of sub-group ``index`` is on NVMe."""
         return self.own[index].numel() != self._groups[index].layout.shard_numel
 
     def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
-        """That part of piece ``index`` is read next: begin to, where it is in files."""
+        """Start to read that part of sub-group ``index``, if it is on NVMe."""
         if self.are_filed(index):
             for slot, within, _ in self._overlaps(index, part):
                 slot.shard.begin_to_read(within)
 
     @torch.no_grad()
     def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
-        """Fill ``target``, which is as long as the ``part`` of piece ``index``, with its values."""
+        """Fill ``target`` with the values of ``part`` of sub-group ``index``, which has the same length."""
         if not self.are_filed(index):
             super().read(index, target, part)
             return
@@ -94,7 +94,7 @@ class ShardedParameters(OwnedShards):
 
     @torch.no_grad()
     def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:
-        """Make the values of ``master`` those of that ``part`` of piece ``index``; for files this only begins to."""
+        """Write the values of ``master`` to ``part`` of sub-group ``index``; on NVMe the write is only started."""
         if not self.are_filed(index):
             super().write(index, master, part)
             return
@@ -102,7 +102,7 @@ class ShardedParameters(OwnedShards):
             slot.shard.write(master[there], within.start)
 
     def _overlaps(self, index: int, part: slice) -> Iterator[tuple[_Slot, slice, slice]]:
-        """The slices that lie in a part of piece ``index``: elements of each, and where they are in the part."""
+        """The shards in a part of sub-group ``index``: the elements of each, and their position in the part."""
         begin, end, _ = part.indices(self._groups[index].layout.shard_numel)
         for slot in self._slots[index]:
             first, last = max(begin, slot.span.start), min(end, slot.span.stop)
@@ -110,16 +110,16 @@ class ShardedParameters(OwnedShards):
                 yield slot, slice(first - slot.start, last - slot.start), slice(first - begin, last - begin)
 
     def begin_step(self) -> Sequence[tuple[int, slice]]:
-        """Give up every whole parameter: it is about to change.
+        """Release every parameter: it is about to change.
 
         Returns:
-            What a script has changed in ``own`` since the last call: number of the sub-group, and part of it.
+            The changes of ``own`` by scripts since the last call: number of the sub-group, and part of it.
         """
         self._residency.release_all()
         return self.changes()
 
     def changes(self) -> Sequence[tuple[int, slice]]:
-        """What ``begin_step`` returns, without giving anything up."""
+        """The changes that ``begin_step`` returns, without releasing parameters."""
         changed = []
         for slot in (slot for slots in self._slots for slot in slots):
             if slot.shard.changed:
@@ -128,7 +128,7 @@ class ShardedParameters(OwnedShards):
         return changed
 
     def share(self) -> None:
-        """Gather the parameters that stay whole between steps; the next forward gathers the others."""
+        """Gather the persistent parameters; the next forward pass gathers the others."""
         self._residency.parameters_changed()
 
 
@@ -143,7 +143,7 @@ def _slots(index: int, each: ParameterGroup) -> list[_Slot]:
 
 
 def _flatten(each: ParameterGroup, slots: Sequence[_Slot]) -> torch.Tensor:
-    """The slices end to end in new memory, where all of them are in memory; else nothing."""
+    """The shards concatenated in new memory; empty if one of them is on NVMe."""
     first = each.parameters[0]
     if any(slot.shard.pager is not None for slot in slots):
         return torch.empty(0, dtype=first.dtype)

@@ -1,4 +1,4 @@
-"""Which memory slices are kept in (stage 3)."""
+"""The memory of released shards: device and page-locking (stage 3)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Place(NamedTuple):
-    """Where slices are kept in memory.
+    """The memory of shards.
 
     Attributes:
         device: None for the parameters' own.
@@ -19,5 +19,5 @@ class Place(NamedTuple):
     pinned: bool = False
 
     def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory there for ``numel`` elements of the dtype of ``like``, a parameter."""
+        """Zeros in this memory: ``numel`` elements of the dtype of the parameter ``like``."""
         return torch.zeros(numel, dtype=like.dtype, device=self.device or like.device, pin_memory=self.pinned)

@@ -1,4 +1,4 @@
-"""The settings of residency: when sharded parameters are gathered and released, and where slices are kept (stage 3)."""
+"""The settings of residency: when parameters are gathered and released, and where shards are stored (stage 3)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zero_runtime.offload.files import AsynchronousIO
 
 
 class SliceOffload(NamedTuple):
-    """Where slices are kept while nobody uses them: the block ``offload_param``. Sizes are elements.
+    """The storage of released shards: the block ``offload_param``. Sizes are elements.
 
     Attributes:
-        device: none for where the parameters are, cpu for host memory, nvme for files.
+        device: none for the device of the parameters, cpu for host memory, nvme for files.
         nvme_path: directory of the files.
         pinned: host memory is page-locked, where the parameters are on an accelerator.
-        buffer_count: buffers for what is being read or written.
-        buffer_size: elements of one; a larger slice is kept in several files, and moved in parts.
+        buffer_count: buffers for pages that are being read or written.
+        buffer_size: elements of one; a larger shard is stored in several files, and moved in parts.
         max_in_cpu: elements of each rank that stay in host memory; the others are in files.
         io: how files are read and written.
     """
@@ -49,19 +49,19 @@ class ResidencyPolicy(NamedTuple):
     """When parameters are gathered and released. Sizes are elements; the defaults are DeepSpeed's.
 
     Attributes:
-        prefetch: gather at most about this much ahead of its use; 0 for never.
-        reuse_distance: keep what is used again within this many elements.
-        max_live: gather ahead only while less than this is whole.
-        persistence: parameters of at most this many elements stay whole.
-        model_persistence: at most this many elements stay whole.
+        prefetch: prefetch at most about this many elements; 0 for none.
+        reuse_distance: keep parameters that are used again within this many elements.
+        max_live: prefetch only while fewer elements than this are gathered.
+        persistence: parameters of at most this many elements persist.
+        model_persistence: at most this many elements persist in all.
         sequential: one message for each parameter.
-        by_all_reduce: gather several parameters by an all_reduce of their padded whole.
-        secondary_size: ranks that share out a second, larger slice (hpZ); 1 for none.
-        leaf_classes, leaf_names, leaf_suffixes: modules that are gathered as one, children included.
-        granularity: modules of fewer elements per layer than this are gathered as one; 0 for none.
-        quantized: parameters travel quantized among all ranks; ``quantized_frozen``: those that are not trained do.
-        report_trace: say on stderr when the recorded order of modules no longer holds.
-        offload: where slices are kept.
+        by_all_reduce: gather several parameters by an all_reduce of whole, padded buffers.
+        secondary_size: ranks of a secondary partition with larger shards (hpZ); 1 for none.
+        leaf_classes, leaf_names, leaf_suffixes: leaf modules, which are gathered with their submodules.
+        granularity: modules of fewer elements per layer than this are leaf modules; 0 for none.
+        quantized: parameters are gathered in 8 bits among all ranks; ``quantized_frozen``: only frozen parameters.
+        report_trace: print a warning when the recorded order of modules no longer holds.
+        offload: the storage of released shards.
     """
 
     prefetch: int = 50_000_000
@@ -82,7 +82,7 @@ class ResidencyPolicy(NamedTuple):
     offload: SliceOffload = SliceOffload()
 
     def quantizes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether ``parameter`` travels quantized."""
+        """Whether ``parameter`` is gathered in 8 bits."""
         return self.quantized or (self.quantized_frozen and not parameter.requires_grad)
 
 
@@ -95,9 +95,9 @@ def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | 
             f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {group.world_size} ranks; "
             "choose a number that does, such as the ranks of a host, or 1 for none"
         )
-    found = None
+    own_group = None
     for first in range(0, group.world_size, size):
-        made = comm.new_group(group.global_ranks[first : first + size], f"secondary partition of {size}")
+        ranks = comm.new_group(group.global_ranks[first : first + size], f"secondary partition of {size}")
         if first <= group.rank < first + size:
-            found = DataParallelGroup(made)
-    return found
+            own_group = DataParallelGroup(ranks)
+    return own_group

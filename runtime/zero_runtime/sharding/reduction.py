@@ -1,4 +1,4 @@
-"""The gradient reductions of stage 3, where every rank owns a slice of every parameter.
+"""The gradient reductions of stage 3, where every rank owns a shard of every parameter.
 
 | bucket                                                        | issued                                    | sent        |
 |---------------------------------------------------------------|-------------------------------------------|-------------|
@@ -8,9 +8,9 @@
 | ``all_reduce``, otherwise                                     | as for ``reduce_scatter``                 | (n-1)/n S   |
 | any, with ``zero_quantized_gradients``                        | 1 all_to_all of bytes, and a sum          | about S / 8 |
 
-n is the number of ranks, S the bytes of the bucket. The last row is DeepSpeed 0.19.8's: ``reduce_scatter: false`` does not
-keep it from issuing reduce_scatters. A native one takes equal rows: row r holds slice r of each parameter, padded to
-ceil(numel / n) elements, in the order in which the parameters were made. An all_to_all sends the slices without padding.
+n is the number of ranks, S the bytes of the bucket. As in DeepSpeed 0.19.8, reduce_scatters are issued even with
+``reduce_scatter: false``. A native one takes equal rows: row r has shard r of each parameter, padded to ceil(numel / n)
+elements, in the order in which the parameters were created. An all_to_all sends the shards without padding.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ShardReduction:
     """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` for buckets of whole gradients.
 
     Attributes:
-        numbers: of the parameters by name, in the order in which they were made.
-        all_reduce_limit: the largest bucket, in elements, that is sent by all_reduce.
+        numbers: of the parameters by name, in the order of their creation.
+        all_reduce_limit: elements of the largest bucket that is reduced by all_reduce.
         implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
-        quantized: whether buckets travel in 4 bits, by an all_to_all of bytes and a local sum, in place of all the others.
-        compares: whether the ranks make sure before each bucket that they hold the same parameters in it.
+        quantized: whether all buckets are sent in 4 bits, by an all_to_all of bytes and a local sum.
+        compares: whether the ranks check before each bucket that it has the same parameters on all of them.
     """
 
     numbers: Mapping[str, int]
@@ -52,7 +52,7 @@ class ShardReduction:
     quantized: bool = False
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-        """Sum the bucket over the ranks; afterwards this rank's slices in ``bucket.tensor`` are right.
+        """Sum the bucket over the ranks; afterwards this rank's shards in ``bucket.tensor`` are valid.
 
         Raises:
             UsageError: rank 0 has other parameters in it.
@@ -86,11 +86,11 @@ class ShardReduction:
         self, bucket: Bucket, group: DataParallelGroup, send: Send = reduction.scatter
     ) -> Finish | None:
         world = group.world_size
-        parts = list(bucket.tensor.split([entry.gradient.numel() for entry in bucket.entries]))
-        order = sorted(range(len(parts)), key=lambda index: self.numbers[bucket.entries[index].name])
-        rows = [_rows(parts[index], world) for index in order]
+        gradients = list(bucket.tensor.split([entry.gradient.numel() for entry in bucket.entries]))
+        order = sorted(range(len(gradients)), key=lambda index: self.numbers[bucket.entries[index].name])
+        rows = [_rows(gradients[index], world) for index in order]
         outgoing = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).to(bucket.dtype)
-        # A single gradient without padding is the bucket's own memory, which the caller lets us write to.
+        # A single gradient without padding is the bucket's own memory, which may be written.
         if bucket.scaling.divisor != 1.0:
             outgoing.div_(bucket.scaling.divisor)
         if bucket.scaling.factor_before != 1.0:
@@ -100,7 +100,7 @@ class ShardReduction:
 
         def finish() -> None:
             for index, mine in zip(order, sum_of().split(widths), strict=True):
-                own = _own_slice(parts[index], group.rank, mine.numel())
+                own = _own_shard(gradients[index], group.rank, mine.numel())
                 own.copy_(mine.narrow(0, 0, own.numel()))
 
         return reduction.after([work], finish)
@@ -112,14 +112,14 @@ def _scale_own(bucket: Bucket, rank: int) -> None:
             bucket.tensor.narrow(0, run.start, run.numel).mul_(bucket.scaling.factor_after)
 
 
-def _own_slice(gradient: torch.Tensor, rank: int, width: int) -> torch.Tensor:
+def _own_shard(gradient: torch.Tensor, rank: int, width: int) -> torch.Tensor:
     """Shard ``rank`` of a 1-D gradient without its padding: at most ``width`` elements."""
     start = min(rank * width, gradient.numel())
     return gradient.narrow(0, start, min(width, gradient.numel() - start))
 
 
 def _rows(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The slices of a 1-D gradient as rows of one matrix, the last ones padded with zeros."""
+    """The shards of a 1-D gradient as rows of one matrix, the last ones padded with zeros."""
     width = slice_numel(gradient.numel(), world_size)
     missing = width * world_size - gradient.numel()
     return (functional.pad(gradient, (0, missing)) if missing else gradient).view(world_size, width)

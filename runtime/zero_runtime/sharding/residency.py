@@ -1,18 +1,18 @@
-"""When sharded parameters are whole: gathered before a module uses them, released after (stage 3).
+"""Residency of sharded parameters: gathered before a module uses them, released after (stage 3).
 
-The life of a model under stage 3, in order::
+The calls during the life of a model under stage 3::
 
     residency = Residency(module, group, policy)
-    residency.shard()        # cuts every parameter; those that zero.Init has cut already stay as they are
+    residency.shard()        # shards every parameter that zero.Init has not sharded already
     ...                      # the optimizer takes shard_of(parameter).own of each parameter
-    residency.install()      # hooks; the messages of DeepSpeed's start
+    residency.install()      # adds hooks; sends the messages of DeepSpeed's start
     ... forward              # the hooks gather and release
-    ... backward             # gradients of a parameter come while it is whole
+    ... backward             # the gradient of a parameter is accumulated while it is gathered
     residency.finish_backward()       # after each backward pass
-    residency.release_all()           # first thing in a step: every parameter is its slices again
+    residency.release_all()           # at the start of a step: releases every parameter
     ...                      # the optimizer writes shard_of(parameter).own
-    residency.parameters_changed()    # gathers the persistent ones again
-    residency.shut_down()    # only to leave stage 3: no hooks, parameters whole and ordinary again
+    residency.parameters_changed()    # gathers the persistent parameters again
+    residency.shut_down()    # leaves stage 3: removes hooks, gathers parameters and makes them ordinary
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Residency:
         module: the model.
         group: the data-parallel ranks.
         policy: when parameters are gathered and released.
-        dtypes: in which dtype parameters travel, where it is not their own (autocast).
-        unpartitioned: parameters that stay whole, whatever their size; more may come later.
+        dtypes: the communication dtype of parameters, if it is not their own (autocast).
+        unpartitioned: parameters that always persist; more may be added later.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Residency:
         self._iteration = Iteration(group, self._gatherer, limits, policy.report_trace)
         self._storage = SliceStorage(policy.offload, group.device, comm.get_rank())
         self._handles: list[Any] = []
-        self._flagged: list[torch.nn.Module] = []  # as leaf modules, by the policy
+        self._flagged: list[torch.nn.Module] = []  # leaf modules by the policy's granularity
 
     def listen(self, listener: Callable[[torch.nn.Module], None]) -> None:
         """Call ``listener`` with each module whose backward pass has ended, if its inputs are differentiable."""
@@ -78,7 +78,7 @@ class Residency:
 
     @torch.no_grad()
     def shard(self) -> None:
-        """Cut every parameter that is not a shard yet: one broadcast of its elements from rank 0 for each."""
+        """Shard every parameter that is not sharded yet: one broadcast of its elements from rank 0 for each."""
         self._flag_leaves()
         storage, persistent = self._storage, 0
         for name, parameter in self._module.named_parameters():
@@ -94,7 +94,7 @@ class Residency:
                 shard.release()
             else:
                 if shard.group.group is self._group.group:
-                    shard.group = self._group  # that of zero.Init knows nothing of the configuration
+                    shard.group = self._group  # the group of zero.Init lacks the configuration
                 if shard.dtype != parameter.dtype:
                     shard.cast(parameter.dtype)
             shard.name = name
@@ -111,7 +111,7 @@ class Residency:
         storage.report(self._iteration.shards.values())
 
     def _flag_leaves(self) -> None:
-        """Flag the leaf modules that the policy names, for good; small modules until :meth:`shut_down`."""
+        """Flag the leaf modules that the policy names, permanently; small modules until :meth:`shut_down`."""
         policy = self._policy
         leaves.flag_configured(self._module, policy.leaf_classes, policy.leaf_names, policy.leaf_suffixes)
         before = set(leaves.get_z3_leaf_modules(self._module))
@@ -124,15 +124,15 @@ class Residency:
         self._flagged = [module for module in fine if module not in before]
 
     def _persists(self, shard: Shard, before: int) -> bool:
-        """Whether a parameter is small and there is room for all of it, after ``before`` elements that stay whole."""
+        """Whether a parameter persists: it is small, and fits after ``before`` persistent elements."""
         fits = before + shard.numel <= self._policy.model_persistence
         return fits and shard.numel <= self._policy.persistence
 
     def install(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Put hooks on the modules, and send what DeepSpeed sends at its start: 3 barriers, 1 all_gather for each parameter.
+        """Add hooks to the modules, and send DeepSpeed's start messages: 3 barriers, 1 all_gather for each parameter.
 
         Args:
-            parameters: the trainable ones, in the order of the optimizer; default: in the model's.
+            parameters: the trainable parameters, in the order of the optimizer; default: in the model's order.
         """
         for _ in range(3):
             self._group.barrier()
@@ -141,15 +141,15 @@ class Residency:
             if shard is not None and parameter.requires_grad:
                 self._gatherer.gather_each([shard])
                 self._iteration.release(shard)
-        kept = (
+        unpartitioned = (
             shard_of(parameter) for parameter in self._module.parameters() if parameter in self._unpartitioned
         )
-        self._gatherer.gather_each([shard for shard in kept if shard is not None])
+        self._gatherer.gather_each([shard for shard in unpartitioned if shard is not None])
         self._hook()
         setattr(self._module, _ATTRIBUTE, self)
 
     def extend(self) -> None:
-        """Cut the parameters that the model has got since, hook its modules anew, and record their order again."""
+        """Shard the parameters that the model has got since, add hooks again, and record the order of modules again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -180,7 +180,7 @@ class Residency:
 
         def before(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
             iteration.before_forward(unit)
-            # Whatever it gathers, as in DeepSpeed: what it borrows in one step must not change the order of the next.
+            # For every module, as in DeepSpeed: external parameters of one step must not change the order of the next.
             return watch_inputs(unit, inputs) if torch.is_grad_enabled() else None
 
         def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
@@ -190,27 +190,27 @@ class Residency:
         self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     def gather(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Make ``parameters`` whole, one all_gather each, by number; those that are whole or not sharded stay."""
+        """Gather ``parameters``, one all_gather each, by number; gathered or unsharded ones are skipped."""
         self._gatherer.gather_each(shards_of(parameters))
 
     def release(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Make of ``parameters`` slices again, unless a module is using them."""
+        """Release ``parameters``, unless a module is using them."""
         for shard in shards_of(parameters):
             self._iteration.release(shard)
 
     def finish_backward(self) -> None:
-        """Release what the modules without differentiable inputs have left whole. Call it after each backward pass."""
+        """Release the parameters of modules without differentiable inputs. Call it after each backward pass."""
         self._iteration.finish_backward()
 
     @torch.no_grad()
     def release_all(self) -> None:
-        """Make of every parameter slices again, persistent ones too: the first thing in a step."""
+        """Release every parameter, persistent ones too, at the start of a step."""
         self._iteration.stop()
 
     def parameters_changed(self) -> None:
-        """Gather the persistent parameters again, one all_gather each, after the optimizer has written the slices.
+        """Gather the persistent parameters again, one all_gather each, after the optimizer has written the shards.
 
-        Not called when a step is skipped: the next forward gathers them.
+        Not called when a step is skipped: the next forward pass gathers them.
         """
         self.release_all()
         for shard in self._iteration.shards.values():
@@ -221,12 +221,12 @@ class Residency:
 
     @torch.no_grad()
     def gather_persistent(self) -> None:
-        """Make the persistent parameters whole, one all_gather for each that is not."""
+        """Gather the persistent parameters that are released, one all_gather each."""
         named = (shard_of(parameter) for parameter in self._module.parameters())
         self._gatherer.gather_each([shard for shard in named if shard is not None and shard.persistent])
 
     def shut_down(self) -> None:
-        """Take the hooks away and make every parameter whole and ordinary again."""
+        """Remove the hooks, gather every parameter and make it an ordinary one."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -247,18 +247,18 @@ def _before_gradient(iteration: Iteration, shard: Shard, gradient: torch.Tensor)
 
 def residency_of(module: torch.nn.Module) -> Residency | None:
     """The installed residency of a model, or None."""
-    found = module.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, Residency) else None
+    residency = module.__dict__.get(_ATTRIBUTE)
+    return residency if isinstance(residency, Residency) else None
 
 
 def make_whole(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Make ordinary parameters of those that are sharded, one all_gather each."""
+    """Gather sharded parameters, one all_gather each, and make them ordinary ones."""
     shards = shards_of(parameters)
     Gatherer(why=ACCESS).gather_each(shards)
     for shard in shards:
         if shard.parameter.untyped_storage().nbytes() != shard.numel * shard.dtype.itemsize or (
             shard.group.world_size == 1
         ):
-            # It shares its memory with padding, or with the slice.
+            # It shares its memory with padding or with the shard.
             shard.parameter.data = shard.parameter.detach().clone()
         shard.detach()

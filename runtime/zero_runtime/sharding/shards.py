@@ -1,8 +1,8 @@
-"""Sharded parameters (stage 3): what each rank keeps of a parameter while nobody needs the whole of it.
+"""Sharded parameters (stage 3): each rank's shard of a parameter, and the state of the parameter.
 
-Every parameter is cut by itself: ``ceil(numel / world_size)`` elements for each rank, in rank order. The last ranks may
-hold padding, which is zero. While a parameter is not gathered its ``data`` is an empty tensor; its :class:`Shard` knows
-the shape that it really has. The slice is in memory, on the parameter's device or on the host, or in files
+Every parameter is partitioned separately: ``ceil(numel / world_size)`` elements for each rank, in rank order. The last ranks
+may hold padding, which is zero. While a parameter is released its ``data`` is an empty tensor; its :class:`Shard` has the
+real shape. The shard is in memory, on the parameter's device or on the host, or on NVMe
 (:mod:`zero_runtime.sharding.pages`).
 """
 
@@ -26,50 +26,50 @@ _numbers = itertools.count()
 
 
 class Status(enum.Enum):
-    """Where the elements of a sharded parameter are. The names are DeepSpeed's (``ds_status``)."""
+    """The state of a sharded parameter. The names are DeepSpeed's (``ds_status``)."""
 
-    AVAILABLE = 1  # whole on every rank
-    NOT_AVAILABLE = 2  # each rank has its slice
+    AVAILABLE = 1  # gathered
+    NOT_AVAILABLE = 2  # released: each rank has its shard
     INFLIGHT = 3  # being gathered
 
 
 class OnItsWay(Protocol):
-    """Messages that make parameters whole."""
+    """A gather in flight."""
 
     def wait(self) -> None:
-        """Wait until the parameters are whole."""
+        """Wait until the parameters are gathered."""
 
 
 _BESIDE: Final = Place()
 
 
 def slice_numel(numel: int, world_size: int) -> int:
-    """Elements of each rank's slice of a parameter of ``numel`` elements, padding included."""
+    """Elements of each rank's shard of a parameter of ``numel`` elements, padding included."""
     return -(-numel // world_size)
 
 
 class Shard:
-    """This rank's slice of one parameter, and the facts of the whole.
+    """This rank's shard of one parameter, and the state of the parameter.
 
     Args:
-        parameter: to be cut; it stays whole until :meth:`release`.
-        group: the ranks that share it out.
-        place: where the slice is kept.
+        parameter: the parameter to shard; it stays gathered until :meth:`release`.
+        group: the ranks that it is partitioned over.
+        place: the memory of the shard.
 
     Attributes:
         parameter: the parameter that carries this shard.
-        group: the ranks that have the other slices.
-        number: counts sharded parameters of the process in the order of their making; messages are sorted by it.
+        group: the ranks that have the other shards.
+        number: counts sharded parameters of the process in the order of their creation; messages are sorted by it.
         name: of the parameter in its model; empty until the model is known.
         shape, numel, dtype: of the whole parameter.
-        slice_numel: elements of each rank's slice.
-        place: where the slice is kept while it is in memory.
-        pager: what keeps the slice in files; None where it is in memory.
-        secondary: a larger slice shared out inside the secondary group (hpZ), or None.
-        active: who is using the parameter now: modules by number, contexts of scripts by negative numbers.
-        gathering: the messages that the parameter is on its way in, or None.
-        rounded: the whole parameter has travelled quantized, and is not exactly what the slices are.
-        changed: a script has changed the slice since ``changed`` was last set to False; copies of it are out of date.
+        slice_numel: elements of each rank's shard.
+        place: the memory of the shard while it is in memory.
+        pager: keeps the shard on NVMe; None while it is in memory.
+        secondary: the larger shard of the secondary partition (hpZ), or None.
+        active: the users of the parameter: modules by number, contexts of scripts by negative numbers.
+        gathering: the gather in flight, or None.
+        rounded: the parameter was gathered in 8 bits, and differs from the shards by rounding.
+        changed: a script has changed the shard since ``changed`` was last set to False; copies of it are out of date.
     """
 
     __slots__ = (
@@ -122,8 +122,8 @@ class Shard:
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's slice, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``; padding is zeros."""
-        assert self._own is not None, f"the slice of {self.name} is in files"
+        """This rank's shard, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``; padding is zeros."""
+        assert self._own is not None, f"the shard of {self.name} is in files"
         return self._own
 
     @own.setter
@@ -143,12 +143,12 @@ class Shard:
 
     @property
     def available(self) -> bool:
-        """Whether the parameter is whole on this rank now."""
+        """Whether the parameter is gathered on this rank."""
         return self._status is Status.AVAILABLE
 
     @property
     def status(self) -> Status:
-        """Where the elements are."""
+        """The state of the parameter."""
         return self._status
 
     @status.setter
@@ -156,51 +156,51 @@ class Shard:
         self._status = status
         self.parameter.ds_status = status  # type: ignore[attr-defined]
 
-    def cut(self, piece: torch.Tensor, index: int) -> None:
-        """Copy slice ``index`` of the whole parameter into ``piece``, whose length says how large slices are."""
-        start = index * piece.numel()
-        numel = max(0, min(piece.numel(), self.numel - start))
+    def cut(self, target: torch.Tensor, index: int) -> None:
+        """Copy shard ``index`` of the gathered parameter to ``target``, whose length is that of a shard."""
+        start = index * target.numel()
+        numel = max(0, min(target.numel(), self.numel - start))
         if numel:
             flat = self.parameter.detach().reshape(-1)
-            piece.narrow(0, 0, numel).copy_(flat.narrow(0, start, numel))
+            target.narrow(0, 0, numel).copy_(flat.narrow(0, start, numel))
 
     def keep(self) -> None:
-        """Take the values of the whole parameter, which a script has changed, over into the slice."""
+        """Copy the values of the gathered parameter, which a script has changed, to the shard."""
         with self.lent() as own:
             self.cut(own, self.group.rank)
         self.secondary = None
         self.changed = True
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What is in memory of it: the parameter, the slice and the secondary slice."""
+        """Its tensors in memory: the parameter, the shard and the secondary shard."""
         yield self.parameter
         yield from (each for each in (self._own, self.secondary) if each is not None)
 
     def wait(self) -> None:
-        """Wait until the parameter is whole, if it is on its way."""
+        """Wait until the parameter is gathered, if a gather is in flight."""
         gathering, self.gathering = self.gathering, None
         if gathering is not None:
             gathering.wait()
 
     def move(self, own: torch.Tensor) -> None:
-        """Keep the slice in ``own`` (1-D, ``slice_numel`` elements), such as a part of a larger buffer, from now on."""
+        """Move the shard to ``own`` (1-D, ``slice_numel`` elements), such as a view of a larger buffer."""
         own.copy_(self.own)
         self.own = own
 
     def begin_to_read(self, part: slice) -> None:
-        """These elements of the slice are read next: begin to, where they are in files."""
+        """Start to read these elements of the shard, if they are on NVMe."""
         if self.pager is not None:
             self.pager.begin([self], part.start, part.stop)
 
     def read(self, out: torch.Tensor, start: int = 0) -> None:
-        """Fill ``out``, 1-D and of any dtype on any device, with the slice's elements from ``start``."""
+        """Fill ``out``, 1-D and of any dtype on any device, with the shard's elements from ``start``."""
         if self.pager is None:
             out.copy_(self.own.narrow(0, start, out.numel()))
         else:
             self.pager.read(self, out, start)
 
     def write(self, values: torch.Tensor, start: int = 0) -> None:
-        """Make ``values``, the slice's elements from ``start``; to files, this only begins to write them."""
+        """Write ``values`` as the shard's elements from ``start``; on NVMe the write is only started."""
         if self.pager is None:
             self.own.narrow(0, start, values.numel()).copy_(values)
         else:
@@ -208,7 +208,7 @@ class Shard:
 
     @contextmanager
     def lent(self) -> Iterator[torch.Tensor]:
-        """The slice, to be looked at and changed inside."""
+        """A context in which the shard may be read and changed."""
         if self.pager is None:
             yield self.own
             return
@@ -218,12 +218,12 @@ class Shard:
         self.pager.write(self, own)
 
     def page_out(self, pager: Pager) -> None:
-        """``pager`` has the slice from now on."""
+        """Let ``pager`` keep the shard."""
         self.pager = pager
         self.own = None
 
     def page_in(self) -> None:
-        """Keep the slice in memory again."""
+        """Move the shard back to memory."""
         pager = self.pager
         if pager is not None:
             own = self.place.zeros(self.slice_numel, self.parameter)
@@ -233,7 +233,7 @@ class Shard:
             self.own = own
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Keep the slice, and gather the parameter, in ``dtype`` from now on. Not while the parameter is whole."""
+        """Cast the shard to ``dtype``, and gather the parameter in it. Not while the parameter is gathered."""
         pager = self.pager
         self.page_in()
         self.dtype = dtype
@@ -243,13 +243,13 @@ class Shard:
         self.secondary = None
         self.release()
 
-    def fill(self, whole: torch.Tensor) -> None:
-        """Make the parameter whole. ``whole`` has at least ``numel`` elements, the first of which become its data."""
-        self.parameter.data = whole.view(-1).narrow(0, 0, self.numel).view(self.shape)
+    def fill(self, values: torch.Tensor) -> None:
+        """Set the gathered parameter to the first ``numel`` elements of ``values``."""
+        self.parameter.data = values.view(-1).narrow(0, 0, self.numel).view(self.shape)
         self.status = Status.AVAILABLE
 
     def release(self) -> None:
-        """Give up the whole parameter, and keep the slice."""
+        """Release the parameter; the shard stays."""
         empty = self._empty
         if empty is None or empty.dtype != self.dtype or empty.device != self.parameter.device:
             with torch.inference_mode(False):
@@ -259,7 +259,7 @@ class Shard:
         self.status = Status.NOT_AVAILABLE
 
     def detach(self) -> None:
-        """Make of the parameter, which must be whole, an ordinary one again."""
+        """Make the parameter, which must be gathered, an ordinary one again."""
         if self.pager is not None:
             self.pager.forget(self)
             self.pager = None
@@ -269,14 +269,14 @@ class Shard:
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
-    """The shard of a parameter; None where it is not sharded."""
+    """The shard of a parameter; None if it is not sharded."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
     """The shards of those of ``parameters`` that have one, each once, by number."""
-    found = {shard.number: shard for shard in map(shard_of, parameters) if shard is not None}
-    return [found[number] for number in sorted(found)]
+    by_number = {shard.number: shard for shard in map(shard_of, parameters) if shard is not None}
+    return [by_number[number] for number in sorted(by_number)]
 
 
 _SCRIPT_ATTRIBUTES: Final = (
@@ -285,7 +285,7 @@ _SCRIPT_ATTRIBUTES: Final = (
 
 
 def _tell_scripts(shard: Shard) -> None:
-    """The attributes by which scripts written for DeepSpeed know a sharded parameter."""
+    """Set DeepSpeed's attributes of a sharded parameter, which scripts read."""
     parameter = shard.parameter
     partition_numel = partial(int, shard.slice_numel)  # a call without arguments, for Lightning's summary
     values = (

@@ -1,4 +1,4 @@
-"""Where the slices of a model are kept while nobody uses them: on the device, on the host, or in files (stage 3)."""
+"""Storage of a model's released shards: on the device, in host memory or on NVMe (stage 3)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from zero_runtime.startup.huge_pages import huge_pages_in_use
 
 
 class SliceStorage:
-    """Keeps slices where ``offload_param`` says.
+    """Stores shards as ``offload_param`` configures.
 
     Args:
         offload: that block.
-        device: where the parameters are used.
+        device: of the gathered parameters.
         rank: of this process.
 
     Attributes:
-        place: of slices in memory.
-        pager: what keeps slices in files; None where none are kept there.
+        place: the memory of shards.
+        pager: keeps shards in files; None without NVMe.
     """
 
     def __init__(self, offload: SliceOffload, device: torch.device, rank: int) -> None:
         self._offload = offload
         self._rank = rank
         if device.type == "cpu" and huge_pages_in_use():
-            # Whole parameters come and go in host memory. With pages of 4 KiB this would cost more time than it is worth.
+            # Gathered parameters are allocated and freed all the time. With pages of 4 KiB this would cost too much time.
             give_back_freed_memory()
         on_host = offload.device != "none"
         pinned = on_host and offload.pinned and device.type == "cuda"
@@ -40,25 +40,25 @@ class SliceStorage:
         self.pager = Pager(offload, rank, pinned) if offload.device == "nvme" else None
 
     def keep(self, shard: Shard) -> None:
-        """Put a slice where it belongs. One that is in files already, by the same settings, stays there."""
+        """Store a shard. One that is in files already, by the same settings, stays there."""
         pager = shard.pager
         mine = self.pager
         if pager is not None and mine is not None and not mine.in_files and pager.offload == mine.offload:
-            self.pager = pager  # of zero.Init, with which the model was made
+            self.pager = pager  # of zero.Init, in which the model was constructed
         if pager is not None and (pager is not self.pager or shard.persistent):
             shard.page_in()
         if self.pager is not None:
             self.pager.adopt(shard)
 
     def report(self, shards: Iterable[Shard]) -> None:
-        """Say on stderr, on rank 0, that no slice of a model is in files, though that is what the configuration asks for."""
+        """Warn on rank 0 if no shard of a model is in files, though the configuration requests it."""
         if self.pager is None or self.pager.in_files or self._rank:
             return
-        held = list(shards)
-        persistent = sum(shard.slice_numel for shard in held if shard.persistent)
-        fitting = sum(shard.slice_numel for shard in held) - persistent
+        all_shards = list(shards)
+        persistent = sum(shard.slice_numel for shard in all_shards if shard.persistent)
+        fitting = sum(shard.slice_numel for shard in all_shards) - persistent
         log.warning(
-            f"offload_param nvme has put nothing into files: of each rank's slices {fitting} elements fit "
-            f"max_in_cpu ({self._offload.max_in_cpu}), and {persistent} are of parameters that stay whole by "
+            f"offload_param nvme has put nothing into files: of each rank's shards {fitting} elements fit "
+            f"max_in_cpu ({self._offload.max_in_cpu}), and {persistent} are of parameters that persist by "
             "stage3_param_persistence_threshold; lower the two to use less memory"
         )

@@ -1,9 +1,9 @@
-"""What to gather ahead and what to keep, from the recorded order of modules (stage 3). Pure: numbers in, numbers out.
+"""Planning of prefetch and release from the recorded order of modules (stage 3). Pure: numbers in, numbers out.
 
-An iteration is one forward pass with the backward passes after it. The first one only begins; its modules are recorded,
-gathered when they are entered and released when they are left. From the second one on the recorded order is a
-:class:`Trace`: parameters are gathered ahead in its order, and kept when it says that they are needed soon. An iteration
-that departs from the trace goes on without one, and the next is recorded again.
+An iteration is one forward pass with the backward passes after it. In the first one the modules are recorded; parameters are
+gathered when a module is entered and released when it is left. From the second one on, the recorded order is a
+:class:`Trace`: parameters are prefetched in its order, and kept if they are needed soon. An iteration that departs from the
+trace continues without one, and the next is recorded again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 
 class Limits(NamedTuple):
-    """How far ahead parameters are gathered and how long they are kept, in elements."""
+    """How far ahead parameters are prefetched and how long they are kept, in elements."""
 
     prefetch: int
     reuse_distance: int
@@ -35,11 +35,11 @@ class Modules(Protocol):
     """The parameters of modules, by number."""
 
     def __call__(self, module: int, deep: bool | None = None) -> Sequence[int]:
-        """What is gathered with ``module``; or, if ``deep`` is not None, its parameters with or without its children's."""
+        """The parameters gathered with ``module``; if ``deep`` is not None, its own with or without its submodules'."""
 
 
 class _Reach:
-    """When parameters are used next, in elements that other modules use before."""
+    """The distance to the next use of parameters, in elements that other modules use before."""
 
     def __init__(self, used: Sequence[Sequence[int]], numels: Mapping[int, int]) -> None:
         self._before = [0, *accumulate(sum(numels[p] for p in each) for each in used)]
@@ -78,9 +78,9 @@ class Trace:
         self._reaches: dict[bool, _Reach] = {}
 
     def distance(self, parameter: int, position: int, deep: bool = False) -> int | None:
-        """Elements that modules from ``position`` on use before one uses ``parameter``; None where none does.
+        """Elements that modules from ``position`` on use before one uses ``parameter``; None if none does.
 
-        Modules count with their own parameters or, if ``deep``, with those inside them too.
+        Modules count with their own parameters or, if ``deep``, with those of their submodules too.
         """
         reach = self._reaches.get(deep)
         if reach is None:
@@ -90,7 +90,7 @@ class Trace:
 
 
 class Mode(enum.Enum):
-    """What an iteration does about the order of modules."""
+    """How an iteration treats the order of modules."""
 
     WITHOUT = "without"
     RECORDING = "recording"
@@ -98,14 +98,14 @@ class Mode(enum.Enum):
 
 
 class Planner:
-    """Decides, module by module, what to gather ahead and what to release.
+    """Decides, module by module, what to prefetch and what to release.
 
     Args:
         limits: how far ahead, and how long.
         numels: elements of each parameter, by number; may grow.
 
     Attributes:
-        mode: what the iteration at hand does about the order of modules.
+        mode: how the current iteration treats the order of modules.
         live: elements gathered and not released in this iteration.
     """
 
@@ -117,15 +117,17 @@ class Planner:
         self._recorded: list[int] = []
         self._trace: Trace | None = None
         self._position = 0  # of the next module
-        self._queue: deque[Use] = deque()  # what has not been gathered, or passed over, for its use
-        self._decided: dict[tuple[int, int], list[int]] = {}  # what to release, by module and position
-        self._fetched: dict[int, int] = {}  # parameter -> the last position that it has been gathered for
+        self._queue: deque[Use] = deque()  # uses that have been neither gathered nor passed over
+        self._decided: dict[tuple[int, int], list[int]] = {}  # parameters to release, by module and position
+        self._gathered_for: dict[
+            int, int
+        ] = {}  # parameter -> the last position that it has been gathered for
 
     def begin(self, parameters_of: Modules) -> list[list[int]]:
         """Begin an iteration.
 
         Returns:
-            Lists that must be the same on every rank before it goes on: none while a trace is followed.
+            Lists that must be equal on every rank before the iteration continues; none while a trace is followed.
         """
         compared: list[list[int]] = []
         if self.mode is Mode.RECORDING:
@@ -142,13 +144,13 @@ class Planner:
             self.mode = Mode.RECORDING
         self._recorded = []
         self._queue = deque(self._trace.uses if self._trace is not None else ())
-        self._fetched = {}
+        self._gathered_for = {}
         self._position = 0
         self.live = 0
         return compared
 
     def enter(self, module: int) -> bool:
-        """Tell of a module that is about to run, forward or backward. Returns whether the trace holds no longer."""
+        """Enter a module that is about to run, forward or backward. Returns whether the trace no longer holds."""
         if self._trace is not None:
             modules = self._trace.modules
             if self._position >= len(modules) or modules[self._position] != module:
@@ -159,14 +161,14 @@ class Planner:
         return False
 
     def ahead(self, parameters: Collection[int], released: Callable[[int], bool]) -> list[int] | None:
-        """What to gather ahead, once the module that was entered has its parameters; moves on to the next module.
+        """The parameters to prefetch after those of the entered module; advances to the next module.
 
         Args:
             parameters: of that module.
-            released: whether a parameter is neither whole nor being gathered.
+            released: whether a parameter is neither gathered nor being gathered.
 
         Returns:
-            Parameters in the order of their next use; None where the trace does not list ``parameters`` here.
+            Parameters in the order of their next use; None if the trace does not list ``parameters`` here.
         """
         chosen: list[int] | None = []
         if self._trace is not None:
@@ -179,11 +181,11 @@ class Planner:
         return chosen
 
     def coming(self) -> Iterator[int]:
-        """Parameters in the order of the trace that nothing has been gathered for yet; some may be whole all the same."""
+        """Parameters of future uses in the order of the trace; some may be gathered already."""
         return (use.parameter for use in self._queue)
 
     def next_time(self) -> Iterator[int]:
-        """Parameters in the order in which the next iteration uses them, as far as that is known."""
+        """Parameters in the order in which the next iteration uses them, as far as it is known."""
         return iter(()) if self._trace is None else (use.parameter for use in self._trace.uses)
 
     def releasable(
@@ -193,10 +195,10 @@ class Planner:
         persistent: Callable[[int], bool],
         leaf: bool = False,
     ) -> Sequence[int]:
-        """Which parameters of a module that has run may be released; all of them without a trace.
+        """The parameters of a module that has run that may be released; all of them without a trace.
 
-        When a leaf module is released, other modules count with what is inside them. What is decided for a module at a
-        position of the trace is decided for good, for a later trace too. Both as in DeepSpeed.
+        When a leaf module is released, other modules count with their submodules. A decision for a module at a position of
+        the trace is final, for later traces too. Both rules are DeepSpeed's.
         """
         trace = self._trace
         if trace is None:
@@ -214,34 +216,34 @@ class Planner:
         self._trace = None
         self._recorded = []
         self._queue.clear()
-        self._fetched = {}
+        self._gathered_for = {}
 
     def _pass_over(self, parameters: Collection[int]) -> bool:
-        """Take from the queue what the module at hand has gathered by itself."""
-        own = {p for p in parameters if self._fetched.get(p, -1) < self._position}
+        """Remove from the queue the parameters that the current module has gathered itself."""
+        own = {p for p in parameters if self._gathered_for.get(p, -1) < self._position}
         taken: set[int] = set()
         while self._queue and len(taken) < len(own):
             parameter, position = self._queue.popleft()
-            self._fetched[parameter] = position
+            self._gathered_for[parameter] = position
             taken.add(parameter)
         return taken == own
 
     def _choose(self, released: Callable[[int], bool]) -> list[int]:
-        # The limit is asked before a parameter is added, so that the last one may pass it.
+        # The limit is checked before a parameter is added, so that the last one may exceed it.
         room = min(self.limits.max_live - self.live, self.limits.prefetch)
         chosen: dict[int, None] = {}
         numel = 0
         while self._queue and numel < room:
             parameter, position = self._queue.popleft()
-            self._fetched[parameter] = max(self._fetched.get(parameter, -1), position)
+            self._gathered_for[parameter] = max(self._gathered_for.get(parameter, -1), position)
             if parameter not in chosen and released(parameter):
                 chosen[parameter] = None
                 numel += self._numels[parameter]
         return list(chosen)
 
     def _needed_soon(self, trace: Trace, parameter: int, deep: bool) -> bool:
-        # A use that was passed over because the parameter was whole will not be gathered for again.
-        if self._fetched.get(parameter, -1) > self._position:
+        # A use that was passed over because the parameter was gathered is not gathered for again.
+        if self._gathered_for.get(parameter, -1) > self._position:
             return True
         distance = trace.distance(parameter, self._position, deep)
         return distance is not None and distance < self.limits.reuse_distance

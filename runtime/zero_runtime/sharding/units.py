@@ -1,4 +1,4 @@
-"""What is gathered at once: the parameters of one module (stage 3)."""
+"""Units of gathering: one module with its parameters (stage 3)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _WATCH: Final = "zero_watch"
 
 
 class Host(Protocol):
-    """Who gathers for a unit."""
+    """The owner of units, which gathers for them."""
 
     def read(self, unit: Unit, shard: Shard) -> None:
         """The unit's forward pass reads a parameter that is not its own."""
 
     def before_backward(self, unit: Unit) -> None:
-        """The gradient of an output of the unit is there."""
+        """The gradient of an output of the unit is ready."""
 
     def after_backward(self, unit: Unit) -> None:
-        """The gradients of all inputs of the unit are there."""
+        """The gradients of all inputs of the unit are ready."""
 
 
 class Unit:
-    """One module and its parameters: its direct ones, all of them in a leaf module, and those used from elsewhere.
+    """One module and its parameters: its direct ones (in a leaf module all of them) and external ones.
 
     Attributes:
         number: counts the units of a model, parents first.
         module: the module.
-        is_leaf: everything inside is gathered with it.
-        forward, backward: what stands for this unit in ``Shard.active`` while it runs forward and backward.
-        awaited: differentiable inputs of the last forward pass whose gradients have not come, negative for earlier ones.
+        is_leaf: whether its submodules are gathered with it.
+        forward, backward: its numbers in ``Shard.active`` while it runs forward and backward.
+        awaited: differentiable inputs of the last forward pass whose gradients are not ready, negative for earlier ones.
     """
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Unit:
         self.awaited = 0
         self._external = access.external_parameters(module)
         self._shards: list[Shard] = []
-        self._seen: tuple[int, int] | None = None  # when it had these shards
+        self._seen: tuple[int, int] | None = None  # version of the parameters that ``_shards`` is for
 
     def shards(self) -> list[Shard]:
         """The shards of its parameters, each once, by number."""
@@ -75,26 +75,28 @@ class Unit:
         return self._shards
 
     def find(self, deep: bool) -> list[Shard]:
-        """The shards of the module's parameters, with or without those of the modules inside it, and of borrowed ones."""
+        """The shards of the module's parameters, with or without those of its submodules, and of external ones."""
         owned = self.module.parameters() if deep else self.module._parameters.values()
-        found = {shard.number: shard for p in owned if p is not None and (shard := shard_of(p)) is not None}
+        by_number = {
+            shard.number: shard for p in owned if p is not None and (shard := shard_of(p)) is not None
+        }
         for parameter in self._external.values():
             shard = shard_of(parameter)
             if shard is not None:
-                found[shard.number] = shard
-        return [found[number] for number in sorted(found)]
+                by_number[shard.number] = shard
+        return [by_number[number] for number in sorted(by_number)]
 
     def add_external(self, parameter: torch.nn.Parameter) -> None:
-        """Count ``parameter`` among those of this unit from now on."""
+        """Add ``parameter`` to those of this unit."""
         self._external[id(parameter)] = parameter
 
     def read(self, shard: Shard) -> None:
-        """The forward pass of this unit reads a parameter that is not whole."""
+        """Gather a released parameter that the forward pass of this unit reads."""
         self.host.read(self, shard)
 
 
 def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
-    """A unit for every module, but not for those inside leaf modules. Parents come before children."""
+    """A unit for every module, except those inside leaf modules. Parents come before children."""
     units: list[Unit] = []
     seen: set[torch.nn.Module] = set()
 
@@ -112,13 +114,13 @@ def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
 
 
 def watch_outputs(unit: Unit, output: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Tell the unit's host when the gradient of an output is there: of each of ``tensors``, which are in ``output``.
+    """Notify the unit's host when the gradient of one of ``tensors`` in ``output`` is ready.
 
-    A hook on a tensor is cheap, but of several outputs one is often made of another, as a loss of logits: the hook would
-    tell of the gradient that comes from inside the module too.
+    A hook on a tensor is cheap. But with several outputs, one is often computed from another, such as a loss from logits:
+    the hook would also run for the gradient from inside the module.
 
     Returns:
-        What the module is to return instead; None for what it did.
+        A replacement of the module's output; None to keep it.
     """
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     # A hook on a parameter would outlive the iteration.
@@ -143,7 +145,7 @@ def watch_outputs(unit: Unit, output: Any, tensors: Sequence[torch.Tensor]) -> A
 
 
 def _watch(unit: Unit, tensor: torch.Tensor) -> None:
-    """A tensor that a child returned and its parent returns again tells of the parent first."""
+    """Watch a tensor. If a child and its parent return the same tensor, the parent is notified first."""
     watched = tensor.__dict__.get(_WATCH)
     if watched is not None and watched[0] is tensor.grad_fn:
         watched[1].insert(0, unit)
@@ -159,7 +161,7 @@ def _watch(unit: Unit, tensor: torch.Tensor) -> None:
 
 
 class _Exit(torch.autograd.Function):
-    """Passes an output of a module on, and tells its unit's host when its gradient is there."""
+    """The identity on an output of a module; its backward notifies the unit's host."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,10 +175,10 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entrance(torch.autograd.Function):
-    """Passes an input of a module on, and tells its unit's host when the gradients of all of them are there.
+    """The identity on an input of a module; its backward notifies the unit's host after the last input.
 
-    One for each input, as in DeepSpeed: then the gradients of a tensor that is passed twice are added in the same order,
-    which shows in 16 bits.
+    There is one for each input, as in DeepSpeed: the gradients of a tensor that is passed twice are then added in the same
+    order, which matters in 16 bits.
     """
 
     @staticmethod
@@ -187,8 +189,8 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
-        # A module that has run several times is done after its last run, whose backward pass is the first; of what the
-        # others gather again nothing is released before the end.
+        # For a module that has run several times, the backward of its last run is the first. Parameters that the other
+        # runs gather again are released at the end of the backward pass.
         ctx.unit.awaited -= 1
         if ctx.unit.awaited == 0:
             ctx.unit.host.after_backward(ctx.unit)
@@ -196,12 +198,12 @@ class _Entrance(torch.autograd.Function):
 
 
 def watch_inputs(unit: Unit, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Replace the differentiable tensors among the positional inputs of a module, so that the host hears of their gradients.
+    """Wrap the differentiable tensors among the positional inputs of a module, to notify the host of their gradients.
 
-    A tensor that is passed twice becomes two, as in DeepSpeed: torch's attention then projects its three inputs apart.
+    A tensor that is passed twice becomes two, as in DeepSpeed: torch's attention then projects its three inputs separately.
 
     Returns:
-        The inputs to run the module with; None where there is nothing to differentiate.
+        The inputs to run the module with; None if there is nothing to differentiate.
     """
     tensors = list(tensors_in(inputs))
     distinct = len(set(map(id, tensors))) == len(tensors)
@@ -242,7 +244,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` of its tensors, in what can be made again: tuples, named or not, lists and any dicts."""
+    """``value`` with ``function`` applied to its tensors, within tuples, named tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
@@ -251,8 +253,8 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(_map(each, function) for each in value))
     if isinstance(value, dict):
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, each in value.items():
-            made[name] = _map(each, function)
-        return made
+            copied[name] = _map(each, function)
+        return copied
     return value
