@@ -106,12 +106,12 @@ class Accelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes that a model may have."""
-        found = [torch.float]
+        dtypes = [torch.float]
         if self.is_fp16_supported():
-            found.append(torch.half)
+            dtypes.append(torch.half)
         if self.is_bf16_supported():
-            found.append(torch.bfloat16)
-        return found
+            dtypes.append(torch.bfloat16)
+        return dtypes
 
     def is_triton_supported(self) -> bool:
         """Whether Triton's kernels run on it."""
@@ -338,11 +338,11 @@ class Accelerator:
     get_op_builder = create_op_builder
 
 
-def _made(*given: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+def _made(*arguments: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
     """A tensor of values, or of a size, as torch's old constructors make it."""
-    if len(given) == 1 and isinstance(given[0], list | tuple | torch.Tensor):
-        return torch.as_tensor(given[0], dtype=dtype, device=device)
-    return torch.empty(given, dtype=dtype, device=device)
+    if len(arguments) == 1 and isinstance(arguments[0], list | tuple | torch.Tensor):
+        return torch.as_tensor(arguments[0], dtype=dtype, device=device)
+    return torch.empty(arguments, dtype=dtype, device=device)
 
 
 @cache

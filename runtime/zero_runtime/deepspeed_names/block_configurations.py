@@ -27,8 +27,8 @@ def _attributes(block: Mapping[str, Any]) -> dict[str, Any]:
 class DeepSpeedZeroOffloadParamConfig(SimpleNamespace):
     """The block ``zero_optimization.offload_param``."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**_offload("offload_param", given))
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**_offload("offload_param", values))
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(SimpleNamespace):
@@ -38,19 +38,19 @@ class DeepSpeedZeroOffloadOptimizerConfig(SimpleNamespace):
         pipeline: whether reading or writing goes on beside the update.
     """
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**_offload("offload_optimizer", given))
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**_offload("offload_optimizer", values))
         self.pipeline = bool(self.pipeline_read or self.pipeline_write)
 
 
 class DeepSpeedZeroLeafModuleConfig(SimpleNamespace):
     """The block ``zero_optimization.leaf_module``: lists of names."""
 
-    def __init__(self, **given: Any) -> None:
-        read = keys.read({"zero_optimization": {"stage": 3, "leaf_module": given}})
+    def __init__(self, **values: Any) -> None:
+        read = keys.read({"zero_optimization": {"stage": 3, "leaf_module": values}})
         block = read["zero_optimization"]["leaf_module"]
         super().__init__(**{name: list(value) for name, value in block.items()})
-        if "classes" not in given:
+        if "classes" not in values:
             self.classes = list(DEFAULT_CLASSES)
 
 
@@ -61,41 +61,41 @@ class DeepSpeedZeroConfig(SimpleNamespace):
         ConfigError: a key that there is not, or a value that cannot be used.
     """
 
-    def __init__(self, **given: Any) -> None:
-        values = keys.read({"zero_optimization": given})["zero_optimization"]
-        if _OLD_GATHER in given:
-            values[f"{_PREFIX}gather_16bit_weights_on_model_save"] = given[_OLD_GATHER]
+    def __init__(self, **block: Any) -> None:
+        values = keys.read({"zero_optimization": block})["zero_optimization"]
+        if _OLD_GATHER in block:
+            values[f"{_PREFIX}gather_16bit_weights_on_model_save"] = block[_OLD_GATHER]
         for name in [name for name in values if name.startswith(_PREFIX)]:
             short = name.removeprefix(_PREFIX)
             if short in values:
-                values[name] = values[short] = values[short] if short in given else values[name]
+                values[name] = values[short] = values[short] if short in block else values[name]
         if values["overlap_comm"] is None:
             values["overlap_comm"] = values["stage"] == 3
         super().__init__(**_attributes(values))
-        optimizer, parameters = given.get("offload_optimizer"), given.get("offload_param")
-        if optimizer is None and given.get("cpu_offload"):
+        optimizer, parameters = block.get("offload_optimizer"), block.get("offload_param")
+        if optimizer is None and block.get("cpu_offload"):
             optimizer = {"device": "cpu"}
-        if parameters is None and given.get("cpu_offload_param"):
+        if parameters is None and block.get("cpu_offload_param"):
             parameters = {"device": "cpu"}
         self.offload_optimizer = (
             None if optimizer is None else DeepSpeedZeroOffloadOptimizerConfig(**optimizer)
         )
         self.offload_param = None if parameters is None else DeepSpeedZeroOffloadParamConfig(**parameters)
-        self.leaf_module = DeepSpeedZeroLeafModuleConfig(**(given.get("leaf_module") or {}))
+        self.leaf_module = DeepSpeedZeroLeafModuleConfig(**(block.get("leaf_module") or {}))
 
 
 class DeepSpeedFP16Config(SimpleNamespace):
     """The block ``fp16``."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**_attributes(keys.read({"fp16": given})["fp16"]))
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**_attributes(keys.read({"fp16": values})["fp16"]))
 
 
 class DeepSpeedBF16Config(SimpleNamespace):
     """The block ``bf16``."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**_attributes(keys.read({"bf16": given})["bf16"]))
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**_attributes(keys.read({"bf16": values})["bf16"]))
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
@@ -113,8 +113,8 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
     return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
 
 
-def _offload(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    read = keys.read({"zero_optimization": {"stage": 3, name: {"device": "none", **given}}})
+def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    read = keys.read({"zero_optimization": {"stage": 3, name: {"device": "none", **values}}})
     return _attributes(read["zero_optimization"][name])
 
 

@@ -30,11 +30,11 @@ class Counts(NamedTuple):
 def counts() -> Counts:
     """Over all modules; a name that several modules have counts in each of them."""
     rows = [row for module in MODULES.values() for row in module.names.values()]
-    given = [row for row in rows if not isinstance(row, Refused)]
+    provided = [row for row in rows if not isinstance(row, Refused)]
     return Counts(
-        len(given),
-        sum(1 for row in given if isinstance(row, Given) and row.note),
-        len(rows) - len(given),
+        len(provided),
+        sum(1 for row in provided if isinstance(row, Given) and row.note),
+        len(rows) - len(provided),
         sum(1 for module in MODULES.values() if not module.refused),
         sum(1 for module in MODULES.values() if module.refused),
     )
@@ -53,11 +53,11 @@ def table_text() -> str:
 
 def page() -> str:
     """``docs/deepspeed-names.md`` from its first table on."""
-    found = counts()
+    total = counts()
     lines = [
-        f"{found.works} names work, {found.differs} of them with a difference that is noted below; {found.refused} can be",
-        f"imported and are one error where they are used. {found.modules} modules can be imported,",
-        f"{found.refused_modules} are an error that says what to use instead. The names are those of DeepSpeed {FOLLOWED},",
+        f"{total.works} names work, {total.differs} of them with a difference that is noted below; {total.refused} can be",
+        f"imported and are one error where they are used. {total.modules} modules can be imported,",
+        f"{total.refused_modules} are an error that says what to use instead. The names are those of DeepSpeed {FOLLOWED},",
         "and some of earlier versions.",
         "",
         "## What works",

@@ -14,10 +14,10 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
     Raises:
         CheckpointError: there is none.
     """
-    found = sorted(Path(checkpoint_dir).glob(glob_pattern), key=lambda path: _parts(path.name))
-    if not found:
+    paths = sorted(Path(checkpoint_dir).glob(glob_pattern), key=lambda path: _parts(path.name))
+    if not paths:
         raise CheckpointError(f"{checkpoint_dir} has no file {glob_pattern}; give the folder of one tag")
-    return [str(path) for path in found]
+    return [str(path) for path in paths]
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:

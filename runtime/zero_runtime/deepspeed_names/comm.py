@@ -153,8 +153,8 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Gather ``tensor`` (n elements) of every rank into ``output_tensor`` (ranks x n)."""
-    found: Work | None = all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
-    return found
+    work: Work | None = all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+    return work
 
 
 def allgather_fn(
@@ -181,8 +181,8 @@ def all_gather_coalesced(
         With ``async_op`` something to wait for; otherwise None.
     """
     works = [
-        all_gather_single(output, given, group=group, async_op=True)
-        for output, given in zip(output_tensors, input_tensors, strict=True)
+        all_gather_single(output, source, group=group, async_op=True)
+        for output, source in zip(output_tensors, input_tensors, strict=True)
     ]
     together = Works(works)
     return together if async_op else together.wait()
@@ -197,8 +197,8 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce ``tensor`` (ranks x n elements) and keep this rank's n elements in ``output_tensor``."""
-    found: Work | None = reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
-    return found
+    work: Work | None = reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter_fn(

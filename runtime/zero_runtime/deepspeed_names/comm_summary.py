@@ -40,12 +40,12 @@ def configure(
     LOG.configure(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
 
 
-def _configure_from(given: Any) -> None:
+def _configure_from(config: Any) -> None:
     from zero_runtime import config as configuration
     from zero_runtime.configuration import keys
 
-    document = getattr(given, "_param_dict", None)
-    document = configuration.load(given) if document is None else document
+    document = getattr(config, "_param_dict", None)
+    document = configuration.load(config) if document is None else document
     block = keys.as_deepspeed_reads(document).get("comms_logger", {})
     if not isinstance(block, Mapping):
         raise ConfigError(f'comms_logger is {block!r}; expected an object such as {{"enabled": true}}')
@@ -76,13 +76,13 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 def _log_summary(show_straggler: bool, return_dict: bool) -> dict[str, Any] | None:
     comm.barrier()
     samples = {
-        name: {size: list(found) for size, found in by_size.items()} for name, by_size in LOG.read().items()
+        name: {size: list(calls) for size, calls in by_size.items()} for name, by_size in LOG.read().items()
     }
     straggling = _compare(samples) if show_straggler else None
     if comm.get_rank() == 0:
         _print(_HEADINGS, {name: _rows(by_size) for name, by_size in samples.items()})
         if straggling is not None:
-            _print(_STRAGGLER_HEADINGS, {name: _straggler_rows(found) for name, found in straggling.items()})
+            _print(_STRAGGLER_HEADINGS, {name: _straggler_rows(calls) for name, calls in straggling.items()})
     comm.barrier()
     if not return_dict:
         return None
@@ -109,7 +109,7 @@ def has_comm_data() -> bool:
 
 def get_comm_operation_count() -> int:
     """Messages that were logged."""
-    return sum(len(found) for by_size in LOG.read().values() for found in by_size.values())
+    return sum(len(samples) for by_size in LOG.read().values() for samples in by_size.values())
 
 
 def get_logged_comm_ops() -> list[str]:
@@ -123,9 +123,9 @@ _Samples = Mapping[str, Mapping[int, Sequence[Sample]]]
 def _compare(samples: _Samples) -> dict[str, dict[int, dict[str, Any]]]:
     """What messages took where the last rank came, and what this rank waited besides; those that all ranks sent."""
     mine = {
-        (name, size): [each.milliseconds for each in found]
+        (name, size): [each.milliseconds for each in calls]
         for name, by_size in samples.items()
-        for size, found in by_size.items()
+        for size, calls in by_size.items()
     }
     everybody: list[Any] = [None] * comm.get_world_size()
     comm.all_gather_object(everybody, mine)
@@ -156,11 +156,11 @@ def _rows(by_size: Mapping[int, Sequence[Sample]]) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def _straggler_rows(found: Mapping[int, Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+def _straggler_rows(by_size: Mapping[int, Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     return [
         (row["msg_size_str"], row["count"], row["total_comm_lat_ms"], row["total_straggler_ms"], row["avg_comm_lat_ms"],
          row["avg_straggler_ms"])
-        for row in found.values()
+        for row in by_size.values()
     ]  # fmt: skip
 
 

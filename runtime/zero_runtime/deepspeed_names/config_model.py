@@ -38,12 +38,12 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        kept = {
+        values = {
             name: value
             for name, value in data.items()
             if strict or value != "auto" or name == "replace_method"
         }
-        super().__init__(**kept)
+        super().__init__(**values)
         for name, field in type(self).model_fields.items():
             rules = field.json_schema_extra
             if isinstance(rules, dict) and rules.get("deprecated") and name in self.model_fields_set:

@@ -95,8 +95,8 @@ class DeepSpeedConfig:
     def _configure_train_batch_size(self) -> None:
         """Derive the batch sizes that are None from the others, and check them. Raises ConfigError."""
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        found = batch_sizes({name: getattr(self, name) for name in names}, self.world_size)
-        for name, value in zip(names, found, strict=True):
+        sizes = batch_sizes({name: getattr(self, name) for name in names}, self.world_size)
+        for name, value in zip(names, sizes, strict=True):
             setattr(self, name, value)
 
     def print_user_config(self) -> None:
@@ -121,7 +121,7 @@ def _replicas(mpu: Any, mesh_device: Any, ranks: int) -> int:
     return ranks
 
 
-def _others(given: Mapping[str, Any], sharing: int) -> int:
+def _others(config: Mapping[str, Any], sharing: int) -> int:
     """Of ``sharing`` ranks that hold one model together, those along axes that the configuration does not name."""
-    parallel = configuration.parallel_of(given)
+    parallel = configuration.parallel_of(config)
     return max(1, sharing // (parallel.tp_size * parallel.sequence_parallel_size))

@@ -21,5 +21,5 @@ class Init(zero.Init):
     """
 
     def _typed_factory(self) -> Callable[..., Factory]:
-        found: Callable[..., Factory] = getattr(sys.modules.get(_MODULE), _NAME, typed_factory)
-        return found
+        factory: Callable[..., Factory] = getattr(sys.modules.get(_MODULE), _NAME, typed_factory)
+        return factory

@@ -138,15 +138,15 @@ def _look_up(module: ModuleType, name: str) -> Any:
     full = f"{module.__name__}.{name}"
     row = MODULES[_inner(module.__name__)].names.get(name)
     if row is not None:
-        found = resolve(full, row)
+        value = resolve(full, row)
     elif _inner(full) in MODULES and not MODULES[_inner(full)].refused:
         __import__(full)
         return sys.modules[full]
     else:
         raise MissingAttributeError(_refusal(full), name=name, obj=module)
     if not isinstance(row, Live):
-        setattr(module, name, found)
-    return found
+        setattr(module, name, value)
+    return value
 
 
 def _refusal(full: str) -> str:

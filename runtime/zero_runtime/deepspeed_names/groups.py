@@ -55,10 +55,10 @@ def _rank(*axes: str) -> int:
 
 def get_data_parallel_group() -> Any:
     """The ranks that have other samples and the same part of the model."""
-    found = _shared()
-    if found.grid is not None:
-        return found.grid.group(DATA).group
-    return comm.get_world_group() if found.data is None else found.data
+    parallelism = _shared()
+    if parallelism.grid is not None:
+        return parallelism.grid.group(DATA).group
+    return comm.get_world_group() if parallelism.data is None else parallelism.data
 
 
 def get_data_parallel_world_size() -> int:
@@ -78,8 +78,8 @@ def get_data_parallel_ranks() -> list[int]:
 
 def get_sequence_data_parallel_group() -> Any:
     """The ranks that gradients are summed over."""
-    found = _shared()
-    return comm.get_world_group() if found.data is None else found.data
+    parallelism = _shared()
+    return comm.get_world_group() if parallelism.data is None else parallelism.data
 
 
 def get_sequence_data_parallel_world_size() -> int:

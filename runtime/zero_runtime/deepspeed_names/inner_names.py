@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.deepspeed_names.names import Module, Name, given, refused, values
+from zero_runtime.deepspeed_names.names import Module, Name, names_from, refused, values
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 CHECKPOINTS: Final = (
@@ -27,15 +27,15 @@ PARAMETERS: Final[dict[str, Name]] = {
         "NoGatherCoalescedHandle", "NoGatherHandle", "get_allgather_dtype", "zero3_linear_wrap",
         "shutdown_init_context", "restore_init_context",
     ),
-    **given("zero_runtime.sharding.construction", zero_wrapper_for_fp_tensor_constructor="typed_factory"),
-    **given(
+    **names_from("zero_runtime.sharding.construction", zero_wrapper_for_fp_tensor_constructor="typed_factory"),
+    **names_from(
         "torch",
         **{
             f"_orig_torch_{name}": name
             for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
         },
     ),
-    **given(f"{_HERE}.accelerator", "get_accelerator"),
+    **names_from(f"{_HERE}.accelerator", "get_accelerator"),
     **refused(_QUANTIZED, "CUDAQuantizer"),
     **values(partitioned_param_data_shape=[0]),
 }  # fmt: skip
@@ -68,7 +68,7 @@ MODULES: Final[dict[str, Module]] = {
         | values(**_CONSTANTS)
     ),
     "checkpoint.utils": Module(
-        given(f"{_HERE}.zero_checks", "clone_tensors_for_torch_save")
+        names_from(f"{_HERE}.zero_checks", "clone_tensors_for_torch_save")
         | refused(
             CHECKPOINTS,
             "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank",
@@ -98,7 +98,7 @@ MODULES: Final[dict[str, Module]] = {
         refused="activation_checkpointing.cpu_checkpointing keeps the inputs of regions in host memory"
     ),
     "utils.pin_memory_tracker": Module(
-        given(
+        names_from(
             f"{_HERE}.pin_memory_tracker",
             "pinned_memory_summary", "track_pinned_memory", _fmt_bytes="shown_bytes", _tracker="tracker",
             note="counts what the script says; torch.cuda.host_memory_stats() counts page-locked memory itself",

@@ -67,10 +67,10 @@ def _handed_in(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[str
         return None
     position, name = tensors
     assert isinstance(position, int)
-    given = kwargs.get(str(name)) if str(name) in kwargs else args[position] if position < len(args) else None
-    return [getattr(each, "tensor", each) for each in given] if isinstance(given, list | tuple) else given
+    value = kwargs.get(str(name)) if str(name) in kwargs else args[position] if position < len(args) else None
+    return [getattr(each, "tensor", each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _on_cuda(given: Any) -> bool:
-    first = next((each for each in given), None) if isinstance(given, list) else given
+def _on_cuda(value: Any) -> bool:
+    first = next((each for each in value), None) if isinstance(value, list) else value
     return isinstance(first, torch.Tensor) and first.is_cuda

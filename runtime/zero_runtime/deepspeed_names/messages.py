@@ -53,20 +53,20 @@ class LoggerFactory:
         previous = logging.getLoggerClass()
         logging.setLoggerClass(DeepSpeedLogger)
         try:
-            made = logging.getLogger(name)
+            logger = logging.getLogger(name)
         finally:
             logging.setLoggerClass(previous)
-        made.setLevel(level)
-        made.propagate = False
-        if not made.handlers:
+        logger.setLevel(level)
+        logger.propagate = False
+        if not logger.handlers:
             handler = logging.StreamHandler(sys.stderr)
             handler.setFormatter(
                 logging.Formatter(
                     "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
                 )
             )
-            made.addHandler(handler)
-        return made
+            logger.addHandler(handler)
+        return logger
 
 
 logger: Final = LoggerFactory.create_logger("DeepSpeed", log.level())
@@ -93,9 +93,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         ranks: who says it; None and [-1] for all.
         level: of the message.
     """
-    said = get_dist_msg(message, ranks)
-    if said is not None:
-        logger.log(level, said, stacklevel=2)
+    line = get_dist_msg(message, ranks)
+    if line is not None:
+        logger.log(level, line, stacklevel=2)
 
 
 @cache
@@ -116,9 +116,9 @@ def warning_once(message: str) -> None:
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print ``message`` on some ranks."""
-    said = get_dist_msg(message, ranks)
-    if said is not None:
-        print(said, flush=True)
+    line = get_dist_msg(message, ranks)
+    if line is not None:
+        print(line, flush=True)
 
 
 def print_json_dist(

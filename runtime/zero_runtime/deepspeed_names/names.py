@@ -66,7 +66,7 @@ class Module(NamedTuple):
     main: str = ""
 
 
-def given(module: str, *names: str, note: str = "", **renamed: str) -> dict[str, Name]:
+def names_from(module: str, *names: str, note: str = "", **renamed: str) -> dict[str, Name]:
     """Names that stand for those of ``module``: under the same name, or as ``theirs="ours"``."""
     pairs = {**{name: name for name in names}, **renamed}
     return {theirs: Given(f"{module}:{ours}", note) for theirs, ours in pairs.items()}
@@ -94,8 +94,8 @@ def resolve(full_name: str, name: Name) -> Any:
     if isinstance(name, Refused):
         return placeholder(full_name, name.reason)
     module, _, attribute = name.target.partition(":")
-    found = import_module(module)
-    value: Any = getattr(found, attribute) if attribute else found
+    target = import_module(module)
+    value: Any = getattr(target, attribute) if attribute else target
     return value() if isinstance(name, Live) else value
 
 

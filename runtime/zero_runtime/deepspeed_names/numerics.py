@@ -129,8 +129,8 @@ def is_model_parallel_parameter(p: Any) -> bool:
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
     """Those of ``param_list`` that are in slices now."""
-    found = ((each, shard_of(each)) for each in param_list)
-    return [each for each, shard in found if shard is not None and not shard.available]
+    shards = ((each, shard_of(each)) for each in param_list)
+    return [each for each, shard in shards if shard is not None and not shard.available]
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
@@ -139,10 +139,10 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     Raises:
         ConfigError: they have several, or there are none.
     """
-    found = set(items)
-    if len(found) != 1:
-        raise ConfigError(f"expected one value, found {sorted(map(repr, found))}")
-    return found.pop()
+    distinct = set(items)
+    if len(distinct) != 1:
+        raise ConfigError(f"expected one value, found {sorted(map(repr, distinct))}")
+    return distinct.pop()
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
@@ -153,14 +153,14 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
     """The norm of the gradients of this rank; -1 where it is infinite or NaN."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return _norm([parameter.grad for parameter in given if parameter.grad is not None], norm_type, mpu)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _norm([parameter.grad for parameter in tensors if parameter.grad is not None], norm_type, mpu)
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
     """The norm of the parameters of this rank; -1 where it is infinite or NaN."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return _norm([parameter.detach() for parameter in given], norm_type, mpu)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _norm([parameter.detach() for parameter in tensors], norm_type, mpu)
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, mpu: Any) -> float:
@@ -245,8 +245,8 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     >>> call_to_str("load", 3, strict=True)
     'load(3, strict=True)'
     """
-    given = [repr(each) for each in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
-    return f"{base}({', '.join(given)})"
+    arguments = [repr(each) for each in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(arguments)})"
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
@@ -262,10 +262,10 @@ def _version(text: str) -> tuple[int, ...]:
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """The part of ``model`` with a dotted name."""
-    found = model
+    value = model
     for name in module_name.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:

@@ -54,9 +54,9 @@ class _Named(type):
     kinds: tuple[type, ...]
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        made = super().__call__(*arguments, **options)
-        made.made_as = cls.__name__  # initialize asks whether the script named one of DeepSpeed's
-        return made
+        optimizer = super().__call__(*arguments, **options)
+        optimizer.made_as = cls.__name__  # initialize asks whether the script named one of DeepSpeed's
+        return optimizer
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, ReplicatedOptimizer):

@@ -40,14 +40,14 @@ class PartitionedTensor:
         """The same of a slice and what :meth:`to_meta` gives."""
         numbers = [int(each) for each in meta.tolist()]
         dims, numbers = numbers[0], numbers[1:]
-        made = cls.__new__(cls)
-        made.group = group
-        made.orig_size, numbers = numbers[:dims], numbers[dims:]
-        made.orig_device = local_part.device if device is None else torch.device(device)
-        made.num_parts, made.rank = numbers[0], numbers[1]
-        made.partition = numbers[2:]
-        made.local_data = local_part
-        return made
+        tensor = cls.__new__(cls)
+        tensor.group = group
+        tensor.orig_size, numbers = numbers[:dims], numbers[dims:]
+        tensor.orig_device = local_part.device if device is None else torch.device(device)
+        tensor.num_parts, tensor.rank = numbers[0], numbers[1]
+        tensor.partition = numbers[2:]
+        tensor.local_data = local_part
+        return tensor
 
     def to_meta(self) -> torch.Tensor:
         """Shape, number of slices, this rank's number and the borders, as one tensor of whole numbers."""
@@ -73,10 +73,10 @@ class PartitionedTensor:
         mine[: self.local_data.numel()] = self.local_data
         padded = mine.new_empty(largest * self.num_parts)
         comm.all_gather_into_tensor(padded, mine, group=self.group)
-        slices = [
+        shards = [
             padded[number * largest :][: self.partition[number + 1] - self.partition[number]]
             for number in range(self.num_parts)
         ]
-        whole = torch.cat(slices)
-        assert whole.numel() == prod(self.orig_size)
-        return whole.view(self.orig_size).to(self.orig_device if device is None else device)
+        flat = torch.cat(shards)
+        assert flat.numel() == prod(self.orig_size)
+        return flat.view(self.orig_size).to(self.orig_device if device is None else device)

@@ -145,9 +145,9 @@ class TrainSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions, with the reductions and the update in the last list."""
-        found = schedules.one_f_one_b(self.stages, self.micro_batches, self.stage_id)
-        for number, step in enumerate(found, 1):
-            last = [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if number == len(found) else []
+        instructions = schedules.one_f_one_b(self.stages, self.micro_batches, self.stage_id)
+        for number, step in enumerate(instructions, 1):
+            last = [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if number == len(instructions) else []
             yield [*map(self._translated, step), *last]
 
     def num_pipe_buffers(self) -> int:
@@ -160,8 +160,8 @@ class InferenceSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions: a list for each of the steps in which any stage computes. Batches are taken first."""
-        found = schedules.inference(self.stages, self.micro_batches, self.stage_id)
-        for step in found[: self.micro_batches + self.stages - 1]:
+        instructions = schedules.inference(self.stages, self.micro_batches, self.stage_id)
+        for step in instructions[: self.micro_batches + self.stages - 1]:
             ordered = sorted(step, key=lambda each: each.action is not Action.LOAD)
             yield [*map(self._translated, ordered)]
 
@@ -176,8 +176,12 @@ class DataParallelSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """A list for each micro-batch."""
         for number in range(1, self.micro_batches + 1):
-            made: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
-            yield [*made, ReduceGrads(), OptimizerStep()] if number == self.micro_batches else made
+            instructions: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+            yield (
+                [*instructions, ReduceGrads(), OptimizerStep()]
+                if number == self.micro_batches
+                else instructions
+            )
 
     def num_pipe_buffers(self) -> int:
         """One."""

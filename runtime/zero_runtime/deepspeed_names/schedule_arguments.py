@@ -63,15 +63,15 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     own = _SHARED.get(name, name)
     if own not in _FLOATS:
         return None, f"{name} is not supported LR schedule"
-    given = vars(args)
-    params = {key: given[key] for key in _FLOATS[own] if key in given}
-    params |= {key: given[key] for key in _INTEGERS[own] if given.get(key, _UNSET) != _UNSET}
+    arguments = vars(args)
+    params = {key: arguments[key] for key in _FLOATS[own] if key in arguments}
+    params |= {key: arguments[key] for key in _INTEGERS[own] if arguments.get(key, _UNSET) != _UNSET}
     if own == "LRRangeTest":
-        params["lr_range_test_staircase"] = bool(given.get("lr_range_test_staircase"))
+        params["lr_range_test_staircase"] = bool(arguments.get("lr_range_test_staircase"))
     if own == "OneCycle":
-        params["cycle_momentum"] = bool(given.get("cycle_momentum"))
+        params["cycle_momentum"] = bool(arguments.get("cycle_momentum"))
     if own == "WarmupLR":
-        params["warmup_type"] = given.get("warmup_type", "log")
+        params["warmup_type"] = arguments.get("warmup_type", "log")
     return {"type": name, "params": params}, None
 
 

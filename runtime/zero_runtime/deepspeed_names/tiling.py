@@ -12,22 +12,22 @@ from zero_runtime.errors import UsageError
 from zero_runtime.zero import GatheredParameters
 
 
-def bounds(items: int, parts: int) -> list[int]:
-    """Where ``parts`` nearly equal parts of ``items`` begin, and the end of the last one.
+def bounds(items: int, num_parts: int) -> list[int]:
+    """Where ``num_parts`` nearly equal parts of ``items`` begin, and the end of the last one.
 
     >>> bounds(10, 3)
     [0, 4, 7, 10]
     """
-    size, more = divmod(items, parts)
-    return [part * size + min(part, more) for part in range(parts + 1)]
+    size, more = divmod(items, num_parts)
+    return [part * size + min(part, more) for part in range(num_parts + 1)]
 
 
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """The parts of ``tensor`` along its last dimension; ``partitions`` are their sizes."""
-    parts = torch.split(tensor, list(partitions), dim=tensor.dim() - 1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
+    tensors = torch.split(tensor, list(partitions), dim=tensor.dim() - 1)
+    return tuple(part.contiguous() for part in tensors) if contiguous_split_chunks else tuple(tensors)
 
 
 class TiledLinear(nn.Module):
@@ -96,20 +96,20 @@ class TiledLinear(nn.Module):
         outputs = [self._row(tiles, inputs) for tiles in self.linears]
         return self._combine(outputs) if self.combine_out_splits else outputs
 
-    def _parts_of(self, given: Any) -> Sequence[torch.Tensor]:
+    def _parts_of(self, inputs: Any) -> Sequence[torch.Tensor]:
         if self.in_splits == 1:
-            return list(given) if self.input_is_already_split else [given]
+            return list(inputs) if self.input_is_already_split else [inputs]
         if not self.input_is_already_split:
             widths = [_width(self.in_parts, column) for column in range(self.in_splits)]
-            return split_tensor_along_last_dim(given, widths)
-        if len(given) != self.in_splits:
-            raise UsageError(f"the input has {len(given)} parts; expected in_splits = {self.in_splits}")
-        return list(given)
+            return split_tensor_along_last_dim(inputs, widths)
+        if len(inputs) != self.in_splits:
+            raise UsageError(f"the input has {len(inputs)} parts; expected in_splits = {self.in_splits}")
+        return list(inputs)
 
     def _row(self, tiles: Any, inputs: Sequence[torch.Tensor]) -> Any:
         output = None
-        for tile, given in zip(tiles, inputs, strict=True):
-            output = self._add(output, tile(given))
+        for tile, tile_input in zip(tiles, inputs, strict=True):
+            output = self._add(output, tile(tile_input))
         return output
 
     def _add(self, sum_so_far: Any, more: Any) -> Any:
@@ -125,8 +125,8 @@ class TiledLinear(nn.Module):
         Raises:
             UsageError: it has other features, or a bias where this one has none.
         """
-        whole = [other.weight, *([] if other.bias is None else [other.bias])]
-        with GatheredParameters(whole):
+        sources = [other.weight, *([] if other.bias is None else [other.bias])]
+        with GatheredParameters(sources):
             if other.weight.shape != (self.out_features, self.in_features) or self.use_bias != (
                 other.bias is not None
             ):
@@ -161,13 +161,13 @@ class TiledLinearReturnBias(TiledLinear):
 
     def _combine(self, outputs: Sequence[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]
-        whole = torch.cat([output for output, _ in outputs], dim=-1)
-        return whole, torch.cat(biases, dim=-1) if biases else None
+        joined = torch.cat([output for output, _ in outputs], dim=-1)
+        return joined, torch.cat(biases, dim=-1) if biases else None
 
 
 def _article(there_is_one: bool) -> str:
     return "a" if there_is_one else "no"
 
 
-def _width(parts: Sequence[int], number: int) -> int:
-    return parts[number + 1] - parts[number]
+def _width(sizes: Sequence[int], number: int) -> int:
+    return sizes[number + 1] - sizes[number]

@@ -7,7 +7,7 @@ from typing import Final
 
 from zero_runtime.comm import DEFAULT_PORT
 from zero_runtime.deepspeed_names.distribution import FOLLOWED, NAMES_VERSION
-from zero_runtime.deepspeed_names.names import Module, Name, given, live, refused, values
+from zero_runtime.deepspeed_names.names import Module, Name, live, names_from, refused, values
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 INFERENCE: Final = (
@@ -23,16 +23,16 @@ TENSOR_PARALLEL: Final = (
 EXPERTS: Final = "experts (MoE) are not in this version"
 KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
 
-LOG: Final = given(
+LOG: Final = names_from(
     f"{_HERE}.comm_summary",
     "configure", "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "reset_log",
-) | given(
+) | names_from(
     f"{_HERE}.comm_summary",
     "log_summary",
     note="each call is timed by itself, and bandwidths are those of nccl-tests; and nothing is waited for",
 )  # fmt: skip
 
-_GROUPS: Final = given(
+_GROUPS: Final = names_from(
     f"{_HERE}.comm",
     "ProcessGroup", "ReduceOp", "destroy_process_group", "get_all_ranks_from_group", "get_global_rank", "get_local_rank",
     "get_local_rank_from_launcher", "get_rank", "get_world_group", "get_world_rank_from_launcher", "get_world_size",
@@ -40,13 +40,13 @@ _GROUPS: Final = given(
     "has_reduce_scatter_tensor", "init_distributed", "initialize_mesh_device", "is_available", "is_initialized", "new_group",
 )  # fmt: skip
 
-_MESSAGES: Final = given(
+_MESSAGES: Final = names_from(
     f"{_HERE}.comm",
     "P2POp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast",
     "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
     "reduce_scatter_tensor", "scatter", "send",
-) | given(f"{_HERE}.comm", "inference_all_reduce", note="an all_reduce like any other") | given(
+) | names_from(f"{_HERE}.comm", "inference_all_reduce", note="an all_reduce like any other") | names_from(
     f"{_HERE}.comm", "monitored_barrier", note="names the ranks that are missing on gloo; elsewhere an ordinary barrier"
 )  # fmt: skip
 
@@ -68,42 +68,42 @@ COMM: Final[dict[str, Name]] = {
     **_MESSAGES,
     **LOG,
     **_WORDS,
-    **given("zero_runtime.groups.comm_log", comms_logger="LOG"),
+    **names_from("zero_runtime.groups.comm_log", comms_logger="LOG"),
     **refused("messages go to torch.distributed; call the functions of deepspeed.comm", "TorchBackend"),
 }
 
-_PIPELINE: Final = given("zero_runtime.pipeline.module", "PipelineModule")
+_PIPELINE: Final = names_from("zero_runtime.pipeline.module", "PipelineModule")
 
 PIPE: Final[dict[str, Name]] = {
     **_PIPELINE,
-    **given("zero_runtime.pipeline.layers", "LayerSpec", "TiedLayerSpec"),
+    **names_from("zero_runtime.pipeline.layers", "LayerSpec", "TiedLayerSpec"),
     **refused(DUAL_PIPELINE, "DualPipeVModule"),
 }
 
-_ENGINE_NAMES: Final = given("zero_runtime.training.engine", DeepSpeedEngine="Engine")
+_ENGINE_NAMES: Final = names_from("zero_runtime.training.engine", DeepSpeedEngine="Engine")
 
 DEEPSPEED: Final[dict[str, Name]] = {
-    **given("zero_runtime.startup.initialization", "initialize"),
-    **given("zero_runtime.comm", "init_distributed"),
-    **given(
+    **names_from("zero_runtime.startup.initialization", "initialize"),
+    **names_from("zero_runtime.comm", "init_distributed"),
+    **names_from(
         "zero_runtime.startup.arguments",
         "add_core_arguments",
         add_config_arguments="add_core_arguments",
         _add_core_arguments="add_core_arguments",
     ),
     **_ENGINE_NAMES,
-    **given(f"{_HERE}.configuration", "DeepSpeedConfig"),
-    **given("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
-    **given(
+    **names_from(f"{_HERE}.configuration", "DeepSpeedConfig"),
+    **names_from("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
+    **names_from(
         "zero_runtime.training.data", DeepSpeedDataLoader="RankLoader", note="made by engine.deepspeed_io"
     ),
-    **given("zero_runtime.optimizer_step.interface", DeepSpeedOptimizer="WrappedOptimizer"),
-    **given(f"{_HERE}.messages", "log_dist", "logger"),
-    **given(f"{_HERE}.device_context", "OnDevice"),
-    **given(f"{_HERE}.accelerator", "get_accelerator"),
-    **given("deepspeed.runtime.zero", zero=""),
-    **given("deepspeed.runtime.activation_checkpointing.checkpointing", checkpointing=""),
-    **given("deepspeed.comm", dist=""),
+    **names_from("zero_runtime.optimizer_step.interface", DeepSpeedOptimizer="WrappedOptimizer"),
+    **names_from(f"{_HERE}.messages", "log_dist", "logger"),
+    **names_from(f"{_HERE}.device_context", "OnDevice"),
+    **names_from(f"{_HERE}.accelerator", "get_accelerator"),
+    **names_from("deepspeed.runtime.zero", zero=""),
+    **names_from("deepspeed.runtime.activation_checkpointing.checkpointing", checkpointing=""),
+    **names_from("deepspeed.comm", dist=""),
     **values(
         __version__=NAMES_VERSION,
         version=NAMES_VERSION,
@@ -122,7 +122,7 @@ DEEPSPEED: Final[dict[str, Name]] = {
         INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"
     ),
     **_PIPELINE,
-    **given("zero_runtime.pipeline.engine", "PipelineEngine"),
+    **names_from("zero_runtime.pipeline.engine", "PipelineEngine"),
     **refused(DUAL_PIPELINE, "DualPipeVEngine", "DualPipeVModule"),
     **refused(TENSOR_PARALLEL, "tp_model_init", "set_autotp_mode"),
     **refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine"),
@@ -132,8 +132,10 @@ DEEPSPEED: Final[dict[str, Name]] = {
 }
 
 ACCELERATOR: Final[dict[str, Name]] = {
-    **given(f"{_HERE}.accelerator", "get_accelerator", "set_accelerator", "is_current_accelerator_supported"),
-    **given(f"{_HERE}.accelerator", DeepSpeedAccelerator="Accelerator"),
+    **names_from(
+        f"{_HERE}.accelerator", "get_accelerator", "set_accelerator", "is_current_accelerator_supported"
+    ),
+    **names_from(f"{_HERE}.accelerator", DeepSpeedAccelerator="Accelerator"),
 }
 
 MODULES: Final[dict[str, Module]] = {
@@ -141,10 +143,10 @@ MODULES: Final[dict[str, Module]] = {
     "comm": Module(COMM),
     "comm.comm": Module(COMM),
     "comm.torch": Module(refused="torch.distributed is called directly; deepspeed.comm has its functions"),
-    "comm.reduce_op": Module(given(f"{_HERE}.comm", "ReduceOp")),
+    "comm.reduce_op": Module(names_from(f"{_HERE}.comm", "ReduceOp")),
     "comm.constants": Module({name: row for name, row in _WORDS.items() if name.endswith("_BACKEND")}),
     "comm.utils": Module(
-        given(
+        names_from(
             f"{_HERE}.comm",
             "get_local_rank_from_launcher",
             "get_world_rank_from_launcher",
@@ -157,17 +159,18 @@ MODULES: Final[dict[str, Module]] = {
     )),
     "accelerator": Module(ACCELERATOR),
     "accelerator.real_accelerator": Module(ACCELERATOR),
-    "accelerator.abstract_accelerator": Module(given(f"{_HERE}.accelerator", DeepSpeedAccelerator="Accelerator")),
-    "accelerator.cpu_accelerator": Module(given(f"{_HERE}.accelerator", CPU_Accelerator="Accelerator")),
-    "accelerator.cuda_accelerator": Module(given(f"{_HERE}.accelerator", CUDA_Accelerator="Accelerator")),
+    "accelerator.abstract_accelerator": Module(names_from(f"{_HERE}.accelerator", DeepSpeedAccelerator="Accelerator")),
+    "accelerator.cpu_accelerator": Module(names_from(f"{_HERE}.accelerator", CPU_Accelerator="Accelerator")),
+    "accelerator.cuda_accelerator": Module(names_from(f"{_HERE}.accelerator", CUDA_Accelerator="Accelerator")),
     "pipe": Module(PIPE),
     "git_version_info": Module(
-        values(version=NAMES_VERSION, git_hash=None, git_branch=None) | given(f"{_HERE}.torch_versions", torch_info="TORCH")
+        values(version=NAMES_VERSION, git_hash=None, git_branch=None)
+        | names_from(f"{_HERE}.torch_versions", torch_info="TORCH")
     ),
-    "env_report": Module(given("zero_runtime.report", "main", cli_main="main"), main="zero_runtime.report:main"),
+    "env_report": Module(names_from("zero_runtime.report", "main", cli_main="main"), main="zero_runtime.report:main"),
     "launcher": Module(),
     "launcher.runner": Module(
-        given("zero_runtime.launch", "main", fetch_hostfile="read_hosts")
+        names_from("zero_runtime.launch", "main", fetch_hostfile="read_hosts")
         | live(f"{_HERE}.launcher_environment", DEEPSPEED_ENVIRONMENT_NAME="environment_file")
         | refused("ranks are started by python -m zero_runtime.launch", "parse_inclusion_exclusion", "encode_world_info"),
         main="zero_runtime.launch:main",
@@ -177,7 +180,7 @@ MODULES: Final[dict[str, Module]] = {
     "model_implementations": Module(refused=INFERENCE),
     "moe": Module(),
     "moe.layer": Module(refused(EXPERTS, "MoE")),
-    "moe.utils": Module(given(
+    "moe.utils": Module(names_from(
         f"{_HERE}.experts",
         "has_moe_layers", "is_moe_param", "is_moe_param_group", "split_params_into_different_moe_groups_for_optimizer",
         note="for models without experts",
@@ -185,12 +188,12 @@ MODULES: Final[dict[str, Module]] = {
     **{f"moe.{name}": Module(refused=EXPERTS) for name in ("experts", "mappings", "sharded_moe", "capacity_bins")},
     "sequence": Module({}),
     "sequence.layer": Module(
-        given("zero_runtime.sequence_parallel", "DistributedAttention")
-        | given(f"{_HERE}.sequence_exchange", "single_all_to_all", "_SeqAllToAll")
+        names_from("zero_runtime.sequence_parallel", "DistributedAttention")
+        | names_from(f"{_HERE}.sequence_exchange", "single_all_to_all", "_SeqAllToAll")
     ),
-    "sequence.cross_entropy": Module(given(f"{_HERE}.sequence_loss", "vocab_sequence_parallel_cross_entropy")),
+    "sequence.cross_entropy": Module(names_from(f"{_HERE}.sequence_loss", "vocab_sequence_parallel_cross_entropy")),
     "compression": Module(),
-    "compression.helper": Module(given(f"{_HERE}.numerics", "recursive_getattr", "recursive_setattr")),
+    "compression.helper": Module(names_from(f"{_HERE}.numerics", "recursive_getattr", "recursive_setattr")),
     "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
     "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),
     "profiling": Module(refused="torch.utils.flop_counter counts operations; `commprof run` records messages"),

@@ -144,8 +144,8 @@ class PipelineParallelGrid:
     @staticmethod
     def _joined(groups: grids.ProcessGrid, *axes: str) -> tuple[list[int], Any]:
         """The ranks of this process's group along ``axes``, and the group."""
-        found = groups.group(*axes)
-        return list(found.global_ranks), found.group
+        group = groups.group(*axes)
+        return list(group.global_ranks), group.group
 
     def _neighbours(self) -> list[list[int]]:
         """For each rank, itself and the one of the next stage; the last stage's is the first."""

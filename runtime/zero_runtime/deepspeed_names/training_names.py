@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zero_runtime.deepspeed_names.inner_names import PARAMETERS
-from zero_runtime.deepspeed_names.names import Module, Name, given, live, refused, values
+from zero_runtime.deepspeed_names.names import Module, Name, live, names_from, refused, values
 from zero_runtime.deepspeed_names.top_names import PIPE, TENSOR_PARALLEL
 
 _HERE: Final = "zero_runtime.deepspeed_names"
@@ -21,7 +21,7 @@ _ONEBIT: Final = (
 )
 
 _ENGINE: Final[dict[str, Name]] = {
-    **given("zero_runtime.training.engine", DeepSpeedEngine="Engine"),
+    **names_from("zero_runtime.training.engine", DeepSpeedEngine="Engine"),
     **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
     **refused(
         "it is a part of how DeepSpeed's engine writes what it knows",
@@ -32,12 +32,12 @@ _ENGINE: Final[dict[str, Name]] = {
         "wall_clock_breakdown measures; engine.get_wall_clock_timers() has the figures", "EngineTimers"
     ),
 }
-_INIT: Final = given(
+_INIT: Final = names_from(
     f"{_HERE}.construction",
     "Init",
     note="without a config and a dtype parameters are made as the script makes them",
 )
-_GATHERED: Final = given(
+_GATHERED: Final = names_from(
     "zero_runtime.zero",
     "GatheredParameters",
     note="may be nested, and the optimizer goes on from changed values",
@@ -45,47 +45,47 @@ _GATHERED: Final = given(
 _PARAMETERS: Final[dict[str, Name]] = {
     **_INIT,
     **_GATHERED,
-    **given(
+    **names_from(
         "zero_runtime.zero", "ZeroParamStatus", "register_external_parameter", "unregister_external_parameter"
     ),
-    **given(f"{_HERE}.configuration", "ZeroParamType"),
+    **names_from(f"{_HERE}.configuration", "ZeroParamType"),
 }
-_TILES: Final = given(
+_TILES: Final = names_from(
     f"{_HERE}.tiling", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
 )
-_UNWRAP: Final = given(f"{_HERE}.zero_checks", "unwrap_model_for_generation")
-_MEMORY_2: Final = given(
+_UNWRAP: Final = names_from(f"{_HERE}.zero_checks", "unwrap_model_for_generation")
+_MEMORY_2: Final = names_from(
     "zero_runtime.memory_estimates",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
 )
-_MEMORY_3: Final = given(
+_MEMORY_3: Final = names_from(
     "zero_runtime.memory_estimates",
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 )
 _MICS_NAMES: Final = refused(MICS, "MiCS_Init", "MiCS_Offload", "MiCS_Optimizer")
-_OPTIMIZERS: Final = given(
+_OPTIMIZERS: Final = names_from(
     "zero_runtime.optimizer_step.interface",
     DeepSpeedOptimizer="WrappedOptimizer",
     ZeROOptimizer="WrappedOptimizer",
     note=_STAGES,
 )
-_OFFLOAD_ENUMS: Final = given(f"{_HERE}.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum")
+_OFFLOAD_ENUMS: Final = names_from(f"{_HERE}.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum")
 
-_OFFLOAD_CONFIGS: Final = given(
+_OFFLOAD_CONFIGS: Final = names_from(
     f"{_HERE}.block_configurations",
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig",
 )
 
 _SCHEDULES: Final[dict[str, Name]] = {
-    **given(
+    **names_from(
         "zero_runtime.schedules", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"
     ),
-    **given(
+    **names_from(
         f"{_HERE}.schedule_arguments", "add_tuning_arguments", "get_config_from_args", "get_lr_from_config"
     ),
     **values(
@@ -124,8 +124,8 @@ _SCHEDULES: Final[dict[str, Name]] = {
 }
 
 _NUMERICS: Final[dict[str, Name]] = {
-    **given("zero_runtime.startup.memory", "see_memory_usage", "memory_status"),
-    **given(
+    **names_from("zero_runtime.startup.memory", "see_memory_usage", "memory_status"),
+    **names_from(
         f"{_HERE}.numerics",
         "DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device",
         "count_used_parameters_in_backward", "empty_cache",
@@ -135,7 +135,7 @@ _NUMERICS: Final[dict[str, Name]] = {
         "has_inf_or_nan", "move_to_device", "noop_context", "noop_decorator", "partition_balanced",
         "partition_uniform", "prefix_sum_inc", "required_torch_version", "set_random_seed",
     ),
-    **given(f"{_HERE}.partitioned_tensor", "PartitionedTensor"),
+    **names_from(f"{_HERE}.partitioned_tensor", "PartitionedTensor"),
     **refused("overflows are found by the engine, from the configuration", "CheckOverflow"),
 }  # fmt: skip
 
@@ -152,8 +152,8 @@ _WORDS: Final = values(
 )
 _CONFIG: Final[dict[str, Name]] = {
     **_WORDS,
-    **given(f"{_HERE}.configuration", "DeepSpeedConfig", "ValidationMode", "ZeroStageEnum"),
-    **given("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
+    **names_from(f"{_HERE}.configuration", "DeepSpeedConfig", "ValidationMode", "ZeroStageEnum"),
+    **names_from("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
     **values(
         ADAM_OPTIMIZER="adam",
         ADAMW_OPTIMIZER="adamw",
@@ -165,8 +165,8 @@ _CONFIG: Final[dict[str, Name]] = {
     ),
 }
 _ZERO_CONFIG: Final[dict[str, Name]] = {
-    **given(f"{_HERE}.configuration", "ZeroStageEnum", "OffloadDeviceEnum"),
-    **given(
+    **names_from(f"{_HERE}.configuration", "ZeroStageEnum", "OffloadDeviceEnum"),
+    **names_from(
         f"{_HERE}.block_configurations",
         "DeepSpeedZeroConfig",
         "get_zero_config",
@@ -183,7 +183,7 @@ _ZERO: Final[dict[str, Name]] = {
     **_MEMORY_3,
     **_MICS_NAMES,
 }
-_CHECKPOINTING: Final = given(
+_CHECKPOINTING: Final = names_from(
     "zero_runtime.activation_checkpointing",
     "CheckpointFunction", "CudaRNGStatesTracker",
     "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured",
@@ -198,7 +198,7 @@ _CHECKPOINTING: Final = given(
     SYNCHRONIZE="synchronizes",
     PROFILE_TIME="measures_times",
 )  # fmt: skip
-_TOPOLOGY: Final = given(
+_TOPOLOGY: Final = names_from(
     f"{_HERE}.topology",
     "ProcessTopology",
     "PipeDataParallelTopology",
@@ -214,17 +214,17 @@ MODULES: Final[dict[str, Module]] = {
         _OPTIMIZERS
     ),
     "runtime.bf16_optimizer": Module(
-        given("zero_runtime.optimizer_step.interface", BF16_Optimizer="WrappedOptimizer", note=_STAGES)
+        names_from("zero_runtime.optimizer_step.interface", BF16_Optimizer="WrappedOptimizer", note=_STAGES)
     ),
     "runtime.fp16": Module(),
     "runtime.fp16.fused_optimizer": Module(
-        given("zero_runtime.optimizer_step.replicated", FP16_Optimizer="ReplicatedOptimizer", note=_STAGES)
+        names_from("zero_runtime.optimizer_step.replicated", FP16_Optimizer="ReplicatedOptimizer", note=_STAGES)
     ),
     "runtime.fp16.unfused_optimizer": Module(
-        given("zero_runtime.optimizer_step.replicated", FP16_UnfusedOptimizer="ReplicatedOptimizer", note=_STAGES)
+        names_from("zero_runtime.optimizer_step.replicated", FP16_UnfusedOptimizer="ReplicatedOptimizer", note=_STAGES)
     ),
     "runtime.fp16.loss_scaler": Module(
-        given(
+        names_from(
             f"{_HERE}.loss_scaler",
             "CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "DynamicLossScaler", "INITIAL_LOSS_SCALE", "LossScaler",
             "LossScalerBase",
@@ -237,54 +237,56 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.zero.stage3": Module(
         _MEMORY_3
         | _UNWRAP
-        | given("zero_runtime.optimizer_step.sharded", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
+        | names_from("zero_runtime.optimizer_step.sharded", DeepSpeedZeroOptimizer_Stage3="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.stage_1_and_2": Module(
-        _MEMORY_2 | given("zero_runtime.optimizer_step.sharded", DeepSpeedZeroOptimizer="ShardedOptimizer", note=_STAGES)
+        _MEMORY_2
+        | names_from("zero_runtime.optimizer_step.sharded", DeepSpeedZeroOptimizer="ShardedOptimizer", note=_STAGES)
     ),
     "runtime.zero.tiling": Module(_TILES),
     "runtime.zero.config": Module(_ZERO_CONFIG),
     "runtime.zero.offload_config": Module(_OFFLOAD_ENUMS | _OFFLOAD_CONFIGS),
-    "runtime.zero.offload_states": Module(given("zero_runtime.training.moved_states", "get_state_devices")),
+    "runtime.zero.offload_states": Module(names_from("zero_runtime.training.moved_states", "get_state_devices")),
     "runtime.zero.leaf_module_config": Module(
-        given(
+        names_from(
             f"{_HERE}.block_configurations",
             "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
             "DeepSpeedZeroLeafModuleConfig",
         )
     ),
     "runtime.precision_config": Module(
-        given(
+        names_from(
             f"{_HERE}.block_configurations",
             "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config",
         )
     ),
     "runtime.zero.mics": Module(_MICS_NAMES),
     "runtime.zero.utils": Module(
-        given(f"{_HERE}.zero_checks", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_param", "is_zero_supported_optimizer")
-        | given(f"{_HERE}.zero_checks", "assert_ints_same_as_other_ranks", "get_lst_from_rank0")
-        | given("zero_runtime.errors", ZeRORuntimeException="ZeroRuntimeError")
+        names_from(f"{_HERE}.zero_checks", "ZERO_SUPPORTED_OPTIMIZERS", "is_zero_param", "is_zero_supported_optimizer")
+        | names_from(f"{_HERE}.zero_checks", "assert_ints_same_as_other_ranks", "get_lst_from_rank0")
+        | names_from("zero_runtime.errors", ZeRORuntimeException="ZeroRuntimeError")
     ),
     "runtime.lr_schedules": Module(_SCHEDULES),
     "runtime.utils": Module(_NUMERICS),
     "runtime.config": Module(_CONFIG),
     "runtime.constants": Module({name: row for name, row in _CONFIG.items() if name in _WORDS or name == "ValidationMode"}),
     "runtime.config_utils": Module(
-        given(f"{_HERE}.config_model", "DeepSpeedConfigModel", note="needs the package pydantic")
+        names_from(f"{_HERE}.config_model", "DeepSpeedConfigModel", note="needs the package pydantic")
         | refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigObject")
     ),
     "runtime.dataloader": Module(
-        given("zero_runtime.training.data", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")
+        names_from("zero_runtime.training.data", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")
     ),
     "runtime.activation_checkpointing": Module(),
     "runtime.activation_checkpointing.checkpointing": Module(_CHECKPOINTING),
     "runtime.pipe": Module(PIPE | _TOPOLOGY),
-    "runtime.pipe.module": Module(PIPE | given("zero_runtime.errors", PipelineError="UsageError")),
+    "runtime.pipe.module": Module(PIPE | names_from("zero_runtime.errors", PipelineError="UsageError")),
     "runtime.pipe.engine": Module(
-        given("zero_runtime.pipeline.engine", "PipelineEngine") | given("zero_runtime.errors", PipelineError="UsageError")
+        names_from("zero_runtime.pipeline.engine", "PipelineEngine")
+        | names_from("zero_runtime.errors", PipelineError="UsageError")
     ),
     "runtime.pipe.topology": Module(_TOPOLOGY),
-    "runtime.pipe.schedule": Module(given(
+    "runtime.pipe.schedule": Module(names_from(
         f"{_HERE}.pipe_schedule",
         "BackwardPass", "BufferOpInstruction", "DataParallelSchedule", "ForwardPass", "InferenceSchedule", "LoadMicroBatch",
         "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads",
@@ -303,7 +305,9 @@ MODULES: Final[dict[str, Module]] = {
     ),
     "runtime.tensor_parallel": Module(refused=TENSOR_PARALLEL),
     "runtime.domino": Module(refused=f"Domino's order of messages is not in this version; {TENSOR_PARALLEL}"),
-    "runtime.compiler": Module(given(f"{_HERE}.compiling", "disable", "enable", "is_compile_supported", "is_compiling")),
+    "runtime.compiler": Module(
+        names_from(f"{_HERE}.compiling", "disable", "enable", "is_compile_supported", "is_compiling")
+    ),
     "runtime.comm": Module(refused="zero_optimization.gradient_reduction chooses how gradients are reduced"),
     "runtime.swap_tensor": Module(
         values(MIN_SWAPPABLE_BYTES=1024 * 1024)

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.deepspeed_names.names import Module, Name, Value, given, refused
+from zero_runtime.deepspeed_names.names import Module, Name, Value, names_from, refused
 from zero_runtime.deepspeed_names.op_builders import BUILDERS
 from zero_runtime.deepspeed_names.top_names import EXPERTS, KERNELS
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 
-LOGGING: Final[dict[str, Name]] = given(
+LOGGING: Final[dict[str, Name]] = names_from(
     f"{_HERE}.messages",
     "LoggerFactory", "get_current_level", "get_dist_msg", "get_log_level_from_string", "log_dist", "log_dist_once",
     "log_levels", "logger", "print_configuration", "print_dist", "print_json_dist", "set_log_level_from_string",
     "should_log_le", "warning_once",
 )  # fmt: skip
 
-TENSORS: Final[dict[str, Name]] = given(
+TENSORS: Final[dict[str, Name]] = names_from(
     "zero_runtime.tensor_access",
     "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
     "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_update_full_grad_vectorized",
-) | given(
+) | names_from(
     "zero_runtime.tensor_access",
     "safe_set_full_fp32_param",
     note="the model has the value at once, in DeepSpeed at stage 3 after the next step",
-) | given(
+) | names_from(
     "zero_runtime.tensor_access",
     "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_local_fp32_param",
     "safe_set_local_grad", "safe_set_local_optimizer_state",
     note="at stages 1 and 2 too",
 )  # fmt: skip
 
-LEAVES: Final[dict[str, Name]] = given(
+LEAVES: Final[dict[str, Name]] = names_from(
     "zero_runtime.zero",
     "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module",
-) | given(
+) | names_from(
     f"{_HERE}.zero_checks", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"
 )  # fmt: skip
 
@@ -50,10 +50,10 @@ _UNDERLINED: Final = tuple(
     for what in ("group", "world_size", "rank")
 )
 GROUPS: Final[dict[str, Name]] = {
-    **given(f"{_HERE}.groups", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size"),
-    **given(f"{_HERE}.groups", *_OF_AXES, note="of the training initialised last; a group of one rank is None"),
-    **given(f"{_HERE}.groups", **{f"_{name}": name for name in (*_UNDERLINED, "get_model_parallel_world_size")}),
-    **given(
+    **names_from(f"{_HERE}.groups", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size"),
+    **names_from(f"{_HERE}.groups", *_OF_AXES, note="of the training initialised last; a group of one rank is None"),
+    **names_from(f"{_HERE}.groups", **{f"_{name}": name for name in (*_UNDERLINED, "get_model_parallel_world_size")}),
+    **names_from(
         f"{_HERE}.groups",
         "get_tensor_model_parallel_src_rank",
         "set_tensor_model_parallel_world_size",
@@ -61,7 +61,7 @@ GROUPS: Final[dict[str, Name]] = {
         _get_data_parallel_group_ranks="get_data_parallel_ranks",
         _clone_world_group="get_data_parallel_group",
     ),
-    **given(
+    **names_from(
         f"{_HERE}.groups",
         note="one rank: the group is None",
         _get_expert_model_parallel_world_size="get_single_world_size",
@@ -77,22 +77,22 @@ GROUPS: Final[dict[str, Name]] = {
     ),
 }  # fmt: skip
 
-TIMERS: Final[dict[str, Name]] = given(
+TIMERS: Final[dict[str, Name]] = names_from(
     f"{_HERE}.timers",
     "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER", "BACKWARD_MICRO_TIMER",
     "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "FORWARD_MICRO_TIMER",
     "NoopTimer",
     "PSUTILS_INSTALLED", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "SynchronizedWallClockTimer", "trim_mean",
-) | given("zero_runtime.training.throughput", "TIME_EPSILON", "ThroughputTimer")  # fmt: skip
+) | names_from("zero_runtime.training.throughput", "TIME_EPSILON", "ThroughputTimer")  # fmt: skip
 
 CONSOLIDATION: Final[dict[str, Name]] = (
-    given(
+    names_from(
         "zero_runtime.checkpoint.consolidation",
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint",
     )
-    | given(
+    | names_from(
         f"{_HERE}.checkpoint_files",
         "get_checkpoint_files",
         "get_model_state_file",
@@ -107,8 +107,8 @@ CONSOLIDATION: Final[dict[str, Name]] = (
     )
 )
 
-_CONTEXT: Final = given(f"{_HERE}.device_context", "OnDevice", "instrument_w_nvtx")
-_PATHS: Final = given(f"{_HERE}.numerics", "recursive_getattr", "recursive_setattr")
+_CONTEXT: Final = names_from(f"{_HERE}.device_context", "OnDevice", "instrument_w_nvtx")
+_PATHS: Final = names_from(f"{_HERE}.numerics", "recursive_getattr", "recursive_setattr")
 
 UTILS: Final[dict[str, Name]] = {
     **{name: LOGGING[name] for name in ("log_dist", "log_dist_once", "logger", "set_log_level_from_string")},
@@ -116,19 +116,19 @@ UTILS: Final[dict[str, Name]] = {
     **LEAVES,
     **_CONTEXT,
     **_PATHS,
-    **given("zero_runtime.training.data", "RepeatingLoader"),
+    **names_from("zero_runtime.training.data", "RepeatingLoader"),
     **{name: row for name, row in GROUPS.items() if not name.startswith("_")},
 }
 
-_ADAM: Final = given(
+_ADAM: Final = names_from(
     f"{_HERE}.optimizers",
     "DeepSpeedCPUAdam",
     "FusedAdam",
     note="torch's AdamW or Adam, fused where it can be",
 )
-_LION: Final = given(f"{_HERE}.optimizers", "DeepSpeedCPULion", "FusedLion")
-_ADAGRAD: Final = given(f"{_HERE}.optimizers", "DeepSpeedCPUAdagrad")
-_LAMB: Final = given(f"{_HERE}.optimizers", "FusedLamb")
+_LION: Final = names_from(f"{_HERE}.optimizers", "DeepSpeedCPULion", "FusedLion")
+_ADAGRAD: Final = names_from(f"{_HERE}.optimizers", "DeepSpeedCPUAdagrad")
+_LAMB: Final = names_from(f"{_HERE}.optimizers", "FusedLamb")
 _ZENFLOW: Final = refused(
     "ZenFlow is not in this version",
     "ZenFlowCPUAdam",
@@ -138,7 +138,7 @@ _ZENFLOW: Final = refused(
 
 _BUILDERS: Final[dict[str, Name]] = {
     **{name: Value(builder) for name, builder in BUILDERS.items()},
-    **given(f"{_HERE}.op_builders", "ALL_OPS", "OpBuilder"),
+    **names_from(f"{_HERE}.op_builders", "ALL_OPS", "OpBuilder"),
 }
 
 MODULES: Final[dict[str, Module]] = {
@@ -152,26 +152,28 @@ MODULES: Final[dict[str, Module]] = {
     "utils.groups": Module(GROUPS),
     "utils.timer": Module(TIMERS),
     "utils.zero_to_fp32": Module(CONSOLIDATION, main="zero_runtime.checkpoint.__main__:main"),
-    "utils.nvtx": Module(given(f"{_HERE}.device_context", "instrument_w_nvtx")),
-    "utils.init_on_device": Module(given(f"{_HERE}.device_context", "OnDevice")),
+    "utils.nvtx": Module(names_from(f"{_HERE}.device_context", "instrument_w_nvtx")),
+    "utils.init_on_device": Module(names_from(f"{_HERE}.device_context", "OnDevice")),
     "utils.module_utils": Module(_PATHS),
-    "utils.torch": Module(given(f"{_HERE}.numerics", "required_torch_version")),
-    "utils.comms_logging": Module(given("zero_runtime.groups.comm_log", CommsLogger="CommLog", convert_size="shown_size")),
-    "utils.exceptions": Module(given("zero_runtime.errors", DeprecatedException="UnsupportedError")),
+    "utils.torch": Module(names_from(f"{_HERE}.numerics", "required_torch_version")),
+    "utils.comms_logging": Module(
+        names_from("zero_runtime.groups.comm_log", CommsLogger="CommLog", convert_size="shown_size")
+    ),
+    "utils.exceptions": Module(names_from("zero_runtime.errors", DeprecatedException="UnsupportedError")),
     "utils.types": Module(refused=KERNELS),
     "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),
     "utils.debug": Module(refused="commprof records what is sent, and names the parameters"),
-    "ops": Module(given(f"{_HERE}.op_builders", __compatible_ops__="COMPATIBLE")),
+    "ops": Module(names_from(f"{_HERE}.op_builders", __compatible_ops__="COMPATIBLE")),
     "ops.adam": Module(_ADAM | _ZENFLOW),
-    "ops.adam.fused_adam": Module(given(f"{_HERE}.optimizers", "FusedAdam")),
-    "ops.adam.cpu_adam": Module(given(f"{_HERE}.optimizers", "DeepSpeedCPUAdam")),
+    "ops.adam.fused_adam": Module(names_from(f"{_HERE}.optimizers", "FusedAdam")),
+    "ops.adam.cpu_adam": Module(names_from(f"{_HERE}.optimizers", "DeepSpeedCPUAdam")),
     "ops.adagrad": Module(_ADAGRAD),
     "ops.adagrad.cpu_adagrad": Module(_ADAGRAD),
     "ops.lamb": Module(_LAMB),
     "ops.lamb.fused_lamb": Module(_LAMB),
     "ops.lion": Module(_LION),
-    "ops.lion.cpu_lion": Module(given(f"{_HERE}.optimizers", "DeepSpeedCPULion")),
-    "ops.lion.fused_lion": Module(given(f"{_HERE}.optimizers", "FusedLion")),
+    "ops.lion.cpu_lion": Module(names_from(f"{_HERE}.optimizers", "DeepSpeedCPULion")),
+    "ops.lion.fused_lion": Module(names_from(f"{_HERE}.optimizers", "FusedLion")),
     "ops.op_builder": Module(_BUILDERS),
     "ops.op_builder.builder": Module({"OpBuilder": _BUILDERS["OpBuilder"]}),
     "ops.op_builder.all_ops": Module(_BUILDERS),

@@ -82,19 +82,19 @@ def _flag(
     raise_if_not_found: bool,
     fits: Callable[[str, str], bool],
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    found: list[torch.nn.Module] = []
+    flagged: list[torch.nn.Module] = []
     used: set[str] = set()
     for full, module in model.named_modules():
         matching = [each for each in wanted if fits(full, each)]
         if matching:
             used.update(matching)
-            found.append(module)
+            flagged.append(module)
             if is_leaf(module) != flag:
                 set_z3_leaf_module(module, flag)
     missing = [each for each in wanted if each not in used]
     if missing and raise_if_not_found:
         raise ConfigError(f"no module of the model is called {', '.join(missing)}")
-    return found, missing
+    return flagged, missing
 
 
 @contextmanager

@@ -94,8 +94,8 @@ class OneBitLamb(OneBitOptimizer):
                 ratio = _ratio(tensor, step, 1.0)
                 if ratio != 1.0:
                     ratio = _clamped(ratio, *self._coefficients)
-                    state, kept = self.state[tensor], self._coeff_beta
-                    state["coefficient"] = kept * state.get("coefficient", 0.0) + (1.0 - kept) * ratio
+                    state, weight = self.state[tensor], self._coeff_beta
+                    state["coefficient"] = weight * state.get("coefficient", 0.0) + (1.0 - weight) * ratio
                 tensor.add_(step, alpha=-float(group["lr"]) * ratio)
 
     def _step_apart(self, number: int) -> None:
@@ -139,9 +139,9 @@ class OneBitLamb(OneBitOptimizer):
         step = mean / divisor
         factor = float(divisor.div_(fresh.sqrt().add_(group["eps"])).max())
         if decay > 0.0:
-            whole = step.add(tensor, alpha=decay)
-            share = min(1.0, _ratio(step, whole, 0.0))
-            factor, step = factor * share + 1.0 - share, whole
+            decayed = step.add(tensor, alpha=decay)
+            share = min(1.0, _ratio(step, decayed, 0.0))
+            factor, step = factor * share + 1.0 - share, decayed
         last = state["factor"]
         factor = _clamped(factor, *self._factors)
         factor = _clamped(factor, last * (1.0 - self._threshold), last * (1.0 + self._threshold))

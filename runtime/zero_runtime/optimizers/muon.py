@@ -49,8 +49,8 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-10,
         adam_w_mode: bool = True,
     ) -> None:
-        given = {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method}
-        given |= {"betas": tuple(betas), "eps": eps}
+        configured = {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method}
+        configured |= {"betas": tuple(betas), "eps": eps}
         halves = (
             (True, _OF_MATRICES, _first(muon_lr, lr, _OF_MATRICES["lr"])),
             (False, _OF_OTHERS, _first(adam_lr, lr, _OF_OTHERS["lr"])),
@@ -63,7 +63,9 @@ class Muon(torch.optim.Optimizer):
                     continue
                 if use_muon:
                     half.sort(key=_shape, reverse=True)
-                options = {name: given.get(name, value) for name, value in defaults.items()} | {"lr": rate}
+                options = {name: configured.get(name, value) for name, value in defaults.items()} | {
+                    "lr": rate
+                }
                 options |= {name: value for name, value in own.items() if name in defaults}
                 if use_muon and options["ns_method"] not in METHODS:
                     raise ConfigError(

@@ -60,9 +60,9 @@ def _through_gram(wide: torch.Tensor, steps: int) -> torch.Tensor:
 
 def _polynomial(gram: torch.Tensor) -> torch.Tensor:
     """a I + b G + c G^2."""
-    found = _B * gram + _C * (gram @ gram)
-    found.diagonal(dim1=-2, dim2=-1).add_(_A)
-    return found
+    result = _B * gram + _C * (gram @ gram)
+    result.diagonal(dim1=-2, dim2=-1).add_(_A)
+    return result
 
 
 def _dtype(device: torch.device, method: str) -> torch.dtype:

@@ -66,11 +66,11 @@ class DistributedAttention(torch.nn.Module):
     def group(self) -> DataParallelGroup:
         """The ranks that share the sequences."""
         if self._group is None:
-            given = self._given
-            if given is None:
+            group = self._given
+            if group is None:
                 self._group = sequence_group()
             else:
-                self._group = given if isinstance(given, DataParallelGroup) else DataParallelGroup(given)
+                self._group = group if isinstance(group, DataParallelGroup) else DataParallelGroup(group)
         return self._group
 
     def forward(
@@ -99,8 +99,8 @@ class DistributedAttention(torch.nn.Module):
         """
         sequence = 1 - batch_dim_idx
         self._check(query, key, batch_dim_idx)
-        whole = [exchange(each, self.group, _HEADS, sequence, self._why) for each in (query, key, value)]
-        attended = self.local_attn(*whole, *args, **kwargs)
+        exchanged = [exchange(each, self.group, _HEADS, sequence, self._why) for each in (query, key, value)]
+        attended = self.local_attn(*exchanged, *args, **kwargs)
         return exchange(attended, self.group, sequence, _HEADS, self._why)
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, batch_dim_idx: int) -> None:
@@ -110,11 +110,11 @@ class DistributedAttention(torch.nn.Module):
                 "heads, width) and 0, or (sequence, batch, heads, width) and 1"
             )
         size = self.group.world_size
-        said = key.shape[_HEADS] if self.num_kv_heads is None else self.num_kv_heads
+        num_kv_heads = key.shape[_HEADS] if self.num_kv_heads is None else self.num_kv_heads
         for name, heads in (
             ("query", query.shape[_HEADS]),
             ("key and value", key.shape[_HEADS]),
-            ("num_kv_heads", said),
+            ("num_kv_heads", num_kv_heads),
         ):
             if heads % size:
                 raise UsageError(

@@ -21,13 +21,13 @@ def sequence_group() -> DataParallelGroup:
     Raises:
         UsageError: there is none, or its ranks share no sequences.
     """
-    found = current()
-    if found is None or found.grid is None or SEQUENCE not in found.grid.topology.axes:
+    parallelism = current()
+    if parallelism is None or parallelism.grid is None or SEQUENCE not in parallelism.grid.topology.axes:
         raise UsageError(
             "no ranks share sequences: set sequence_parallel_size in the configuration and call zero_runtime.initialize "
             "first, or give the group"
         )
-    return found.grid.group(SEQUENCE)
+    return parallelism.grid.group(SEQUENCE)
 
 
 def own_piece(tensor: torch.Tensor, dim: int = 1, group: DataParallelGroup | None = None) -> torch.Tensor:

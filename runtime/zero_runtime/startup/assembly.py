@@ -119,23 +119,23 @@ def assemble(
     check_whole(config.communication, parallelism.model is not None or parallelism.grid is not None)
     _check_module(module)
     close(module)
-    given = list(parameters) if parameters is not None else None
+    parameter_list = list(parameters) if parameters is not None else None
     divide(config.parallel, module, parallelism.tensor_group, parallelism.stages > 1)
     use(parallelism)
     if parallelism.tensor_group is not None and parallelism.stages == 1:
         check_first_inputs(module, parallelism.tensor_group)
     ranks = data_parallel_ranks(config, parallelism.data)
-    made = _assembled(config, module, client, given, ranks.group, parallelism.replicas)
-    if made.optimizer is not None:
-        made.optimizer.model_ranks = parallelism.model
-    return made._replace(installed=ranks.installed, parallelism=parallelism)
+    assembly = _assembled(config, module, client, parameter_list, ranks.group, parallelism.replicas)
+    if assembly.optimizer is not None:
+        assembly.optimizer.model_ranks = parallelism.model
+    return assembly._replace(installed=ranks.installed, parallelism=parallelism)
 
 
 def _assembled(
     config: RuntimeConfig,
     module: torch.nn.Module,
     client: ClientOptimizer | None,
-    given: list[Any] | None,
+    parameters: list[Any] | None,
     group: DataParallelGroup,
     replicas: int,
 ) -> Assembly:
@@ -150,7 +150,7 @@ def _assembled(
     if config.optimizer is not None and config.optimizer.type.lower() == "muon":
         mark_matrices(module)
     inner = torch_optimizer(
-        config.optimizer, client, given if given is not None else list(module.parameters())
+        config.optimizer, client, parameters if parameters is not None else list(module.parameters())
     )
     if inner is not None:
         _check_optimizer(module, inner)
@@ -158,8 +158,8 @@ def _assembled(
         return _with_sharded_parameters(config, module, inner, kinds, group, boundary, replicas)
     if inner is None:
         check_optimizer_given(config.communication)
-        kept = _unused_gradients(config, module, kinds, group, boundary)
-        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, kept)
+        gradients = _unused_gradients(config, module, kinds, group, boundary)
+        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, gradients)
     _describe(module, inner)
     scale = LossScale(config.precision.loss_scale)
     reduce, residuals = _reduction(config, module, inner, group, boundary, scale)
@@ -173,8 +173,8 @@ def _assembled(
     )
     build = _sharded if config.zero.stage.shards_optimizer else _replicated
     optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary, scale)
-    made = Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
-    return made._replace(residuals=residuals)
+    assembly = Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
+    return assembly._replace(residuals=residuals)
 
 
 def _reduction(

@@ -83,18 +83,18 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if hooks.position.step >= 0 and not hooks.has_stepped():
         hooks.step(-1)  # the steps were of another recording, or of none
     hooks.phase("init")
-    given = configuration.load(config if config is not None else config_params, args)
+    config_values = configuration.load(config if config is not None else config_params, args)
     if mesh_param is not None:
-        given = with_mesh(given, mesh_param)
+        config_values = with_mesh(config_values, mesh_param)
     comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
-    stages = stages_for(model, configuration.pipeline_of(given))
+    stages = stages_for(model, configuration.pipeline_of(config_values))
     # A pipeline has its own groups, which are those that scripts pass on.
     shared = share(
-        configuration.parallel_of(given), None if isinstance(model, PipelineModule) else mpu, stages
+        configuration.parallel_of(config_values), None if isinstance(model, PipelineModule) else mpu, stages
     )
-    checked = RuntimeConfig.from_mapping(given, comm.get_world_size(), shared.stages)
+    checked = RuntimeConfig.from_mapping(config_values, comm.get_world_size(), shared.stages)
     _notify(checked)
     if checked.comms_logger.enabled:
         LOG.configure(**dataclasses.asdict(checked.comms_logger))

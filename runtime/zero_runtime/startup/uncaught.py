@@ -61,13 +61,13 @@ def report_uncaught() -> None:
 
 def sentence_of(error: BaseException, trace: TracebackType | None) -> str:
     """What is printed of ``error``: its message, and where the script met it."""
-    said = f"zero_runtime: error: {error}"
+    sentence = f"zero_runtime: error: {error}"
     places = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((*_INNER, "<"))]
     if not places:
-        return said
+        return sentence
     place = places[-1]
     code = f": {place.line}" if place.line else ""
-    return f"{said}\n  {place.filename}, line {place.lineno}{code}"
+    return f"{sentence}\n  {place.filename}, line {place.lineno}{code}"
 
 
 def _say_once(sentence: str) -> None:

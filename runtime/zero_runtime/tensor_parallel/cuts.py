@@ -43,12 +43,12 @@ class Cut:
                     f"evenly; choose a tp_size that divides {extent}, or leave the module out of the plan"
                 )
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of ``whole``; a new tensor."""
-        pieces = [
-            section.chunk(self.size, self.dim)[self.rank] for section in whole.split(self.sections, self.dim)
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of ``tensor``; a new tensor."""
+        own_ranges = [
+            section.chunk(self.size, self.dim)[self.rank] for section in tensor.split(self.sections, self.dim)
         ]
-        return torch.cat(pieces, self.dim)
+        return torch.cat(own_ranges, self.dim)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole of which ``shape`` is that of a part."""
@@ -58,17 +58,19 @@ class Cut:
         """The shape of a part of a whole of ``shape``."""
         return *shape[: self.dim], sum(self.sections) // self.size, *shape[self.dim + 1 :]
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of which ``parts`` are what each rank holds."""
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of which ``shards`` are what each rank holds."""
         extents = [extent // self.size for extent in self.sections]
-        by_rank = [part.split(extents, self.dim) for part in parts]
-        return torch.cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], self.dim)
+        by_rank = [shard.split(extents, self.dim) for shard in shards]
+        return torch.cat(
+            [portion for matching in zip(*by_rank, strict=True) for portion in matching], self.dim
+        )
 
 
 def cut_of(parameter: torch.Tensor) -> Cut | None:
     """How ``parameter`` is cut; None where every rank has all of it."""
-    found = getattr(parameter, _ATTRIBUTE, None)
-    return found if isinstance(found, Cut) else None
+    cut = getattr(parameter, _ATTRIBUTE, None)
+    return cut if isinstance(cut, Cut) else None
 
 
 @torch.no_grad()
@@ -101,11 +103,11 @@ def mark(parameter: torch.Tensor, how: Cut) -> None:
 
 def own_parts(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` with this rank's part in place of each whole parameter that is cut in ``module``."""
-    found = dict(state)
+    own = dict(state)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        how, value = cut_of(parameter), found.get(name)
+        how, value = cut_of(parameter), own.get(name)
         if how is None or not isinstance(value, torch.Tensor):
             continue
         if tuple(value.shape) == how.whole_shape(tuple(parameter.shape)):
-            found[name] = how.part(value)
-    return found
+            own[name] = how.part(value)
+    return own

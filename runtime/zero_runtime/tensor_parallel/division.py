@@ -194,8 +194,8 @@ def _extents(name: str, layer: torch.nn.Linear, rule: Rule) -> tuple[int, ...]:
 
 def _attention(rules: Mapping[str, Rule]) -> list[str]:
     """The modules that hold column-parallel layers: attention modules count their heads."""
-    held = {name.rpartition(".")[0]: None for name, rule in rules.items() if rule.how is How.COLUMN}
-    return [name for name in held if name]
+    owners = {name.rpartition(".")[0]: None for name, rule in rules.items() if rule.how is How.COLUMN}
+    return [name for name in owners if name]
 
 
 def _heads(module: torch.nn.Module) -> dict[str, int]:
@@ -250,14 +250,14 @@ def _divide(
     for name in _attention(rules):
         for attribute, heads in _heads(named[name]).items():
             setattr(named[name], attribute, heads // group.world_size)
-    made: dict[torch.nn.Module, torch.nn.Module] = {}
+    replacements: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, rule in rules.items():
         layer = named[name]
-        made[layer] = _replacement(layer, rule, Ranks(group, name), name, shares_sequence)
+        replacements[layer] = _replacement(layer, rule, Ranks(group, name), name, shares_sequence)
     for name, child in named.items():
-        if child in made and made[child] is not child:
+        if child in replacements and replacements[child] is not child:
             parent, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, made[child])
+            setattr(module.get_submodule(parent), attribute, replacements[child])
 
 
 def _replacement(
@@ -291,20 +291,20 @@ def _replacement(
 
 def sharing(module: torch.nn.Module) -> dict[torch.nn.Parameter, dict[str, str]]:
     """For each parameter that ranks share, or whose module works on pieces of sequences: how, as records of a run say."""
-    found: dict[torch.nn.Parameter, dict[str, str]] = {}
+    facts: dict[torch.nn.Parameter, dict[str, str]] = {}
     for child in module.modules():
         how = _how(child)
         if how is None:
             continue
         for parameter in child.parameters(recurse=how is How.SEQUENCE):
             cut = cut_of(parameter)
-            said = {"cut": str(how)}
+            fact = {"cut": str(how)}
             if cut is not None:
                 shard = shard_of(parameter)
                 shape = parameter.shape if shard is None else shard.shape
-                said["whole_shape"] = "x".join(map(str, cut.whole_shape(tuple(shape))))
-            found.setdefault(parameter, said)
-    return found
+                fact["whole_shape"] = "x".join(map(str, cut.whole_shape(tuple(shape))))
+            facts.setdefault(parameter, fact)
+    return facts
 
 
 def _how(module: torch.nn.Module) -> How | None:
@@ -324,6 +324,6 @@ def whole_parameter(parameter: torch.Tensor, group: DataParallelGroup, why: hook
     own = parameter.detach().contiguous()
     if how is None:
         return own
-    parts = own.new_empty((how.size, *own.shape))
-    group.all_gather_single(parts.view(-1), own.view(-1), why=why)
-    return how.joined(list(parts.unbind()))
+    shards = own.new_empty((how.size, *own.shape))
+    group.all_gather_single(shards.view(-1), own.view(-1), why=why)
+    return how.joined(list(shards.unbind()))

@@ -24,9 +24,9 @@ def check_first_inputs(module: torch.nn.Module, group: DataParallelGroup) -> Non
     def compare(_module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         handle.remove()
         number = _checksum((inputs, keywords))
-        told = torch.tensor([number, -number], dtype=torch.int64, device=group.device)
-        group.all_reduce(told, ReduceOp.MAX, why=_CHECK)
-        highest, lowest = told.tolist()
+        message = torch.tensor([number, -number], dtype=torch.int64, device=group.device)
+        group.all_reduce(message, ReduceOp.MAX, why=_CHECK)
+        highest, lowest = message.tolist()
         if highest != -lowest:
             raise UsageError(
                 f"ranks {', '.join(map(str, group.global_ranks))} share each tensor of the model, and were given different "

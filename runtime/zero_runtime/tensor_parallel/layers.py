@@ -73,10 +73,10 @@ class ColumnParallelLinear(torch.nn.Linear):
         cut(f"{name}.weight", layer.weight, how)
         if layer.bias is not None:
             cut(f"{name}.bias", layer.bias, how)
-        made = _taken_over(cls, layer)
-        made.in_features, made.out_features = layer.in_features, layer.out_features // ranks.size
-        made.ranks, made.gathers, made.shares_sequence = ranks, gathers, shares_sequence
-        return made
+        divided = _taken_over(cls, layer)
+        divided.in_features, divided.out_features = layer.in_features, layer.out_features // ranks.size
+        divided.ranks, divided.gathers, divided.shares_sequence = ranks, gathers, shares_sequence
+        return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., this rank's outputs), or all outputs where they are gathered."""
@@ -106,12 +106,12 @@ class RowParallelLinear(torch.nn.Linear):
             ConfigError: the ranks cannot share the inputs evenly.
         """
         cut(f"{name}.weight", layer.weight, Cut(1, (layer.in_features,), ranks.rank, ranks.size))
-        made = _taken_over(cls, layer)
-        made.in_features, made.out_features = layer.in_features // ranks.size, layer.out_features
-        made.ranks, made.shares_sequence = ranks, shares_sequence
+        divided = _taken_over(cls, layer)
+        divided.in_features, divided.out_features = layer.in_features // ranks.size, layer.out_features
+        divided.ranks, divided.shares_sequence = ranks, shares_sequence
         if shares_sequence and layer.bias is not None:
             sum_gradients(layer.bias, ranks, f"{name}.bias")
-        return made
+        return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., this rank's inputs) to (..., outputs), the same on all ranks, or this rank's piece of the sequences."""
@@ -148,30 +148,30 @@ class VocabParallelEmbedding(torch.nn.Embedding):
                 "which need all words on one rank; leave it out of the plan"
             )
         cut(f"{name}.weight", layer.weight, Cut(0, (layer.num_embeddings,), ranks.rank, ranks.size))
-        made = _taken_over(cls, layer)
-        made.num_embeddings = layer.num_embeddings // ranks.size
-        made.ranks, made.first, made.shares_sequence = (
+        divided = _taken_over(cls, layer)
+        divided.num_embeddings = layer.num_embeddings // ranks.size
+        divided.ranks, divided.first, divided.shares_sequence = (
             ranks,
-            ranks.rank * made.num_embeddings,
+            ranks.rank * divided.num_embeddings,
             shares_sequence,
         )
         if layer.padding_idx is not None:
-            own = layer.padding_idx - made.first
-            made.padding_idx = own if 0 <= own < made.num_embeddings else None
-        return made
+            own = layer.padding_idx - divided.first
+            divided.padding_idx = own if 0 <= own < divided.num_embeddings else None
+        return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Word numbers of any shape to (..., width), the same on all ranks, or this rank's piece of the sequences."""
         own = input - self.first
         elsewhere = (own < 0) | (own >= self.num_embeddings)
-        found = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = scatter_sequence if self.shares_sequence else leave_columns
-        return leave(found, self.ranks)
+        return leave(rows, self.ranks)
 
 
 def _taken_over(cls: type[Layer], layer: torch.nn.Module) -> Layer:
     """A module of class ``cls`` with everything that ``layer`` has."""
-    made = cls.__new__(cls)
-    made.__dict__.update(layer.__dict__)
-    return made
+    divided = cls.__new__(cls)
+    divided.__dict__.update(layer.__dict__)
+    return divided

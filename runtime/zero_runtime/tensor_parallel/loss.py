@@ -95,9 +95,9 @@ class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
                 f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which shared words do "
                 'not have; leave them out, or gather the logits ("column_gathered" in the plan) and leave the loss out of it'
             )
-        made = cls(ignore_index=loss.ignore_index, reduction=loss.reduction)
-        made.ranks = ranks
-        return made
+        shared = cls(ignore_index=loss.ignore_index, reduction=loss.reduction)
+        shared.ranks = ranks
+        return shared
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """(rows, this rank's words) or (batch, this rank's words, positions...), and targets without words, to a loss."""

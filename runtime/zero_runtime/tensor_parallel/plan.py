@@ -66,11 +66,11 @@ def plan_of(patterns: Mapping[str, Any]) -> Plan:
         ConfigError: a word that is none of those.
     """
     rules = []
-    for pattern, said in patterns.items():
-        how, _, sections = str(said).partition(":")
+    for pattern, entry in patterns.items():
+        how, _, sections = str(entry).partition(":")
         if how not in set(How) or (sections and how not in (How.COLUMN, How.GATHERED)):
             raise ConfigError(
-                f"{_PLAN}[{pattern!r}] is {said!r}; expected one of {', '.join(How)}, where column may be followed by the "
+                f"{_PLAN}[{pattern!r}] is {entry!r}; expected one of {', '.join(How)}, where column may be followed by the "
                 'layers that are joined in one: "column:3" or "column:64,16,16"'
             )
         compiled = re.compile(fnmatch.translate(pattern))
@@ -89,22 +89,22 @@ def _sections(pattern: str, text: str) -> int | tuple[int, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def plan_of_specifications(given: Mapping[str, Any]) -> Plan:
+def plan_of_specifications(specifications: Mapping[str, Any]) -> Plan:
     """The plan of DeepSpeed's ``partition_config``: layer_specs of patterns, partition_type, shape and gather_output.
 
     Args:
-        given: the block. Its patterns are regular expressions that begin names of parameters.
+        specifications: the block. Its patterns are regular expressions that begin names of parameters.
 
     Raises:
         ConfigError: a key, a type or a shape that is not known.
     """
-    unknown = set(given) - {"layer_specs", "use_default_specs", "strict_mode", "tp_size"}
+    unknown = set(specifications) - {"layer_specs", "use_default_specs", "strict_mode", "tp_size"}
     if unknown:
         raise ConfigError(
             f"{_PARTITION} has {', '.join(sorted(unknown))}; expected layer_specs and use_default_specs, or use {_PLAN}"
         )
     rules: list[Rule] = []
-    for number, spec in enumerate(given.get("layer_specs") or ()):
+    for number, spec in enumerate(specifications.get("layer_specs") or ()):
         where = f"{_PARTITION}.layer_specs[{number}]"
         strange = set(spec) - {"patterns", "partition_type", "shape", "partition_dim", "gather_output"}
         if strange:
@@ -176,10 +176,10 @@ def configured_plan(config: ParallelConfig, own: Mapping[str, Any] | None) -> tu
     if config.plan:
         return plan_of(config.plan), False
     if config.partition_config:
-        given = plan_of_specifications(config.partition_config)
+        plan = plan_of_specifications(config.partition_config)
         if config.partition_config.get("use_default_specs", True):
-            return (*given, *automatic_plan()), True
-        return given, False
+            return (*plan, *automatic_plan()), True
+        return plan, False
     return (plan_of(own), False) if own else (automatic_plan(), True)
 
 

@@ -65,27 +65,27 @@ class TopK:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """As in :class:`Codec`."""
-        count = self._kept(values.numel())
+        count = self._count(values.numel())
         places = values.abs().topk(count, sorted=False).indices.sort().values
         distances = torch.diff(places, prepend=places.new_zeros(1)).to(_index_dtype(values.numel()))
-        kept = values[places].to(self.dtype)
-        return torch.cat([kept.view(torch.uint8), distances.view(torch.uint8)])
+        largest = values[places].to(self.dtype)
+        return torch.cat([largest.view(torch.uint8), distances.view(torch.uint8)])
 
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
         """As in :class:`Codec`."""
         first, second = (section.num_bytes for section in self.sections(total.numel()))
         # Copies, whose memory is aligned for what it is read as.
-        kept = payload.narrow(0, 0, first).clone().view(self.dtype)
+        values = payload.narrow(0, 0, first).clone().view(self.dtype)
         distances = payload.narrow(0, first, second).clone().view(_index_dtype(total.numel()))
-        total.index_add_(0, distances.cumsum(0, dtype=torch.int64), kept.to(total.dtype))
+        total.index_add_(0, distances.cumsum(0, dtype=torch.int64), values.to(total.dtype))
 
     def sections(self, numel: int) -> tuple[Section, ...]:
         """As in :class:`Codec`."""
-        count = self._kept(numel)
+        count = self._count(numel)
         widths = self.dtype.itemsize, _index_dtype(numel).itemsize
         return tuple(Section(count * width, width) for width in widths)
 
-    def _kept(self, numel: int) -> int:
+    def _count(self, numel: int) -> int:
         return min(numel, max(1, ceil(self.ratio * numel)))
 
 

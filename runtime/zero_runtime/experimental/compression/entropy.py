@@ -22,12 +22,12 @@ _RAW_DEFLATE: Final = -15
 def coded(payload: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
     """``payload`` (uint8, 1-D) with every plane coded, each after its length; uint8, on the same device."""
     host = payload.cpu()
-    parts = []
+    coded_planes = []
     for plane in _planes(host, sections):
         coder = zlib.compressobj(_LEVEL, zlib.DEFLATED, _RAW_DEFLATE, 9, zlib.Z_HUFFMAN_ONLY)
         data = coder.compress(_bytes(plane)) + coder.flush()
-        parts.append(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(payload.device)
+        coded_planes.append(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    return torch.frombuffer(bytearray(b"".join(coded_planes)), dtype=torch.uint8).to(payload.device)
 
 
 def decoded(message: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:

@@ -23,13 +23,13 @@ def hosts_of(group: DataParallelGroup) -> Hosts | None:
     Raises:
         ConfigError: the launcher does not say how many ranks a host has, or the number does not divide the ranks.
     """
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not given.isdigit() or int(given) < 1:
+    variable = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not variable.isdigit() or int(variable) < 1:
         raise ConfigError(
-            f"hierarchical_compress needs the number of ranks on each host, and LOCAL_WORLD_SIZE is {given!r}; start the "
+            f"hierarchical_compress needs the number of ranks on each host, and LOCAL_WORLD_SIZE is {variable!r}; start the "
             "ranks by commprof run or torchrun, which set it, or set hierarchical_compress to false"
         )
-    size, world = int(given), group.world_size
+    size, world = int(variable), group.world_size
     if world < comm.get_world_size():
         raise ConfigError(
             f"hierarchical_compress needs a training in which all ranks hold the whole model, and here {world} of "

@@ -34,8 +34,8 @@ def quantized(rows: torch.Tensor, bits: int) -> torch.Tensor:
     blocks = functional.pad(rows.float(), (0, -numel % BLOCK)).view(count, -1, BLOCK)
     largest = (1 << (bits - 1)) - 1
     scales = blocks.abs().amax(2, keepdim=True) / largest
-    whole = (blocks / torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0)
-    codes = whole.add_(largest + 1).to(torch.uint8).view(count, -1).narrow(1, 0, numel)
+    rounded = (blocks / torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0)
+    codes = rounded.add_(largest + 1).to(torch.uint8).view(count, -1).narrow(1, 0, numel)
     packed = codes if bits == 8 else torch.stack([pack(row, bits) for row in codes])
     return torch.cat([packed, scales.view(count, -1).view(torch.uint8)], 1)
 
@@ -47,6 +47,6 @@ def dequantized(payloads: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
     codes = packed if bits == 8 else torch.stack([unpack(row, numel, bits) for row in packed])
     tail = payloads.narrow(1, size, payloads.shape[1] - size)
     scales = tail.reshape(-1).clone().view(torch.float32).view(count, -1)  # a copy is aligned
-    whole = codes.float().sub_(1 << (bits - 1))
-    blocks = functional.pad(whole, (0, -numel % BLOCK)).view(count, -1, BLOCK)
+    centered = codes.float().sub_(1 << (bits - 1))
+    blocks = functional.pad(centered, (0, -numel % BLOCK)).view(count, -1, BLOCK)
     return blocks.mul_(scales.unsqueeze(2)).view(count, -1).narrow(1, 0, numel)

@@ -69,16 +69,16 @@ class Residuals:
         if not left or not bool(torch.isfinite(values).all()):
             return
         self._take(values, entries, 0)
-        for part, mine in self._parts(values, entries, 0):
-            part.add_(mine, alpha=scale)
+        for target, residual in self._ranges_of(values, entries, 0):
+            target.add_(residual, alpha=scale)
         for entry in entries:
             self.tensors.pop(entry.name, None)
 
     def add_to(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
         """Add what is left over, times ``scale``, to ``values``: elements ``start`` and up of a bucket of ``entries``."""
         self._take(values, entries, start)
-        for part, mine in self._parts(values, entries, start):
-            part.add_(mine, alpha=scale)
+        for target, residual in self._ranges_of(values, entries, start):
+            target.add_(residual, alpha=scale)
 
     def keep(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
         """Keep ``values``, divided by ``scale``, in place of what was left over.
@@ -87,8 +87,8 @@ class Residuals:
         """
         if not bool(torch.isfinite(values).all()):
             return
-        for part, mine in self._parts(values, entries, start):
-            torch.mul(part, 1.0 / scale, out=mine)
+        for source, residual in self._ranges_of(values, entries, start):
+            torch.mul(source, 1.0 / scale, out=residual)
 
     def _take(self, values: torch.Tensor, entries: Sequence[Entry], start: int) -> None:
         """Make what is pending of ``entries`` this rank's own: the elements of ``values``. Others take the rest."""
@@ -97,8 +97,8 @@ class Residuals:
             return
         shares = torch.cat([self._share_of(entry, values) for entry in entries])
         own = shares.narrow(0, start, max(0, min(values.numel(), shares.numel() - start)))
-        for part, mine in self._parts(own, entries, start):
-            mine.add_(part, alpha=float(self.layout.places))
+        for share, residual in self._ranges_of(own, entries, start):
+            residual.add_(share, alpha=float(self.layout.places))
         for entry in pending:
             del self._pending[entry.name]
 
@@ -107,7 +107,7 @@ class Residuals:
         share = self._pending.get(entry.name)
         return like.new_zeros(numel, dtype=torch.float32) if share is None else _of_length(share, numel)
 
-    def _parts(
+    def _ranges_of(
         self, values: torch.Tensor, entries: Sequence[Entry], start: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The parts of ``values`` that belong to each parameter, and what is left over of the same elements."""
@@ -124,11 +124,11 @@ class Residuals:
 
     def _of(self, entry: Entry, like: torch.Tensor) -> torch.Tensor:
         numel = entry.gradient.numel()
-        kept = self.tensors.get(entry.name)
-        if kept is None:
-            kept = like.new_zeros(numel, dtype=torch.float32)
-        self.tensors[entry.name] = kept = _of_length(kept, numel)
-        return kept
+        residual = self.tensors.get(entry.name)
+        if residual is None:
+            residual = like.new_zeros(numel, dtype=torch.float32)
+        self.tensors[entry.name] = residual = _of_length(residual, numel)
+        return residual
 
     def load(
         self,
@@ -178,11 +178,11 @@ def _of_length(values: torch.Tensor, numel: int) -> torch.Tensor:
     return renewed
 
 
-def layout_of(told: Mapping[str, object] | None) -> Layout | None:
+def layout_of(saved: Mapping[str, object] | None) -> Layout | None:
     """The layout that a checkpoint tells of; None where it tells none."""
-    if told is None:
+    if saved is None:
         return None
-    places, two_phases = told["places"], told["two_phases"]
+    places, two_phases = saved["places"], saved["two_phases"]
     if type(places) is not int or type(two_phases) is not bool:
-        raise ValueError(f"its residuals are laid out as {dict(told)!r}")
+        raise ValueError(f"its residuals are laid out as {dict(saved)!r}")
     return Layout(places, two_phases)

@@ -114,7 +114,7 @@ def _of_share(
 
 def _decoded(payloads: torch.Tensor, codec: Codec, width: int) -> torch.Tensor:
     """What each of ``payloads`` stands for, ``width`` numbers each, end to end."""
-    found = torch.zeros(len(payloads) * width, device=payloads.device)
-    for row, payload in zip(found.split(width), payloads, strict=True):
+    values = torch.zeros(len(payloads) * width, device=payloads.device)
+    for row, payload in zip(values.split(width), payloads, strict=True):
         codec.add(payload, row)
-    return found
+    return values

@@ -52,19 +52,19 @@ def agreed_costs(group: DataParallelGroup, world: str, axes: Sequence[str], shar
         ConfigError: on every rank, where rank 0 cannot read one of them.
     """
     files = [world, *axes]
-    told = torch.zeros(1 + 2 * len(OPERATIONS) * len(files), dtype=torch.float64, device=group.device)
+    message = torch.zeros(1 + 2 * len(OPERATIONS) * len(files), dtype=torch.float64, device=group.device)
     failed: ConfigError | None = None
     if group.rank == 0:
         try:
             read = [read_costs(path) for path in files]
             numbers = [number for costs in read for each in OPERATIONS for number in costs[each]]
-            told.copy_(torch.tensor([1.0, *numbers], dtype=torch.float64))
+            message.copy_(torch.tensor([1.0, *numbers], dtype=torch.float64))
         except ConfigError as error:
             failed = error
-    group.broadcast(told, 0, why=_TELL)
+    group.broadcast(message, 0, why=_TELL)
     if failed is not None:
         raise failed
-    good, *numbers = told.tolist()
+    good, *numbers = message.tolist()
     if not good:
         raise ConfigError("communication.calibration: rank 0 cannot read the files; see what it says")
     pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))

@@ -74,25 +74,25 @@ def all_reduce(
     flat = tensor.view(-1)
     inner = prod(group.world_size for group in groups[1:])
     numel = -(-flat.numel() // inner) * inner
-    whole = flat
+    padded = flat
     if numel != flat.numel():
-        whole = flat.new_zeros(numel)
-        whole.narrow(0, 0, flat.numel()).copy_(flat)
-    parts = [whole]
+        padded = flat.new_zeros(numel)
+        padded.narrow(0, 0, flat.numel()).copy_(flat)
+    levels = [padded]
     for group in reversed(groups[1:]):
-        rows = parts[-1]
+        rows = levels[-1]
         width = rows.numel() // group.world_size
         work, total = _scatter(rows, [width] * group.world_size, group, implementation, why, asynchronous)
         yield work
         mine = rows.narrow(0, group.rank * width, width)
         mine.copy_(total())
-        parts.append(mine)
-    yield groups[0].all_reduce(parts[-1], why=why, asynchronous=asynchronous)
+        levels.append(mine)
+    yield groups[0].all_reduce(levels[-1], why=why, asynchronous=asynchronous)
     for group in groups[1:]:
-        mine = parts.pop()
-        yield group.all_gather_single(parts[-1], mine, why=why, asynchronous=asynchronous)
-    if whole is not flat:
-        flat.copy_(whole.narrow(0, 0, flat.numel()))
+        mine = levels.pop()
+        yield group.all_gather_single(levels[-1], mine, why=why, asynchronous=asynchronous)
+    if padded is not flat:
+        flat.copy_(padded.narrow(0, 0, flat.numel()))
 
 
 def reduce_scatter(
@@ -113,31 +113,31 @@ def reduce_scatter(
         groups, implementation, why, asynchronous: as in :func:`all_reduce`.
     """
     why = _of_a_part(why)
-    held = list(numels)
+    row_numels = list(numels)
     for group in reversed(groups):
         size = group.world_size
         # Rank numbers count along this axis first: its neighbours' rows take turns.
-        parts = rows.split(held)
-        order = [index for step in range(size) for index in range(step, len(held), size)]
-        rows = torch.cat([parts[index] for index in order]) if len(held) > size else rows
-        widths = [sum(held[step::size]) for step in range(size)]
+        split_rows = rows.split(row_numels)
+        order = [index for step in range(size) for index in range(step, len(row_numels), size)]
+        rows = torch.cat([split_rows[index] for index in order]) if len(row_numels) > size else rows
+        widths = [sum(row_numels[step::size]) for step in range(size)]
         work, total = _scatter(rows, widths, group, implementation, why, asynchronous)
         yield work
-        held = held[group.rank :: size]
+        row_numels = row_numels[group.rank :: size]
         result[:] = [total()]
         rows = result[0].to(rows.dtype)
 
 
 def all_gather(
     output: torch.Tensor,
-    piece: torch.Tensor,
+    own: torch.Tensor,
     groups: Groups,
     why: hooks.tag | None,
     asynchronous: bool,
 ) -> Steps:
-    """Gather every rank's ``piece`` (n elements) into ``output`` (ranks x n, contiguous), in rank order."""
+    """Gather every rank's ``own`` (n elements) into ``output`` (ranks x n, contiguous), in rank order."""
     why = _of_a_part(why)
-    gathered = piece.reshape(-1)
+    gathered = own.reshape(-1)
     for group in groups:
         wider = output.new_empty(group.world_size * gathered.numel())
         yield group.all_gather_single(wider, gathered, why=why, asynchronous=asynchronous)

@@ -97,7 +97,7 @@ def read_costs(path: str) -> dict[str, Cost]:
         content = None
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
         raise ConfigError(f"{key}: {path} is no calibration; make one: commprof calibrate --out FILE")
-    found = {}
+    costs = {}
     for operation in OPERATIONS:
         try:
             entry = content["ops"][operation]
@@ -107,5 +107,5 @@ def read_costs(path: str) -> dict[str, Cost]:
             raise ConfigError(
                 f"{key}: {path} has no fitted times of {operation}; calibrate again, with this operation and 3 sizes or more"
             ) from None
-        found[operation] = cost
-    return found
+        costs[operation] = cost
+    return costs

@@ -53,16 +53,16 @@ def make_grid(
         wrap: makes a group of what :func:`zero_runtime.comm.new_group` gives.
     """
     sizes = tuple(sizes)
-    made = _made.setdefault(comm.default_group(), {})
-    if sizes not in made:
+    by_sizes = _made.setdefault(comm.default_group(), {})
+    if sizes not in by_sizes:
         shown = "x".join(map(str, sizes))
         mine = []
         for axis in range(len(sizes)):
             for ranks in axis_groups(sizes, axis):
-                found = comm.new_group(
+                axis_group = comm.new_group(
                     [group.global_ranks[rank] for rank in ranks], f"axis {axis} of {shown}"
                 )
                 if group.rank in ranks:
-                    mine.append(found)
-        made[sizes] = tuple(mine)
-    return Grid(sizes, tuple(wrap(each) for each in made[sizes]))
+                    mine.append(axis_group)
+        by_sizes[sizes] = tuple(mine)
+    return Grid(sizes, tuple(wrap(each) for each in by_sizes[sizes]))

@@ -48,7 +48,7 @@ def install(
             f"among groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
             "sequence or pipeline parallelism"
         )
-    made: Grid | None = None
+    axes_grid: Grid | None = None
     choice = costs = None
     chosen = implementation or default_implementation(group.backend)
     if not communication.plain:
@@ -63,13 +63,13 @@ def install(
                     raise ConfigError(wrong_number_of_files(len(files), len(sizes)))
                 costs = agreed_costs(group, communication.world_calibration, files, sharing(sizes, hosts))
             choice = Choice(sizes, chosen, costs)
-            made = make_grid(group, sizes, wrap)
+            axes_grid = make_grid(group, sizes, wrap)
     tolerance = communication.slow_node_tolerance
     watch = None
     if tolerance is not None:
         world = count_time(group)
-        axes = [count_time(each) for each in made.groups] if made is not None else []
-        watch = Watch(group, tolerance, world, axes, made.sizes if made is not None else ())
-    if made is not None and choice is not None:
-        ComposedMessages(group, made, choice, chosen).install(group)
-    return Installed(watch, costs if made is not None else None)
+        axes = [count_time(each) for each in axes_grid.groups] if axes_grid is not None else []
+        watch = Watch(group, tolerance, world, axes, axes_grid.sizes if axes_grid is not None else ())
+    if axes_grid is not None and choice is not None:
+        ComposedMessages(group, axes_grid, choice, chosen).install(group)
+    return Installed(watch, costs if axes_grid is not None else None)

@@ -24,14 +24,14 @@ class StepTimes(NamedTuple):
         axes: within those of its group along each axis.
     """
 
-    whole: int
+    total: int
     world: int
     axes: tuple[int, ...] = ()
 
     @property
     def own(self) -> int:
         """Outside of collectives."""
-        return self.whole - self.world - sum(self.axes)
+        return self.total - self.world - sum(self.axes)
 
 
 class Late(NamedTuple):
@@ -73,8 +73,8 @@ def late(times: Sequence[StepTimes], sizes: Sequence[int], tolerance: float) -> 
         sizes: ranks along each axis; ``times`` know as many axes, or none.
         tolerance: a fraction of the step, which is as long as the longest rank's.
     """
-    step = max(1, *(each.whole for each in times))
-    found = [
+    step = max(1, *(each.total for each in times))
+    late_ones = [
         Late((rank,), None, excess, step)
         for rank, excess in enumerate(lateness(times))
         if excess > tolerance * step
@@ -86,5 +86,5 @@ def late(times: Sequence[StepTimes], sizes: Sequence[int], tolerance: float) -> 
             others = spent[:number] + spent[number + 1 :]
             excess = spent[number] - median_low(others) if others else 0
             if excess > tolerance * step:
-                found.append(Late(group, axis, excess, step))
-    return found
+                late_ones.append(Late(group, axis, excess, step))
+    return late_ones

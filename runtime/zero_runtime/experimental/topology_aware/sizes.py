@@ -48,16 +48,16 @@ def grid(topology: Topology, hosts: Sequence[int]) -> Sizes:
         )
     assert isinstance(topology, int)
     for wanted in range(topology, 1, -1):
-        found = _cut(world, wanted, inside)
-        if found is not None:
+        sizes = _cut(world, wanted, inside)
+        if sizes is not None:
             break
     else:
-        found = (world,)
-    if len(found) == topology:
-        return Sizes(found)
-    shown = "plain" if len(found) == 1 else f"made along axes of {' x '.join(map(str, found))}"
+        sizes = (world,)
+    if len(sizes) == topology:
+        return Sizes(sizes)
+    shown = "plain" if len(sizes) == 1 else f"made along axes of {' x '.join(map(str, sizes))}"
     return Sizes(
-        found,
+        sizes,
         f"communication.topology {topology}: {world} ranks do not make a grid of {topology} axes, so that collectives are "
         f"{shown}",
     )
@@ -73,15 +73,15 @@ def ranks_per_host(hosts: Sequence[int]) -> int | None:
 
 def sharing(sizes: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
     """For each axis, how many of its groups at most have ranks on one and the same host: they share that host's links."""
-    found = []
+    sharers = []
     for axis in range(len(sizes)):
         groups = axis_groups(sizes, axis)
         of = {rank: number for number, group in enumerate(groups) for rank in group}
         on: dict[int, set[int]] = {}
         for rank, host in enumerate(hosts):
             on.setdefault(host, set()).add(of[rank])
-        found.append(max(map(len, on.values())))
-    return tuple(found)
+        sharers.append(max(map(len, on.values())))
+    return tuple(sharers)
 
 
 def axis_groups(sizes: Sequence[int], axis: int) -> list[tuple[int, ...]]:

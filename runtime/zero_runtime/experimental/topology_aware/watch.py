@@ -107,33 +107,33 @@ class Watch:
         began, self._began = self._began, now
         mine = [0 if began is None else now - began, *(each.ns for each in self._spent)]
         if began is not None:
-            self._compare(self._told(mine), step)
+            self._compare(self._gathered_times(mine), step)
         self._began = time.perf_counter_ns()
         for each in self._spent:
             each.ns = 0
 
-    def _told(self, mine: Sequence[int]) -> list[StepTimes]:
+    def _gathered_times(self, mine: Sequence[int]) -> list[StepTimes]:
         own = torch.tensor(mine, dtype=torch.int64, device=self._group.device)
         everybody = own.new_empty(self._group.world_size * len(mine))
         self._group.all_gather_single(everybody, own, why=_TELL)
         rows = everybody.view(-1, len(mine)).tolist()
-        return [StepTimes(whole, world, tuple(axes)) for whole, world, *axes in rows]
+        return [StepTimes(total, world, tuple(axes)) for total, world, *axes in rows]
 
     def _compare(self, times: Sequence[StepTimes], step: int) -> None:
         hooks.metric("lateness_ms", lateness(times)[self._group.rank] / 1e6)
-        found = {(each.ranks, each.axis): each for each in late(times, self._sizes, self._tolerance)}
+        now_late = {(each.ranks, each.axis): each for each in late(times, self._sizes, self._tolerance)}
         if self._group.rank == 0:
-            for key, each in found.items():
+            for key, each in now_late.items():
                 if key not in self._late:
                     self._say(f"{each.sentence(self._tolerance)}, step {step}")
-            for ranks, axis in self._late.keys() - found.keys():
+            for ranks, axis in self._late.keys() - now_late.keys():
                 who = (
                     f"rank {ranks[0]} is"
                     if axis is None
                     else f"the links of axis {axis} among ranks {ranks} are"
                 )
                 self._say(f"{who} in time again, step {step}")
-        self._late = found
+        self._late = now_late
 
     @staticmethod
     def _say(sentence: str) -> None:
