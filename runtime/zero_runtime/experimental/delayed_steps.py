@@ -1,4 +1,4 @@
-"""The engine's methods about optimizer steps that are taken late (``communication.bounded_delay``)."""
+"""Delayed optimizer steps of the engine (``communication.bounded_delay``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_runtime.experimental.topology_aware.delay import DelayedGradients
 
 
 class DelayedSteps:
-    """Optimizer steps of an engine, whose attributes these are."""
+    """The engine's methods for delayed steps. The attributes are the engine's."""
 
     optimizer: Any
     lr_scheduler: Any
@@ -22,14 +22,14 @@ class DelayedSteps:
 
     @torch.no_grad()
     def drain_gradients(self) -> int:
-        """Take the optimizer steps that ``communication.bounded_delay`` has put off. All ranks must call it.
+        """Take the optimizer steps that ``communication.bounded_delay`` has delayed. All ranks must call it.
 
-        Afterwards no gradient is under way, and the next steps change no weights until there are as many again. The
-        schedule of the learning rate goes on; ``global_steps`` has counted these steps already. What has accumulated of
-        a step that is not complete stays.
+        Afterwards no gradient is in flight, and the next steps change no weights until the same delay has passed again. The
+        learning-rate schedule advances; ``global_steps`` has counted these steps already. Gradients that have accumulated
+        for an incomplete step stay.
 
         Returns:
-            How many steps were put off; 0 without a delay.
+            The number of delayed steps; 0 without a delay.
         """
         if not isinstance(self._gradients, DelayedGradients):
             return 0
@@ -42,7 +42,7 @@ class DelayedSteps:
         return taken
 
     def _apply_due(self, lr_kwargs: dict[str, Any]) -> bool:
-        """Take a step by the reduced gradients that are there; False where there are none yet, or one overflowed."""
+        """Take a step by the available reduced gradients; False if there are none yet, or one overflowed."""
         if isinstance(self._gradients, DelayedGradients) and not self._gradients.due:
             return False
         self.optimizer.step()
@@ -54,14 +54,14 @@ class DelayedSteps:
         return True
 
     def _give_up_put_off_steps(self) -> None:
-        """Let the messages of steps that are put off end, and say that these are not taken, if there are any."""
+        """Complete the messages of delayed steps, and warn that these steps are not taken, if there are any."""
         if not isinstance(self._gradients, DelayedGradients):
             return
         try:
             left = self._gradients.settle()
         except RuntimeError as error:
             log.warning(
-                f"messages of communication.bounded_delay did not end, since another rank is gone: {error}"
+                f"messages of communication.bounded_delay did not complete, since another rank has exited: {error}"
             )
             return
         if left and self.global_rank == 0:

@@ -1,9 +1,9 @@
-"""Adam whose ranks send each other signs: 1-bit Adam, and 0/1 Adam, at stage 0. 1-bit Lamb stands in ``one_bit_lamb.py``.
+"""1-bit Adam and 0/1 Adam: optimizers whose ranks exchange signs, at stage 0. 1-bit Lamb is in ``one_bit_lamb.py``.
 
-All leave Adam's second mean v as it is after a while. From then on an update is linear in the gradients, so that each
-rank may keep to its own ones, and what is sent is small. What travels is divided by sqrt(v) + eps first, the same on all
-ranks, so that its elements are of one magnitude, as signs with one scale are. What is left over of it is added the next
-time. Elements that never had a gradient while v was measured stay as they are.
+All of them freeze Adam's second moment v after some steps. From then on an update is linear in the gradients, so that each
+rank can use its own gradients and send little. Values are divided by sqrt(v) + eps, equal on all ranks, before they are
+sent: their elements then have similar magnitudes, which signs with one scale represent well. The residual is added the next
+time. Elements that had no gradient while v was measured do not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from zero_runtime.errors import ConfigError
 from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameters
 
-# Makes of each tensor its mean over the ranks, in place. The names beside them say what they are, and of what.
+# Replaces each tensor by its mean over the ranks, in place. The names identify the tensors.
 Mean = Callable[[Sequence[str], Sequence[torch.Tensor]], None]
 
 
@@ -26,7 +26,7 @@ def _alone(names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
 
 
 class OneBitOptimizer(MomentOptimizer, ABC):
-    """What they have in common.
+    """The common part of the 1-bit optimizers.
 
     Args:
         params: tensors or param groups.
@@ -49,12 +49,12 @@ class OneBitOptimizer(MomentOptimizer, ABC):
         self._names = dict(names)
 
     def rename(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Take note of ``copies`` that are updated in place of parameters: parameter -> copy."""
+        """Use the names of parameters for their ``copies``, which are updated instead: parameter -> copy."""
         for parameter, copy in copies.items():
             self._names[copy] = self._names.pop(parameter, "")
 
     def _mean_of(self, what: str, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Make of each of ``values``, which are the ``what`` of the parameters beside them, its mean over the ranks."""
+        """Replace each of ``values``, the ``what`` of the ``parameters``, by its mean over the ranks."""
         self._mean([f"{what} of {self._names.get(each, '')}" for each in parameters], values)
 
     @property
@@ -64,7 +64,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
 
     @abstractmethod
     def wants_mean(self) -> bool:
-        """Whether the coming step wants gradients that are averaged over the ranks, uncompressed."""
+        """Whether the next step needs gradients that are averaged over the ranks, uncompressed."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -97,7 +97,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 yield group, tensors
 
     def _measure(self) -> None:
-        """Advance both means by gradients that are the same on all ranks."""
+        """Update both moments by gradients that are equal on all ranks."""
         for group, tensors in self._groups():
             means, squares = self.moments_of(tensors)
             beta1, beta2 = group["betas"]
@@ -107,7 +107,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 square.mul_(beta2).addcmul_(tensor.grad, tensor.grad, value=1.0 - beta2)
 
     def _update(self) -> None:
-        """Move every parameter by the means."""
+        """Update every parameter by the moments."""
         for group, tensors in self._groups():
             rate, decay = float(group["lr"]), group["weight_decay"]
             means, squares = self.moments_of(tensors)
@@ -116,7 +116,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 tensor.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-rate)
 
     def _exchange(self, what: str, values: Sequence[torch.Tensor]) -> None:
-        """Make ``values``, one for each parameter that has a gradient, their means over the ranks, in place."""
+        """Replace ``values``, one for each parameter with a gradient, by their means over the ranks, in place."""
         parameters, divisors, moved = [], [], []
         for group, tensors in self._groups():
             for tensor in tensors:
@@ -129,22 +129,22 @@ class OneBitOptimizer(MomentOptimizer, ABC):
             torch.mul(mean.mul_(on), each, out=value)
 
     def _divisor(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor | float:
-        """What values of the parameter ``tensor`` are divided by before they are sent."""
+        """The divisor of the values of parameter ``tensor`` before they are sent."""
         return self.state[tensor]["exp_avg_sq"].sqrt().add_(group["eps"])
 
 
 class OneBitAdam(OneBitOptimizer):
-    """1-bit Adam of Tang et al. (arXiv:2102.02888): Adam at first, then means whose signs are sent.
+    """1-bit Adam of Tang et al. (arXiv:2102.02888): Adam at first, then an exchange of the momentum's signs.
 
-    With the means m of the gradient and v of its square, without bias correction, p <- (1 - lr weight_decay) p -
-    lr m / (sqrt(v) + eps). After ``freeze_step`` steps v stays, gradients stay on their ranks, and m becomes the mean over
-    the ranks of what each has made of it.
+    With the moments m of the gradient and v of its square, without bias correction, p <- (1 - lr weight_decay) p -
+    lr m / (sqrt(v) + eps). After ``freeze_step`` steps v is frozen, gradients are not reduced, and each rank updates m by
+    its own gradient before m is averaged over the ranks.
 
     Args:
         params: tensors or param groups.
         lr: learning rate.
         freeze_step: steps with uncompressed gradients; enough for v to settle, and for the rate to have warmed up.
-        betas: of the means.
+        betas: of the moments.
         eps: added to the root of v.
         weight_decay: decoupled.
     """
@@ -177,23 +177,23 @@ class OneBitAdam(OneBitOptimizer):
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """0/1 Adam of Lu et al. (arXiv:2202.06009): v is measured ever more rarely, and ranks meet ever more rarely.
+    """0/1 Adam of Lu et al. (arXiv:2202.06009): measures v, and synchronizes the ranks, at growing intervals.
 
-    Until ``var_freeze_step``, v is measured in steps that are 1, 2, 4, ... apart, ``var_update_scaler`` of each distance; in
-    the others the gradients are sent as signs. After it each rank goes on by itself for 1, 2, 4, ... steps, up to
-    ``local_step_clipper``, ``local_step_scaler`` steps with each number; then the ranks send the signs of how far they have
-    come, and all go on from the mean. In between their parameters differ; :meth:`meet` ends that before its time.
+    Until ``var_freeze_step``, v is measured in steps that are 1, 2, 4, ... apart, ``var_update_scaler`` times for each
+    distance; in other steps the gradients are sent as signs. After it each rank takes 1, 2, 4, ... independent steps, up to
+    ``local_step_clipper``, with each number for ``local_step_scaler`` steps. Then the ranks send the signs of their changes,
+    and all continue from the mean. In between their parameters differ; :meth:`meet` synchronizes them early.
 
     Args:
         params: tensors or param groups.
         lr: learning rate.
-        betas: of the means.
+        betas: of the moments.
         eps: added to the root of v.
-        weight_decay: decoupled; while ranks are apart it waits until they meet.
-        var_freeze_step: steps after which v stays.
+        weight_decay: decoupled; applied when the ranks synchronize.
+        var_freeze_step: steps after which v is frozen.
         var_update_scaler: measurements of v with each distance.
-        local_step_scaler: steps with each number of steps apart.
-        local_step_clipper: most steps apart.
+        local_step_scaler: steps with each number of independent steps.
+        local_step_clipper: the largest number of independent steps.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._most_apart = count("local_step_clipper", local_step_clipper)
 
     def wants_mean(self) -> bool:
-        """Whether v is measured in the coming step."""
+        """Whether v is measured in the next step."""
         number = self.taken + 1
         return number <= self._freeze_step and measures(number, self._measurements)
 
@@ -253,7 +253,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Make the parameters of all ranks the same, if they are not. All ranks must call it."""
+        """Synchronize the parameters of all ranks, if they differ. All ranks must call it."""
         apart = [
             (group, tensor)
             for group in self.param_groups
@@ -262,7 +262,7 @@ class ZeroOneAdam(OneBitOptimizer):
         ]
         if not apart:
             return
-        # What is sent is divided by sqrt(v) + eps already: distances are.
+        # No division before sending: the changes are divided by sqrt(v) + eps already.
         ways = [self.state[tensor]["anchor"] - tensor for _, tensor in apart]
         self._mean_of("distance", [tensor for _, tensor in apart], ways)
         for (group, tensor), way in zip(apart, ways, strict=True):
@@ -275,7 +275,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
 
 def measures(number: int, each: int) -> bool:
-    """Whether step ``number``, from 1, is one of those that are 1, 2, 4, ... apart, ``each`` of every distance."""
+    """Whether step ``number``, from 1, is one of the steps that are 1, 2, 4, ... apart, ``each`` of every distance."""
     last, distance = 0, 1
     while True:
         first = (last // distance + 1) * distance

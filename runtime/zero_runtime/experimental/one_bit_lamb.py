@@ -1,4 +1,4 @@
-"""Lamb whose ranks send each other signs, at stage 0: 1-bit Lamb."""
+"""1-bit Lamb: Lamb whose ranks exchange signs, at stage 0."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from zero_runtime.experimental.one_bit import OneBitOptimizer, count
 
 
 class OneBitLamb(OneBitOptimizer):
-    """1-bit Lamb of Li et al. (arXiv:2104.06069): Lamb at first, then first means whose signs are sent.
+    """1-bit Lamb of Li et al. (arXiv:2104.06069): Lamb at first, then an exchange of the first moment's signs.
 
-    With the means m of the gradient and v of its square, without bias correction, u = m / (sqrt(v) + eps) +
-    weight_decay p, and p <- p - lr c u. For the first ``freeze_step`` steps c is |p| / |u|, from ``min_coeff`` to
-    ``max_coeff``, or 1 where a norm is 0; a mean of it is kept, with the weight ``coeff_beta`` for what was. Then v and that
-    mean of c stay. Gradients stay on their ranks, and m becomes the mean over the ranks of what each has made of it. What
-    travels of a parameter is multiplied by a number that makes its m of one magnitude with that of the others.
+    With the moments m of the gradient and v of its square, without bias correction, u = m / (sqrt(v) + eps) +
+    weight_decay p, and p <- p - lr c u. For the first ``freeze_step`` steps c is |p| / |u|, limited to ``min_coeff`` to
+    ``max_coeff``, or 1 if a norm is 0. An exponential mean of c has the weight ``coeff_beta`` for its old value. Then v and
+    the mean of c are frozen. Gradients are not reduced; each rank updates m by its own gradient before m is averaged over
+    the ranks. The m of each parameter is scaled before it is sent, so that all parameters have similar magnitudes.
 
-    From how m changes follows the gradient that all ranks together had, and from that a w which is what v would be. Now
-    c is the mean that was kept, times a factor: the largest element of (sqrt(v) + eps) / (sqrt(w) + eps), weighted with the
-    share r <= 1 of u that is not weight decay, f r + 1 - r, from ``factor_min`` to ``factor_max``, and no further from
-    that of the last step than a share of ``factor_threshold``.
+    The change of m gives the gradient of all ranks, and from it w, the value that v would have now. Then c is the frozen
+    mean times a factor f r + 1 - r. Here f is the largest element of (sqrt(v) + eps) / (sqrt(w) + eps), and r <= 1 the share
+    of u that is not weight decay. The factor is limited to ``factor_min`` to ``factor_max``, and it changes by at most a
+    share of ``factor_threshold`` in a step.
 
     Args:
         params: tensors or param groups.
         lr: learning rate.
         freeze_step: steps with uncompressed gradients.
-        betas: of the means.
+        betas: of the moments.
         eps: added to the roots.
         weight_decay: added to the step.
         max_coeff: the largest c of the first steps.
-        min_coeff: the smallest.
+        min_coeff: the smallest c of the first steps.
         coeff_beta: of the mean of c; 1 / (1 - coeff_beta) should not be above ``freeze_step``.
         factor_max: the largest factor.
-        factor_min: the smallest.
-        factor_threshold: by how much of itself it may change in a step.
+        factor_min: the smallest factor.
+        factor_threshold: the largest relative change of the factor in a step.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class OneBitLamb(OneBitOptimizer):
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         for group, tensors in super()._groups():
-            filled = [each for each in tensors if each.numel()]  # nothing has no largest element
+            filled = [each for each in tensors if each.numel()]  # an empty tensor has no largest element
             if filled:
                 yield group, filled
 
     def _update(self) -> None:
-        """Take a step of Lamb, and remember by what it was multiplied."""
+        """Take a step of Lamb, and update the mean of its coefficient c."""
         for group, tensors in self._groups():
             means, squares = self.moments_of(tensors)
             for tensor, mean, square in zip(tensors, means, squares, strict=True):
@@ -114,7 +114,7 @@ class OneBitLamb(OneBitOptimizer):
                 self._move(group, tensor, next(earlier))
 
     def _freeze(self) -> None:
-        """Once: how much each parameter's m is to be multiplied by for all of them to be of one magnitude."""
+        """Compute once the scale of each parameter's m that makes their magnitudes equal."""
         new = [each for _, tensors in self._groups() for each in tensors if "scale" not in self.state[each]]
         if not new:
             return
@@ -130,7 +130,7 @@ class OneBitLamb(OneBitOptimizer):
         return 1.0 / float(self.state[tensor]["scale"])
 
     def _move(self, group: dict[str, Any], tensor: torch.Tensor, before: torch.Tensor) -> None:
-        """Move one parameter by its m, which was ``before`` and is the same on all ranks."""
+        """Update one parameter by its m, whose earlier value is ``before`` and which is equal on all ranks."""
         state, (beta1, beta2), decay = self.state[tensor], group["betas"], group["weight_decay"]
         mean, square, fresh = state["exp_avg"], state["exp_avg_sq"], state["exp_avg_sq_fresh"]
         gradient = before.mul_(-beta1).add_(mean).div_(1.0 - beta1)
@@ -150,7 +150,7 @@ class OneBitLamb(OneBitOptimizer):
 
 
 def _ratio(one: torch.Tensor, other: torch.Tensor, without: float) -> float:
-    """The norm of ``one`` divided by that of ``other``; ``without`` where either is 0."""
+    """The norm of ``one`` divided by that of ``other``; ``without`` if either is 0."""
     above, below = float(torch.linalg.vector_norm(one)), float(torch.linalg.vector_norm(other))
     return above / below if above and below else without
 

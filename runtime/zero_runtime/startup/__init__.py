@@ -1,1 +1,1 @@
-"""From a configuration to an engine, and from a command line to ranks."""
+"""Startup: from a configuration to an engine."""

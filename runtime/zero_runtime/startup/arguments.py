@@ -6,7 +6,7 @@ import argparse
 
 
 def add_core_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config``, and their old names, and nothing else; returns ``parser``."""
+    """Add ``--deepspeed`` and ``--deepspeed_config``, and their old names; returns ``parser``."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(
         "--deepspeed", action="store_true", help="use the runtime (a flag for the script's own use)"

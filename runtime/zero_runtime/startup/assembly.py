@@ -1,4 +1,4 @@
-"""Puts the parts of a training together, in DeepSpeed's order: device and dtype, broadcast, optimizer, hooks."""
+"""Assembly of a training in DeepSpeed's order: device and dtype, broadcast, optimizer, hooks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Gradients = ShardedGradients | OwnerOrderedGradients | ReplicatedGradients | Acc
 
 @dataclass(slots=True)
 class Boundary:
-    """Asks the engine, which is made last, whether the micro-batch at hand is the last of its step."""
+    """Whether the current micro-batch is the last of its step. Asks the engine, which is constructed last."""
 
     ask: Callable[[], bool] = lambda: True
     steps: Callable[[], int] = lambda: 0  # taken so far, by the engine's count
@@ -76,11 +76,11 @@ class Boundary:
 
 
 class Assembly(NamedTuple):
-    """The parts of an engine. Without an optimizer that and the torch optimizer are None, and the loss scale is 1.
+    """The parts of an engine. Without an optimizer, both optimizers are None and the loss scale is 1.
 
-    The residency is that of sharded parameters; installed is what the block ``communication`` has brought; the residuals
-    are what gradient compression has left over; the parallelism says how the ranks share the training; the construction says
-    how parameters that are sharded were made.
+    ``residency`` is that of sharded parameters; ``installed`` are the parts that the block ``communication`` configures;
+    ``residuals`` are those of gradient compression; ``parallelism`` has the axes; ``construction`` tells how sharded
+    parameters were constructed.
     """
 
     module: torch.nn.Module
@@ -106,14 +106,14 @@ def assemble(
     parameters: Any,
     parallelism: Parallelism | None = None,
 ) -> Assembly:
-    """Prepare ``module`` for training: move, cast, broadcast from rank 0, and give it an optimizer.
+    """Prepare ``module`` for training: move, cast, broadcast from rank 0, and construct its optimizer.
 
     Args:
         config: the configuration.
         module: the model.
         client: the client's optimizer, or a function that makes one.
         parameters: tensors or param groups; None for all of the module.
-        parallelism: how the ranks share the training; None where each has the whole model and samples of its own.
+        parallelism: the axes; None for pure data parallelism.
     """
     parallelism = parallelism or data_parallel()
     check_whole(config.communication, parallelism.model is not None or parallelism.grid is not None)
@@ -185,7 +185,7 @@ def _reduction(
     boundary: Boundary,
     scale: LossScale,
 ) -> tuple[Reduction, Residuals | None]:
-    """How gradients are reduced, and what is left over where they, or what the optimizer makes of them, are compressed."""
+    """The reduction of gradients, and the residuals if they or the values of a 1-bit optimizer are compressed."""
     plain = reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl)
     if isinstance(inner, OneBitOptimizer):
         check_one_bit(config, type(inner).__name__)
@@ -205,7 +205,7 @@ _optimizer_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedOptimizer]]
 
 
 def close(module: torch.nn.Module) -> None:
-    """Undo what an earlier ``assemble`` did to ``module``: its hooks, parameters that are not whole, and files."""
+    """Undo an earlier ``assemble`` of ``module``: remove hooks and files, and gather sharded parameters."""
     unwatch(module)
     earlier = _gradients_of.pop(module, None)
     gradients = None if earlier is None else earlier()
@@ -226,9 +226,9 @@ def close(module: torch.nn.Module) -> None:
 
 
 def broadcast_parameters(module: torch.nn.Module, group: DataParallelGroup) -> None:
-    """Give every rank the parameters of rank 0: one broadcast of its bytes for each, frozen ones included.
+    """Broadcast the parameters of rank 0 as bytes, one broadcast each, frozen ones included.
 
-    Those that are sharded already are of one making.
+    Sharded parameters are skipped: they were broadcast when they were sharded.
     """
     for parameter in module.parameters():
         if shard_of(parameter) is not None:
@@ -252,14 +252,16 @@ def _sharded(
 ) -> tuple[ShardedOptimizer, Gradients]:
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     check_whole_gradients(inner, config, kinds)
-    # With torch.autocast the gradients of a group travel in several dtypes, which a chunk cannot.
+    # Owner-ordered buckets need one communication dtype and one owner for each element. With torch.autocast a group has
+    # several dtypes, and unpartitioned parameters are summed on every rank.
     unpartitioned = whole_parameters(module, config.zero.partitioned_types)
-    # Nor can a chunk be whole on every rank.
     reduced = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
     chunked = reduced and not unpartitioned
     groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, chunked)
     gradients: ShardedGradients | OwnerOrderedGradients | AccumulatedGradients
     steps = _step_policy(config, kinds)
+    # bf16 with fp32 accumulation reduces whole gradients, as DeepSpeed's separate optimizer for this case does: its norm is
+    # computed without a message and shows overflows, so that no extra check is needed.
     if config.accumulates_whole:
         gradients = AccumulatedGradients(
             groups, kinds.communication, policy, group, kinds.accumulation or torch.float32, boundary
@@ -268,6 +270,7 @@ def _sharded(
     else:
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         _add_foreign(dtypes, groups, kinds)
+        # Stage 1 accumulates in each parameter's grad; from stage 2 on the reducer accumulates in its own shards.
         if not config.zero.stage.shards_gradients:
             accumulate_in((p for each in groups for p in each.parameters), kinds.accumulation)
         gradients = (
@@ -293,6 +296,7 @@ def _sharded(
                 unpartitioned=unpartitioned,
             )
         )
+    # Makes the parameters views of flat buffers, with the layout of the groups.
     parameters = FlatParameters(
         groups,
         group,
@@ -301,8 +305,9 @@ def _sharded(
         module if config.zero.overlap_parameter_gather else None,
         config.zero.quantized_weights,
     )
+    # Remembered by module, so that a later assemble() of the same module can undo this one.
     _parameters_of[module] = weakref.ref(parameters)
-    # DeepSpeed asks this of an optimizer that is offloaded alone, since its norm is summed parameter by parameter.
+    # DeepSpeed checks for unused parameters only with offload, where it sums the norm parameter by parameter.
     may_be_unused = config.zero.ignore_unused_parameters or config.zero.offload_optimizer is None
     if isinstance(gradients, ShardedGradients | OwnerOrderedGradients):
         _gradients_of[module] = weakref.ref(gradients)
@@ -350,7 +355,7 @@ def _replicated(
             )
     else:
         gradients = ReplicatedGradients(names, trainable, dtypes, policy, group, boundary)
-    # Every rank holds the same gradients, so there is nothing to agree on.
+    # Every rank has the same gradients, so the ranks agree on overflows without a message.
     reduced = kinds.model is not None
     steps = _step_policy(config, kinds)._replace(
         compute_norm=reduced, check_norm=reduced, check_overflow=False
@@ -366,7 +371,7 @@ def _unused_gradients(
     group: DataParallelGroup,
     boundary: Boundary,
 ) -> ReplicatedGradients:
-    """Gradients where no optimizer takes them: with nothing to shard, stages 1 and 2 reduce them as stage 0 does."""
+    """Gradients without an optimizer: with nothing to shard, stages 1 and 2 reduce them as stage 0 does."""
     zero = dataclasses.replace(
         config.zero, stage=stage(0, False), gradient_reduction="all_reduce", explicit_reduction=True
     )
@@ -391,7 +396,7 @@ def _with_sharded_parameters(
     boundary: Boundary,
     replicas: int,
 ) -> Assembly:
-    """Without an optimizer gradients are reduced all the same, and kept."""
+    """The assembly of stage 3. Without an optimizer gradients are reduced and kept."""
     if inner is not None:
         check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     construction = construction_of(module.parameters())
@@ -402,7 +407,7 @@ def _with_sharded_parameters(
     if inner is not None:
         _describe(module, inner)
         scale = LossScale(config.precision.loss_scale)
-        # Only a step in fp16 asks for overflows in a message of its own.
+        # Only a step in fp16 checks for overflows by a separate message.
         steps = _step_policy(config, kinds)._replace(check_overflow=config.precision.fp16)
         optimizer = ShardedOptimizer(
             inner,
@@ -449,7 +454,7 @@ def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
 def _add_foreign(
     dtypes: dict[torch.nn.Parameter, torch.dtype], groups: Sequence[ParameterGroup], kinds: Precision
 ) -> None:
-    """Parameters that the optimizer has and the module has not."""
+    """Add the dtypes of parameters that the optimizer has and the module lacks."""
     for each in groups:
         for parameter in each.parameters:
             dtypes.setdefault(parameter, communication_dtype(parameter, kinds))
@@ -470,12 +475,12 @@ def _check_module(module: torch.nn.Module) -> None:
         if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise UnsupportedError(
                 f"{name or 'the model'} is an embedding with sparse gradients, which are not in this version yet; "
-                "make it with sparse=False"
+                "construct it with sparse=False"
             )
 
 
 def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Publish the parameters, in the order of the optimizer's groups, those it has not last."""
+    """Publish the parameters for the recorder, in the order of the optimizer's groups, others last."""
     if not hooks.recording():
         return
     index = {parameter: (number, name) for number, (name, parameter) in enumerate(module.named_parameters())}

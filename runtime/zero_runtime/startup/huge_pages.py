@@ -1,9 +1,9 @@
-"""Large tensors in host memory on pages of 2 MiB.
+"""Huge pages (2 MiB) for large tensors in host memory.
 
-The kernel gives memory page by page, at a program's first touch: a fault and a cleared page for each 4 KiB. Tensors of many
-MiB that come and go with every step make that a good part of its time (benchmarks/huge_pages.py). torch asks for pages of
-2 MiB, for blocks of that size and more, where THP_MEM_ALLOC_ENABLE is set when a process makes its first tensor on the CPU.
-Importing torch makes none, so it is in time where zero_runtime is imported before the model is made.
+The kernel allocates memory page by page, at the first access: a page fault and a cleared page for each 4 KiB. For tensors of
+many MiB that are allocated in every step this takes a good part of the step (benchmarks/huge_pages.py). torch requests pages
+of 2 MiB for blocks of at least that size, if THP_MEM_ALLOC_ENABLE is set when a process creates its first tensor on the CPU.
+Importing torch creates none, so it suffices to import zero_runtime before the model is constructed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"  # c10/core/impl/alloc_cpu.cpp
 _KERNEL: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# The C library maps such a block by itself; it begins at a page only where torch has asked for one that does.
+# The C library maps such a block separately; it begins at a page boundary only if torch has requested that.
 _BLOCK: Final = 64 << 20
 
 
 def use_huge_pages(environment: MutableMapping[str, str] = os.environ, kernel: Path = _KERNEL) -> None:
-    """Have torch ask for pages of 2 MiB, unless the variable is set already or the kernel gives none.
+    """Let torch request pages of 2 MiB, unless the variable is set already or the kernel has none.
 
     Args:
-        environment: of this process, and of those that it starts.
+        environment: of this process and its children.
         kernel: the file with the kernel's setting.
     """
     if VARIABLE not in environment and _kernel_setting(kernel) in ("always", "madvise"):
@@ -34,7 +34,7 @@ def use_huge_pages(environment: MutableMapping[str, str] = os.environ, kernel: P
 
 
 def huge_pages_in_use() -> bool:
-    """Whether torch asks for pages of 2 MiB in this process."""
+    """Whether torch requests pages of 2 MiB in this process."""
     return torch.empty(_BLOCK, dtype=torch.uint8, device="cpu").data_ptr() % mmap.PAGESIZE == 0
 
 
@@ -52,7 +52,7 @@ def huge_pages_state(kernel: Path = _KERNEL) -> str:
 
 
 def _kernel_setting(kernel: Path) -> str:
-    """The word in brackets in the kernel's file; empty where there is none."""
+    """The setting in brackets in the kernel's file; empty without one."""
     try:
         words = kernel.read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""``initialize``: from a model and a configuration to an engine."""
+"""``initialize``: constructs an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -48,23 +48,22 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine of a model. The signature is DeepSpeed's.
+    """Construct an engine for a model. The signature is DeepSpeed's.
 
     Args:
         args: may carry ``deepspeed_config``; its ``local_rank`` is set.
-        model: the model; its parameters are moved to the device; at stages 1 and 2 they become views of flat buffers, at
-            stage 3 slices. Given a second time, it leaves its earlier engine, which can train it no longer.
-        optimizer: a torch optimizer, or a function that makes one of the parameters; else the config's.
+        model: the model; its parameters are moved to the device. At stages 1 and 2 they become views of flat buffers, at
+            stage 3 they are sharded. If the model is passed again, its earlier engine can train it no longer.
+        optimizer: a torch optimizer, or a function that makes one from the parameters; default: the config's.
         model_parameters: tensors or param groups; default: all parameters of the model.
-        training_data: a dataset, to be shared out over the ranks.
-        lr_scheduler: a scheduler, or a function that makes one of the torch optimizer; else the config's.
-        distributed_port: the port of rank 0, where no launcher has chosen one.
-        mpu: the groups of a script that makes them itself: a :class:`zero_runtime.ProcessGrid`, or an object with the
-            methods of Megatron's.
-        dist_init_required: False where torch.distributed must have been initialised already.
+        training_data: a dataset, which is distributed over the ranks.
+        lr_scheduler: a scheduler, or a function that makes one from the torch optimizer; default: the config's.
+        distributed_port: the port of rank 0, if no launcher has chosen one.
+        mpu: the process groups of a script: a :class:`zero_runtime.ProcessGrid`, or an object with Megatron's methods.
+        dist_init_required: False if torch.distributed must be initialised already.
         collate_fn: of the data loader.
         config: the configuration: a dict, or the path of a JSON file.
-        mesh_param: (data-parallel ranks, sequence-parallel ranks), as data_parallel_size and sequence_parallel_size say.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), like data_parallel_size and sequence_parallel_size.
         config_params: another name of ``config``.
 
     Returns:
@@ -72,8 +71,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
     Raises:
         ConfigError: the configuration or an argument cannot be used.
-        UnsupportedError: it asks for what is not in this version.
+        UnsupportedError: it requests a feature that is not in this version.
     """
+    # First, so that every later error is reported as one line.
     report_uncaught()
     pause_before_ending()
     if model is None:
@@ -81,16 +81,17 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if config is not None and config_params is not None:
         raise ConfigError("both config and config_params are given; keep config")
     if hooks.position.step >= 0 and not hooks.has_stepped():
-        hooks.step(-1)  # the steps were of another recording, or of none
+        hooks.step(-1)  # the steps belong to another recording, or to none
     hooks.phase("init")
     config_values = configuration.load(config if config is not None else config_params, args)
     if mesh_param is not None:
         config_values = with_mesh(config_values, mesh_param)
+    # The world size is needed to check the configuration: axes and batch sizes must multiply to it.
     comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
     stages = stages_for(model, configuration.pipeline_of(config_values))
-    # A pipeline has its own groups, which are those that scripts pass on.
+    # A pipeline has its own groups; scripts pass the same ones as mpu.
     shared = share(
         configuration.parallel_of(config_values), None if isinstance(model, PipelineModule) else mpu, stages
     )
@@ -98,6 +99,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     _notify(checked)
     if checked.comms_logger.enabled:
         LOG.configure(**dataclasses.asdict(checked.comms_logger))
+    # A pipeline creates its groups and keeps only this rank's layers before anything is assembled; other models only need
+    # the groups.
     engine_type: type[Engine] = Engine
     if isinstance(model, PipelineModule):
         engine_type = PipelineEngine
@@ -110,7 +113,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         parallelism = shared.parallelism()
     _notify_host_update(checked, optimizer)
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
-    # Ranks that share the sequence of their activations have none in common.
+    # Activations that all tensor-parallel ranks have can be partitioned for checkpointing; with sequence parallelism there
+    # are none.
     alike = None if checked.parallel.sequence_parallel else assembly.parallelism.tensor_group
     configure_by(
         checked.activation_checkpointing,
@@ -118,6 +122,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         "activation_checkpointing" in checked.given,
         alike,
     )
+    # A schedule needs the torch optimizer, which the assembly has constructed.
     scheduler = None
     if assembly.torch_optimizer is not None:
         scheduler = schedule(checked.scheduler, lr_scheduler, assembly.torch_optimizer)
@@ -127,7 +132,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             training_data,
             checked.train_micro_batch_size_per_gpu,
             drop_last=checked.dataloader_drop_last,
-            shuffle=not isinstance(model, PipelineModule),  # as DeepSpeed: a pipeline takes samples in order
+            shuffle=not isinstance(
+                model, PipelineModule
+            ),  # as in DeepSpeed, a pipeline takes samples in order
             collate_fn=collate_fn,
             replicas=assembly.parallelism.replicas,
             replica=assembly.parallelism.replica,
@@ -136,6 +143,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if isinstance(assembly.optimizer, WrappedOptimizer):
         remember(assembly.optimizer, assembly.group)
     engine.collate_fn = collate_fn
+    # The recorder gets the values in use, from which the requested traffic is predicted.
     effective = {**checked.effective(), **assembly.parallelism.described()}
     if assembly.installed.costs is not None:
         effective["communication"]["measured_costs"] = assembly.installed.costs.described()
@@ -155,7 +163,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 
 def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
-    """An input of the first layer: that of the first batch."""
+    """An input of the first layer: the input of the first batch."""
     loader = rank_loader(
         training_data,
         config.train_micro_batch_size_per_gpu,
@@ -167,7 +175,7 @@ def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
 
 
 def _notify_host_update(config: RuntimeConfig, optimizer: Any) -> None:
-    """Warn of an offloaded optimizer of the script's that DeepSpeed would refuse."""
+    """Warn about an offloaded optimizer of the script that DeepSpeed would refuse."""
     offloads = config.zero.offload_optimizer is not None
     if not offloads or not isinstance(optimizer, torch.optim.Optimizer) or comm.get_rank() != 0:
         return

@@ -1,4 +1,4 @@
-"""How much memory is in use, on the device and on the host."""
+"""Memory in use, on the device and on the host."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HOST: Final = Path("/proc/meminfo")
 
 
 class Memory(NamedTuple):
-    """Bytes in use. Those of the device are 0 where there is none.
+    """Bytes in use; device values are 0 without a device.
 
     Attributes:
         allocated: by tensors on the device.
-        peak: the most of that since the last reset.
+        peak: the largest ``allocated`` since the last reset.
         reserved: by torch's allocator on the device.
         resident: by this process in host memory.
-        peak_resident: the most of that.
+        peak_resident: the largest ``resident``.
         host_used: of host memory, by all processes.
         host: host memory in all.
     """
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 
 
 def memory_in_use() -> Memory:
-    """What is in use now. Waits for nothing."""
+    """The memory in use now, without a synchronization."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     peak_resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     host, free = _host()
@@ -67,7 +67,7 @@ def memory_in_use() -> Memory:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Print ``message`` and the memory in use, on rank 0; nothing without ``force``.
 
-    Garbage is collected first, so that what is printed is what is kept. The device's peak begins anew after it.
+    Garbage is collected first, so that unreachable tensors do not count. The device's peak is reset afterwards.
     """
     if not force or (comm.is_initialized() and comm.get_rank() != 0):
         return
@@ -80,12 +80,12 @@ _last = (0, 0)
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print the device's memory in use, and what has come since the last call.
+    """Print the memory in use, and the changes since the last call.
 
     Args:
         msg: printed before it.
         print_rank: the one rank that prints; -1 for all.
-        reset_max: let the peak begin anew first.
+        reset_max: reset the peak first.
     """
     global _last
     rank = comm.get_rank() if comm.is_initialized() else 0
@@ -119,7 +119,7 @@ def _resident(otherwise: int) -> int:
 
 
 def _host() -> tuple[int, int]:
-    """(all, available) bytes of host memory; zeros where the system does not say."""
+    """(all, available) bytes of host memory; zeros if the system does not report them."""
     try:
         lines = dict(line.split(":", 1) for line in _HOST.read_text().splitlines() if ":" in line)
         return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]

@@ -1,9 +1,8 @@
-"""An error of this package that ends the program is one sentence and exit code 2.
+"""One-line reports of uncaught errors of this package, with exit code 2.
 
-What is wrong stands in the sentence, and in which line of the script; Python's traceback through this package and torch
-would hide both, once for each rank. Ranks mostly fail alike, so the first one of a host to fail says it. A script that
-catches the error sees nothing of this, other errors keep their traceback, and ``ZERO_RUNTIME_LOG_LEVEL=debug`` shows it for
-these too.
+The line has the message and the line of the script; a traceback through this package and torch, once for each rank, would
+hide both. Ranks mostly fail alike, so only the first failing rank of a host prints it. A script that catches the error is
+not affected, other errors keep their traceback, and ``ZERO_RUNTIME_LOG_LEVEL=debug`` shows it for these too.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from zero_runtime import log
 from zero_runtime.errors import ZeroRuntimeError
 
 EXIT_CODE: Final = 2
-PAUSE_S: Final = 2.0  # how much later another rank may fail and still find that all is said
-# Where no script of the user's is: this package, torch, Python's own modules and what is installed beside them.
+PAUSE_S: Final = 2.0  # time in which other ranks with the same error stay silent
+# Folders without scripts of the user: this package, torch, Python's own modules and installed packages.
 _INNER: Final = tuple(
     f"{folder}{os.sep}"
     for folder in (
@@ -40,7 +39,7 @@ _INNER: Final = tuple(
 
 
 def report_uncaught() -> None:
-    """From now on let an uncaught error of this package end the program with its sentence. A second call changes nothing."""
+    """Report an uncaught error of this package by one line from now on. A second call changes nothing."""
     previous = sys.excepthook
     if getattr(previous, "__module__", None) == __name__:
         return
@@ -49,18 +48,18 @@ def report_uncaught() -> None:
         if not isinstance(error, ZeroRuntimeError):
             previous(kind, error, trace)
             return
-        # torch.distributed's hook lays a buffer over sys.stderr, and drops it when the hook below it raises.
+        # torch.distributed's hook buffers sys.stderr, and drops the buffer when the hook below it raises.
         if log.level() <= logging.DEBUG:
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
         _say_once(sentence_of(error, trace))
-        # Python takes the exit code of a SystemExit that leaves the hook.
+        # Python uses the exit code of a SystemExit that the hook raises.
         raise SystemExit(EXIT_CODE)
 
     sys.excepthook = report
 
 
 def sentence_of(error: BaseException, trace: TracebackType | None) -> str:
-    """What is printed of ``error``: its message, and where the script met it."""
+    """The printed text of ``error``: its message, and the line of the script."""
     sentence = f"zero_runtime: error: {error}"
     places = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((*_INNER, "<"))]
     if not places:
@@ -71,12 +70,12 @@ def sentence_of(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _say_once(sentence: str) -> None:
-    """Print what no other rank of this host has printed; the ranks of a job have one parent."""
+    """Print the sentence unless another rank of this host has; the ranks of a job have one parent process."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         print(sentence, file=sys.__stderr__, flush=True)
         return
     name = hashlib.sha256(f"{os.getppid()} {sentence}".encode()).hexdigest()
-    # A name that one process can have at a time, that needs no folder, and that ends with its process.
+    # An abstract socket name: only one process can have it, it needs no folder, and it vanishes with its process.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
         try:
             claim.bind(f"\0zero_runtime/{name}")

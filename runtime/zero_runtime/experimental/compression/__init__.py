@@ -1,1 +1,1 @@
-"""Fewer bytes for gradients and parameters: pure codecs, what is left over, and the messages that carry both."""
+"""Compression of gradients and parameters: codecs, residuals of error feedback, and the compressed messages."""

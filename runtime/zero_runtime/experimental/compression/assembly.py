@@ -1,4 +1,4 @@
-"""Puts a compressed reduction together from the configuration."""
+"""Construction of a compressed reduction from the configuration."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def compressed(
     steps: Callable[[], int],
     scale: Callable[[], float],
 ) -> tuple[Reduction, Residuals | None]:
-    """The reduction that ``settings`` ask for, and what it has left over; that is None without error feedback.
+    """The configured reduction and its residuals; the residuals are None without error feedback.
 
     All ranks must call it.
 
     Args:
         settings: how gradients are compressed.
-        plain: the reduction that the other keys ask for.
+        plain: the uncompressed reduction that the other keys configure.
         group: the data-parallel ranks.
         steps: optimizer steps taken so far.
-        scale: the loss scale at the moment.
+        scale: the current loss scale.
     """
     hosts = None
     if settings.hierarchical_compress and group.world_size > 1:
@@ -68,12 +68,12 @@ def _on_one_host(
 def by_signs(
     optimizer: OneBitOptimizer, plain: Reduction, module: torch.nn.Module, group: DataParallelGroup
 ) -> tuple[Reduction, Residuals]:
-    """Connect ``optimizer`` to the other ranks; gives the reduction of its gradients, and what is left over.
+    """Connect a 1-bit ``optimizer`` to the other ranks. Returns the reduction of its gradients, and the residuals.
 
     Args:
-        optimizer: sends what it makes of the gradients.
+        optimizer: sends its own values instead of gradients.
         plain: the reduction.
-        module: the model; parameters that it has not are named by their position.
+        module: the model; parameters outside it are named by their position.
         group: the data-parallel ranks.
     """
     residuals = Residuals(Layout(two_phases=group.world_size > 2), of_mean=True)

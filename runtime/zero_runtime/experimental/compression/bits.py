@@ -1,4 +1,4 @@
-"""Small codes packed into bytes, the first code in the lowest bits, on any device."""
+"""Packing of small codes into bytes, the first code in the lowest bits, on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def packed_bytes(numel: int, width: int) -> int:
 
 
 def pack(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """``codes`` (uint8, 1-D, each below 2^width) as bytes; the last byte is filled up with zeros.
+    """``codes`` (uint8, 1-D, each below 2^width) as bytes; the last byte is padded with zeros.
 
     Args:
         codes: the codes.
@@ -33,14 +33,14 @@ def pack(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, numel: int, width: int) -> torch.Tensor:
-    """The first ``numel`` codes of what :func:`pack` made, uint8."""
+    """The first ``numel`` codes of the output of :func:`pack`, uint8."""
     shifts = torch.arange(0, BYTE, width, dtype=torch.uint8, device=packed.device)
     codes = (packed.unsqueeze(1) >> shifts) & ((1 << width) - 1)
     return codes.view(-1).narrow(0, 0, numel)
 
 
 def looked_up(packed: torch.Tensor, numel: int, width: int, levels: tuple[float, ...]) -> torch.Tensor:
-    """What the first ``numel`` codes stand for: ``levels`` by code, as fp32."""
+    """The values of the first ``numel`` codes: ``levels`` by code, as fp32."""
     table = _table(width, levels).to(packed.device)
     return table[packed.int()].view(-1).narrow(0, 0, numel)
 

@@ -1,17 +1,16 @@
-"""What becomes of a gradient on its way: pure functions from numbers to bytes and back.
+"""Codecs of compressed gradients: pure functions from numbers to bytes and back.
 
-| name | kept of n numbers                                                         | bytes                     |
+| name | sent of n numbers                                                         | bytes                     |
 |------|---------------------------------------------------------------------------|---------------------------|
-| topk | the ceil(ratio n) largest by magnitude, and where they are                | (4 + item) ceil(ratio n)  |
+| topk | the ceil(ratio n) largest by magnitude, and their positions               | (4 + item) ceil(ratio n)  |
 | 1bit | the sign of each, and the mean magnitude of every 2,048                   | n / 8 + 4 ceil(n / 2,048) |
 | 2bit | the sign of each, whether its magnitude is above the mean of its 2,048,   | n / 4 + 8 ceil(n / 2,048) |
 |      | and the mean magnitude of those above and of those below                  |                           |
 
 An item is a number of the communication dtype. These are top-k sparsification (Aji and Heafield, arXiv:1704.05021),
-scaled signs (Karimireddy et al., arXiv:1901.09847), and a quantizer of two magnitudes, the means of the values that
-they stand for. None is unbiased: what is lost has to be carried over, see
-:mod:`zero_runtime.experimental.compression.residuals`. A number that is infinite or NaN makes what is decoded of it, or
-of its block, so too.
+scaled signs (Karimireddy et al., arXiv:1901.09847), and a quantizer of two magnitudes, each the mean of the values that it
+replaces. None is unbiased, so error feedback is needed (:mod:`zero_runtime.experimental.compression.residuals`). A number
+that is infinite or NaN makes its decoded value, or those of its block, infinite or NaN too.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ _LARGEST_INT32: Final = 2**31 - 1
 
 
 class Section(NamedTuple):
-    """A part of a payload: ``num_bytes`` bytes that are numbers of ``width`` bytes each."""
+    """A section of a payload: ``num_bytes`` bytes of numbers of ``width`` bytes each."""
 
     num_bytes: int
     width: int
 
 
 class Codec(Protocol):
-    """Numbers to bytes and back."""
+    """Encodes numbers as bytes and adds decoded numbers to a sum."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` (fp32, 1-D) as a payload (uint8, 1-D), as long as its sections."""
 
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
-        """Add what ``payload`` stands for to ``total`` (fp32, 1-D, as long as what was encoded)."""
+        """Add the decoded ``payload`` to ``total`` (fp32, 1-D, as long as the encoded values)."""
 
     def sections(self, numel: int) -> tuple[Section, ...]:
-        """The parts of the payload of ``numel`` numbers, in order."""
+        """The sections of the payload of ``numel`` numbers, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The largest numbers, and where they are: in the order of their places, each as the distance from the one before.
+    """The largest numbers with their positions: in order, each as the distance from the position before.
 
     Attributes:
-        ratio: share of the numbers that is kept, above 0 and up to 1.
-        dtype: in which they travel.
+        ratio: share of the numbers that is sent, above 0 and up to 1.
+        dtype: the communication dtype.
     """
 
     ratio: float
@@ -74,7 +73,7 @@ class TopK:
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
         """As in :class:`Codec`."""
         first, second = (section.num_bytes for section in self.sections(total.numel()))
-        # Copies, whose memory is aligned for what it is read as.
+        # Copies, whose memory is aligned for the other dtypes.
         values = payload.narrow(0, 0, first).clone().view(self.dtype)
         distances = payload.narrow(0, first, second).clone().view(_index_dtype(total.numel()))
         total.index_add_(0, distances.cumsum(0, dtype=torch.int64), values.to(total.dtype))
@@ -148,7 +147,7 @@ def num_bytes(codec: Codec, numel: int) -> int:
 
 
 def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values`` as rows of :data:`BLOCK`, the last one filled up with zeros, and how many of each row are values."""
+    """``values`` as rows of :data:`BLOCK`, the last one padded with zeros, and the number of values in each row."""
     missing = -values.numel() % BLOCK
     rows = (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
     counts = torch.full((rows.shape[0],), BLOCK, device=values.device)
@@ -157,7 +156,7 @@ def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(payload: torch.Tensor, sections: tuple[Section, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes, and the fp32 levels behind them, in memory that is aligned for them."""
+    """The codes and the fp32 levels after them, in aligned memory."""
     codes, levels = (section.num_bytes for section in sections)
     return payload.narrow(0, 0, codes), payload.narrow(0, codes, levels).clone().view(torch.float32)
 

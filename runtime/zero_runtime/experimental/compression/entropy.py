@@ -1,7 +1,7 @@
-"""Huffman coding of payloads, by zlib with its strategy that looks for no repetitions.
+"""Huffman coding of payloads, by zlib's strategy without a search for repetitions.
 
-The numbers of a section are taken apart into planes, all first bytes, all second bytes and so on: the high bytes of indices
-are mostly zero, and those of floats, which hold the exponent, are of few values. Each plane is coded by itself.
+The numbers of a section are divided into byte planes: all first bytes, all second bytes and so on. The high bytes of indices
+are mostly zero, and those of floats, with the exponent, have few values. Each plane is coded separately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def coded(payload: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
 
 
 def decoded(message: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
-    """The payload that :func:`coded` was given; what comes after it in ``message`` is not read."""
+    """The payload before :func:`coded`; bytes after it in ``message`` are ignored."""
     data = _bytes(message.cpu())
     payload = torch.empty(sum(section.num_bytes for section in sections), dtype=torch.uint8)
     position = 0

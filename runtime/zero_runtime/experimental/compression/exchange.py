@@ -1,4 +1,4 @@
-"""The messages that carry compressed numbers: every rank gets the payloads of all."""
+"""The exchange of compressed payloads: every rank gets the payloads of all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Payloads = Callable[[], Sequence[torch.Tensor]]
 
 
 class Exchange(NamedTuple):
-    """How payloads travel.
+    """How payloads are encoded and sent.
 
     Attributes:
-        codec: what makes them.
-        entropy: whether each is Huffman coded first, where that makes it smaller. Their sizes then travel ahead, in a
-            message of 8 bytes for each rank, and all are filled up to the largest.
-        two_phase: whether more than two ranks add up in two phases, in place of each getting the payloads of all.
+        codec: encodes the payloads.
+        entropy: whether each is Huffman coded first, if that makes it smaller. Their sizes are then sent first, in a
+            message of 8 bytes for each rank, and all are padded to the largest.
+        two_phase: whether more than two ranks sum in two phases, instead of each rank getting all payloads.
     """
 
     codec: Codec
@@ -37,10 +37,10 @@ class Exchange(NamedTuple):
         why: hooks.tag,
         asynchronous: bool = False,
     ) -> tuple[Work | None, Payloads]:
-        """Give this rank's ``payload`` of ``numel`` numbers to all of ``group``.
+        """Send this rank's ``payload`` of ``numel`` numbers to all of ``group``.
 
         Returns:
-            What is to be waited for, if anything, and what gives the payloads of all ranks, in their order, after that.
+            A work handle to wait for, or None, and a function that then returns the payloads of all ranks, in rank order.
         """
         if not self.entropy:
             received = payload.new_empty(group.world_size * payload.numel())

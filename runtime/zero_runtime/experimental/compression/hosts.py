@@ -1,4 +1,4 @@
-"""The ranks of one host, and those of one place on every host."""
+"""The groups of hierarchical compression: the ranks of one host, and those with one position on every host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zero_runtime.errors import ConfigError
 
 
 class Hosts(NamedTuple):
-    """Two groups of this rank: ``inside`` its host, and ``across`` hosts, of the ranks in its place on each."""
+    """Two groups of this rank: ``inside`` its host, and ``across`` hosts, of the ranks with its position on each."""
 
     inside: DataParallelGroup
     across: DataParallelGroup
 
 
 def hosts_of(group: DataParallelGroup) -> Hosts | None:
-    """The groups, for hosts of LOCAL_WORLD_SIZE consecutive ranks; None where there is one host. All ranks must call it.
+    """The groups, for hosts of LOCAL_WORLD_SIZE consecutive ranks; None with one host. All ranks must call it.
 
     Raises:
-        ConfigError: the launcher does not say how many ranks a host has, or the number does not divide the ranks.
+        ConfigError: the launcher has not set LOCAL_WORLD_SIZE, or it does not divide the number of ranks.
     """
     variable = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not variable.isdigit() or int(variable) < 1:

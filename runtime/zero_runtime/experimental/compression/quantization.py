@@ -1,8 +1,8 @@
-"""Numbers as small whole ones with a scale for each block (ZeRO++, Wang et al., arXiv:2306.10209).
+"""Blockwise quantization to small integers (ZeRO++, Wang et al., arXiv:2306.10209).
 
-A block of 256 numbers shares one fp32 scale, the largest magnitude over the largest code: 127 for 8 bits, 7 for 4. So n
-numbers of b bits take n b / 8 + 4 ceil(n / 256) bytes, and no number is off by more than half a scale. In a block with a
-number that is infinite or NaN, all are NaN.
+A block of 256 numbers shares one fp32 scale: the largest magnitude over the largest code, which is 127 for 8 bits and 7 for
+4. So n numbers of b bits take n b / 8 + 4 ceil(n / 256) bytes, and the error is at most half a scale. If a number of a block
+is infinite or NaN, the whole block becomes NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def quantized_bytes(numel: int, bits: int) -> int:
 
 
 def quantized(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Each of ``rows`` (floats, 2-D) as a payload of its own (uint8, 2-D: the codes, then the scales).
+    """The payload of each of ``rows`` (floats, 2-D): uint8, 2-D, the codes, then the scales.
 
     Args:
         rows: the numbers.
@@ -41,7 +41,7 @@ def quantized(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantized(payloads: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """The rows of ``numel`` numbers (fp32, 2-D) of which :func:`quantized` made ``payloads``."""
+    """The rows of ``numel`` numbers (fp32, 2-D) in ``payloads`` of :func:`quantized`."""
     count, size = len(payloads), packed_bytes(numel, bits)
     packed = payloads.narrow(1, 0, size)
     codes = packed if bits == 8 else torch.stack([unpack(row, numel, bits) for row in packed])

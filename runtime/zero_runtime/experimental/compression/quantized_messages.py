@@ -1,4 +1,4 @@
-"""Sums and gatherings of quantized messages (ZeRO++, Wang et al., arXiv:2306.10209): 4 bits a gradient, 8 a weight."""
+"""Quantized reductions (4 bits) and parameter gathers (8 bits) of ZeRO++ (Wang et al., arXiv:2306.10209)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHT_BITS: Final = 8
 
 
 def scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
-    """Sum equal ``rows``, end to end, of which each rank sends every other one its own, quantized; the sum is fp32."""
+    """Sum equal, concatenated ``rows``: each rank sends row r, quantized, to rank r. The sum is fp32."""
     world = group.world_size
     payloads = quantized(rows.view(world, -1), GRADIENT_BITS)
     received = torch.empty_like(payloads)
@@ -33,7 +33,7 @@ def scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGro
 
 
 def round_rows(rows: Sequence[torch.Tensor]) -> None:
-    """Make ``rows`` what all ranks have of them once they have been gathered quantized, without a message."""
+    """Round ``rows`` as a quantized gather would, without communication."""
     for row in rows:
         row.copy_(dequantized(quantized(row.view(1, -1), WEIGHT_BITS), row.numel(), WEIGHT_BITS)[0])
 
@@ -41,10 +41,10 @@ def round_rows(rows: Sequence[torch.Tensor]) -> None:
 def gather_quantized(
     rows: Sequence[torch.Tensor], group: DataParallelGroup, why: hooks.tag, asynchronous: bool
 ) -> tuple[Work | None, Callable[[], None]]:
-    """Fill ``rows``, one of each rank and all of one length, from this rank's own; that is rounded as well.
+    """Gather ``rows``, one of each rank and all of one length. This rank's own row is rounded too.
 
     Returns:
-        The message, and what is to be called once it has arrived.
+        A work handle, and a function to call once it is complete.
     """
     payload = quantized(rows[group.rank].view(1, -1), WEIGHT_BITS)
     received = payload.new_empty(len(rows), payload.shape[1])

@@ -1,11 +1,11 @@
-"""Gradient buckets that are summed by sending them compressed (stages 0 to 2).
+"""The compressed reduction of gradient buckets (stages 0 to 2).
 
-Every rank gathers the payloads of all, and adds them up in the order of the ranks, in fp32: the sum is the same on all, to
-the bit. With ``hierarchical_compress`` only what hosts send to each other is compressed: each rank sums a share of the
-bucket over its host, exchanges that with the ranks of its place on other hosts, and gathers the other shares in its host.
+Every rank gathers the payloads of all ranks and sums them in rank order, in fp32: the sum is equal on all ranks, bit by bit.
+With ``hierarchical_compress`` only messages between hosts are compressed: each rank sums a share of the bucket over its
+host, exchanges the share with the ranks of its position on other hosts, and gathers the other shares within its host.
 
-n is the number of ranks, S the bytes of a bucket, C those of a payload: each rank sends (n-1) C, where an all_reduce sends
-2(n-1)/n S. So it sends n C / 2S of that, which grows with n. With ``two_phase`` it sends 2(n-1)/n C, C / S of that.
+n is the number of ranks, S the bytes of a bucket, C those of a payload: each rank sends (n-1) C, while an all_reduce sends
+2(n-1)/n S. The ratio n C / 2S grows with n. With ``two_phase`` a rank sends 2(n-1)/n C, and the ratio is C / S.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from zero_runtime.gradient_reduction.reduction import (
 
 
 class CompressedReduction:
-    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` that leaves the sum of what was sent on every rank.
+    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` that leaves the sum of the payloads on every rank.
 
     Args:
-        exchange: how buckets are compressed and sent; of each communication dtype.
-        plain: what is done instead in the first steps, and by a single rank.
+        exchange: how buckets of each communication dtype are compressed and sent.
+        plain: the reduction of the first steps, and of a single rank.
         is_warm: whether the first steps are over.
-        residuals: what is left over on this rank; None forgets it.
-        scale: what the gradients are multiplied by at the moment (the loss scale).
-        hosts: the groups, where only what goes from host to host is compressed.
+        residuals: this rank's residuals; None without error feedback.
+        scale: the current loss scale.
+        hosts: the groups, if only messages between hosts are compressed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CompressedReduction:
         asynchronous: bool,
         take: Callable[[torch.Tensor], object],
     ) -> Finish | None:
-        """Sum ``values``, elements ``start`` and up of ``bucket``, over ``group``, and give the sum to ``take``."""
+        """Sum ``values``, elements ``start`` and up of ``bucket``, over ``group``, and pass the sum to ``take``."""
         exchange = self._exchange(bucket.dtype)
         if exchange.two_phase and group.world_size > 2:
             shared = two_phases.Shared(values, bucket.entries, start, self._scale())
@@ -126,12 +126,12 @@ class CompressedReduction:
 
 
 class PlainReduction:
-    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` on one host, where nothing is compressed.
+    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` on one host, without compression.
 
     Args:
-        plain: what is done.
-        residuals: what was left over when there were several hosts.
-        scale: what the gradients are multiplied by at the moment (the loss scale).
+        plain: the reduction.
+        residuals: residuals of an earlier training on several hosts.
+        scale: the current loss scale.
     """
 
     def __init__(self, plain: Reduction, residuals: Residuals, scale: Callable[[], float]) -> None:
@@ -140,13 +140,13 @@ class PlainReduction:
         self._scale = scale
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-        """Sum the bucket over the ranks, and what was left over of it."""
+        """Sum the bucket and its residuals over the ranks."""
         hand_over(self._residuals, bucket, self._scale())
         return self._plain(bucket, group)
 
 
 def hand_over(residuals: Residuals, bucket: Bucket, scale: float) -> None:
-    """Add to ``bucket``, which is not compressed, what is left over of its gradients; ``scale`` is the loss scale."""
+    """Add the residuals of its gradients to ``bucket``, which is not compressed; ``scale`` is the loss scale."""
     residuals.hand_over(bucket.tensor, bucket.entries, scale / _factor(bucket))
 
 
@@ -167,7 +167,7 @@ def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataPara
 
 
 def _contribution(bucket: Bucket) -> torch.Tensor:
-    """The bucket in fp32, with all that is ever done to scale it; the sum over the ranks is the result."""
+    """The bucket in fp32 with all scaling applied; its sum over the ranks is the result."""
     return bucket.tensor.to(torch.float32, copy=True).mul_(_factor(bucket))
 
 

@@ -1,11 +1,12 @@
-"""What compression left out of the gradients of this rank, to be added to the next ones (error feedback).
+"""Residuals: the part of this rank's gradients that compression left out, added to the next ones (error feedback).
 
-What is kept of each parameter is a tensor as long as its gradient, without the loss scale. Gradients are divided for their
-mean before they are compressed: the sum over the ranks is what the parameters have not got yet. What optimizers send as
-signs is divided after it: there the mean over the ranks is.
+The residual of each parameter has the length of its gradient, without the loss scale. Gradients are divided by the number of
+ranks before compression, so the sum of the residuals over the ranks is what the parameters still lack. Values of 1-bit
+optimizers are divided after it, so there the mean over the ranks is.
 
-A checkpoint keeps what each rank has. Where other ranks load it, or ranks that use other elements, all of it is added up and
-shared out evenly; with its first bucket a rank takes those elements that it uses, for all that do not use them.
+A checkpoint has the residuals of each rank. If it is loaded by another number of ranks, or by ranks that use other elements,
+the residuals are summed and divided evenly. With its first bucket each rank takes the elements that it uses, on behalf of
+the ranks that do not use them.
 """
 
 from __future__ import annotations
@@ -17,22 +18,20 @@ import torch
 
 from zero_runtime.gradient_reduction.buckets import Entry
 
-OF_SHARE: Final = (
-    "share of "  # begins the name of what one rank alone has left over of an element, on behalf of all
-)
+# The prefix of a residual that one rank has on behalf of all.
+OF_SHARE: Final = "share of "
 
 
-PENDING: Final = (
-    "pending "  # begins the name of what no rank has used yet since ranks of another layout saved it
-)
+# The prefix of a residual that was saved by ranks of another layout and has not been used yet.
+PENDING: Final = "pending "
 
 
 class Layout(NamedTuple):
     """Which ranks use which elements.
 
     Attributes:
-        places: every element is used by one of so many ranks; ranks of one host have different places.
-        two_phases: one rank has what is left over of an element's sum.
+        places: one of this many ranks uses each element; ranks of one host have different positions.
+        two_phases: whether one rank has the residual of an element's sum.
     """
 
     places: int = 1
@@ -40,30 +39,30 @@ class Layout(NamedTuple):
 
 
 class Residuals:
-    """What this rank has left over, by parameter.
+    """The residuals of this rank, by parameter.
 
     Args:
-        layout: which elements this rank uses, among others; default: all.
-        of_mean: what is left over is divided by the number of ranks after it has been summed.
+        layout: which elements this rank uses; default: all.
+        of_mean: whether the sum of residuals is divided by the number of ranks.
 
     Attributes:
-        tensors: fp32, 1-D, by name; a parameter is in it from its first compressed gradient on.
+        tensors: fp32, 1-D, by name; a parameter is added with its first compressed gradient.
     """
 
     def __init__(self, layout: Layout | None = None, *, of_mean: bool = False) -> None:
         self.layout = layout or Layout()
         self.tensors: dict[str, torch.Tensor] = {}
         self._of_mean = of_mean
-        self._pending: dict[str, torch.Tensor] = {}  # an even share of what all ranks have
+        self._pending: dict[str, torch.Tensor] = {}  # an even share of the residuals of all ranks
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint keeps, by name."""
+        """The residuals for a checkpoint, by name."""
         return {**self.tensors, **{f"{PENDING}{name}": each for name, each in self._pending.items()}}
 
     def hand_over(self, values: torch.Tensor, entries: Sequence[Entry], scale: float) -> None:
-        """Add all that is left over, times ``scale``, to ``values``, which hold ``entries`` and travel uncompressed.
+        """Add all residuals, times ``scale``, to ``values`` of ``entries``, which are sent uncompressed.
 
-        Values that are not finite are thrown away, so nothing is added to them.
+        Nothing is added to values that are not finite, since their step is skipped.
         """
         left = any(entry.name in self._pending or entry.name in self.tensors for entry in entries)
         if not left or not bool(torch.isfinite(values).all()):
@@ -75,15 +74,15 @@ class Residuals:
             self.tensors.pop(entry.name, None)
 
     def add_to(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
-        """Add what is left over, times ``scale``, to ``values``: elements ``start`` and up of a bucket of ``entries``."""
+        """Add the residuals, times ``scale``, to ``values``: elements ``start`` and up of a bucket of ``entries``."""
         self._take(values, entries, start)
         for target, residual in self._ranges_of(values, entries, start):
             target.add_(residual, alpha=scale)
 
     def keep(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
-        """Keep ``values``, divided by ``scale``, in place of what was left over.
+        """Replace the residuals by ``values`` divided by ``scale``.
 
-        Values that are not finite would never go away again: where there are some, all stays as it was.
+        If some values are not finite nothing changes: they would stay in the residuals forever.
         """
         if not bool(torch.isfinite(values).all()):
             return
@@ -91,7 +90,7 @@ class Residuals:
             torch.mul(source, 1.0 / scale, out=residual)
 
     def _take(self, values: torch.Tensor, entries: Sequence[Entry], start: int) -> None:
-        """Make what is pending of ``entries`` this rank's own: the elements of ``values``. Others take the rest."""
+        """Take the pending residuals of ``entries`` for the elements of ``values``. Other ranks take the rest."""
         pending = [entry for entry in entries if entry.name in self._pending]
         if not pending:
             return
@@ -110,7 +109,7 @@ class Residuals:
     def _ranges_of(
         self, values: torch.Tensor, entries: Sequence[Entry], start: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of ``values`` that belong to each parameter, and what is left over of the same elements."""
+        """The range of ``values`` of each parameter, and the residual of the same elements."""
         end, position = start + values.numel(), 0
         for entry in entries:
             numel = entry.gradient.numel()
@@ -139,15 +138,15 @@ class Residuals:
         layout: Layout | None,
         device: torch.device,
     ) -> None:
-        """Take over what a checkpoint has, or nothing where it has nothing.
+        """Load the residuals of a checkpoint, if it has any.
 
         Args:
-            read: gives what a rank had left over when it was saved, by name.
-            rank: this one.
-            world_size: ranks that load.
-            saved_by: ranks that saved.
-            layout: of those; None where the checkpoint does not say, and is taken for that of these.
-            device: where gradients are.
+            read: returns the saved residuals of a rank, by name.
+            rank: this rank.
+            world_size: number of ranks that load.
+            saved_by: number of ranks that saved.
+            layout: of the ranks that saved; None if the checkpoint lacks it, which means an equal layout.
+            device: of gradients.
         """
         self.tensors, self._pending = {}, {}
         if saved_by == world_size and layout in (None, self.layout):
@@ -162,14 +161,14 @@ class Residuals:
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
-    """Add ``values`` to ``sums[name]``; the shorter of the two is filled up."""
+    """Add ``values`` to ``sums[name]``; the shorter of the two is padded."""
     known = sums.get(name, values[:0])
     numel = max(values.numel(), known.numel())
     sums[name] = _of_length(known, numel) + _of_length(values, numel)
 
 
 def _of_length(values: torch.Tensor, numel: int) -> torch.Tensor:
-    """``values`` cut off or filled up: a flat buffer of all parameters is padded for the number of ranks."""
+    """``values`` truncated or padded: the padding of a flat buffer depends on the number of ranks."""
     if values.numel() == numel:
         return values
     renewed = values.new_zeros(numel)
@@ -179,7 +178,7 @@ def _of_length(values: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def layout_of(saved: Mapping[str, object] | None) -> Layout | None:
-    """The layout that a checkpoint tells of; None where it tells none."""
+    """The layout in a checkpoint; None if it has none."""
     if saved is None:
         return None
     places, two_phases = saved["places"], saved["two_phases"]

@@ -1,4 +1,4 @@
-"""Means over the ranks that travel as signs, for optimizers that send what they make of the gradients (1-bit Adam)."""
+"""Means over the ranks sent as signs, for 1-bit optimizers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from zero_runtime.gradient_reduction.reduction import Finish, Reduction
 class MeanOfSigns:
     """A :data:`zero_runtime.experimental.one_bit.Mean`: one sum for all tensors together.
 
-    On two ranks each gets the signs of the other. On more they are added up in two phases.
+    Two ranks exchange their signs. More ranks sum in two phases.
 
     Args:
         group: the data-parallel ranks.
-        residuals: what is left over on this rank.
+        residuals: this rank's residuals.
     """
 
     def __init__(self, group: DataParallelGroup, residuals: Residuals) -> None:
@@ -33,7 +33,7 @@ class MeanOfSigns:
         self._exchange = Exchange(OneBit())
 
     def __call__(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-        """Make of each of ``values`` its mean over the ranks, as far as signs and what was left over can tell it."""
+        """Replace each of ``values`` by its mean over the ranks, approximated by signs and residuals."""
         entries = [Entry(name, value.reshape(-1), ()) for name, value in zip(names, values, strict=True)]
         if self._group.world_size == 1:
             for value, entry in zip(values, entries, strict=True):
@@ -70,13 +70,13 @@ def _why(intended_op: str) -> hooks.tag:
 
 
 class WantedReduction:
-    """A reduction that does nothing unless the optimizer wants mean gradients.
+    """A reduction that does nothing unless the optimizer needs mean gradients.
 
     See :data:`zero_runtime.gradient_reduction.reduction.Reduction`.
 
     Args:
-        optimizer: takes the gradients.
-        plain: the reduction that is done then.
+        optimizer: the optimizer of the gradients.
+        plain: the reduction for mean gradients.
     """
 
     def __init__(self, optimizer: OneBitOptimizer, plain: Reduction) -> None:

@@ -1,8 +1,8 @@
-"""A sum of compressed numbers in two phases, so that what a rank sends does not grow with the number of ranks.
+"""Compressed sums in two phases, in which the bytes sent by a rank do not grow with the number of ranks.
 
-First each rank is sent, compressed, what all others have of its share of the numbers, and adds it up; then it sends the sum,
-compressed again, to all. With payloads of C bytes for all numbers a rank sends 2(n-1)/n C, where gathering all payloads
-takes (n-1) C. What the second compression loses stays with the rank whose share it is, and is added the next time
+First each rank receives the compressed values of all ranks for its share of the numbers, and sums them. Then it sends the
+sum, compressed again, to all. With payloads of C bytes for all numbers a rank sends 2(n-1)/n C, while a gather of all
+payloads sends (n-1) C. The residual of the second compression stays with the rank of the share, and is added the next time
 (Tang et al., arXiv:2102.02888: the errors of workers and of the server).
 """
 
@@ -22,13 +22,13 @@ from zero_runtime.gradient_reduction.buckets import Entry
 
 
 class Shared:
-    """The numbers of one sum, and where they come from.
+    """The values of one sum, and their origin.
 
     Args:
         values: fp32, 1-D; changed.
-        entries: the tensors whose elements they are, end to end.
-        start: the first of them.
-        scale: what they are multiplied by (the loss scale).
+        entries: the tensors that the values are taken from, concatenated.
+        start: first element within them.
+        scale: the loss scale.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Shared:
 
 
 def share_numel(numel: int, ranks: int) -> int:
-    """Numbers that each of ``ranks`` adds up, in whole blocks of a codec."""
+    """The length of the share of each of ``ranks``, in whole blocks of a codec."""
     return -(-numel // (ranks * BLOCK)) * BLOCK
 
 
@@ -54,18 +54,18 @@ def begin(
     why: Callable[[str], hooks.tag],
     asynchronous: bool = False,
 ) -> tuple[Work | None, Callable[[], torch.Tensor]]:
-    """Begin to sum the values over ``group``.
+    """Start to sum the values over ``group``.
 
     Args:
         shared: the values of this rank.
-        codec: compresses numbers into as many bytes wherever they are as many.
-        residuals: what is left over on this rank; None forgets it.
+        codec: its payloads must have a length that depends only on the number of values.
+        residuals: this rank's residuals; None without error feedback.
         group: the ranks.
-        why: the tag of a message that means the operation so named.
-        asynchronous: the first message is only begun.
+        why: the tag of a message, by its intended operation.
+        asynchronous: whether the first message is only started.
 
     Returns:
-        What is to be waited for, if anything, and what gives the sum after that, the same on all ranks, to the bit.
+        A work handle to wait for, or None, and a function that then returns the sum, equal on all ranks, bit by bit.
     """
     numel, ranks = shared.values.numel(), group.world_size
     width = share_numel(numel, ranks)
@@ -113,7 +113,7 @@ def _of_share(
 
 
 def _decoded(payloads: torch.Tensor, codec: Codec, width: int) -> torch.Tensor:
-    """What each of ``payloads`` stands for, ``width`` numbers each, end to end."""
+    """The decoded ``payloads``, ``width`` numbers each, concatenated."""
     values = torch.zeros(len(payloads) * width, device=payloads.device)
     for row, payload in zip(values.split(width), payloads, strict=True):
         codec.add(payload, row)

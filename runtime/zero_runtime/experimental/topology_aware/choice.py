@@ -1,4 +1,4 @@
-"""Whether a message goes along the axes or plainly: the same answer on every rank."""
+"""The choice between a plain and a composed collective for each message, equal on every rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TELL: Final = hooks.tag("other")
 
 
 class Choice:
-    """Chooses for each message. Without costs every message goes along the axes.
+    """Chooses for each message. Without costs every message is composed.
 
     Args:
         sizes: ranks along each axis.
         implementation: of a reduce_scatter.
-        costs: what was calibrated; None for nothing.
+        costs: the calibrated costs; None without a calibration.
     """
 
     def __init__(self, sizes: Sequence[int], implementation: str, costs: Costs | None) -> None:
@@ -32,7 +32,7 @@ class Choice:
         self.composes = cache(self._composes)
 
     def _composes(self, operation: str, payload: int) -> bool:
-        """Whether ``operation`` (all_reduce, reduce_scatter, all_gather) of ``payload`` bytes goes along the axes."""
+        """Whether ``operation`` (all_reduce, reduce_scatter, all_gather) of ``payload`` bytes is composed."""
         if self._costs is None:
             return payload > 0
         arguments = (operation, payload, self._sizes, self._implementation)
@@ -40,16 +40,16 @@ class Choice:
 
 
 def agreed_costs(group: DataParallelGroup, world: str, axes: Sequence[str], sharing: Sequence[int]) -> Costs:
-    """The costs in the files that rank 0 reads, on every rank: one broadcast.
+    """The costs in the calibration files of rank 0, on every rank: one broadcast.
 
     Args:
         group: all ranks.
         world: the calibration among all ranks.
-        axes: those among the ranks of each axis, outermost first.
+        axes: the calibrations among the ranks of each axis, outermost first.
         sharing: see :class:`Costs`.
 
     Raises:
-        ConfigError: on every rank, where rank 0 cannot read one of them.
+        ConfigError: on every rank, if rank 0 cannot read one of the files.
     """
     files = [world, *axes]
     message = torch.zeros(1 + 2 * len(OPERATIONS) * len(files), dtype=torch.float64, device=group.device)
@@ -66,7 +66,7 @@ def agreed_costs(group: DataParallelGroup, world: str, axes: Sequence[str], shar
         raise failed
     good, *numbers = message.tolist()
     if not good:
-        raise ConfigError("communication.calibration: rank 0 cannot read the files; see what it says")
+        raise ConfigError("communication.calibration: rank 0 cannot read the files; see its error")
     pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))
     tables = [{each: Cost(*next(pairs)) for each in OPERATIONS} for _ in files]
     return Costs(tables[0], tables[1:], tuple(sharing))

@@ -1,18 +1,18 @@
-"""Collectives over a grid of ranks, as sequences of collectives along its axes.
+"""Composed collectives: collectives over a grid of ranks as sequences of collectives along its axes.
 
 | collective     | along                                                             | bytes on axis 0 (outermost) |
 |----------------|-------------------------------------------------------------------|-----------------------------|
-| reduce_scatter | the innermost axis first: every further one has what is left      | 1/inner                     |
-| all_gather     | the outermost axis first, the way back                            | 1/inner                     |
-| all_reduce     | reduce_scatter along all but axis 0, all_reduce along that, and   | 1/inner                     |
-|                | all_gather the way back                                           |                             |
+| reduce_scatter | the innermost axis first; further axes have what remains          | 1/inner                     |
+| all_gather     | the outermost axis first                                          | 1/inner                     |
+| all_reduce     | reduce_scatter along all but axis 0, all_reduce along axis 0, and | 1/inner                     |
+|                | all_gather along the other axes in reverse order                  |                             |
 
 inner is the product of the other sizes; "bytes" compares with the same collective along axis 0 of the whole message. Rank
 numbers count along the innermost axis first. This is the hierarchical scheme of two levels, and with three axes that of a 3D
 torus (Jain et al., "Efficient MPI collectives on torus networks"; Mikami et al., arXiv:1811.05233, 2D).
 
-Each function is a generator that yields the messages it has begun and goes on, when asked, once they have arrived.
-A blocking one yields nothing but None. Sums of 16-bit values are rounded to 16 bits after each axis.
+Each function is a generator that yields the work handles of its messages; resume it once a message is complete. A blocking
+one yields only None. Sums of 16-bit values are rounded to 16 bits after each axis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Groups = Sequence[DataParallelGroup]
 
 
 class Composed:
-    """A composed collective. Its first message is begun when it is made, each further one once the last was waited for."""
+    """The work handle of a composed collective. The constructor starts the first message, and ``wait`` the others."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -47,11 +47,11 @@ class Composed:
         self._work = next((work for work in self._steps if work is not None), None)
 
     def is_completed(self) -> bool:
-        """As :attr:`done`: what is under way is only looked at by waiting."""
+        """The value of :attr:`done`, which changes only by waiting."""
         return self.done
 
     def wait(self, *arguments: object) -> bool:
-        """Carry it through to its end."""
+        """Run all messages to completion."""
         while self._work is not None:
             self._work.wait()
             self._go_on()
@@ -64,11 +64,11 @@ def all_reduce(
     """Sum the contiguous ``tensor`` in place on every rank.
 
     Args:
-        tensor: the message; where its elements do not divide among the inner axes, a padded copy travels.
+        tensor: the message; if its elements do not divide among the inner axes, a padded copy is sent.
         groups: this rank's group along each axis, outermost first.
         implementation: of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
         why: the tag of every message.
-        asynchronous: messages are begun, and waited for by whoever runs the steps.
+        asynchronous: whether messages are only started; the caller that runs the steps waits for them.
     """
     why = _of_a_part(why)
     flat = tensor.view(-1)
@@ -107,16 +107,16 @@ def reduce_scatter(
     """Sum row r of ``rows`` on rank r.
 
     Args:
-        result: gets this rank's sum, 1-D; of 16-bit rows that an all_to_all carried, in fp32.
-        rows: the rows end to end, 1-D; not changed.
-        numels: elements of each; equal ones unless ``implementation`` is ``all_to_all``.
+        result: gets this rank's sum, 1-D; with an all_to_all of 16-bit rows it is fp32.
+        rows: the concatenated rows, 1-D; not changed.
+        numels: elements of each row; equal unless ``implementation`` is ``all_to_all``.
         groups, implementation, why, asynchronous: as in :func:`all_reduce`.
     """
     why = _of_a_part(why)
     row_numels = list(numels)
     for group in reversed(groups):
         size = group.world_size
-        # Rank numbers count along this axis first: its neighbours' rows take turns.
+        # Rank numbers count along this axis first, so the rows of its ranks alternate.
         split_rows = rows.split(row_numels)
         order = [index for step in range(size) for index in range(step, len(row_numels), size)]
         rows = torch.cat([split_rows[index] for index in order]) if len(row_numels) > size else rows
@@ -143,7 +143,7 @@ def all_gather(
         yield group.all_gather_single(wider, gathered, why=why, asynchronous=asynchronous)
         gathered = wider
     sizes = [group.world_size for group in groups]
-    # The axis that was gathered along last is the first one now.
+    # The first dimension is now the axis of the last gather.
     turned = gathered.view(*reversed(sizes), -1).permute(*reversed(range(len(sizes))), len(sizes))
     output.view(*sizes, -1).copy_(turned)
 
@@ -156,7 +156,7 @@ def _scatter(
     why: hooks.tag | None,
     asynchronous: bool,
 ) -> tuple[Work | None, Callable[[], torch.Tensor]]:
-    """A reduce_scatter along one axis: the message, and what gives this rank's sum once it has arrived."""
+    """A reduce_scatter along one axis: its work handle, and a function that then returns this rank's sum."""
     mine = numels[group.rank]
     if implementation != ALL_TO_ALL:
         output = rows.new_empty(mine)
@@ -167,7 +167,7 @@ def _scatter(
 
 
 def _of_a_part(why: hooks.tag | None) -> hooks.tag | None:
-    """The tag of messages that carry a part each: how much of a part is padding is not known."""
+    """The tag of the messages of one collective, without padding bytes: the padding of each message is not known."""
     if why is None or why.padding_bytes is None:
         return why
     return hooks.tag(

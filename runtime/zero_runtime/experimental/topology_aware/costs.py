@@ -1,8 +1,8 @@
-"""What a collective costs, by the files of ``commprof calibrate``: plain, and composed along the axes. Pure.
+"""The cost of plain and composed collectives, by the files of ``commprof calibrate``. Pure.
 
-Hockney's model, as it was fitted: t(S) = alpha + S / beta, with the same latency and bus bandwidth where a group has another
-number of ranks than was calibrated (docs/calibration.md). Groups of one axis that share a host's links get a
-share of its bandwidth each.
+Hockney's model with the fitted parameters: t(S) = alpha + S / beta. Latency and bus bandwidth are assumed equal for groups
+of other sizes than the calibrated one (docs/calibration.md). Groups of one axis that share a host's links divide its
+bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 class Cost(NamedTuple):
-    """Of one operation.
+    """The cost of one operation.
 
     Attributes:
         alpha_ns: latency.
@@ -32,7 +32,7 @@ class Cost(NamedTuple):
     bus_ns_per_byte: float
 
     def time_ns(self, operation: str, payload: float, ranks: int) -> float:
-        """Of ``payload`` bytes (S of nccl-tests) among ``ranks`` ranks."""
+        """Time of ``payload`` bytes (S of nccl-tests) among ``ranks`` ranks."""
         return self.alpha_ns + payload * bus_factor(operation, ranks) * self.bus_ns_per_byte
 
 
@@ -42,12 +42,12 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 class Costs(NamedTuple):
-    """What was calibrated.
+    """The calibrated costs.
 
     Attributes:
         world: cost of each operation among all ranks.
-        axes: the same among the ranks of a group of each axis.
-        sharing: groups of each axis that share one host's links.
+        axes: cost of each operation among the ranks of a group of each axis.
+        sharing: number of groups of each axis that share one host's links.
     """
 
     world: Mapping[str, Cost]
@@ -55,7 +55,7 @@ class Costs(NamedTuple):
     sharing: Sequence[int]
 
     def described(self) -> dict[str, Any]:
-        """Everything as plain numbers, for the record of a run: of each operation the two of its :class:`Cost`."""
+        """All costs as plain numbers, for the record of a run: the two values of :class:`Cost` for each operation."""
         world, *axes = ({op: list(cost) for op, cost in table.items()} for table in (self.world, *self.axes))
         return {"world": world, "axes": axes, "sharing": list(self.sharing)}
 
@@ -65,7 +65,7 @@ class Costs(NamedTuple):
         return self.world[issued].time_ns(issued, payload, prod(sizes))
 
     def composed_ns(self, operation: str, payload: float, sizes: Sequence[int], implementation: str) -> float:
-        """Time of the composed collective of ``payload`` bytes, axis after axis."""
+        """Time of the composed collective of ``payload`` bytes: the sum over its axes."""
         total, left = 0.0, payload
         for axis in range(len(sizes) - 1, -1, -1):
             halves = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)

@@ -1,9 +1,9 @@
-"""Averages of gradients that may come some steps late, over P2P (``communication.bounded_delay``, stage 0).
+"""Bounded delay: averages of gradients that may be some steps late (``communication.bounded_delay``, stage 0).
 
-With a delay of K, a rank that has the gradients of step t sends them to every other rank, and waits for nobody's of that
-step. What the optimizer then sees is the mean of everybody's gradients of step t - K, which the rank waits for if need be: a
-rank that is behind by less than K steps holds nobody up, and none gets further ahead than that. Each rank adds up the
-gradients in the order of the ranks, so that the replicas stay equal to the bit.
+With a delay of K, a rank sends the gradients of step t to every other rank by P2P messages, and does not wait for theirs.
+The optimizer then gets the mean of all gradients of step t - K, and waits for it if necessary. So a rank that is less than
+K steps behind delays nobody, and no rank gets further ahead. Each rank sums the gradients in rank order, so that the
+replicas stay equal bit by bit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from zero_runtime.gradient_reduction.whole_gradients import ReplicatedGradients,
 
 
 def exchange(bucket: Bucket, group: DataParallelGroup) -> Finish:
-    """Begin to send the bucket to every other rank, and to receive theirs.
+    """Start to send the bucket to every other rank, and to receive theirs.
 
     A :data:`zero_runtime.gradient_reduction.reduction.Reduction`.
 
-    Of two ranks the lower one sends first on both, and each rank goes through the others in ascending order: on a backend
-    that runs messages one after the other nobody waits in a circle.
+    For each pair of ranks, the message of the lower rank comes first on both, and each rank visits the others in ascending
+    order. So a backend that runs messages one after another cannot deadlock.
 
     Returns:
-        What waits for these messages, and leaves the sum in ``bucket.tensor``. Sums of 16-bit gradients are rounded once.
+        A function that waits for these messages and leaves the sum in ``bucket.tensor``. Sums of 16-bit gradients are
+        rounded once.
     """
     outgoing = scaled(bucket)
     received = {
@@ -59,15 +60,15 @@ def exchange(bucket: Bucket, group: DataParallelGroup) -> Finish:
 
 
 class DelayedGradients(ReplicatedGradients):
-    """The gradients of stage 0, of which a step gets the means of an earlier one.
+    """Gradients of stage 0 with a bounded delay: a step gets the means of an earlier step.
 
     Args:
-        names, parameters, dtypes, group, at_boundary: as of :class:`ReplicatedGradients`.
-        policy: how gradients are scaled and joined; they are sent by :func:`exchange`.
-        steps: of the delay, at least 1.
+        names, parameters, dtypes, group, at_boundary: as for :class:`ReplicatedGradients`.
+        policy: how gradients are scaled and concatenated; they are sent by :func:`exchange`.
+        steps: the delay, at least 1.
 
     Attributes:
-        due: whether the parameters' gradients are means that a step is to be taken by.
+        due: whether the parameters' gradients are means for the next optimizer step.
     """
 
     def __init__(
@@ -87,20 +88,20 @@ class DelayedGradients(ReplicatedGradients):
 
     @property
     def steps_under_way(self) -> int:
-        """Steps whose gradients have been sent, and no step has been taken by."""
+        """Number of steps whose gradients have been sent and not applied."""
         return len(self._under_way) + self.due
 
     def reduce_accumulated(self) -> None:
-        """Send all gradients, and wait for those of the step that is due now, if there is one."""
+        """Send all gradients, and wait for those of the step that is now due, if there is one."""
         self._under_way.append(self._send())
         self.clear()
         if len(self._under_way) > self._steps:
             self._take_oldest()
 
     def outstanding(self) -> Iterator[None]:
-        """Make the means of each step under way the parameters' gradients, oldest first; the caller takes a step by them.
+        """Set the parameters' gradients to the means of each delayed step, oldest first; the caller takes each step.
 
-        What has accumulated for a step that has not been sent is there again in the end.
+        Gradients that have accumulated for an unsent step are restored at the end.
         """
         if self.due:
             yield
@@ -112,15 +113,15 @@ class DelayedGradients(ReplicatedGradients):
             parameter.grad = gradient
 
     def settle(self) -> int:
-        """Wait for the messages under way and take no step by them: the engine is let go of. All ranks must call it.
+        """Wait for the messages in flight without applying them, when the engine is released. All ranks must call it.
 
-        A message whose handle is only dropped would be received in the place of a later one of the same two ranks.
+        A message whose handle is only dropped would be received instead of a later one of the same two ranks.
 
         Returns:
-            How many steps were not taken.
+            The number of steps that were not taken.
 
         Raises:
-            RuntimeError: another rank is gone.
+            RuntimeError: another rank has exited.
         """
         left = self.steps_under_way
         while self._under_way:
@@ -129,7 +130,7 @@ class DelayedGradients(ReplicatedGradients):
         return left
 
     def clear(self) -> None:
-        """Forget the gradients of the step that has been taken; those under way stay so."""
+        """Drop the gradients of the step that has been taken; gradients in flight stay."""
         super().clear()
         self.due = False
 

@@ -1,4 +1,4 @@
-"""The groups of ranks along the axes, made once for each grid."""
+"""The process groups along the axes, created once for each grid."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.topology_aware.sizes import axis_groups
 
 _HOSTS: Final = hooks.tag("other")
-# New groups cost memory and, on an accelerator, connections: a second engine takes those of the first.
+# New groups cost memory and, on an accelerator, connections: a second engine reuses those of the first.
 _made: Final[WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, ...]]]] = WeakKeyDictionary()
 
 
 class Grid(NamedTuple):
-    """The axes as this rank sees them.
+    """The axes, and the groups of this rank.
 
     Attributes:
         sizes: ranks along each axis, outermost first.
@@ -50,7 +50,7 @@ def make_grid(
     Args:
         group: all ranks.
         sizes: ranks along each axis.
-        wrap: makes a group of what :func:`zero_runtime.comm.new_group` gives.
+        wrap: makes a group from the result of :func:`zero_runtime.comm.new_group`.
     """
     sizes = tuple(sizes)
     by_sizes = _made.setdefault(comm.default_group(), {})

@@ -1,7 +1,7 @@
-"""A group of all ranks whose gradient sums and parameter gathers go along the axes of a grid.
+"""Composed collectives in the group of all ranks: gradient sums and parameter gathers along the axes of a grid.
 
-Other messages stay plain: those of a few bytes (norms, checks), those with a root (reduce, broadcast), and lists of rows
-that differ in length.
+Other messages stay plain: small ones (norms, checks), rooted collectives (reduce, broadcast), and lists of rows of different
+lengths.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PURPOSES: Final = ("gradient_reduce", "parameter_gather")
 
 
 class ComposedMessages:
-    """The composed collectives of one group, in place of its own methods of the same names.
+    """The composed collectives of one group, which replace its own methods of the same names.
 
     Args:
         group: all ranks.
         grid: the axes.
-        choice: which messages go along them.
+        choice: which messages are composed.
         implementation: of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
     """
 
@@ -45,7 +45,7 @@ class ComposedMessages:
         self._implementation = implementation
 
     def install(self, group: DataParallelGroup) -> None:
-        """Stand in for the methods of ``group``."""
+        """Replace the methods of ``group``."""
         for name in (
             "all_reduce",
             "start_all_reduce",
@@ -108,7 +108,7 @@ class ComposedMessages:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """As of the group; rows of one length go into one buffer, and from there to where they belong."""
+        """As of the group; rows of one length are gathered in one buffer and copied to the outputs."""
         alike = all(each.numel() == piece.numel() for each in outputs)
         if not alike or not self._composes("all_gather", piece.numel() * len(outputs), piece, why):
             return self._plain_all_gather(outputs, piece, why=why, asynchronous=asynchronous)
@@ -177,6 +177,6 @@ class ComposedMessages:
 
 
 def _run(steps: Steps) -> Composed | None:
-    """Begin ``steps``; None where they have ended already, as blocking ones have."""
+    """Start ``steps``; None if they are complete, as blocking ones are."""
     composed = Composed(steps)
     return None if composed.done else composed

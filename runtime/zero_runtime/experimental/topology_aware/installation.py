@@ -1,4 +1,4 @@
-"""Gives a group of all ranks what the block ``communication`` asks for, before anything is sent through it."""
+"""Installation of composed collectives and of the watch for slow ranks, as the block ``communication`` configures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_runtime.gradient_reduction.reduction import default_implementation
 
 
 class Installed(NamedTuple):
-    """What looks for slow ranks, and the costs by which messages go along the axes; None where nobody asked."""
+    """The watch for slow ranks, and the costs that choose composed collectives; None for those not configured."""
 
     watch: Watch | None = None
     costs: Costs | None = None
@@ -31,7 +31,7 @@ def install(
     implementation: str | None,
     wrap: Callable[[Any], DataParallelGroup],
 ) -> Installed:
-    """Have messages of ``group`` go along the axes of a grid, and its ranks watched, as far as that is asked for.
+    """Install composed collectives and the watch for slow ranks in ``group``, as configured.
 
     Args:
         group: all ranks.
@@ -40,12 +40,12 @@ def install(
         wrap: makes a group like ``group`` of the ranks along an axis.
 
     Raises:
-        ConfigError: on every rank, where a calibration cannot be read or there is not one for each axis.
+        ConfigError: on every rank, if a calibration cannot be read or an axis has none.
     """
     if not communication.plain and group.world_size < comm.get_world_size():
         raise ConfigError(
-            f"communication.topology is {communication.topology}, and the {comm.get_world_size()} ranks are shared out "
-            f"among groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
+            f"communication.topology is {communication.topology}, and the {comm.get_world_size()} ranks are divided into "
+            f"groups of {group.world_size} that hold the same parameters; expected 1 (plain collectives) with tensor, "
             "sequence or pipeline parallelism"
         )
     axes_grid: Grid | None = None

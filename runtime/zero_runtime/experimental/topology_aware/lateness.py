@@ -1,9 +1,9 @@
-"""Which ranks and links keep the others waiting, from what every rank spent on its own in a step. Pure.
+"""Detection of stragglers and slow links from the times of every rank in a step. Pure.
 
-Ranks leave a collective together, so between two of them whoever works longer comes later to the next one by the
-difference: the time of a step that a rank was *not* in collectives is how late it comes, without any clock that ranks
-share. Of a group along an axis, the least time that one of its ranks was in the group's collectives is the time without
-waiting for each other: what the links took.
+Ranks leave a collective together, so the difference of their own times until the next one is the difference of their
+arrivals there. So the time of a step that a rank is *not* in collectives measures its lateness, without a common clock. The
+least time that a rank of an axis group is in the group's collectives includes no waiting for other ranks: it is the time of
+the links.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class StepTimes(NamedTuple):
     """A step of one rank, in ns.
 
     Attributes:
-        whole: from the end of the step before to the end of this one.
-        world: of that, within collectives of all ranks.
-        axes: within those of its group along each axis.
+        total: from the end of the step before to the end of this step.
+        world: the part within collectives of all ranks.
+        axes: the parts within the collectives of its group along each axis.
     """
 
     total: int
@@ -30,18 +30,18 @@ class StepTimes(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Outside of collectives."""
+        """The time outside of collectives."""
         return self.total - self.world - sum(self.axes)
 
 
 class Late(NamedTuple):
-    """Somebody who kept others waiting for more than was tolerated.
+    """A straggler, or a group with slow links, above the tolerance.
 
     Attributes:
-        ranks: one that came late, or the ranks of a group whose links were slow.
-        axis: of the links; None for a rank.
-        excess_ns: how much longer it took than the median of the others.
-        step_ns: of the whole step.
+        ranks: the straggler, or the ranks of a group whose links are slow.
+        axis: of the links; None for a straggler.
+        excess_ns: time above the median of the others.
+        step_ns: time of the whole step.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class Late(NamedTuple):
     step_ns: int
 
     def sentence(self, tolerance: float) -> str:
-        """What to say of it."""
+        """The warning about it."""
         share = f"{self.excess_ns / 1e6:.1f} ms of a step of {self.step_ns / 1e6:.1f} ms"
         limit = f"{100 * self.excess_ns / self.step_ns:.0f} %, slow_node_tolerance is {100 * tolerance:g} %"
         if self.axis is None:
@@ -60,18 +60,18 @@ class Late(NamedTuple):
 
 
 def lateness(times: Sequence[StepTimes]) -> list[int]:
-    """For each rank by how much, in ns, it comes later than the (lower) median rank; negative where it comes earlier."""
+    """The lateness of each rank in ns against the (lower) median rank; negative for earlier ranks."""
     middle = median_low([each.own for each in times])
     return [each.own - middle for each in times]
 
 
 def late(times: Sequence[StepTimes], sizes: Sequence[int], tolerance: float) -> list[Late]:
-    """Who kept others waiting for more than ``tolerance`` of the step.
+    """The stragglers and slow links that cost more than ``tolerance`` of the step.
 
     Args:
         times: of each rank.
-        sizes: ranks along each axis; ``times`` know as many axes, or none.
-        tolerance: a fraction of the step, which is as long as the longest rank's.
+        sizes: ranks along each axis; ``times`` have the same number of axes, or none.
+        tolerance: a fraction of the step; the longest step of a rank counts.
     """
     step = max(1, *(each.total for each in times))
     late_ones = [

@@ -1,7 +1,7 @@
-"""How many ranks each axis of the grid has: ``communication.topology``, for a given world. Pure.
+"""The number of ranks along each axis of the grid, from ``communication.topology`` and the hosts. Pure.
 
-Sizes are listed as a tensor's shape is: the first axis is the outermost, whose neighbours are farthest apart in rank
-numbers, and the last one the innermost. Ranks that follow one another are on one host: slow links belong to the first axes.
+Sizes are listed like a tensor's shape: the first axis is the outermost, whose neighbors are farthest apart in rank numbers,
+and the last axis the innermost. Consecutive ranks are on one host, so slow links belong to the first axes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         sizes: outermost first; a single one means plain collectives.
-        notice: why there are fewer axes than were asked for; empty where there are not.
+        notice: why there are fewer axes than requested; empty otherwise.
     """
 
     sizes: tuple[int, ...]
@@ -27,12 +27,12 @@ class Sizes(NamedTuple):
 
 
 def grid(topology: Topology, hosts: Sequence[int]) -> Sizes:
-    """The axes of ``topology`` where rank r is on host ``hosts[r]``.
+    """The axes of ``topology``, with rank r on host ``hosts[r]``.
 
     Args:
-        topology: number of axes 1, 2 or 3; ``auto``: two axes where the ranks are on several hosts, as many on each; or
+        topology: number of axes 1, 2 or 3; ``auto``: two axes if there are several hosts with the same number of ranks; or
             the sizes themselves, whose product is the number of ranks.
-        hosts: any number for each rank, the same for ranks of one host.
+        hosts: any number for each rank, equal for ranks of one host.
     """
     world = len(hosts)
     inside = ranks_per_host(hosts)
@@ -64,7 +64,7 @@ def grid(topology: Topology, hosts: Sequence[int]) -> Sizes:
 
 
 def ranks_per_host(hosts: Sequence[int]) -> int | None:
-    """How many ranks each host has, where each has as many, one after the other; None otherwise."""
+    """The number of ranks on each host, if it is the same and they are consecutive; None otherwise."""
     runs = [len(list(run)) for _, run in groupby(hosts)]
     if len(runs) != len(set(hosts)) or len(set(runs)) != 1:
         return None
@@ -72,7 +72,7 @@ def ranks_per_host(hosts: Sequence[int]) -> int | None:
 
 
 def sharing(sizes: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
-    """For each axis, how many of its groups at most have ranks on one and the same host: they share that host's links."""
+    """For each axis, the largest number of its groups with ranks on one host, which share that host's links."""
     sharers = []
     for axis in range(len(sizes)):
         groups = axis_groups(sizes, axis)
@@ -85,7 +85,7 @@ def sharing(sizes: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
 
 
 def axis_groups(sizes: Sequence[int], axis: int) -> list[tuple[int, ...]]:
-    """The ranks of each group along ``axis``: those that differ in that coordinate alone."""
+    """The ranks of each group along ``axis``: those that differ only in that coordinate."""
     stride = prod(sizes[axis + 1 :])
     span = stride * sizes[axis]
     return [
@@ -96,7 +96,7 @@ def axis_groups(sizes: Sequence[int], axis: int) -> list[tuple[int, ...]]:
 
 
 def _cut(world: int, axes: int, inside: int | None) -> tuple[int, ...] | None:
-    """``world`` as a product of ``axes`` factors above 1: along the hosts where that can be, else as equal as may be."""
+    """``world`` as a product of ``axes`` factors above 1: along the hosts if possible, else as equal as possible."""
     if axes == 1:
         return (world,) if world > 1 else None
     if inside is not None and 1 < inside < world:

@@ -1,8 +1,7 @@
-"""Looks for slow ranks and links while the training goes on (``communication.slow_node_tolerance``).
+"""The watch for stragglers and slow links during training (``communication.slow_node_tolerance``).
 
-After each step the ranks tell each other how long they were in collectives: one all_gather of a few integers. Times are the
-host's; on an accelerator, whose collectives the host does not wait for, they show how far its work is behind only where
-the program waits for the device.
+After each step the ranks exchange their times in collectives: one all_gather of a few integers. These are host times. On an
+accelerator the host does not wait for collectives, so they show delays only where the program waits for the device.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _TELL: Final = hooks.tag("metric")
 
 
 class Spent:
-    """Time that this rank was in the collectives of one group.
+    """The time of this rank in the collectives of one group.
 
     Attributes:
-        ns: since it was last set to 0.
+        ns: nanoseconds since it was last set to 0.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Spent:
 
 
 class CountedWork:
-    """A collective under way, waiting for which is counted."""
+    """A work handle whose waiting is counted."""
 
     def __init__(self, work: Any, spent: Spent) -> None:
         self._work = work
@@ -57,7 +56,7 @@ class CountedWork:
 
 
 def count_time(group: DataParallelGroup) -> Spent:
-    """Have the time in the collectives of ``group`` counted from now on."""
+    """Count the time in the collectives of ``group`` from now on."""
     spent = Spent()
     for name in COLLECTIVES:
         setattr(group, name, _counted(getattr(group, name), spent))
@@ -74,13 +73,13 @@ def _counted(method: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
 
 
 class Watch:
-    """Tells rank 0's log who becomes late, and who no longer is.
+    """Logs on rank 0 which ranks and links become late, and which no longer are.
 
     Args:
         group: all ranks.
         tolerance: a fraction of a step's time.
         world: time in the collectives of all ranks.
-        axes: in those along each axis.
+        axes: time in the collectives along each axis.
         sizes: ranks along each axis.
     """
 
@@ -100,7 +99,7 @@ class Watch:
         self._late: dict[tuple[tuple[int, ...], int | None], Late] = {}
 
     def see_step(self, step: int) -> None:
-        """A step has ended, of number ``step``; the first one only begins the counting."""
+        """Compare the times of step ``step``, which has ended; the first call only starts the count."""
         if self._group.world_size == 1:
             return
         now = time.perf_counter_ns()
