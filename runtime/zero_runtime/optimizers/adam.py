@@ -10,13 +10,13 @@ from zero_runtime.optimizers.states import GroupwiseOptimizer, check_hyperparame
 
 
 class UncorrectedAdam(GroupwiseOptimizer):
-    """Adam or AdamW whose running means are used as they are, though they begin at zero.
+    """Adam or AdamW without bias correction of the moments, which begin at zero.
 
     Args:
         params: tensors or param groups.
         lr: learning rate.
-        betas: of the means of the gradient and of its square.
-        eps: added to the root of the latter.
+        betas: of the moments of the gradient and of its square.
+        eps: added to the root of the second moment.
         weight_decay: decoupled, or added to the gradient.
         decoupled: which of them; true is AdamW.
     """

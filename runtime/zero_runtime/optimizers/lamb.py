@@ -12,10 +12,10 @@ from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameter
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a flat tensor that belong to one parameter.
+    """The range of a flat tensor that belongs to one parameter.
 
     Attributes:
-        parameter: its number, the same on all ranks.
+        parameter: its number, equal on all ranks.
         offset: first element within the tensor.
         numel: elements.
     """
@@ -26,12 +26,12 @@ class Segment(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How parameters lie in the tensors that are updated.
+    """The positions of parameters in the updated tensors.
 
     Attributes:
-        segments: what each tensor is made of; what no segment covers is padding.
-        parameters: parameters on all ranks together.
-        sum_over_ranks: adds up, in place, a tensor that every rank has.
+        segments: the parameters in each tensor; elements of no segment are padding.
+        parameters: number of parameters on all ranks together.
+        sum_over_ranks: sums a tensor over the ranks, in place.
     """
 
     segments: Mapping[torch.Tensor, Sequence[Segment]]
@@ -42,23 +42,23 @@ class Division(NamedTuple):
 class Lamb(MomentOptimizer):
     """Lamb of You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962), as DeepSpeed scales it.
 
-    With the means m of the gradient and v of its square, u = m / (sqrt(v) + eps) + weight_decay p, and
+    With the moments m of the gradient and v of its square, u = m / (sqrt(v) + eps) + weight_decay p, and
     p <- p - rate * clamp(|p| / |u|, min_coeff, max_coeff) u, where the ratio is 1 if either norm is 0, and rate is
     lr * sqrt(1 - beta2^t) / (1 - beta1^t), or lr without bias correction.
 
-    The norms are those of whole parameters. Where a tensor holds pieces of several, ``divide`` says which; the squares are
-    then summed over the ranks: one message of two numbers for each parameter in each step.
+    The norms are those of whole parameters. If tensors contain shards of parameters, ``divide`` must tell their positions.
+    The squares are then summed over the ranks: one message of two numbers for each parameter in each step.
 
     Args:
         params: tensors or param groups.
         lr: learning rate.
-        bias_correction: whether the learning rate makes up for means that begin at zero.
-        betas: of the means.
-        eps: added to the root of the mean square.
-        eps_inside_sqrt: add it to the mean square instead.
+        bias_correction: whether the learning rate corrects for moments that begin at zero.
+        betas: of the moments.
+        eps: added to the root of the second moment.
+        eps_inside_sqrt: add it to the second moment instead.
         weight_decay: added to the step.
         max_coeff: the largest ratio.
-        min_coeff: the smallest.
+        min_coeff: the smallest ratio.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -95,12 +95,12 @@ class Lamb(MomentOptimizer):
         self._division: Division | None = None
 
     def divide(self, division: Division) -> None:
-        """The tensors hold pieces of parameters from now on."""
+        """Set the positions of parameters in the tensors."""
         self._division = division
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. All ranks must call it if they hold pieces."""
+        """Update every parameter that has a gradient. With sharded parameters all ranks must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,7 +122,7 @@ class Lamb(MomentOptimizer):
         return loss
 
     def _direction(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-        """Advance the means of ``tensor``, and give its step before it is scaled."""
+        """Update the moments of ``tensor``, and return its step before it is scaled."""
         assert tensor.grad is not None
         (mean,), (square,) = self.moments_of([tensor])
         state = self.state[tensor]
@@ -144,7 +144,7 @@ class Lamb(MomentOptimizer):
     def _ratios(
         self, directions: dict[torch.Tensor, torch.Tensor]
     ) -> list[list[tuple[Segment | None, torch.Tensor]]]:
-        """For each tensor its segments, or None for the whole, with the ratio of norms; not finite where one is 0."""
+        """For each tensor its segments (None for a whole parameter) with the ratio of norms; not finite if one is 0."""
         if self._division is None:
             return [
                 [(None, _ratio(_squared(tensor), _squared(direction)))]

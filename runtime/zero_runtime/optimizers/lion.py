@@ -13,7 +13,7 @@ class Lion(GroupwiseOptimizer):
     """Lion of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675, algorithm 2).
 
     With gradient g and momentum m: p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g), then
-    m <- beta2 m + (1 - beta2) g. Element by element, so that flat pieces of parameters do as well as whole ones.
+    m <- beta2 m + (1 - beta2) g. It is elementwise, so it works on flat shards too.
 
     Args:
         params: tensors or param groups.

@@ -1,4 +1,4 @@
-"""Muon: momentum whose steps in matrices are orthogonal; everything else is trained by Adam."""
+"""Muon: orthogonalized momentum for matrices, and Adam for all other parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OF_OTHERS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_dec
 class Muon(torch.optim.Optimizer):
     """Muon of Jordan et al. (2024) for the parameters marked ``use_muon``, AdamW or Adam for the others.
 
-    The gradient of a flat piece of matrices is taken for the update itself: whoever makes the pieces has to orthogonalize
+    The gradient of a flat shard of matrices is used as the update itself: the sharded optimizer step orthogonalizes before
     (:mod:`zero_runtime.optimizer_step.matrix_updates`).
 
     Args:
-        params: tensors or param groups; each group becomes one of matrices and one of the others.
+        params: tensors or param groups; each group is divided into one of matrices and one of the others.
         lr: learning rate of both; default 0.02 and 3e-4.
         muon_lr: of the matrices, over ``lr``.
         adam_lr: of the others, over ``lr``.
@@ -75,14 +75,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
         others = [group for group in self.param_groups if not group["use_muon"]]
         kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-        # It shares groups and state with this optimizer.
+        # The inner Adam shares groups and state with this optimizer.
         self._adam = kind(others) if others else None
         if self._adam is not None:
             self._adam.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter; one without a gradient has one of zeros."""
+        """Update every parameter; a missing gradient counts as zeros."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,10 +111,10 @@ class Muon(torch.optim.Optimizer):
 def matrix_update(
     gradient: torch.Tensor, momentum: torch.Tensor, group: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step that Muon takes in one matrix, for a learning rate of 1, and its new momentum.
+    """The update of one matrix, for a learning rate of 1, and its new momentum.
 
     Args:
-        gradient: of two or more dimensions; the filters of a convolution are laid out as rows.
+        gradient: of two or more dimensions; the filters of a convolution become rows.
         momentum: of the same shape; not changed.
         group: ``momentum`` and ``ns_method``.
     """
@@ -127,7 +127,7 @@ def matrix_update(
 
 
 def mark_matrices(module: torch.nn.Module) -> None:
-    """Set ``use_muon`` on every parameter that has not got it: matrices, but for embeddings and heads by name."""
+    """Set ``use_muon`` on every parameter that lacks it: true for matrices, except embeddings and heads by name."""
     for name, parameter in module.named_parameters():
         if not hasattr(parameter, "use_muon"):
             named = any(word in name.lower() for word in _NOT_BY_NAME)
@@ -135,7 +135,7 @@ def mark_matrices(module: torch.nn.Module) -> None:
 
 
 def _groups(params: Iterable[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
-    """The options and trainable parameters of each group; loose tensors are a group of their own, the last."""
+    """The options and trainable parameters of each group; single tensors form the last group."""
     groups: list[tuple[dict[str, Any], list[Any]]] = []
     loose = []
     for each in params:
@@ -148,8 +148,8 @@ def _groups(params: Iterable[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
     unmarked = sum(not hasattr(each, "use_muon") for _, tensors in groups for each in tensors)
     if unmarked:
         raise ConfigError(
-            f"{unmarked} parameters that Muon is to train are no parameters of the model, so nothing says whether they are "
-            "matrices to orthogonalize; set use_muon to True or False on each"
+            f"{unmarked} parameters of Muon are not in the model, so it is unknown whether they are matrices to "
+            "orthogonalize; set use_muon to True or False on each"
         )
     return [(own, [each for each in tensors if each.requires_grad]) for own, tensors in groups]
 

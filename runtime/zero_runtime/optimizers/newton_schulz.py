@@ -1,4 +1,4 @@
-"""Orthogonal matrices nearest to given ones, by a Newton-Schulz iteration. Pure arithmetic.
+"""Orthogonalization of matrices by a Newton-Schulz iteration. Pure arithmetic.
 
 Each step makes p(X) = a X + b (X X^T) X + c (X X^T)^2 X, whose coefficients push every singular value of a matrix of norm
 1 towards 1, to between about 0.7 and 1.2 in five steps (Jordan et al., "Muon", 2024).
@@ -14,7 +14,7 @@ METHODS: Final = ("gram", "standard")
 STEPS: Final = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM: Final = 1e-7
-# Steps after which "gram" goes back to the matrix itself, so that rounding does not pile up.
+# Steps after which "gram" returns to the matrix itself, so that rounding errors do not accumulate.
 _RESTART: Final = 2
 
 
@@ -45,7 +45,7 @@ def orthogonalized(matrix: torch.Tensor, method: str = "gram", steps: int = STEP
 
 
 def _through_gram(wide: torch.Tensor, steps: int) -> torch.Tensor:
-    """``steps`` steps at once: their polynomials commute with the Gram matrix, so only that is iterated on."""
+    """``steps`` steps at once: their polynomials commute with the Gram matrix, so the iteration runs on that alone."""
     if not steps:
         return wide
     gram = wide @ wide.mT

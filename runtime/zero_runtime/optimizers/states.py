@@ -1,4 +1,4 @@
-"""What the optimizers of this package have in common: parameters with gradients, and state of their shape."""
+"""Base classes of this package's optimizers: state tensors of the shape of each parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_runtime.errors import ConfigError
 
 
 class MomentOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that keeps tensors of the shape of each parameter.
+    """A torch optimizer with state tensors of the shape of each parameter.
 
     Attributes:
         moments: names of the state tensors.
@@ -21,7 +21,7 @@ class MomentOptimizer(torch.optim.Optimizer):
     moments: tuple[str, ...] = ()
 
     def moments_of(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """For each of ``moments``, that state of ``tensors``; zeros where there is none yet."""
+        """For each of ``moments``, that state of ``tensors``; created as zeros."""
         for tensor in tensors:
             state = self.state[tensor]
             for name in self.moments:
@@ -32,17 +32,17 @@ class MomentOptimizer(torch.optim.Optimizer):
 
 
 class GroupwiseOptimizer(MomentOptimizer, ABC):
-    """One whose groups are updated one by one, all tensors of a group at once."""
+    """An optimizer that updates group by group, all tensors of a group at once."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss again, and its gradients.
+            closure: computes the loss and its gradients again.
 
         Returns:
-            What it returned, if there is one.
+            The value of ``closure``, or None.
         """
         loss = None
         if closure is not None:
@@ -60,7 +60,7 @@ class GroupwiseOptimizer(MomentOptimizer, ABC):
 
 
 def check_hyperparameters(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-    """Refuse values outside of the ranges in which they mean something.
+    """Refuse values outside of their valid ranges.
 
     Raises:
         ConfigError: naming the value and the range.

@@ -1,4 +1,4 @@
-"""Sequence parallelism after Ulysses: ranks have pieces of every sequence, and in attention some of the heads instead."""
+"""Sequence parallelism (Ulysses): ranks have shards of every sequence, and within attention some of the heads instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over sequences of which each rank has a piece."""
+"""Attention over sequences that are partitioned over the ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _HEADS = 2  # dimension
 
 
 class DistributedAttention(torch.nn.Module):
-    """Any attention, with whole sequences of some of the heads in it, and pieces of sequences of all heads outside.
+    """Wraps an attention: inside it a rank has whole sequences of some heads, outside shards of sequences of all heads.
 
-    Query, key and value go in by one all_to_all each, and what the attention makes of them comes out by one; the backward
-    pass takes as many.
+    Query, key and value are exchanged by one all_to_all each, and the output by another one; the backward pass issues the
+    same number.
 
     Args:
         local_attention: called with query, key and value of this rank's heads.
-        sequence_process_group: the ranks that share the sequences; None for those of ``sequence_parallel_size``.
+        sequence_process_group: the sequence-parallel ranks; None for those of ``sequence_parallel_size``.
         scatter_idx: the dimension of heads, 2.
-        gather_idx: the dimension of the sequence, 0 or 1; ``forward`` is told which by the dimension of the batch.
-        sp_stream: for messages beside the computation, not in this version.
-        num_kv_heads: checked: heads of key and value.
+        gather_idx: the dimension of the sequence, 0 or 1; ``forward`` derives it from the dimension of the batch.
+        sp_stream: a stream for overlapped messages, not in this version.
+        num_kv_heads: heads of key and value, which are checked.
 
     Raises:
         ConfigError: another dimension, or a stream.
@@ -59,12 +59,12 @@ class DistributedAttention(torch.nn.Module):
         self._why = hooks.tag("activation")
 
     def name(self, name: str) -> None:
-        """Have traces show ``name`` as the module of the messages."""
+        """Use ``name`` as the module of the messages in traces."""
         self._why = hooks.tag("activation", module=name)
 
     @property
     def group(self) -> DataParallelGroup:
-        """The ranks that share the sequences."""
+        """The sequence-parallel ranks."""
         if self._group is None:
             group = self._given
             if group is None:
@@ -82,20 +82,20 @@ class DistributedAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute the attention.
 
         Args:
             query: (batch, sequence / ranks, heads, width), or with ``batch_dim_idx`` 1 (sequence / ranks, batch, heads,
                 width).
-            key: the same, of which there may be fewer heads.
-            value: likewise.
+            key: the same, possibly with fewer heads.
+            value: of the shape of ``key``.
             batch_dim_idx: the dimension of the batch: 0 or 1.
-            args: given to the attention after the three, which have all of the sequence and heads / ranks; what it
-                returns has their dimensions.
-            kwargs: likewise.
+            args: passed to the attention after query, key and value, which then have whole sequences and heads / ranks. Its
+                output must have their dimensions.
+            kwargs: passed to the attention too.
 
         Raises:
-            UsageError: the ranks cannot share the heads evenly.
+            UsageError: the number of ranks does not divide the heads.
         """
         sequence = 1 - batch_dim_idx
         self._check(query, key, batch_dim_idx)
@@ -124,7 +124,7 @@ class DistributedAttention(torch.nn.Module):
 
 
 def name_attention(module: torch.nn.Module) -> None:
-    """Have traces show the qualified names of the distributed attentions in ``module``."""
+    """Use the qualified names of the distributed attentions in ``module`` in traces."""
     for name, child in module.named_modules():
         if isinstance(child, DistributedAttention):
             child.name(name)

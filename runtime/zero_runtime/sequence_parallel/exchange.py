@@ -1,4 +1,4 @@
-"""Pieces of one dimension for pieces of another: one all_to_all forward, and one backward."""
+"""The exchange of a sharded dimension for another: one all_to_all forward, and one backward."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def exchange(
     gather: int,
     why: hooks.tag | None = None,
 ) -> torch.Tensor:
-    """Give up a dimension of which this rank has all, for one of which it has a piece.
+    """Shard dimension ``scatter`` of a tensor and gather dimension ``gather``.
 
     Args:
-        tensor: all of dimension ``scatter``, and this rank's piece of dimension ``gather``.
-        group: the ranks that have the other pieces, in their order.
-        scatter: of which this rank keeps a piece.
-        gather: of which it then has all.
+        tensor: with the whole dimension ``scatter``, and this rank's shard of dimension ``gather``.
+        group: the ranks with the other shards, in order.
+        scatter: the dimension that is sharded afterwards.
+        gather: the dimension that is whole afterwards.
         why: the tag of the message.
 
     Returns:
         A tensor whose dimension ``scatter`` is divided by the number of ranks, and whose dimension ``gather`` is multiplied.
 
     Raises:
-        UsageError: the ranks cannot share dimension ``scatter`` evenly.
+        UsageError: the number of ranks does not divide dimension ``scatter``.
     """
     if tensor.shape[scatter] % group.world_size:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a training on pieces of sequences needs besides attention: this rank's piece, and the loss of them all."""
+"""Shards of sequences: this rank's shard of a tensor, and the mean loss over all shards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LOSS: Final = hooks.tag("metric")
 
 
 def sequence_group() -> DataParallelGroup:
-    """The ranks that share the sequences of the training that was initialised last.
+    """The sequence-parallel ranks of the training that was initialised last.
 
     Raises:
-        UsageError: there is none, or its ranks share no sequences.
+        UsageError: there is no training, or it has no sequence parallelism.
     """
     parallelism = current()
     if parallelism is None or parallelism.grid is None or SEQUENCE not in parallelism.grid.topology.axes:
@@ -31,15 +31,15 @@ def sequence_group() -> DataParallelGroup:
 
 
 def own_piece(tensor: torch.Tensor, dim: int = 1, group: DataParallelGroup | None = None) -> torch.Tensor:
-    """This rank's piece of whole sequences, such as word numbers, targets and positions.
+    """This rank's shard of whole sequences, such as token ids, targets and positions.
 
     Args:
-        tensor: the same on all ranks that share the sequences.
+        tensor: equal on all sequence-parallel ranks.
         dim: of the sequence.
         group: those ranks; None for those of ``sequence_parallel_size``.
 
     Raises:
-        UsageError: they cannot share it evenly.
+        UsageError: the number of ranks does not divide the sequence.
     """
     ranks = group or sequence_group()
     if tensor.shape[dim] % ranks.world_size:
@@ -66,14 +66,14 @@ class _Mean(torch.autograd.Function):
 def mean_over_sequence(
     loss: torch.Tensor, weight: float = 1.0, group: DataParallelGroup | None = None
 ) -> torch.Tensor:
-    """The mean loss of whole sequences, of the means of their pieces; the same on all ranks that share them.
+    """The mean loss of whole sequences from the means of their shards; equal on all sequence-parallel ranks.
 
-    Gradients of those ranks are summed, as DeepSpeed sums them, so that each rank's loss must count its own piece with its
-    share of the whole: that is what the backward pass of this does.
+    Gradients of those ranks are summed, as in DeepSpeed. So the backward pass of this function weights each rank's gradient
+    by its share of the elements.
 
     Args:
-        loss: the mean over this rank's piece, 0-D.
-        weight: how many elements that is the mean of, where the ranks have unequally many.
+        loss: the mean over this rank's shard, 0-D.
+        weight: number of elements of that mean, if it differs between ranks.
         group: the ranks; None for those of ``sequence_parallel_size``.
     """
     mean: torch.Tensor = _Mean.apply(loss, float(weight), group or sequence_group())

@@ -158,8 +158,8 @@ def _assembled(
         return _with_sharded_parameters(config, module, inner, kinds, group, boundary, replicas)
     if inner is None:
         check_optimizer_given(config.communication)
-        gradients = _unused_gradients(config, module, kinds, group, boundary)
-        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, gradients)
+        unapplied = _unused_gradients(config, module, kinds, group, boundary)
+        return Assembly(module, device, group, kinds, boundary, LossScale(), None, None, unapplied)
     _describe(module, inner)
     scale = LossScale(config.precision.loss_scale)
     reduce, residuals = _reduction(config, module, inner, group, boundary, scale)

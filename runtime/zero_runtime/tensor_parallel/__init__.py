@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose parameters several ranks share, and plans that cut a model into such layers."""
+"""Tensor parallelism: layers with partitioned parameters, and plans that replace a model's layers by them."""
 
 from __future__ import annotations
 

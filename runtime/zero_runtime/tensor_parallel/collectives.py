@@ -1,7 +1,7 @@
-"""The messages between layers that are cut, each with the message that its backward pass needs.
+"""The collectives between partitioned layers, each with the collective of its backward pass.
 
-A *region* is where ranks work on different things: on columns of activations, or on pieces of sequences. Activations enter
-it and leave it; what is sent forward on one side is sent backward on the other:
+In a *region* the ranks work on different columns of activations, or on different shards of sequences. Activations enter and
+leave regions. The forward collective of one side is the backward collective of the other:
 
 ====================  =============================  =============================
 function              forward                        backward
@@ -11,7 +11,7 @@ leave_columns         all_reduce                     nothing
 gather_columns        all_gather, last dimension     nothing: its own columns
 gather_sequence       all_gather along the sequence  reduce_scatter along it
 scatter_sequence      reduce_scatter along it        all_gather along it
-split_sequence        nothing: its own piece         all_gather along it
+split_sequence        nothing: its own shard         all_gather along it
 ====================  =============================  =============================
 
 The sequence is the last dimension but one: activations are (batch, sequence, width).
@@ -32,11 +32,11 @@ _COLUMN_DIM: Final = -1
 
 
 class Ranks:
-    """The ranks that share a module, and why they send each other its activations.
+    """The tensor-parallel ranks of a module, and the tag of its messages.
 
     Args:
-        group: they.
-        module: its qualified name, which traces show.
+        group: their process group.
+        module: the qualified name of the module in traces.
     """
 
     def __init__(self, group: DataParallelGroup, module: str = "") -> None:
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return self.group.world_size
 
     @property
@@ -54,20 +54,20 @@ class Ranks:
         return self.group.rank
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; ``tensor`` itself stays as it is."""
+        """The sum over the ranks; ``tensor`` itself does not change."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         self.group.all_reduce(total, why=self.why)
         return total
 
     def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The tensors of all ranks end to end along ``dim``."""
+        """The tensors of all ranks concatenated along ``dim``."""
         first = tensor.movedim(dim, 0).contiguous()
         everything = first.new_empty((self.size * first.shape[0], *first.shape[1:]))
         self.group.all_gather_single(everything.view(-1), first.view(-1), why=self.why)
         return everything.movedim(0, dim)
 
     def scattered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's piece along ``dim`` of the sum over the ranks."""
+        """This rank's shard along ``dim`` of the sum over the ranks."""
         self.check(tensor, dim)
         first = tensor.movedim(dim, 0).contiguous()
         own = first.new_empty((first.shape[0] // self.size, *first.shape[1:]))
@@ -75,15 +75,15 @@ class Ranks:
         return own.movedim(0, dim)
 
     def piece(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's piece along ``dim``."""
+        """This rank's shard along ``dim``."""
         self.check(tensor, dim)
         return tensor.chunk(self.size, dim)[self.rank]
 
     def check(self, tensor: torch.Tensor, dim: int) -> None:
-        """Check that the ranks can share ``tensor`` evenly along ``dim``.
+        """Check that ``tensor`` can be partitioned evenly along ``dim``.
 
         Raises:
-            UsageError: they cannot.
+            UsageError: it cannot.
         """
         if tensor.shape[dim] % self.size:
             raise UsageError(
@@ -159,32 +159,32 @@ class _SplitSequence(torch.autograd.Function):
 
 
 def enter_columns(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """``tensor``, which all ranks have, before each works on other columns."""
+    """``tensor``, which all ranks have, at the entry of a region of columns."""
     return _apply(_EnterColumns, tensor, ranks)
 
 
 def leave_columns(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of what the ranks have made of their columns."""
+    """The sum of the ranks' outputs, at the exit of a region of columns."""
     return _apply(_LeaveColumns, tensor, ranks)
 
 
 def gather_columns(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The columns of all ranks, of which every rank goes on to use all alike."""
+    """The columns of all ranks, for a computation that is equal on all of them."""
     return _apply(_GatherColumns, tensor, ranks)
 
 
 def gather_sequence(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Whole sequences of their pieces, before each rank works on other columns."""
+    """Whole sequences from their shards, at the entry of a region of columns."""
     return _apply(_GatherSequence, tensor, ranks)
 
 
 def scatter_sequence(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's piece of the sum of what the ranks have made of their columns."""
+    """This rank's shard of the sum of the ranks' outputs, at the exit of a region of columns."""
     return _apply(_ScatterSequence, tensor, ranks)
 
 
 def split_sequence(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's piece of sequences that all ranks have alike."""
+    """This rank's shard of sequences that are equal on all ranks."""
     return _apply(_SplitSequence, tensor, ranks)
 
 
@@ -194,7 +194,7 @@ def _apply(function: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def sum_gradients(parameter: torch.nn.Parameter, ranks: Ranks, name: str = "") -> None:
-    """Sum the gradients of ``parameter`` in every backward pass: each rank has those of its piece of the sequences."""
+    """Sum the gradients of ``parameter`` in every backward pass: each rank has those of its shard of the sequences."""
     why = hooks.tag("activation", module=ranks.why.module, parameters=(name,) if name else ())
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:

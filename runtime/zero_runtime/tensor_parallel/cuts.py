@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds. Pure arithmetic on tensors; nothing is sent."""
+"""The partition of a parameter over tensor-parallel ranks. Pure arithmetic on tensors; nothing is sent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _ATTRIBUTE: Final = "zero_runtime_cut"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter of which each rank holds an equal part along one dimension.
+    """The partition of a parameter into equal shards along one dimension.
 
     Attributes:
         dim: the dimension.
-        sections: extents along it of what is joined in one parameter, such as query, key and value: each is cut by itself.
-        rank: which part this is.
-        size: how many there are.
+        sections: extents of layers that are joined in one parameter, such as query, key and value; each is partitioned
+            separately.
+        rank: number of this shard.
+        size: number of shards.
     """
 
     dim: int
@@ -30,7 +31,7 @@ class Cut:
     size: int
 
     def check(self, name: str) -> None:
-        """Check that the ranks share every section evenly.
+        """Check that every section can be partitioned evenly.
 
         Raises:
             ConfigError: ``size`` does not divide a section of parameter ``name``.
@@ -44,22 +45,22 @@ class Cut:
                 )
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of ``tensor``; a new tensor."""
+        """This rank's shard of the whole ``tensor``; a new tensor."""
         own_ranges = [
             section.chunk(self.size, self.dim)[self.rank] for section in tensor.split(self.sections, self.dim)
         ]
         return torch.cat(own_ranges, self.dim)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole of which ``shape`` is that of a part."""
+        """The shape of the whole parameter, from the ``shape`` of a shard."""
         return *shape[: self.dim], sum(self.sections), *shape[self.dim + 1 :]
 
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a part of a whole of ``shape``."""
+        """The shape of a shard, from the ``shape`` of the whole parameter."""
         return *shape[: self.dim], sum(self.sections) // self.size, *shape[self.dim + 1 :]
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of which ``shards`` are what each rank holds."""
+        """The whole parameter, from the ``shards`` of all ranks."""
         extents = [extent // self.size for extent in self.sections]
         by_rank = [shard.split(extents, self.dim) for shard in shards]
         return torch.cat(
@@ -68,17 +69,17 @@ class Cut:
 
 
 def cut_of(parameter: torch.Tensor) -> Cut | None:
-    """How ``parameter`` is cut; None where every rank has all of it."""
+    """The partition of ``parameter``; None if every rank has all of it."""
     cut = getattr(parameter, _ATTRIBUTE, None)
     return cut if isinstance(cut, Cut) else None
 
 
 @torch.no_grad()
 def cut(name: str, parameter: torch.Tensor, how: Cut) -> None:
-    """Leave this rank's part in ``parameter``, which stays the same object; a second time for a tied one does nothing.
+    """Replace the data of ``parameter`` by this rank's shard. A second call for a tied parameter does nothing.
 
     Raises:
-        ConfigError: it cannot be shared evenly, or is cut in another way already.
+        ConfigError: it cannot be partitioned evenly, or is partitioned in another way already.
     """
     before = cut_of(parameter)
     if before is not None:
@@ -96,13 +97,13 @@ def cut(name: str, parameter: torch.Tensor, how: Cut) -> None:
 
 
 def mark(parameter: torch.Tensor, how: Cut) -> None:
-    """Note on ``parameter`` how it is cut, by the names that Megatron uses too."""
+    """Mark ``parameter`` as partitioned, also under Megatron's names."""
     for name, value in ((_ATTRIBUTE, how), ("tensor_model_parallel", True), ("partition_dim", how.dim)):
         setattr(parameter, name, value)
 
 
 def own_parts(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with this rank's part in place of each whole parameter that is cut in ``module``."""
+    """``state`` with this rank's shard instead of each whole parameter that is partitioned in ``module``."""
     own = dict(state)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         how, value = cut_of(parameter), own.get(name)

@@ -1,4 +1,4 @@
-"""Cutting a model by a plan: its layers are replaced by those that ranks share."""
+"""Partitioning of a model by a plan: layers are replaced by tensor-parallel ones."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ _HEADS: Final = (
 _WIDTHS: Final = ("head_width", "head_dim", "head_size", "attention_head_size")
 _HEADED: Final = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk", "wv")
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
-_SHARED: Final = "zero_runtime_shared"  # of modules that work on pieces of sequences
+_SHARED: Final = "zero_runtime_shared"  # an attribute of modules that work on shards of sequences
 
 
 def divide(
     config: ParallelConfig, module: torch.nn.Module, group: DataParallelGroup | None, is_stage: bool = False
 ) -> None:
-    """Cut ``module`` among the ranks of ``group`` as ``config`` says. One that is cut already stays as it is.
+    """Partition ``module`` over the ranks of ``group`` as ``config`` configures, unless it is partitioned already.
 
-    First every rank gets the parameters and buffers of the group's first, so that all cut the same model.
+    First every rank gets the parameters and buffers of the group's first rank, so that all partition the same model.
 
     Args:
         config: the parallel keys.
-        module: the model. An attribute ``tensor_parallel_plan`` of it is a plan, where the configuration has none.
-        group: the ranks that share each tensor; None for no such ranks.
-        is_stage: whether it is a part of the model, in which a plan need not find all that it names.
+        module: the model. Its attribute ``tensor_parallel_plan`` is the plan if the configuration has none.
+        group: the tensor-parallel ranks; None without tensor parallelism.
+        is_stage: whether it is a pipeline stage, in which patterns of a plan may match nothing.
 
     Raises:
-        ConfigError: a plan that does not fit the model, or no plan for it.
+        ConfigError: the plan does not fit the model, or there is none.
     """
     if group is None or config.tp_size == 1 or any(isinstance(each, _CUT) for each in module.modules()):
         return
@@ -76,7 +76,7 @@ def divide(
     plan, lenient = configured_plan(config, getattr(module, "tensor_parallel_plan", None))
     steps = _checked(module, plan, group.world_size, lenient, config.sequence_parallel, is_stage)
     for tensor in (*module.parameters(), *module.buffers()):
-        # A message needs memory without gaps.
+        # A message needs contiguous memory.
         data = tensor.detach()
         message = data.contiguous()
         group.broadcast(message.view(-1).view(torch.uint8), 0, why=_BROADCAST)
@@ -92,22 +92,22 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
 ) -> torch.nn.Module:
-    """Cut ``module``, which has the same parameters on all ranks of ``group``, in place.
+    """Partition ``module``, which has equal parameters on all ranks of ``group``, in place.
 
-    For scripts that cut their models themselves, and pass an ``mpu`` to ``initialize``; with ``tp_size`` in its
+    For scripts that partition their models themselves and pass an ``mpu`` to ``initialize``. With ``tp_size`` in the
     configuration ``initialize`` does this.
 
     Args:
         module: the model.
-        group: the ranks that share each tensor: torch's group, or a :class:`DataParallelGroup`.
-        plan: patterns of module names, and how each is cut; None for the names that layers commonly have.
-        sequence_parallel: share activations between cut modules along the sequence.
+        group: the tensor-parallel ranks: torch's group, or a :class:`DataParallelGroup`.
+        plan: patterns of module names, and how each is partitioned; None for the common names of layers.
+        sequence_parallel: partition activations between these modules along the sequence.
 
     Returns:
         ``module``.
 
     Raises:
-        ConfigError: a plan that does not fit the model, or none of its layers has a known name.
+        ConfigError: the plan does not fit the model, or none of its layers has a known name.
     """
     ranks = group if isinstance(group, DataParallelGroup) else DataParallelGroup(group)
     rules = automatic_plan() if plan is None else plan_of(plan)
@@ -125,7 +125,7 @@ def _checked(
     shares_sequence: bool,
     is_stage: bool = False,
 ) -> dict[str, Rule]:
-    """The rule of each module that one is for, once all of them can be followed: nothing is changed before that."""
+    """The rule of each module that has one, after checking all of them: no module is changed before."""
     named = dict(module.named_modules())
     rules = {name: rule for name in named if name and (rule := first_rule(plan, name)) is not None}
     if lenient:
@@ -164,17 +164,17 @@ def _fits(module: torch.nn.Module, rule: Rule) -> bool:
 
 
 def _check_shapes(name: str, module: torch.nn.Module, rule: Rule, size: int) -> None:
-    """Refuse a module whose parameters cannot be shared evenly, before any is cut."""
+    """Refuse a module whose parameters cannot be partitioned evenly, before any is."""
     extents: tuple[tuple[str, int], ...] = ()
     if isinstance(module, torch.nn.Linear) and rule.how in (How.COLUMN, How.GATHERED):
         extents = tuple(("outputs", each) for each in _extents(name, module, rule))
     elif isinstance(module, torch.nn.Linear) and rule.how is How.ROW:
         extents = (("inputs", module.in_features),)
     elif isinstance(module, torch.nn.Embedding) and rule.how is How.VOCABULARY:
-        extents = (("words", module.num_embeddings),)
+        extents = (("vocabulary entries", module.num_embeddings),)
     for what, extent in extents:
         if extent % size:
-            hint = "; pad the vocabulary" if what == "words" else ""
+            hint = "; pad the vocabulary" if what == "vocabulary entries" else ""
             raise ConfigError(
                 f"{name} has {extent} {what}, which tp_size {size} does not divide; choose a tp_size that divides it, or "
                 f"leave the module out of the plan{hint}"
@@ -193,7 +193,7 @@ def _extents(name: str, layer: torch.nn.Linear, rule: Rule) -> tuple[int, ...]:
 
 
 def _attention(rules: Mapping[str, Rule]) -> list[str]:
-    """The modules that hold column-parallel layers: attention modules count their heads."""
+    """The modules that contain column-parallel layers: among them are attention modules, which count their heads."""
     owners = {name.rpartition(".")[0]: None for name, rule in rules.items() if rule.how is How.COLUMN}
     return [name for name in owners if name]
 
@@ -215,7 +215,7 @@ def _check_heads(name: str, module: torch.nn.Module, size: int) -> None:
 
 
 def _check_head_width(name: str, module: torch.nn.Module, rules: Mapping[str, Rule], size: int) -> None:
-    """As :func:`_check_heads` where a module knows how wide its heads are, not how many there are."""
+    """Check the heads as :func:`_check_heads` does, for modules that know only the width of their heads."""
     widths = [
         each for attribute in _WIDTHS if isinstance(each := module.__dict__.get(attribute), int) and each > 0
     ]
@@ -238,8 +238,8 @@ def _check_sequence(named: Mapping[str, torch.nn.Module], rules: Mapping[str, Ru
         if name not in rules and any(True for _ in module.parameters(recurse=False)):
             raise ConfigError(
                 f"tensor_parallel.sequence_parallel is true, and the plan does not say whether {name!r} "
-                f"({type(module).__name__}) works on pieces of sequences; name it as "
-                '"sequence" if it does (as norms do), as "split" if its output is to be cut into pieces, or as "whole"'
+                f"({type(module).__name__}) works on shards of sequences; name it as "
+                '"sequence" if it does (as norms do), as "split" if its output is to be sharded, or as "whole"'
             )
 
 
@@ -290,7 +290,7 @@ def _replacement(
 
 
 def sharing(module: torch.nn.Module) -> dict[torch.nn.Parameter, dict[str, str]]:
-    """For each parameter that ranks share, or whose module works on pieces of sequences: how, as records of a run say."""
+    """How each partitioned parameter, and each one of a module on shards of sequences, is used; for the record of a run."""
     facts: dict[torch.nn.Parameter, dict[str, str]] = {}
     for child in module.modules():
         how = _how(child)
@@ -319,7 +319,7 @@ def _how(module: torch.nn.Module) -> How | None:
 
 
 def whole_parameter(parameter: torch.Tensor, group: DataParallelGroup, why: hooks.tag) -> torch.Tensor:
-    """``parameter`` whole, of the parts of all ranks of ``group``. All must call it: one all_gather where it is cut."""
+    """The whole ``parameter`` from the shards of ``group``. All ranks must call it: one all_gather if it is partitioned."""
     how = cut_of(parameter)
     own = parameter.detach().contiguous()
     if how is None:

@@ -1,4 +1,4 @@
-"""Whether ranks that share a model are given the same inputs: a model in parts computes nothing sensible of others."""
+"""A check that tensor-parallel ranks get equal inputs: with different ones a partitioned model computes nonsense."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHECK: Final = hooks.tag("trace_check")
 def check_first_inputs(module: torch.nn.Module, group: DataParallelGroup) -> None:
     """Compare the inputs of the first call of ``module`` over ``group``: one all_reduce MAX of two numbers, once.
 
-    That call raises UsageError on all ranks where they differ.
+    That call raises UsageError on all ranks if they differ.
     """
 
     def compare(_module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:

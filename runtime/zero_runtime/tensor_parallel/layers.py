@@ -1,7 +1,7 @@
-"""Layers whose parameters several ranks share: linear layers cut by columns or rows, and embeddings cut by words.
+"""Tensor-parallel layers: column- and row-parallel linear layers, and vocabulary-parallel embeddings.
 
-They are made of torch's layers (``of``), whose parameters they take over and cut in place, so that an optimizer that has
-these already goes on with them.
+They are constructed from torch's layers (``of``), whose parameters they take over and partition in place. So an optimizer
+that has these parameters already continues to work.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Layer = TypeVar("Layer", bound=torch.nn.Module)
 
 
 class ColumnParallelLinear(torch.nn.Linear):
-    """A linear layer of which each rank has some of the outputs. Its input is the same on all ranks.
+    """A column-parallel linear layer: each rank has some of the outputs. Its input is equal on all ranks.
 
     Attributes:
-        ranks: those that share it.
+        ranks: the tensor-parallel ranks.
         gathers: whether its output is gathered from all ranks, so that each has all columns.
-        shares_sequence: whether each rank gets a piece of the sequences, which are gathered first.
+        shares_sequence: whether each rank gets a shard of the sequences, which are gathered first.
     """
 
     ranks: Ranks
@@ -50,18 +50,19 @@ class ColumnParallelLinear(torch.nn.Linear):
         gathers: bool = False,
         shares_sequence: bool = False,
     ) -> ColumnParallelLinear:
-        """Cut ``layer``.
+        """Partition ``layer``.
 
         Args:
-            layer: what is cut; its parameters are this one's.
-            ranks: those that share it.
+            layer: the layer, whose parameters are taken over.
+            ranks: the tensor-parallel ranks.
             name: of the layer, for errors.
-            sections: outputs of layers that are joined in this one, such as query, key and value: each is cut by itself.
+            sections: outputs of layers that are joined in this one, such as query, key and value; each is partitioned
+                separately.
             gathers: gather the output.
-            shares_sequence: of sequence parallelism.
+            shares_sequence: whether the input is sharded along the sequence.
 
         Raises:
-            ConfigError: the ranks cannot share the outputs evenly.
+            ConfigError: the number of ranks does not divide the outputs.
         """
         sections = sections or (layer.out_features,)
         if sum(sections) != layer.out_features:
@@ -79,18 +80,18 @@ class ColumnParallelLinear(torch.nn.Linear):
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., this rank's outputs), or all outputs where they are gathered."""
+        """(..., inputs) to (..., this rank's outputs), or all outputs if they are gathered."""
         enter = gather_sequence if self.shares_sequence else enter_columns
         columns = F.linear(enter(input, self.ranks), self.weight, self.bias)
         return gather_columns(columns, self.ranks) if self.gathers else columns
 
 
 class RowParallelLinear(torch.nn.Linear):
-    """A linear layer of which each rank has some of the inputs, as a column-parallel one before it leaves them.
+    """A row-parallel linear layer: each rank has some of the inputs, which a column-parallel layer before it computes.
 
     Attributes:
-        ranks: those that share it.
-        shares_sequence: whether each rank keeps a piece of the sequences of the output.
+        ranks: the tensor-parallel ranks.
+        shares_sequence: whether each rank keeps a shard of the output's sequences.
     """
 
     ranks: Ranks
@@ -100,10 +101,10 @@ class RowParallelLinear(torch.nn.Linear):
     def of(
         cls, layer: torch.nn.Linear, ranks: Ranks, name: str = "", *, shares_sequence: bool = False
     ) -> RowParallelLinear:
-        """Cut ``layer``; its bias stays whole. The arguments are those of :meth:`ColumnParallelLinear.of`.
+        """Partition ``layer``; its bias stays replicated. The arguments are those of :meth:`ColumnParallelLinear.of`.
 
         Raises:
-            ConfigError: the ranks cannot share the inputs evenly.
+            ConfigError: the number of ranks does not divide the inputs.
         """
         cut(f"{name}.weight", layer.weight, Cut(1, (layer.in_features,), ranks.rank, ranks.size))
         divided = _taken_over(cls, layer)
@@ -114,19 +115,19 @@ class RowParallelLinear(torch.nn.Linear):
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., this rank's inputs) to (..., outputs), the same on all ranks, or this rank's piece of the sequences."""
+        """(..., this rank's inputs) to (..., outputs), equal on all ranks, or this rank's shard of the sequences."""
         leave = scatter_sequence if self.shares_sequence else leave_columns
         output = leave(F.linear(input, self.weight), self.ranks)
         return output if self.bias is None else output + self.bias
 
 
 class VocabParallelEmbedding(torch.nn.Embedding):
-    """An embedding of which each rank has some of the words.
+    """A vocabulary-parallel embedding: each rank has some of the vocabulary.
 
     Attributes:
-        ranks: those that share it.
-        first: this rank's first word.
-        shares_sequence: whether each rank keeps a piece of the sequences of the output.
+        ranks: the tensor-parallel ranks.
+        first: this rank's first token id.
+        shares_sequence: whether each rank keeps a shard of the output's sequences.
     """
 
     ranks: Ranks
@@ -137,15 +138,16 @@ class VocabParallelEmbedding(torch.nn.Embedding):
     def of(
         cls, layer: torch.nn.Embedding, ranks: Ranks, name: str = "", *, shares_sequence: bool = False
     ) -> VocabParallelEmbedding:
-        """Cut ``layer``. The arguments are those of :meth:`ColumnParallelLinear.of`.
+        """Partition ``layer``. The arguments are those of :meth:`ColumnParallelLinear.of`.
 
         Raises:
-            ConfigError: the ranks cannot share the words evenly, or the layer renormalises or scales by frequency.
+            ConfigError: the number of ranks does not divide the vocabulary, or the layer renormalises or scales by
+                frequency.
         """
         if layer.max_norm is not None or layer.scale_grad_by_freq:
             raise ConfigError(
                 f"{name} is an embedding with max_norm {layer.max_norm} and scale_grad_by_freq {layer.scale_grad_by_freq}, "
-                "which need all words on one rank; leave it out of the plan"
+                "which need the whole vocabulary on one rank; leave it out of the plan"
             )
         cut(f"{name}.weight", layer.weight, Cut(0, (layer.num_embeddings,), ranks.rank, ranks.size))
         divided = _taken_over(cls, layer)
@@ -161,7 +163,7 @@ class VocabParallelEmbedding(torch.nn.Embedding):
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Word numbers of any shape to (..., width), the same on all ranks, or this rank's piece of the sequences."""
+        """Token ids of any shape to (..., width), equal on all ranks, or this rank's shard of the sequences."""
         own = input - self.first
         elsewhere = (own < 0) | (own >= self.num_embeddings)
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
@@ -171,7 +173,7 @@ class VocabParallelEmbedding(torch.nn.Embedding):
 
 
 def _taken_over(cls: type[Layer], layer: torch.nn.Module) -> Layer:
-    """A module of class ``cls`` with everything that ``layer`` has."""
+    """A module of class ``cls`` with the attributes of ``layer``."""
     divided = cls.__new__(cls)
     divided.__dict__.update(layer.__dict__)
     return divided

@@ -1,4 +1,4 @@
-"""Cross entropy of logits of which each rank has some of the words: they are never gathered."""
+"""Vocabulary-parallel cross entropy: the logits of the ranks are never gathered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_runtime.tensor_parallel.collectives import Ranks
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """The loss of each row, fp32: logits (rows, words / ranks), words (rows,) int64."""
+        """The loss of each row, fp32: logits (rows, vocabulary / ranks), token ids ``words`` (rows,) int64."""
         count = logits.shape[1]
         highest = logits.detach().float().amax(1)
         ranks.group.all_reduce(highest, ReduceOp.MAX, why=ranks.why)
@@ -46,14 +46,14 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits whose words are shared out; the same on all ranks.
+    """``torch.nn.functional.cross_entropy`` of vocabulary-parallel logits; equal on all ranks.
 
-    Two all_reduce of one and two numbers for each row go forward, and nothing backward.
+    The forward pass issues two all_reduce, of one and of two numbers for each row, the backward pass none.
 
     Args:
-        logits: (rows, words / ranks), this rank's words.
-        target: (rows,) int64, numbers of words among all.
-        ranks: those that share the words, each the same number, in their order.
+        logits: (rows, vocabulary / ranks), this rank's part of the vocabulary.
+        target: (rows,) int64, token ids.
+        ranks: the tensor-parallel ranks; each has an equal part of the vocabulary, in rank order.
         ignore_index: a target whose rows do not count.
         reduction: mean, sum or none.
 
@@ -62,8 +62,8 @@ def vocab_parallel_cross_entropy(
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise UsageError(
-            f"logits have shape {tuple(logits.shape)} and targets {tuple(target.shape)}; expected (rows, words of this "
-            "rank) and (rows,)"
+            f"logits have shape {tuple(logits.shape)} and targets {tuple(target.shape)}; expected (rows, vocabulary / "
+            "ranks) and (rows,)"
         )
     ignored = target == ignore_index
     losses: torch.Tensor = _CrossEntropy.apply(logits, target.masked_fill(ignored, 0), ranks)
@@ -78,7 +78,7 @@ class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` of the output of a column-parallel layer that is not gathered.
 
     Attributes:
-        ranks: those that share the words.
+        ranks: the tensor-parallel ranks.
     """
 
     ranks: Ranks
@@ -88,19 +88,20 @@ class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
         """Take over the settings of ``loss``.
 
         Raises:
-            ConfigError: it weighs classes or smooths labels.
+            ConfigError: it has class weights or label smoothing.
         """
         if loss.weight is not None or loss.label_smoothing:
             raise ConfigError(
-                f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which shared words do "
-                'not have; leave them out, or gather the logits ("column_gathered" in the plan) and leave the loss out of it'
+                f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which the "
+                "vocabulary-parallel one does not have; leave them out, or gather the logits "
+                '("column_gathered" in the plan) and leave the loss out of it'
             )
         shared = cls(ignore_index=loss.ignore_index, reduction=loss.reduction)
         shared.ranks = ranks
         return shared
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """(rows, this rank's words) or (batch, this rank's words, positions...), and targets without words, to a loss."""
+        """The loss of logits (rows, vocabulary / ranks) or (batch, vocabulary / ranks, positions...)."""
         logits = input.movedim(1, -1)
         losses = vocab_parallel_cross_entropy(
             logits.reshape(-1, logits.shape[-1]),

@@ -1,4 +1,4 @@
-"""Plans: which modules of a model are cut, and how. Pure: names and words in, rules out."""
+"""Plans of tensor parallelism: which modules of a model are partitioned, and how. Pure: names in, rules out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTITION: Final = "tensor_parallel.partition_config"
 
 
 class How(StrEnum):
-    """What becomes of a module."""
+    """How a module is partitioned."""
 
     COLUMN = "column"
     GATHERED = "column_gathered"
@@ -29,20 +29,20 @@ class How(StrEnum):
 
 
 class Rule(NamedTuple):
-    """What becomes of the modules that a pattern names.
+    """The partition of the modules that match a pattern.
 
     Attributes:
         pattern: of qualified names of modules.
-        how: what becomes of them.
-        sections: of a column-parallel layer: how many equal layers are joined in it, or the outputs of each.
-        said: the pattern as it was written.
-        of_parameter: whether the pattern is one of names of parameters: of the module's weight.
+        how: how they are partitioned.
+        sections: of a column-parallel layer: the number of equal layers that are joined in it, or the outputs of each.
+        pattern_text: the pattern as the configuration has it.
+        of_parameter: whether the pattern matches names of parameters: of the module's weight.
     """
 
     pattern: re.Pattern[str]
     how: How
     sections: int | tuple[int, ...] = 1
-    said: str = ""
+    pattern_text: str = ""
     of_parameter: bool = False
 
     def names(self, module: str) -> bool:
@@ -59,11 +59,11 @@ def plan_of(patterns: Mapping[str, Any]) -> Plan:
     """The plan of patterns such as ``{"blocks.*.qkv": "column:3", "blocks.*.projection": "row"}``.
 
     Args:
-        patterns: shell patterns of module names, where * stands for anything, and for each one of ``How``; "column:3" is a
-            layer in which three equal ones are joined, "column:64,16,16" one of unequal ones. The first that fits counts.
+        patterns: shell patterns of module names, in which * matches anything, and for each a value of ``How``. "column:3" is
+            a layer in which three equal ones are joined, "column:64,16,16" one of unequal ones. The first match counts.
 
     Raises:
-        ConfigError: a word that is none of those.
+        ConfigError: a value is none of these.
     """
     rules = []
     for pattern, entry in patterns.items():
@@ -93,10 +93,10 @@ def plan_of_specifications(specifications: Mapping[str, Any]) -> Plan:
     """The plan of DeepSpeed's ``partition_config``: layer_specs of patterns, partition_type, shape and gather_output.
 
     Args:
-        specifications: the block. Its patterns are regular expressions that begin names of parameters.
+        specifications: the block. Its patterns are regular expressions that match the start of parameter names.
 
     Raises:
-        ConfigError: a key, a type or a shape that is not known.
+        ConfigError: a key, a type or a shape is unknown.
     """
     unknown = set(specifications) - {"layer_specs", "use_default_specs", "strict_mode", "tp_size"}
     if unknown:
@@ -142,7 +142,7 @@ def _shape(where: str, how: How, shape: Any) -> int | tuple[int, ...]:
     return first if isinstance(first, int) else tuple(map(int, first))
 
 
-# Last parts of names of linear layers, as the models that are commonly trained have them.
+# Last parts of the names of linear layers in common models.
 _ROWS: Final = (
     "o_proj", "out_proj", "down_proj", "c_proj", "proj", "projection", "contract", "fc2", "fc_out", "w2", "wo", "linear2",
     "lin2", "dense_4h_to_h", "self_attention.dense", "attention.dense", "attention.output.dense", "output.dense", "dense_2",
@@ -156,7 +156,7 @@ _JOINED: Final = {"qkv": 3, "qkv_proj": 3, "c_attn": 3, "in_proj": 3, "Wqkv": 3,
 
 
 def automatic_plan() -> Plan:
-    """The plan by names that layers commonly have; it cuts linear layers only."""
+    """The plan by the common names of layers; it partitions linear layers only."""
     rules = [(name, How.ROW, 1) for name in _ROWS] + [(name, How.COLUMN, 1) for name in _COLUMNS]
     rules += [(name, How.COLUMN, sections) for name, sections in _JOINED.items()]
     return tuple(
@@ -165,13 +165,13 @@ def automatic_plan() -> Plan:
 
 
 def configured_plan(config: ParallelConfig, own: Mapping[str, Any] | None) -> tuple[Plan, bool]:
-    """The plan for a model, and whether modules that it cannot cut may be left whole in silence.
+    """The plan for a model, and whether modules that it cannot partition are skipped without an error.
 
-    The configuration's own comes first, then the model's, then that by names.
+    The configuration's plan comes first, then the model's, then the automatic plan.
 
     Args:
         config: the parallel keys.
-        own: the plan that the model has itself.
+        own: the model's own plan.
     """
     if config.plan:
         return plan_of(config.plan), False
@@ -189,6 +189,6 @@ def first_rule(plan: Iterable[Rule], module: str) -> Rule | None:
 
 
 def unused(plan: Sequence[Rule], modules: Iterable[str]) -> list[str]:
-    """The patterns that are no module's first rule."""
+    """The patterns that are the first rule of no module."""
     used = {first_rule(plan, name) for name in modules}
-    return [rule.said for rule in plan if rule not in used]
+    return [rule.pattern_text for rule in plan if rule not in used]

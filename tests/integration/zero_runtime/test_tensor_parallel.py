@@ -362,11 +362,14 @@ REFUSALS = {
         {},
     ),
     "heads": ({"tp_size": 2} | _plan(), {"heads": 1}),
-    "token has 31 words, which tp_size 2 does not divide": ({"tp_size": 2} | _plan(), {"words": 31}),
+    "token has 31 vocabulary entries, which tp_size 2 does not divide": (
+        {"tp_size": 2} | _plan(),
+        {"words": 31},
+    ),
     "names 'blocks.*.kqv'": ({"tp_size": 2, "tensor_parallel": {"plan": {"blocks.*.kqv": "row"}}}, {}),
     "is a Embedding": ({"tp_size": 2, "tensor_parallel": {"plan": {"token": "row"}}}, {}),
     "expected one of column": ({"tp_size": 2, "tensor_parallel": {"plan": {"token": "rows"}}}, {}),
-    "works on pieces of sequences": (
+    "works on shards of sequences": (
         {"tp_size": 2, "tensor_parallel": {"plan": {"head": "column"}, "sequence_parallel": True}},
         {},
     ),
