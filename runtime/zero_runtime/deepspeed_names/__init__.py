@@ -1,4 +1,4 @@
-"""DeepSpeed's names for this runtime: after :func:`as_deepspeed`, ``import deepspeed`` means zero_runtime.
+"""DeepSpeed's names for this runtime: after :func:`as_deepspeed`, ``import deepspeed`` imports zero_runtime.
 
 ::
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 
 def as_deepspeed() -> None:
-    """Make ``import deepspeed`` mean this runtime in this process from now on. A second call changes nothing.
+    """Let ``import deepspeed`` import this runtime in this process from now on. A second call changes nothing.
 
     Raises:
         UsageError: DeepSpeed itself has been imported already.

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.deepspeed_names [-m] SCRIPT ARGS``: run a script for which ``import deepspeed`` is this runtime.
+"""Runs a script with ``import deepspeed`` as this runtime: ``python -m zero_runtime.deepspeed_names [-m] SCRIPT ARGS``.
 
 Under a launcher: ``torchrun --nproc-per-node 2 -m zero_runtime.deepspeed_names train.py``. ``--list`` prints the names.
 """

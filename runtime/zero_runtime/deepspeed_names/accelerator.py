@@ -20,7 +20,7 @@ from zero_runtime.startup.memory import memory_in_use
 
 
 class Accelerator:
-    """What scripts ask the device and set on it. Memory is in bytes.
+    """The methods of a device: queries and settings. Memory is in bytes.
 
     Args:
         kind: ``cuda`` or ``cpu``.
@@ -36,10 +36,10 @@ class Accelerator:
     def _cuda(self) -> bool:
         return self._name == "cuda"
 
-    # Which device.
+    # Devices.
 
     def is_available(self) -> bool:
-        """Whether it can be used."""
+        """Whether the device can be used."""
         return torch.cuda.is_available() if self._cuda else True
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -47,7 +47,7 @@ class Accelerator:
         return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """Make a device the current one, in a with statement."""
+        """A context in which a device is the current one."""
         return torch.cuda.device(device_index) if self._cuda else nullcontext()
 
     def set_device(self, device_index: int) -> None:
@@ -68,7 +68,7 @@ class Accelerator:
         return torch.device(self.current_device_name())
 
     def device_count(self) -> int:
-        """Devices; on a CPU the ranks of this host, or 1."""
+        """The number of devices; on a CPU the ranks of this host, or 1."""
         if self._cuda:
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
@@ -94,14 +94,14 @@ class Accelerator:
         """Prefixes of environment variables that ranks should get."""
         return ["NCCL", "LD_LIBRARY_PATH", "PATH"] if self._cuda else ["OMP", "LD_LIBRARY_PATH", "PATH"]
 
-    # What it can do.
+    # Capabilities.
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
+        """Whether the device computes in bf16."""
         return torch.cuda.is_bf16_supported() if self._cuda else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16; on a CPU slowly."""
+        """Whether the device computes in fp16; on a CPU slowly."""
         return torch.cuda.get_device_capability() >= (6, 0) if self._cuda else True
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -114,11 +114,11 @@ class Accelerator:
         return dtypes
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton's kernels run on it."""
+        """Whether Triton's kernels run on the device."""
         return self._cuda and torch.cuda.get_device_capability() >= (8, 0)
 
     def is_synchronized_device(self) -> bool:
-        """Whether calls return when they are done: on a CPU."""
+        """Whether calls are synchronous: on a CPU."""
         return not self._cuda
 
     def use_host_timers(self) -> bool:
@@ -126,11 +126,11 @@ class Accelerator:
         return not self._cuda
 
     def resolves_data_dependency(self) -> bool:
-        """Whether data is there when a call returns."""
+        """Whether data is ready when a call returns."""
         return not self._cuda
 
     def handles_memory_backpressure(self) -> bool:
-        """Whether memory that is in use is waited for."""
+        """Whether freed memory is safe only after its last use has completed."""
         return not self._cuda
 
     def amp(self) -> Any:
@@ -171,7 +171,7 @@ class Accelerator:
             torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """What the generator was seeded with."""
+        """The initial seed of the generator."""
         return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
@@ -196,7 +196,7 @@ class Accelerator:
         return torch.cuda.Event if self._cuda else HostEvent
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream the current one, in a with statement."""
+        """A context in which a stream is the current one."""
         return torch.cuda.stream(stream) if self._cuda else nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
@@ -228,7 +228,7 @@ class Accelerator:
     def capture_to_graph(
         self, graph: Any, pool: Any = None, stream: Any = None
     ) -> AbstractContextManager[Any]:
-        """Capture what is issued inside, in a with statement."""
+        """A context that captures the operations issued inside."""
         return torch.cuda.graph(graph, pool=pool, stream=stream) if self._cuda else nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
@@ -239,12 +239,12 @@ class Accelerator:
     # Memory.
 
     def empty_cache(self) -> None:
-        """Give cached memory back."""
+        """Return cached memory to the device."""
         if self._cuda:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that tensors take; on a CPU resident memory of the process."""
+        """Bytes of tensors; on a CPU resident memory of the process."""
         return torch.cuda.memory_allocated(device_index) if self._cuda else memory_in_use().resident
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -252,7 +252,7 @@ class Accelerator:
         return torch.cuda.max_memory_allocated(device_index) if self._cuda else memory_in_use().peak_resident
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """Forget the most; on a CPU the kernel keeps it."""
+        """Reset the peak; on a CPU the kernel keeps it."""
         self.reset_peak_memory_stats(device_index)
 
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
@@ -296,11 +296,11 @@ class Accelerator:
         return used.host - used.host_used
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """``tensor`` in page-locked memory; itself where there is no CUDA."""
+        """``tensor`` in page-locked memory; itself without CUDA."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether it is there."""
+        """Whether ``tensor`` is in page-locked memory."""
         return tensor.is_pinned() if self._cuda else False
 
     # Tensors of one dtype.
@@ -323,7 +323,7 @@ class Accelerator:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Choose it."""
+        """Set the backend of torch.compile."""
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise ConfigError(f"there is no compiler backend {backend!r}; known are {', '.join(known)}")
@@ -339,7 +339,7 @@ class Accelerator:
 
 
 def _made(*arguments: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor of values, or of a size, as torch's old constructors make it."""
+    """A tensor of values or of a size, like torch's old constructors."""
     if len(arguments) == 1 and isinstance(arguments[0], list | tuple | torch.Tensor):
         return torch.as_tensor(arguments[0], dtype=dtype, device=device)
     return torch.empty(arguments, dtype=dtype, device=device)
@@ -347,7 +347,7 @@ def _made(*arguments: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process: what DS_ACCELERATOR says, else CUDA where it is, else the CPU.
+    """The accelerator of this process: DS_ACCELERATOR, else CUDA if available, else the CPU.
 
     Raises:
         ConfigError: DS_ACCELERATOR names another device.
@@ -361,7 +361,7 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Accepted where it is the accelerator that is in use.
+    """Accepted only for the accelerator that is in use.
 
     Raises:
         UnsupportedError: it is another.
@@ -373,5 +373,5 @@ def set_accelerator(accel_obj: Any) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the accelerator is one that is known here; always."""
+    """Whether the accelerator is supported; always."""
     return get_accelerator().is_available()

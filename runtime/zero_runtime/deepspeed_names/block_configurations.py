@@ -55,7 +55,7 @@ class DeepSpeedZeroLeafModuleConfig(SimpleNamespace):
 
 
 class DeepSpeedZeroConfig(SimpleNamespace):
-    """The block ``zero_optimization``; keys that begin with ``stage3_`` are attributes without it as well.
+    """The block ``zero_optimization``; keys with the prefix ``stage3_`` are attributes without it too.
 
     Raises:
         ConfigError: a key that there is not, or a value that cannot be used.

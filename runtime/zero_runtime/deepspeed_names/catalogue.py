@@ -1,4 +1,4 @@
-"""The names as text: for ``--list``, and for the page of the documentation."""
+"""Listings of the names: for ``--list``, and for docs/deepspeed-names.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_runtime.deepspeed_names.table import MODULES
 
 
 class Counts(NamedTuple):
-    """How many names there are.
+    """Numbers of names and modules.
 
     Attributes:
         works: that are something.
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
 
 
 def counts() -> Counts:
-    """Over all modules; a name that several modules have counts in each of them."""
+    """The numbers over all modules; a name of several modules counts in each of them."""
     rows = [row for module in MODULES.values() for row in module.names.values()]
     provided = [row for row in rows if not isinstance(row, Refused)]
     return Counts(

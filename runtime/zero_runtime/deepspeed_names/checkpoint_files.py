@@ -1,4 +1,4 @@
-"""Files of a checkpoint that DeepSpeed has written, by the names of ``deepspeed.utils.zero_to_fp32``."""
+"""Files of a checkpoint written by DeepSpeed, under the names of ``deepspeed.utils.zero_to_fp32``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zero_runtime.errors import CheckpointError
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """The files in a folder that match a pattern, with numbers in their names in the order of numbers.
+    """The files in a folder that match a pattern, in numerical order of the numbers in their names.
 
     Raises:
         CheckpointError: there is none.

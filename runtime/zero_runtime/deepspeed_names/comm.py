@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed under DeepSpeed's signatures, each call timed where the log is on.
+"""``deepspeed.comm``: torch.distributed with DeepSpeed's signatures; calls are timed if the log is enabled.
 
 All calls are the program's own, so none is tagged. ``prof``, ``log_name`` and ``debug`` are keywords of the log: time this
 call whatever ``prof_all`` says, keep it under this name, and nothing.
@@ -55,12 +55,12 @@ Group = ProcessGroup | None
 
 
 def is_available() -> bool:
-    """Whether there is a torch.distributed."""
+    """Whether torch.distributed is available."""
     return dist.is_available()
 
 
 def available_backends() -> list[str]:
-    """The backends that this torch has."""
+    """The backends of this torch."""
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     return [name for name, here in known.items() if here()]
 
@@ -115,7 +115,7 @@ def has_all_reduce_coalesced() -> bool:
 
 
 def has_coalescing_manager() -> bool:
-    """Whether torch can put several calls together; always."""
+    """Whether torch can coalesce calls; always."""
     return True
 
 
@@ -248,7 +248,7 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Send entry r of ``input_tensor_list`` to rank r. On gloo, which has no such call, as point-to-point messages."""
+    """Send entry r of ``input_tensor_list`` to rank r; on gloo, which lacks this call, by point-to-point messages."""
     if dist.get_backend(group) != "gloo":
         return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
     rank = dist.get_rank(group)
@@ -274,7 +274,7 @@ def all_reduce(
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """:func:`all_reduce`: there is no special one for inference."""
+    """:func:`all_reduce`: there is no special version for inference."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
@@ -330,7 +330,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
 def monitored_barrier(
     group: Group = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all ranks, and say which did not come in time. Where the backend is not gloo, an ordinary barrier."""
+    """Wait for all ranks, and report those that miss the timeout. With other backends than gloo an ordinary barrier."""
     if dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
     else:
@@ -348,19 +348,19 @@ def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> N
 
 @logged(0, "tensor")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
-    """Receive ``tensor`` from global rank ``src``, or from anyone; returns who sent it."""
+    """Receive ``tensor`` from global rank ``src``, or from any rank; returns the sender."""
     return dist.recv(tensor, src, group=group, tag=tag)
 
 
 @logged(0, "tensor")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Work | None:
-    """Begin to send ``tensor`` to global rank ``dst``."""
+    """Start to send ``tensor`` to global rank ``dst``."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
 @logged(0, "tensor")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Work | None:
-    """Begin to receive ``tensor`` from global rank ``src``, or from anyone."""
+    """Start to receive ``tensor`` from global rank ``src``, or from any rank."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
@@ -386,14 +386,14 @@ class P2POp:
 
 @logged(0, "p2p_op_list")
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begin several messages together; returns what to wait for."""
+    """Start several messages together; returns their work handles."""
     return dist.batch_isend_irecv(
         [dist.P2POp(each.op, each.tensor, each.peer, each.group, each.tag) for each in p2p_op_list]
     )
 
 
 class Works:
-    """Several messages, as one to wait for."""
+    """The work handle of several messages."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = [work for work in works if work is not None]
@@ -404,7 +404,7 @@ class Works:
             work.wait(*arguments)
 
     def is_completed(self) -> bool:
-        """Whether all have arrived."""
+        """Whether all are complete."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Any:

@@ -1,4 +1,4 @@
-"""``log_summary`` and its neighbours of ``deepspeed.comm``: the communication log as a table and as a dictionary."""
+"""``log_summary`` and related functions of ``deepspeed.comm``: the communication log as a table and as a dictionary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Switch the log on or off, and say what it keeps. What is None stays as it is.
+    """Enable or disable the log, and set what it records. None does not change a setting.
 
     Args:
         deepspeed_config: a configuration (dict, path or DeepSpeedConfig), for its block ``comms_logger``.
@@ -60,7 +60,7 @@ def _configure_from(config: Any) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print, on rank 0, what the messages of each operation and size took; all ranks must call it.
+    """Print, on rank 0, the durations of each operation and size; all ranks must call it.
 
     Args:
         show_straggler: compare the ranks too: the shortest time of each message is what it took, the rest is waiting.
@@ -98,7 +98,7 @@ def _log_summary(show_straggler: bool, return_dict: bool) -> dict[str, Any] | No
 
 
 def reset_log() -> None:
-    """Forget what was logged."""
+    """Clear the log."""
     LOG.reset()
 
 
@@ -108,7 +108,7 @@ def has_comm_data() -> bool:
 
 
 def get_comm_operation_count() -> int:
-    """Messages that were logged."""
+    """The number of logged calls."""
     return sum(len(samples) for by_size in LOG.read().values() for samples in by_size.values())
 
 
@@ -121,7 +121,7 @@ _Samples = Mapping[str, Mapping[int, Sequence[Sample]]]
 
 
 def _compare(samples: _Samples) -> dict[str, dict[int, dict[str, Any]]]:
-    """What messages took where the last rank came, and what this rank waited besides; those that all ranks sent."""
+    """Durations on the last rank to arrive, and this rank's additional waiting; only calls that all ranks issued."""
     mine = {
         (name, size): [each.milliseconds for each in calls]
         for name, by_size in samples.items()

@@ -18,10 +18,10 @@ def is_compile_supported() -> bool:
 
 
 def disable(func: Any) -> Any:
-    """``func``, left out of compiling."""
+    """``func``, excluded from compilation."""
     return torch.compiler.disable(func)
 
 
 def enable(min_version: Any = None) -> Any:
-    """A decorator that leaves functions as they are: nothing is compiled unless ``engine.compile`` asks for it."""
+    """A decorator that returns functions unchanged: only ``engine.compile`` compiles."""
     return lambda func: func

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.config_utils``: the class of pydantic's that scripts make configurations of their own with.
+"""``deepspeed.runtime.config_utils``: the pydantic class for configurations of scripts.
 
 It needs the package pydantic, which this runtime's own configuration does not. A field may say in ``json_schema_extra`` that
 it is ``deprecated``, which field is its ``new_param``, and by which ``new_param_fn`` the value is converted.
@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A configuration whose fields are checked; unknown ones are refused, and values that are ``"auto"`` are not set.
+    """A configuration with checked fields; unknown fields are refused, and ``"auto"`` values are not set.
 
     Args:
         strict: keep values that are ``"auto"``.
@@ -50,7 +50,7 @@ class DeepSpeedConfigModel(BaseModel):
                 self._replace(name, rules)
 
     def _replace(self, name: str, rules: dict[str, Any]) -> None:
-        """Give the value of the deprecated field ``name`` to the field that has taken its place."""
+        """Move the value of the deprecated field ``name`` to the field that replaces it."""
         *path, new = str(rules.get("new_param", "")).split(".")
         target: Any = self
         hint = f"; write {rules['new_param']}" if new else ""

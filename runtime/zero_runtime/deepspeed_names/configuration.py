@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.config`` and its neighbours: the configuration as an object, and the words in it."""
+"""``deepspeed.runtime.config`` and related modules: the configuration as an object, and its enumerations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ZeroStageEnum(enum.IntEnum):
 
 
 class OffloadDeviceEnum(enum.StrEnum):
-    """Where states and parameters are kept."""
+    """The devices of states and parameters."""
 
     none = "none"
     cpu = "cpu"
@@ -31,7 +31,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """What engine.offload_states can move."""
+    """The states that engine.offload_states can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -41,7 +41,7 @@ class OffloadStateTypeEnum(enum.StrEnum):
 
 
 class ZeroParamType(enum.Enum):
-    """How a parameter is shared out. Here each rank has its slice."""
+    """How a parameter is partitioned. Here each rank has its shard."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -49,7 +49,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ValidationMode:
-    """What happens where ranks name different tags."""
+    """The reaction to different tags on different ranks."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -100,20 +100,20 @@ class DeepSpeedConfig:
             setattr(self, name, value)
 
     def print_user_config(self) -> None:
-        """Print what was given."""
+        """Print the configuration as it was passed."""
         import json
 
         print(json.dumps(self._param_dict, indent=4, sort_keys=True))
 
     def print(self, name: str) -> None:
-        """Print every key as it is used."""
+        """Print every key with the value in use."""
         print(f"{name}:")
         for key, value in sorted(self.checked.effective().items()):
             print(f"  {key} = {value}")
 
 
 def _replicas(mpu: Any, mesh_device: Any, ranks: int) -> int:
-    """How many of ``ranks`` have other samples, as DeepSpeed asks for it."""
+    """The number of replicas among ``ranks``, under DeepSpeed's name."""
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     if mesh_device is not None:
@@ -122,6 +122,6 @@ def _replicas(mpu: Any, mesh_device: Any, ranks: int) -> int:
 
 
 def _others(config: Mapping[str, Any], sharing: int) -> int:
-    """Of ``sharing`` ranks that hold one model together, those along axes that the configuration does not name."""
+    """The part of the ``sharing`` ranks of one model that is along axes the configuration does not name."""
     parallel = configuration.parallel_of(config)
     return max(1, sharing // (parallel.tp_size * parallel.sequence_parallel_size))

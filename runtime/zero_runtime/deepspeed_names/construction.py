@@ -1,4 +1,4 @@
-"""``deepspeed.zero.Init``, which uses what libraries replace in ``deepspeed.runtime.zero.partition_parameters``."""
+"""``deepspeed.zero.Init``, which respects patches of libraries in ``deepspeed.runtime.zero.partition_parameters``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME: Final = "zero_wrapper_for_fp_tensor_constructor"
 
 
 class Init(zero.Init):
-    """Makes the parameters of modules shards at once; see :class:`zero_runtime.zero.Init`.
+    """Shards the parameters of modules immediately; see :class:`zero_runtime.zero.Init`.
 
     transformers replaces ``zero_wrapper_for_fp_tensor_constructor`` around this context, so that the positions of rotary
     embeddings keep their dtype.

@@ -1,4 +1,4 @@
-"""``deepspeed.OnDevice``: modules made on a device and in a dtype, and ranges of a profiler around functions."""
+"""``deepspeed.OnDevice``: construction of modules on a device and in a dtype; and profiler ranges around functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class OnDevice:
-    """Makes tensors and parameters inside on ``device`` and in ``dtype``.
+    """A context that creates tensors and parameters on ``device`` and in ``dtype``.
 
     Args:
         dtype: of floating-point tensors.
@@ -45,7 +45,7 @@ class OnDevice:
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """``func`` as a range of NVTX by its name, where CUDA is."""
+    """``func`` within an NVTX range of its name, if CUDA is available."""
 
     @wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""DeepSpeed as a package that seems to be installed: what ``importlib.metadata`` answers for it.
+"""The metadata by which ``importlib.metadata`` reports DeepSpeed as installed.
 
 Libraries that work with DeepSpeed ask there whether it is installed, and in which version, before they import it.
 """
@@ -17,10 +17,10 @@ NAMES_VERSION: Final = f"{FOLLOWED}+zero.runtime.{VERSION.replace('+', '.')}"
 
 
 class NamesDistribution(Distribution):
-    """The metadata of a package that has no files."""
+    """The metadata of a package without files."""
 
     def read_text(self, filename: str) -> str | None:
-        """The file METADATA; there are no others."""
+        """The file METADATA; there are no other files."""
         if filename != "METADATA":
             return None
         return (
@@ -29,5 +29,5 @@ class NamesDistribution(Distribution):
         )
 
     def locate_file(self, path: Any) -> Path:
-        """Where a file of the package would be."""
+        """The path that a file of the package would have."""
         return Path(__file__).parent / path

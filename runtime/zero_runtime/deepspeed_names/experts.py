@@ -1,4 +1,4 @@
-"""``deepspeed.moe.utils`` for models without experts, which libraries ask whatever the model is."""
+"""``deepspeed.moe.utils`` for models without experts; libraries call it for every model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_runtime.errors import UnsupportedError
 
 
 def has_moe_layers(m: torch.nn.Module) -> tuple[bool, int]:
-    """(whether the model has experts, how many): it has none, since ``deepspeed.moe.layer.MoE`` cannot be made."""
+    """(whether the model has experts, how many): always none, since ``deepspeed.moe.layer.MoE`` is not supported."""
     return False, 0
 
 
@@ -29,7 +29,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The param groups as they are, in a list.
+    """The unchanged param groups, in a list.
 
     Raises:
         UnsupportedError: a parameter is an expert's.

@@ -1,4 +1,4 @@
-"""Makes ``import deepspeed`` mean this runtime: a finder of modules that exist in a table only.
+"""The import finder behind ``import deepspeed``: it creates modules from a table.
 
 Nothing is copied, and nothing is put on ``sys.path``: a module named ``deepspeed.comm`` is made when it is imported, and
 looks each name up when somebody asks for it. Every module is a package without files of its own, so that importing a
@@ -25,17 +25,17 @@ from zero_runtime.errors import MissingAttributeError, MissingNameError, UsageEr
 from zero_runtime.startup.uncaught import report_uncaught
 
 PACKAGE: Final = "deepspeed"
-MARK: Final = "__runtime__"  # what tells these modules from DeepSpeed's own
+MARK: Final = "__runtime__"  # distinguishes these modules from DeepSpeed's own
 _FILE: Final = str(Path(__file__).with_name("__init__.py"))
 
 
 class NamesFinder(MetaPathFinder):
-    """Finds ``deepspeed`` and what is in it, in the table."""
+    """Finds ``deepspeed`` and its submodules in the table."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for all that is not DeepSpeed's.
+        """The spec of a module of the table; None for modules outside ``deepspeed``.
 
         Raises:
             MissingNameError: the module, or the name that is imported from a module, is not given here.
@@ -55,21 +55,21 @@ class NamesFinder(MetaPathFinder):
         return spec
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """DeepSpeed as an installed package, for those who ask for its version."""
+        """DeepSpeed as an installed package, for queries of its version."""
         if context.name is None or context.name.lower() == DISTRIBUTION:
             return [NamesDistribution()]
         return []
 
 
 class NamesLoader(InspectLoader):
-    """Makes the modules."""
+    """Creates the modules."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """An ordinary module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have the module look its names up in the table when they are asked for."""
+        """Let the module look up its names in the table on demand."""
         inner = _inner(module.__name__)
         names = [name for name, row in sorted(MODULES[inner].names.items()) if not isinstance(row, Refused)]
         below = sorted(_children(inner))
@@ -84,7 +84,7 @@ class NamesLoader(InspectLoader):
         )
 
     def is_package(self, fullname: str) -> bool:
-        """All are, see above, but what ``python -m`` runs in them."""
+        """Whether it is a package: all modules are, except those that ``python -m`` runs."""
         return not fullname.endswith(".__main__")
 
     def get_source(self, fullname: str) -> str | None:
@@ -102,7 +102,7 @@ class NamesLoader(InspectLoader):
 
 
 def install() -> None:
-    """Make ``import deepspeed`` mean this runtime in this process from now on. A second call changes nothing.
+    """Let ``import deepspeed`` import this runtime in this process from now on. A second call changes nothing.
 
     Raises:
         UsageError: DeepSpeed itself has been imported already.
@@ -119,7 +119,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: forget the finder, and the modules that it gave."""
+    """Undo :func:`install`: remove the finder and its modules."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, NamesFinder)]
     for name, module in list(sys.modules.items()):
         if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and MARK in vars(module):
@@ -127,7 +127,7 @@ def uninstall() -> None:
 
 
 def _main_of(fullname: str) -> str:
-    """The function that ``python -m`` runs for ``package.__main__``; empty where there is none."""
+    """The function that ``python -m`` runs for ``package.__main__``; empty without one."""
     row = MODULES.get(_inner(fullname.removesuffix(".__main__")))
     return row.main if row is not None and fullname.endswith(".__main__") else ""
 
@@ -180,7 +180,7 @@ def _inner(fullname: str) -> str:
 
 
 def _children(inner: str) -> set[str]:
-    """Names of the modules directly below one, as far as they can be imported."""
+    """Names of the importable modules directly below one."""
     prefix = f"{inner}." if inner else ""
     return {
         name[len(prefix) :]

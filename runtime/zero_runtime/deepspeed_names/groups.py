@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: which ranks share what, in the training that was initialised last.
+"""``deepspeed.utils.groups``: the process groups of the training that was initialised last.
 
 Before ``initialize`` all ranks are data-parallel. Groups of one rank do not exist as objects where no axis has more:
 where DeepSpeed would give one, None stands for it.
@@ -19,7 +19,7 @@ expert_tensor_parallel_world_size = 1
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Accepted for one expert-parallel rank.
+    """Accepted only for one expert-parallel rank.
 
     Raises:
         UnsupportedError: for more, or with model parallelism.
@@ -36,7 +36,7 @@ def _shared() -> Parallelism:
 
 
 def _group(*axes: str) -> Any:
-    """torch's group along ``axes`` of the grid; None where they have one rank."""
+    """torch's group along ``axes`` of the grid; None if it has one rank."""
     grid = _shared().grid
     if grid is None or all(grid.size(axis) == 1 for axis in axes):
         return None
@@ -54,7 +54,7 @@ def _rank(*axes: str) -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """The ranks that have other samples and the same part of the model."""
+    """The data-parallel ranks: those with different samples and the same part of the model."""
     parallelism = _shared()
     if parallelism.grid is not None:
         return parallelism.grid.group(DATA).group
@@ -72,7 +72,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """They, by their global ranks."""
+    """Their global ranks."""
     return comm.get_all_ranks_from_group(get_data_parallel_group())
 
 
@@ -93,7 +93,7 @@ def get_sequence_data_parallel_rank() -> int:
 
 
 def get_sequence_parallel_group() -> Any:
-    """The ranks that share the sequences of a batch."""
+    """The sequence-parallel ranks."""
     return _group(SEQUENCE)
 
 
@@ -108,7 +108,7 @@ def get_sequence_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> Any:
-    """The ranks that hold one model together."""
+    """The ranks that one model is divided over."""
     model = _shared().model
     return None if model is None else model.group.group
 
@@ -126,7 +126,7 @@ def get_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """The ranks that share each tensor."""
+    """The tensor-parallel ranks."""
     tensor = _shared().tensor_group
     return None if tensor is None else tensor.group
 
@@ -144,13 +144,13 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of them, by its global rank."""
+    """The global rank of the first of them."""
     tensor = _shared().tensor_group
     return comm.get_rank() if tensor is None else tensor.global_ranks[0]
 
 
 def get_single_group() -> None:
-    """The group of this rank alone, as which None stands."""
+    """None, which stands for the group of this rank alone."""
 
 
 def get_single_world_size() -> int:
@@ -159,7 +159,7 @@ def get_single_world_size() -> int:
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    """Accepted for the size that there is.
+    """Accepted only for the actual size.
 
     Raises:
         UnsupportedError: for another.
@@ -171,7 +171,7 @@ def set_tensor_model_parallel_world_size(world_size: int) -> None:
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Accepted for the rank that this is.
+    """Accepted only for the actual rank.
 
     Raises:
         UnsupportedError: for another.
@@ -183,5 +183,5 @@ def set_tensor_model_parallel_rank(rank: int) -> None:
 
 
 def no_secondary_group() -> bool:
-    """Whether there are secondary groups of ZeRO++ that can be asked for; never."""
+    """Whether secondary groups of ZeRO++ are available here; never."""
     return False

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HostStream:
-    """A stream of a CPU: calls are done when they return, so that there is nothing to wait for."""
+    """A stream of a CPU: calls are synchronous, so that there is nothing to wait for."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -22,13 +22,13 @@ class HostStream:
         """Nothing to wait for."""
 
     def record_event(self, event: Any = None) -> HostEvent:
-        """An event at this moment."""
+        """An event of the current time."""
         event = event if event is not None else HostEvent()
         event.record()
         return event
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Whether all work is complete; always."""
         return True
 
     def __enter__(self) -> HostStream:
@@ -39,13 +39,13 @@ class HostStream:
 
 
 class HostEvent:
-    """A moment on a CPU."""
+    """An event on a CPU: a point in time."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._at = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """This is the moment."""
+        """Record the current time."""
         self._at = time.perf_counter()
 
     def elapsed_time(self, end: HostEvent) -> float:
@@ -53,7 +53,7 @@ class HostEvent:
         return (end._at - self._at) * 1e3
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Whether the event is complete; always."""
         return True
 
     def synchronize(self) -> None:

@@ -1,4 +1,4 @@
-"""Inner parts of DeepSpeed that scripts reach into, and that this runtime does in another way: refused by name."""
+"""Internal names of DeepSpeed that scripts use and this runtime refuses, since it works differently."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _UNIVERSAL: Final = (
     "every checkpoint of this runtime loads at any world size and stage, and "
     "`python -m zero_runtime.checkpoint` converts those of DeepSpeed"
 )
-_STAGE_3: Final = "stage 3 keeps its slices beside the parameters, and replaces nothing inside modules"
+_STAGE_3: Final = "stage 3 keeps its shards beside the parameters, and replaces nothing inside modules"
 _QUANTIZED: Final = (
     "the keys zero_quantized_weights and zero_quantized_gradients quantize messages without it"
 )
 
-# What deepspeed.runtime.zero.partition_parameters and its neighbours are made of.
+# Internals of deepspeed.runtime.zero.partition_parameters and related modules.
 PARAMETERS: Final[dict[str, Name]] = {
     **refused(
         _STAGE_3,

@@ -1,4 +1,4 @@
-"""What launchers say by the environment: ranks, and where accelerate writes the variables for other hosts."""
+"""Environment variables of launchers: ranks, and the file of accelerate for other hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def environment_file() -> str:
-    """Where ``accelerate launch`` writes variables for the launcher ``deepspeed`` to carry to other hosts."""
+    """The file in which ``accelerate launch`` passes variables to other hosts by the launcher ``deepspeed``."""
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 

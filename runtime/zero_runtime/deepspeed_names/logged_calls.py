@@ -1,4 +1,4 @@
-"""A decorator that has the communication log time calls of ``deepspeed.comm``."""
+"""A decorator that times calls of ``deepspeed.comm`` for the communication log."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zero_runtime.errors import UsageError
 from zero_runtime.groups.comm_log import KINDS, LOG, message_size
 
 Function = Callable[..., Any]
-# The name under which DeepSpeed keeps some operations.
+# DeepSpeed's names of some operations in its log.
 _NAMES: Final = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
 
 
 def logged(*tensors: str | int) -> Callable[[Function], Function]:
-    """Time the calls of a function where the log asks for it.
+    """Time the calls of a function if the log is enabled for it.
 
     Args:
         tensors: position and name of the argument that this rank hands in; nothing for messages without size.

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.fp16.loss_scaler``: loss scales as objects of their own. The engine's is in ``engine.optimizer``."""
+"""``deepspeed.runtime.fp16.loss_scaler``: standalone loss scales. The engine's own is in ``engine.optimizer``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LOSS_SCALE: Final = "min_scale"
 
 
 class LossScalerBase:
-    """What both loss scales have.
+    """The base class of both loss scales.
 
     Attributes:
         cur_scale: the factor in use.
@@ -41,10 +41,10 @@ class LossScalerBase:
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of a step."""
+        """Count a step."""
 
     def has_overflow(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether a gradient is infinite or NaN; a fixed scale never asks."""
+        """Whether a gradient is infinite or NaN; False for a fixed scale."""
         return False
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A loss scale that falls when gradients overflow, and rises when they have not for a while.
+    """A loss scale that falls when gradients overflow, and rises after a window without overflows.
 
     Args:
         init_scale: at the beginning.
@@ -109,7 +109,7 @@ class DynamicLossScaler(LossScalerBase):
     has_overflow_serial = has_overflow
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of a step.
+        """Count a step, and whether it overflowed.
 
         Raises:
             LossScaleError: gradients overflow at the minimum.
@@ -144,12 +144,12 @@ def make_loss_scaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
-    """The loss scale that settings ask for; 1 for other dtypes than fp16. By DeepSpeed's name CreateLossScaler."""
+    """The configured loss scale; 1 for other dtypes than fp16. DeepSpeed's name is CreateLossScaler."""
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)
 
 
 def to_python_float(t: Any) -> float:
-    """A number of a tensor."""
+    """The value of a tensor of one element."""
     return float(t.item() if hasattr(t, "item") else t[0])

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.logging``: the logger called DeepSpeed, and lines that some ranks print.
+"""``deepspeed.utils.logging``: the logger named DeepSpeed, and lines printed by some ranks.
 
 The logger has the name under which scripts find it (``logging.getLogger("DeepSpeed")``) and writes to stderr.
 """
@@ -21,21 +21,21 @@ log_levels: Final = log.LEVELS
 
 
 class DeepSpeedLogger(logging.Logger):
-    """A logger that can say a warning once."""
+    """A logger that can print a warning only once."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._said: set[str] = set()
 
     def warning_once(self, message: object, *arguments: Any, **options: Any) -> None:
-        """Warn, unless the same was said before."""
+        """Warn, unless the same warning was printed before."""
         if str(message) not in self._said:
             self._said.add(str(message))
             self.warning(message, *arguments, **options)
 
 
 class LoggerFactory:
-    """Makes loggers."""
+    """Creates loggers."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
@@ -79,7 +79,7 @@ def _speaks(ranks: Sequence[int] | None) -> bool:
 
 
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """``message`` with this rank before it, or None where this rank has nothing to say."""
+    """``message`` with this rank before it, or None if this rank does not print."""
     if not _speaks(ranks):
         return None
     return f"[Rank {comm.get_rank() if comm.is_initialized() else -1}] {message}"
@@ -104,13 +104,13 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """:func:`log_dist`, unless the same was said before."""
+    """:func:`log_dist`, unless the same line was printed before."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
 @cache
 def warning_once(message: str) -> None:
-    """Warn, unless the same was said before."""
+    """Warn, unless the same warning was printed before."""
     logger.warning(message)
 
 

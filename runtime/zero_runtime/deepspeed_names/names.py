@@ -1,4 +1,4 @@
-"""Rows of the tables of DeepSpeed's names: what stands behind a name here, or why nothing does."""
+"""Entries of the tables of DeepSpeed's names: the object behind a name, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Value(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A name whose value changes: it is read anew each time that it is looked up.
+    """A name whose value changes: it is read at each lookup.
 
     Attributes:
         target: the function that returns it: ``module:function``.
@@ -40,7 +40,7 @@ class Live(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A name that can be imported, and is one clear error where it is used.
+    """A name that can be imported, and raises one clear error when used.
 
     Attributes:
         reason: why, and what to use instead.
@@ -67,7 +67,7 @@ class Module(NamedTuple):
 
 
 def names_from(module: str, *names: str, note: str = "", **renamed: str) -> dict[str, Name]:
-    """Names that stand for those of ``module``: under the same name, or as ``theirs="ours"``."""
+    """Names provided by ``module``: under the same name, or renamed as ``theirs="ours"``."""
     pairs = {**{name: name for name in names}, **renamed}
     return {theirs: Given(f"{module}:{ours}", note) for theirs, ours in pairs.items()}
 
@@ -83,12 +83,12 @@ def live(module: str, **names: str) -> dict[str, Name]:
 
 
 def refused(reason: str, *names: str) -> dict[str, Name]:
-    """Names that are an error where they are used, all for one reason."""
+    """Names that raise an error when used, all for one reason."""
     return {name: Refused(reason) for name in names}
 
 
 def resolve(full_name: str, name: Name) -> Any:
-    """What stands behind ``full_name``, such as ``deepspeed.zero.Init``."""
+    """The object behind ``full_name``, such as ``deepspeed.zero.Init``."""
     if isinstance(name, Value):
         return name.value
     if isinstance(name, Refused):
@@ -100,7 +100,7 @@ def resolve(full_name: str, name: Name) -> Any:
 
 
 class _Placeholder(type):
-    """The class of names that are refused: they may be imported, subclassed and asked for in isinstance, and no more."""
+    """The metaclass of refused names: they may be imported, subclassed and used in isinstance, and no more."""
 
     refusal: str
 
@@ -109,12 +109,12 @@ class _Placeholder(type):
 
 
 def placeholder(full_name: str, reason: str) -> type:
-    """A class that stands for ``full_name``, and whose use is an error that says ``reason``."""
+    """A class in place of ``full_name`` whose use raises an error with ``reason``."""
     text = f"{full_name} is not in this version: {reason}; {INSTEAD}"
     return _Placeholder(full_name.rpartition(".")[2], (), {"refusal": text, "__doc__": text})
 
 
 def refuse_module(full_name: str, reason: str) -> MissingNameError:
-    """The error of importing a module that is refused."""
-    # Without its attribute ``name``: Python swallows one that names what a from-import looks for.
+    """The error of importing a refused module."""
+    # Without its attribute ``name``: Python suppresses an error whose name is that of a from-import.
     return MissingNameError(f"{full_name} is not in this version of zero_runtime: {reason}; {INSTEAD}")

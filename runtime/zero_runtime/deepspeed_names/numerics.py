@@ -17,7 +17,7 @@ from zero_runtime.sharding.shards import shard_of
 
 
 class DummyOptim:
-    """Holds param groups, where no optimizer is wanted.
+    """Param groups without an optimizer.
 
     Args:
         params: tensors.
@@ -38,12 +38,12 @@ class noop_context:  # noqa: N801 - DeepSpeed's name
 
 
 def noop_decorator(func: Any) -> Any:
-    """``func``."""
+    """``func``, unchanged."""
     return func
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, NumPy where it is there, and torch on all devices."""
+    """Seed Python, NumPy if it is installed, and torch on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
     try:
@@ -54,7 +54,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int:
-    """How many of ``parameters`` get a gradient in the backward pass under way; to be called in a hook of it.
+    """The number of ``parameters`` that get a gradient in the current backward pass; call it in one of its hooks.
 
     Raises:
         UsageError: no backward pass is under way.
@@ -63,7 +63,7 @@ def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int
         raise UsageError(
             "count_used_parameters_in_backward was called outside a backward pass; call it in a hook"
         )
-    with torch.enable_grad():  # hooks run without, where a leaf has no node
+    with torch.enable_grad():  # hooks run without grad mode, in which a leaf has no node
         nodes = {
             torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in parameters if each.requires_grad
         }
@@ -71,18 +71,18 @@ def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the directory of a file."""
+    """Create the directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def empty_cache() -> None:
-    """Give cached memory of the device back, and forget peaks."""
+    """Return cached memory of the device, and reset peaks."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """``item`` with the data of its tensors moved to ``device``; lists, tuples and dicts are gone through.
+    """``item`` with the data of its tensors moved to ``device``, within lists, tuples and dicts.
 
     Args:
         item: a tensor, or anything that holds some.
@@ -101,7 +101,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """``item`` with copies on ``device`` of those tensors that ``criterion_func`` chooses."""
+    """``item`` with copies on ``device`` of the tensors that ``criterion_func`` selects."""
     return _map(item, lambda tensor: tensor.to(device) if criterion_func(tensor) else tensor)
 
 
@@ -123,12 +123,12 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Whether a parameter is one of several ranks' (tensor parallelism); what other libraries mark counts."""
+    """Whether a parameter is tensor-parallel; marks of other libraries count."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """Those of ``param_list`` that are in slices now."""
+    """The released parameters of ``param_list``."""
     shards = ((each, shard_of(each)) for each in param_list)
     return [each for each, shard in shards if shard is not None and not shard.available]
 
@@ -146,7 +146,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """torch's clipping. The engine clips by itself: use the key gradient_clipping there."""
+    """torch's clipping. The engine clips itself: set the key gradient_clipping for that."""
     _refuse(mpu)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -173,7 +173,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, mpu: Any) -> float:
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The norm of all from those of the parts."""
+    """The total norm from the norms of the tensors."""
     return float(sum(norm**2 for norm in norm_list) ** 0.5)
 
 
@@ -201,14 +201,14 @@ def clip_tensors_by_global_norm(
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where ``num_parts`` nearly equal parts of ``num_items`` begin, and the end of the last one."""
+    """The starts of ``num_parts`` nearly equal parts of ``num_items``, and the end of the last one."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     return bounds(num_items, num_parts)
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """The sums of all weights up to each, that one included."""
+    """The cumulative sums of the weights."""
     sums: list[float] = []
     for weight in weights:
         sums.append(weight + (sums[-1] if sums else 0))
@@ -216,12 +216,12 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Where parts of consecutive ``weights`` begin, and the end of the last, such that the heaviest part is lightest."""
+    """The starts of parts of consecutive ``weights``, and the end of the last, with the lightest heaviest part."""
     count = len(weights)
     if count <= num_parts:
         return partition_uniform(count, num_parts)
     sums = [0.0, *prefix_sum_inc(weights)]
-    # lightest[n]: the heaviest part of the first n weights in the parts so far; cuts: where the last of them begins.
+    # lightest[n]: the heaviest part of the first n weights in the parts so far; cuts: the start of the last of them.
     lightest = sums[:]
     cuts: list[list[int]] = []
     for _ in range(1, num_parts):

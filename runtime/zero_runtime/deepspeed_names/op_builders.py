@@ -1,4 +1,4 @@
-"""``deepspeed.ops.op_builder``: scripts ask here whether an operation is there. None is built; torch has what there is."""
+"""``deepspeed.ops.op_builder``: queries for compiled operations. None is built; torch provides the available ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_BUILT: Final = "there are no kernels of its own to build or inject; torch's
 
 
 class OpBuilder:
-    """An operation by DeepSpeed's name.
+    """An operation under DeepSpeed's name.
 
     Attributes:
         NAME: what it is called in ``deepspeed.ops.__compatible_ops__``.
@@ -29,11 +29,11 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def absolute_name(self) -> str:
-        """Where DeepSpeed keeps it."""
+        """DeepSpeed's path of the operation."""
         return f"deepspeed.ops.{self.NAME}_op"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what it is for works here."""
+        """Whether its purpose is supported here."""
         return self.HERE
 
     def load(self, verbose: bool = True) -> Any:
@@ -48,7 +48,7 @@ class OpBuilder:
 
 
 class UtilsBuilder(OpBuilder):
-    """Tensors as one, and as bytes."""
+    """Tensors as one tensor, and as bytes."""
 
     NAME = "utils"
     HERE = True

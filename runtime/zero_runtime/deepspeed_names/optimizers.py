@@ -28,7 +28,7 @@ def adam(
     amsgrad: bool = False,
     decoupled: bool = True,
 ) -> torch.optim.Optimizer:
-    """Adam: torch's AdamW, or with ``decoupled`` false its Adam, fused where it can be.
+    """Adam: torch's AdamW, or with ``decoupled`` false its Adam, fused if possible.
 
     Raises:
         UnsupportedError: for ``amsgrad`` without bias correction.
@@ -46,7 +46,7 @@ def adam(
 
 
 class _Named(type):
-    """The class of names that make one of several optimizers, and of which all those are instances.
+    """The metaclass of names that construct one of several optimizers, whose instances are instances of the name.
 
     So is what stands for one of them at stage 0, where DeepSpeed's engine has the optimizer itself.
     """
@@ -55,7 +55,7 @@ class _Named(type):
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         optimizer = super().__call__(*arguments, **options)
-        optimizer.made_as = cls.__name__  # initialize asks whether the script named one of DeepSpeed's
+        optimizer.made_as = cls.__name__  # initialize checks whether the script used one of DeepSpeed's names
         return optimizer
 
     def __instancecheck__(cls, instance: Any) -> bool:

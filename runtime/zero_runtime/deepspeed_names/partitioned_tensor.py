@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.utils.PartitionedTensor``: a tensor of which each rank of a group keeps a slice."""
+"""``deepspeed.runtime.utils.PartitionedTensor``: a tensor that is partitioned over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_runtime.deepspeed_names.tiling import bounds
 
 
 class PartitionedTensor:
-    """A slice of a tensor that every rank of a group has, and the way back.
+    """This rank's shard of a tensor that every rank of a group has; :meth:`full` restores the tensor.
 
     Args:
         tensor: the same on all ranks.
@@ -37,7 +37,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """The same of a slice and what :meth:`to_meta` gives."""
+        """A partitioned tensor from a shard and the result of :meth:`to_meta`."""
         numbers = [int(each) for each in meta.tolist()]
         dims, numbers = numbers[0], numbers[1:]
         tensor = cls.__new__(cls)
@@ -50,12 +50,12 @@ class PartitionedTensor:
         return tensor
 
     def to_meta(self) -> torch.Tensor:
-        """Shape, number of slices, this rank's number and the borders, as one tensor of whole numbers."""
+        """Shape, number of shards, this rank's number and the borders, as one tensor of integers."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
 
     def data(self) -> torch.Tensor:
-        """This rank's slice."""
+        """This rank's shard."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
@@ -67,7 +67,7 @@ class PartitionedTensor:
         return self.orig_size
 
     def full(self, device: Any = None) -> torch.Tensor:
-        """The whole tensor, put together of all slices. All ranks of the group must call it."""
+        """The whole tensor, gathered from all shards. All ranks of the group must call it."""
         largest = max(end - start for start, end in zip(self.partition, self.partition[1:], strict=False))
         mine = self.local_data.new_zeros(largest)
         mine[: self.local_data.numel()] = self.local_data

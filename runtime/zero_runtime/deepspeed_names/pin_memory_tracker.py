@@ -1,4 +1,4 @@
-"""``deepspeed.utils.pin_memory_tracker``: how much page-locked memory a script says that it has asked for."""
+"""``deepspeed.utils.pin_memory_tracker``: the amount of page-locked memory that a script reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from zero_runtime.deepspeed_names.messages import logger
 
 _GIB: Final = 2**30
-_FIRST_LINE: Final = 32 * _GIB  # a line is logged there, and at each doubling
+_FIRST_LINE: Final = 32 * _GIB  # a line is logged at this size, and at each doubling
 
 
 def shown_bytes(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.schedule``: schedules as objects that give the instructions of one stage, step by step."""
+"""``deepspeed.runtime.pipe.schedule``: pipeline schedules as objects with the instructions of one stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.pipeline.instructions import Action, Instruction
 
 
 class PipeInstruction:
-    """What a stage does next.
+    """An instruction of a stage.
 
     Attributes:
         name: of its class.
@@ -41,7 +41,7 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """What is done with the micro-batch of a buffer."""
+    """An instruction for the micro-batch of a buffer."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
@@ -105,7 +105,7 @@ class PipeSchedule(ABC):
         """Lists of instructions; stages may wait for one another after each."""
 
     def num_pipe_buffers(self) -> int:
-        """Buffers that the stage needs."""
+        """The number of buffers that the stage needs."""
         return self.micro_batches
 
     @property
@@ -151,12 +151,12 @@ class TrainSchedule(PipeSchedule):
             yield [*map(self._translated, step), *last]
 
     def num_pipe_buffers(self) -> int:
-        """As many as micro-batches are under way, and at least two."""
+        """The number of micro-batches in flight, and at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes alone."""
+    """Forward passes only."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions: a list for each of the steps in which any stage computes. Batches are taken first."""

@@ -52,7 +52,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The block ``scheduler`` of a configuration that parsed arguments ask for.
+    """The block ``scheduler`` of a configuration, from parsed arguments.
 
     Returns:
         (the block, None), or (None, why there is none).
@@ -76,7 +76,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The learning rate that a block ``scheduler`` leads to: the smallest of LRRangeTest, else the largest.
+    """The learning rate of a block ``scheduler``: the smallest of LRRangeTest, else the largest.
 
     Returns:
         (the rate, ""), or (None, why there is none).

@@ -1,4 +1,4 @@
-"""Running a script in this process, as Python would run it."""
+"""Runs a script in this process as Python would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deepspeed.sequence.layer``: the exchange of heads for pieces of sequences, by DeepSpeed's names."""
+"""``deepspeed.sequence.layer``: the exchange of sharded sequences for sharded heads, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ class _SeqAllToAll:
         batch_dim_idx: int,
         *more: Any,
     ) -> torch.Tensor:
-        """As :func:`single_all_to_all`; what DeepSpeed's takes besides is left unread."""
+        """As :func:`single_all_to_all`; DeepSpeed's other arguments are ignored."""
         return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)

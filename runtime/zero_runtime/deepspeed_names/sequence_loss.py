@@ -1,4 +1,4 @@
-"""``deepspeed.sequence.cross_entropy``: the loss of sequences that ranks share, by DeepSpeed's name."""
+"""``deepspeed.sequence.cross_entropy``: the loss of sharded sequences, under DeepSpeed's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def vocab_sequence_parallel_cross_entropy(
     gather_sequence_loss: bool = True,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """The cross-entropy of each word of whole sequences, of which each rank has a piece.
+    """The cross-entropy of each token of whole sequences that are sharded over the ranks.
 
     Backward each rank keeps the gradient of its own piece, as in DeepSpeed: every rank goes on with the same losses.
 

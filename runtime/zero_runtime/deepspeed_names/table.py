@@ -1,4 +1,4 @@
-"""Every module and name of DeepSpeed that this runtime knows: ``docs/deepspeed-names.md`` is made of this."""
+"""All modules and names of DeepSpeed that this runtime knows; the source of ``docs/deepspeed-names.md``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from zero_runtime.deepspeed_names import inner_names, top_names, training_names, utility_names
 from zero_runtime.deepspeed_names.names import Module
 
-# By their names within the package; the package itself is empty.
+# By the names within the package; the package itself has the empty name.
 MODULES: Final[Mapping[str, Module]] = {
     **top_names.MODULES,
     **training_names.MODULES,

@@ -1,4 +1,4 @@
-"""``deepspeed.zero.TiledLinear``: a linear layer of several smaller ones, so that stage 3 gathers one of them at a time."""
+"""``deepspeed.zero.TiledLinear``: a linear layer of several smaller ones, which stage 3 gathers one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_runtime.zero import GatheredParameters
 
 
 def bounds(items: int, num_parts: int) -> list[int]:
-    """Where ``num_parts`` nearly equal parts of ``items`` begin, and the end of the last one.
+    """The starts of ``num_parts`` nearly equal parts of ``items``, and the end of the last one.
 
     >>> bounds(10, 3)
     [0, 4, 7, 10]
@@ -31,7 +31,7 @@ def split_tensor_along_last_dim(
 
 
 class TiledLinear(nn.Module):
-    """A linear layer cut into ``out_splits`` x ``in_splits`` tiles.
+    """A linear layer divided into ``out_splits`` x ``in_splits`` tiles.
 
     Args:
         in_features: as of torch's Linear.
@@ -120,7 +120,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:
-        """Take the values of a whole layer over.
+        """Copy the values of a whole layer.
 
         Raises:
             UsageError: it has other features, or a bias where this one has none.
@@ -147,7 +147,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same of layers that return their output and their bias, which is not added."""
+    """Tiles of layers that return their output and their bias separately."""
 
     def _add(self, sum_so_far: Any, more: Any) -> Any:
         output, bias = more

@@ -28,7 +28,7 @@ PSUTILS_INSTALLED: Final = False
 
 
 class NamedTimer:
-    """Adds up the time between ``start`` and ``stop``: of the device on CUDA, of the host elsewhere.
+    """Sums the times between ``start`` and ``stop``: device time on CUDA, host time elsewhere.
 
     Args:
         name: of the timer.
@@ -49,7 +49,7 @@ class NamedTimer:
         self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """End; ``reset`` forgets what was added up before, ``record`` keeps the time for ``mean``."""
+        """Stop; ``reset`` drops the sum before, ``record`` keeps the time for ``mean``."""
         if not self.started_:
             raise UsageError(f"timer {self.name_} does not run; start it first")
         end = _now()
@@ -62,13 +62,13 @@ class NamedTimer:
             self._means.append(_milliseconds(passed))
 
     def reset(self) -> None:
-        """Forget all."""
+        """Reset the timer."""
         self.started_ = False
         self._begin = None
         self._passed.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds added up so far; one that runs goes on."""
+        """The sum in milliseconds; a running timer continues."""
         running = self.started_
         if running:
             self.stop()
@@ -80,7 +80,7 @@ class NamedTimer:
         return total
 
     def mean(self) -> float:
-        """The mean of what was recorded, without the extremes, in milliseconds."""
+        """The mean of the recorded times, without the extremes, in milliseconds."""
         return trimmed_mean(self._means)
 
 
@@ -93,7 +93,7 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, NamedTimer] = {}
 
     def __call__(self, name: str) -> NamedTimer:
-        """The timer of this name, made if need be."""
+        """The timer of this name, created if it does not exist."""
         return self.timers.setdefault(name, NamedTimer(name))
 
     def get_timers(self) -> dict[str, NamedTimer]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's names at the top: ``deepspeed`` itself, ``deepspeed.comm``, ``deepspeed.accelerator``, ``deepspeed.pipe``."""
+"""DeepSpeed's top-level names: ``deepspeed`` itself, ``deepspeed.comm``, ``deepspeed.accelerator``, ``deepspeed.pipe``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as a grid with named axes: ``deepspeed.runtime.pipe.topology``. The last axis changes fastest from rank to rank."""
+"""``deepspeed.runtime.pipe.topology``: a grid of ranks with named axes. The last axis changes fastest from rank to rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_runtime.groups.topology import DATA, MODEL, PIPE
 
 
 class ProcessTopology:
-    """Coordinates of ranks and back.
+    """The mapping between ranks and coordinates.
 
     Args:
         axes: their names, slowest first.
@@ -40,11 +40,11 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along ``axis``; 0 where there is no such axis."""
+        """Ranks along ``axis``; 0 for a missing axis."""
         return self.grid.size(axis) if axis in self.axes else 0
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a place, which is given in all axes.
+        """The rank at a place, which needs all axes.
 
         Raises:
             ConfigError: an axis is left out or not known, or there is no such place.
@@ -80,7 +80,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ in ``axis`` alone; none where there is no such axis."""
+        """The groups of ranks that differ only in ``axis``; none for a missing axis."""
         return self.grid.lines(axis) if axis in self.axes else []
 
     def __str__(self) -> str:
@@ -95,14 +95,14 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages of a pipeline, replicas, and slices of tensors."""
+    """The axes pipe, data and model (tensor-parallel)."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA, MODEL], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """The process groups along each axis of a topology. Every rank must make it.
+    """The process groups along each axis of a topology. Every rank must construct it.
 
     Args:
         topology: default: the prime factors of the number of ranks, dealt out to stages and replicas in turn.
@@ -161,11 +161,11 @@ class PipelineParallelGrid:
         return int(getattr(self._topology.get_coord(self.global_rank), axis, 0))
 
     def topology(self) -> ProcessTopology:
-        """The topology that it is made of."""
+        """The topology of the grid."""
         return self._topology
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage at this rank's place in the other axes; ``kwargs`` change those."""
+        """The rank of another stage at this rank's place in the other axes, which ``kwargs`` can change."""
         place = self._topology.get_coord(self.global_rank)._replace(**{PIPE: stage_id, **kwargs})
         return self._topology.get_rank(**place._asdict())
 
@@ -178,11 +178,11 @@ class PipelineParallelGrid:
         return self._along(DATA)
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's slice."""
+        """This rank's number along the model axis."""
         return self._along(MODEL)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The ranks that have the same stage and slice."""
+        """The ranks with the same stage and model-axis number."""
         return self.dp_group
 
     def get_global_rank(self) -> int:
@@ -234,19 +234,19 @@ class PipelineParallelGrid:
         return self.ds_model_proc_group
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's slice."""
+        """This rank's number along the model axis."""
         return self.get_slice_parallel_rank()
 
     def get_slice_parallel_world_size(self) -> int:
-        """The number of slices."""
+        """The number of tensor-parallel ranks."""
         return self.slice_parallel_size
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """The number of slices."""
+        """The number of tensor-parallel ranks."""
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """The group of all slices of this replica's stage."""
+        """The tensor-parallel group of this replica's stage."""
         return self.slice_proc_group
 
 

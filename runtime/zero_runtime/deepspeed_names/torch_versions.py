@@ -1,4 +1,4 @@
-"""``deepspeed.git_version_info.torch_info``: the torch of this process, which DeepSpeed writes down when it is built."""
+"""``deepspeed.git_version_info.torch_info``: the torch of this process; DeepSpeed records it when it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small questions about parameters, optimizers and leaf modules, by the names of ``deepspeed.runtime.zero.utils`` and
+"""Small checks of parameters, optimizers and leaf modules, under the names of ``deepspeed.runtime.zero.utils`` and
 ``deepspeed.utils``."""
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ ZERO_SUPPORTED_OPTIMIZERS: Final = [
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter is in slices at stage 3."""
+    """Whether a parameter is sharded at stage 3."""
     return isinstance(parameter, torch.Tensor) and shard_of(parameter) is not None
 
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to be right on pieces of parameters."""
+    """Whether an optimizer is known to be correct on shards of parameters."""
     return type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS
 
 
 def get_lst_from_rank0(lst: Sequence[int]) -> list[int]:
-    """The numbers that rank 0 has; all ranks have equally many."""
+    """The numbers of rank 0; the length must be equal on all ranks."""
     numbers = torch.tensor(list(lst), dtype=torch.int64)
     on_device = numbers.cuda() if torch.cuda.is_available() else numbers
     messages.broadcast(on_device, src=0)
@@ -71,7 +71,7 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """The same of modules whose full name ends in one of these."""
+    """Flag the modules whose full name ends in one of these."""
     return _flag(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
@@ -99,14 +99,14 @@ def _flag(
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The model of an engine with all its parameters whole, for as long as the block lasts. All ranks must enter it."""
+    """A context with the model of an engine and all its parameters gathered. All ranks must enter it."""
     module = getattr(model, "module", model)
     with GatheredParameters(list(module.parameters())):
         yield module
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """``item`` with copies of its tensors, so that saving one that is a view does not save what it is a view of."""
+    """``item`` with copies of its tensors, so that saving a view does not save its whole storage."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, list):
