@@ -174,9 +174,9 @@ class CommLog:
         }
 
     @comms_dict.setter
-    def comms_dict(self, given: Mapping[str, Mapping[int, Sequence[Any]]]) -> None:
+    def comms_dict(self, by_name: Mapping[str, Mapping[int, Sequence[Any]]]) -> None:
         self.reset()
-        for name, by_size in given.items():
+        for name, by_size in by_name.items():
             for size, (_, *series) in by_size.items():
                 samples = [
                     Sample(name, 0, took, (speed, bus)) for took, speed, bus in zip(*series, strict=True)

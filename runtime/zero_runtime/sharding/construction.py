@@ -71,19 +71,19 @@ class Construction(NamedTuple):
     Attributes:
         sharded: number of parameters by size in bytes that ``zero.Init`` has sharded in this process since the last engine
             was constructed, including dropped ones.
-        whole: number of the model's unsharded parameters by size in bytes.
+        unsharded: number of the model's unsharded parameters by size in bytes.
         sharded_of_model: number of the model's parameters that are sharded already.
     """
 
     sharded: Mapping[int, int]
-    whole: Mapping[int, int]
+    unsharded: Mapping[int, int]
     sharded_of_model: int
 
     def described(self) -> dict[str, Any]:
         """The form that the recorder gets."""
         return {
             "sharded": sorted(map(list, self.sharded.items())),
-            "whole": sorted(map(list, self.whole.items())),
+            "whole": sorted(map(list, self.unsharded.items())),
             "sharded_of_model": self.sharded_of_model,
         }
 
