@@ -35,9 +35,7 @@ class ProcessTopology:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.sizes):
-            raise ConfigError(
-                f"there must be as many axes as sizes: axes {list(self.axes)}, sizes {list(self.sizes)}"
-            )
+            raise ConfigError(f"axes {list(self.axes)} and sizes {list(self.sizes)} must be equally many")
         if len(set(self.axes)) < len(self.axes):
             raise ConfigError(f"axes {list(self.axes)} must differ in their names")
         if any(size < 1 for size in self.sizes):
