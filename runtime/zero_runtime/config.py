@@ -126,7 +126,7 @@ class RuntimeConfig:
         """
         notices: list[str] = []
         # Old forms first: everything below knows present names only. Then keys that are accepted without an effect are
-        # noted, so that nobody waits for one.
+        # noted, so that the user knows.
         values = _modern(values, notices)
         top = keys.read(values)
         notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(values)]

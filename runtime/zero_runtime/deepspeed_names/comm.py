@@ -369,7 +369,7 @@ class P2POp:
 
     Args:
         op: :func:`isend` or :func:`irecv`, of this module or torch's.
-        tensor: what is sent, or received into.
+        tensor: the tensor to send, or to receive into.
         peer: global rank of the other side.
         group: of both.
         tag: of the message.

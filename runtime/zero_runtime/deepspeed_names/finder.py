@@ -1,7 +1,7 @@
 """The import finder behind ``import deepspeed``: it creates modules from a table.
 
 Nothing is copied, and nothing is put on ``sys.path``: a module named ``deepspeed.comm`` is made when it is imported, and
-looks each name up when somebody asks for it. Every module is a package without files of its own, so that importing a
+looks each name up on demand. Every module is a package without files of its own, so that importing a
 name that is not in the table comes back to the finder, which says what to use instead.
 """
 

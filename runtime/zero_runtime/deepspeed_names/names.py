@@ -56,7 +56,7 @@ class Module(NamedTuple):
     """A module of DeepSpeed.
 
     Attributes:
-        names: what is in it.
+        names: the names in it.
         refused: why importing it is an error; empty where it can be imported.
         main: the function that ``python -m`` runs, as ``module:attribute``.
     """

@@ -57,7 +57,7 @@ def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int
     """The number of ``parameters`` that get a gradient in the current backward pass; call it in one of its hooks.
 
     Raises:
-        UsageError: no backward pass is under way.
+        UsageError: no backward pass is running.
     """
     if torch._C._current_graph_task_id() == -1:
         raise UsageError(

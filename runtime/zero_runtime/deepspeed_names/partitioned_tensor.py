@@ -19,7 +19,7 @@ class PartitionedTensor:
         group: its ranks.
 
     Attributes:
-        local_data: this rank's slice, 1-D.
+        local_data: this rank's shard, 1-D.
         orig_size: the tensor's shape.
     """
 

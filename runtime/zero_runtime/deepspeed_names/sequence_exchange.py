@@ -28,7 +28,7 @@ def single_all_to_all(
 
     Args:
         input: (batch, sequence, heads, width), or (sequence, batch, heads, width) with ``batch_dim_idx`` 1.
-        scatter_idx: of which this rank keeps a piece.
+        scatter_idx: the dimension that is sharded afterwards.
         gather_idx: accepted: it is the other one.
         batch_dim_idx: 0 or 1.
         group: the ranks that share the sequences.

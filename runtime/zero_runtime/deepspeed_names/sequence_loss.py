@@ -26,7 +26,7 @@ def vocab_sequence_parallel_cross_entropy(
 ) -> torch.Tensor:
     """The cross-entropy of each token of whole sequences that are sharded over the ranks.
 
-    Backward each rank keeps the gradient of its own piece, as in DeepSpeed: every rank goes on with the same losses.
+    Backward each rank keeps the gradient of its own shard, as in DeepSpeed: every rank goes on with the same losses.
 
     Args:
         vocab_parallel_logits: (sequence / ranks, batch, words), or words / ranks of ``tp_group``, this rank's.
@@ -37,7 +37,7 @@ def vocab_sequence_parallel_cross_entropy(
         vocab_end_index: likewise.
         ignore_index: a target whose loss is 0.
         reduction: none; others are not in this version.
-        gather_sequence_loss: False leaves each rank its own piece of the losses.
+        gather_sequence_loss: False leaves each rank its own shard of the losses.
         backend: torch.
 
     Returns:

@@ -105,7 +105,7 @@ class PipelineParallelGrid:
     """The process groups along each axis of a topology. Every rank must construct it.
 
     Args:
-        topology: default: the prime factors of the number of ranks, dealt out to stages and replicas in turn.
+        topology: default: the prime factors of the number of ranks, assigned to stages and replicas in turn.
         process_group: all ranks; another group is not in this version.
 
     Raises:

@@ -74,7 +74,7 @@ class Ranks:
         self.group.reduce_scatter_single(own.view(-1), first.view(-1), why=self.why)
         return own.movedim(0, dim)
 
-    def piece(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shard along ``dim``."""
         self.check(tensor, dim)
         return tensor.chunk(self.size, dim)[self.rank]
@@ -122,7 +122,7 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.ranks.piece(gradient, _COLUMN_DIM), None
+        return ctx.ranks.shard(gradient, _COLUMN_DIM), None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -151,7 +151,7 @@ class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
-        return ranks.piece(tensor, SEQUENCE_DIM).contiguous()
+        return ranks.shard(tensor, SEQUENCE_DIM).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

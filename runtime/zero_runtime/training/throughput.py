@@ -28,9 +28,9 @@ class ThroughputTimer:
 
     Attributes:
         initialized: whether ``start`` was called.
-        started: whether a micro-batch is under way.
+        started: whether a micro-batch is running.
         start_time, end_time: of the last micro-batch that was counted, in seconds since 1970; 0 before.
-        step_elapsed_time: seconds of the step under way.
+        step_elapsed_time: seconds of the current step.
         total_elapsed_time: seconds of all steps that were counted.
     """
 

@@ -44,7 +44,7 @@ def hosts_of(group: DataParallelGroup) -> Hosts | None:
     if size == world:
         if group.rank == 0:
             log.warning(
-                f"hierarchical_compress: all {world} ranks are on one host, so gradients travel uncompressed"
+                f"hierarchical_compress: all {world} ranks are on one host, so gradients are sent uncompressed"
             )
         return None
     first, place = group.rank // size * size, group.rank % size

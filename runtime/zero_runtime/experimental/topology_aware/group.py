@@ -84,41 +84,41 @@ class ComposedMessages:
     def all_gather_single(
         self,
         output: torch.Tensor,
-        piece: torch.Tensor,
+        tensor: torch.Tensor,
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> Any:
         """As of the group."""
         if not self._composes("all_gather", output.numel(), output, why) or not output.is_contiguous():
-            return self._plain_all_gather_single(output, piece, why=why, asynchronous=asynchronous)
-        return _run(composition.all_gather(output, piece, self._groups, why, asynchronous))
+            return self._plain_all_gather_single(output, tensor, why=why, asynchronous=asynchronous)
+        return _run(composition.all_gather(output, tensor, self._groups, why, asynchronous))
 
     def start_all_gather(
-        self, output: torch.Tensor, piece: torch.Tensor, why: hooks.tag | None = None
+        self, output: torch.Tensor, tensor: torch.Tensor, why: hooks.tag | None = None
     ) -> Any:
         """As of the group."""
         if not self._composes("all_gather", output.numel(), output, why) or not output.is_contiguous():
-            return self._plain_start_all_gather(output, piece, why=why)
-        return Composed(composition.all_gather(output, piece, self._groups, why, True))
+            return self._plain_start_all_gather(output, tensor, why=why)
+        return Composed(composition.all_gather(output, tensor, self._groups, why, True))
 
     def all_gather(
         self,
         outputs: list[torch.Tensor],
-        piece: torch.Tensor,
+        tensor: torch.Tensor,
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> Any:
         """As of the group; rows of one length are gathered in one buffer and copied to the outputs."""
-        alike = all(each.numel() == piece.numel() for each in outputs)
-        if not alike or not self._composes("all_gather", piece.numel() * len(outputs), piece, why):
-            return self._plain_all_gather(outputs, piece, why=why, asynchronous=asynchronous)
-        return _run(self._gather_apart(outputs, piece, why, asynchronous))
+        alike = all(each.numel() == tensor.numel() for each in outputs)
+        if not alike or not self._composes("all_gather", tensor.numel() * len(outputs), tensor, why):
+            return self._plain_all_gather(outputs, tensor, why=why, asynchronous=asynchronous)
+        return _run(self._gather_apart(outputs, tensor, why, asynchronous))
 
     def _gather_apart(
-        self, outputs: Sequence[torch.Tensor], piece: torch.Tensor, why: hooks.tag | None, asynchronous: bool
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, why: hooks.tag | None, asynchronous: bool
     ) -> Steps:
-        joined = piece.new_empty(len(outputs) * piece.numel())
-        yield from composition.all_gather(joined, piece, self._groups, why, asynchronous)
+        joined = tensor.new_empty(len(outputs) * tensor.numel())
+        yield from composition.all_gather(joined, tensor, self._groups, why, asynchronous)
         for output, row in zip(outputs, joined.chunk(len(outputs)), strict=True):
             output.copy_(row.view(output.shape))
 
