@@ -66,9 +66,8 @@ def estimate_zero3_model_states_mem_needs(
     """
     largest = 4 * largest_layer_params
     share = 1 / num_nodes
-    host_bytes = (
-        0 if not cpu_offload else 18 if cpu_offload_params else 16
-    )  # bytes of a parameter on the host
+    # Bytes of a parameter on the host.
+    host_bytes = 0 if not cpu_offload else 18 if cpu_offload_params else 16
     device_bytes = 18 if not cpu_offload else 0 if cpu_offload_params else 2
     unsharded = total_params * 4 * num_gpus_per_node  # each rank constructs the whole model
     host = total_params * host_bytes * share

@@ -35,7 +35,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(SimpleNamespace):
     """The block ``zero_optimization.offload_optimizer``.
 
     Attributes:
-        pipeline: whether reading or writing goes on beside the update.
+        pipeline: whether reading or writing overlaps the update.
     """
 
     def __init__(self, **values: Any) -> None:

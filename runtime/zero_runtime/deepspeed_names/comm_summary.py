@@ -67,7 +67,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return_dict: return the figures, of this rank.
 
     Returns:
-        ``summary`` by operation and bytes, ``straggler_analysis`` likewise or None, and ``metadata``.
+        ``summary`` by operation and bytes, ``straggler_analysis`` by the same or None, and ``metadata``.
     """
     with LOG.paused():
         return _log_summary(show_straggler, return_dict)

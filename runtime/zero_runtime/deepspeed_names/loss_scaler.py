@@ -78,7 +78,7 @@ class DynamicLossScaler(LossScalerBase):
         delayed_shift: overflows until it falls.
         consecutive_hysteresis: count these anew after each step without one.
         raise_error_at_min_scale: whether an overflow at the minimum is an error.
-        dtype: accepted; of the gradients.
+        dtype: dtype of the gradients; accepted, without an effect.
     """
 
     dynamic = True

@@ -89,7 +89,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Log ``message`` on some ranks.
 
     Args:
-        message: what to say.
+        message: the text.
         ranks: who says it; None and [-1] for all.
         level: of the message.
     """

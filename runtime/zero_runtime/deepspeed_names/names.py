@@ -15,7 +15,7 @@ class Given(NamedTuple):
     """A name that works.
 
     Attributes:
-        target: what it is here: ``module:attribute``, or a module.
+        target: the object here: ``module:attribute``, or a module.
         note: how it differs from DeepSpeed's, if it does.
     """
 

@@ -86,7 +86,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
     Args:
         item: a tensor, or anything that holds some.
-        device: where to.
+        device: the target device.
         criterion_func: which tensors to move; default: all.
     """
 

@@ -15,7 +15,7 @@ class PipeInstruction:
 
     Attributes:
         name: of its class.
-        kwargs: what it is done with; they are attributes too.
+        kwargs: its arguments, which are attributes too.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -24,22 +24,22 @@ def single_all_to_all(
     type: Any = None,
     num_kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """Give up heads for whole sequences, where ``scatter_idx`` is 2, or whole sequences for heads, where it is less.
+    """Exchange sharded sequences for sharded heads (``scatter_idx`` 2), or the reverse (``scatter_idx`` below 2).
 
     Args:
         input: (batch, sequence, heads, width), or (sequence, batch, heads, width) with ``batch_dim_idx`` 1.
         scatter_idx: the dimension that is sharded afterwards.
-        gather_idx: accepted: it is the other one.
+        gather_idx: accepted; it is the other dimension.
         batch_dim_idx: 0 or 1.
-        group: the ranks that share the sequences.
-        async_op: of messages beside the computation, not in this version.
-        handle: likewise.
-        type: likewise.
-        num_kv_heads: accepted; heads must be shared evenly.
+        group: the sequence-parallel ranks.
+        async_op: for overlapped messages, which are not in this version.
+        handle: for overlapped messages, which are not in this version.
+        type: accepted, without an effect.
+        num_kv_heads: accepted; the number of ranks must divide the heads.
 
     Raises:
-        UnsupportedError: ``async_op`` is true.
-        UsageError: the ranks cannot share the dimension evenly.
+        UnsupportedError: ``async_op`` is true, or ``handle`` is not None.
+        UsageError: the number of ranks does not divide the dimension.
     """
     if async_op or handle is not None:
         raise UnsupportedError("single_all_to_all waits for its message here; leave async_op and handle out")
@@ -51,7 +51,7 @@ def single_all_to_all(
 
 
 class _SeqAllToAll:
-    """The same as an autograd function is called."""
+    """:func:`single_all_to_all` with the interface of an autograd function."""
 
     @staticmethod
     def apply(

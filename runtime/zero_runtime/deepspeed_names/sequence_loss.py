@@ -26,15 +26,15 @@ def vocab_sequence_parallel_cross_entropy(
 ) -> torch.Tensor:
     """The cross-entropy of each token of whole sequences that are sharded over the ranks.
 
-    Backward each rank keeps the gradient of its own shard, as in DeepSpeed: every rank goes on with the same losses.
+    In the backward pass each rank keeps the gradient of its own shard, as in DeepSpeed: all ranks have the same losses.
 
     Args:
-        vocab_parallel_logits: (sequence / ranks, batch, words), or words / ranks of ``tp_group``, this rank's.
-        target: (sequence / ranks, batch) int64, numbers of words among all.
-        sp_group: the ranks that share the sequences, in their order.
-        tp_group: the ranks that share the words evenly, in their order; None where each has all.
-        vocab_start_index: accepted: it follows from the rank.
-        vocab_end_index: likewise.
+        vocab_parallel_logits: (sequence / ranks, batch, vocabulary), or vocabulary / ranks of ``tp_group``.
+        target: (sequence / ranks, batch) int64, token ids.
+        sp_group: the sequence-parallel ranks, in order.
+        tp_group: the ranks that the vocabulary is partitioned over evenly, in order; None if each has all of it.
+        vocab_start_index: accepted; it follows from the rank.
+        vocab_end_index: accepted; it follows from the rank.
         ignore_index: a target whose loss is 0.
         reduction: none; others are not in this version.
         gather_sequence_loss: False leaves each rank its own shard of the losses.

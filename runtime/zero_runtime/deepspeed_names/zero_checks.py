@@ -18,9 +18,8 @@ from zero_runtime.sharding.shards import shard_of
 from zero_runtime.zero import GatheredParameters
 
 ZERO_SUPPORTED_OPTIMIZERS: Final = [
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
-    *(Lamb, Lion, Muon, UncorrectedAdam),
-]
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, Lamb, Lion, Muon, UncorrectedAdam,
+]  # fmt: skip
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -206,9 +206,8 @@ class FlatParameters(OwnedShards):
 def _gather_message(
     contiguous: torch.Tensor | None, rows: tuple[torch.Tensor, ...], of: ParameterGroup
 ) -> _GatherMessage:
-    starts = [
-        int(row.storage_offset()) for row in rows
-    ]  # offsets in the flat buffer, which has its own storage
+    # Offsets in the flat buffer, which has its own storage.
+    starts = [int(row.storage_offset()) for row in rows]
     paddings = [
         of.flat_layout.padding(start, start + row.numel()) * row.element_size()
         for start, row in zip(starts, rows, strict=True)

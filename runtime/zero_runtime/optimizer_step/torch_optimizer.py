@@ -24,9 +24,8 @@ _ADAM: Final = ("adam", "adamw")
 _MUP: Final = ("muadam", "muadamw", "musgd")
 # Correct on flat shards of parameters. Plain SGD is included, though DeepSpeed has not tested it.
 _TESTED: Final = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
-    *(Lamb, Lion, UncorrectedAdam),
-)
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, Lamb, Lion, UncorrectedAdam,
+)  # fmt: skip
 # These need whole parameters, or all of them at once.
 _NOT_ELEMENTWISE: Final = ("Adafactor", "Muon")
 _UNUSABLE: Final = {

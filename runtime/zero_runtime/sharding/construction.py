@@ -24,13 +24,12 @@ from zero_runtime.sharding.storage import SliceStorage
 
 Module: Final = torch.nn.Module
 _FACTORIES: Final = (
-    *(torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn),
-)
+    torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn,
+)  # fmt: skip
 Factory = Callable[..., torch.Tensor]
 _cutters: list[Cutter] = []  # of the active contexts, innermost last
-_sharded_bytes: Counter[int] = (
-    Counter()
-)  # of parameters that were sharded since an engine was last constructed
+# Sizes of parameters that were sharded since an engine was last constructed.
+_sharded_bytes: Counter[int] = Counter()
 
 
 class Cutter:
@@ -125,9 +124,8 @@ def typed_factory(
             keywords["device"] = target_device
         result = fn(*args, **keywords)
         if target_fp_dtype is not None and result.is_floating_point():
-            result.data = result.data.to(
-                target_fp_dtype
-            )  # in place, so that it stays a leaf of autograd's graph
+            # In place, so that it stays a leaf of autograd's graph.
+            result.data = result.data.to(target_fp_dtype)
         return result
 
     return typed

@@ -280,8 +280,8 @@ def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
 
 
 _SCRIPT_ATTRIBUTES: Final = (
-    *("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "partition_numel"),
-)
+    "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "partition_numel",
+)  # fmt: skip
 
 
 def _tell_scripts(shard: Shard) -> None:

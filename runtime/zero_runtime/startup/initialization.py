@@ -132,9 +132,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             training_data,
             checked.train_micro_batch_size_per_gpu,
             drop_last=checked.dataloader_drop_last,
-            shuffle=not isinstance(
-                model, PipelineModule
-            ),  # as in DeepSpeed, a pipeline takes samples in order
+            # As in DeepSpeed, a pipeline takes samples in order.
+            shuffle=not isinstance(model, PipelineModule),
             collate_fn=collate_fn,
             replicas=assembly.parallelism.replicas,
             replica=assembly.parallelism.replica,

@@ -180,7 +180,7 @@ def _next(batches: Iterator[Any], engine: Engine) -> Any:
     except StopIteration:
         raise UsageError(
             f"the iterator of batches has ended within a step of {engine.gradient_accumulation_steps()} micro-batches; "
-            "give one that goes on, such as RepeatingLoader(loader)"
+            "pass one that repeats, such as RepeatingLoader(loader)"
         ) from None
 
 
