@@ -20,7 +20,7 @@ import torch.distributed as dist
 import zero_runtime
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration.communication import CommunicationConfig
+from zero_runtime.configuration.blocks.communication_block import CommunicationConfig
 from zero_runtime.experimental.topology_aware.installation import install
 
 INTERFACE = "eth0"

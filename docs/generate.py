@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from commprof.analysis.relations.evaluation import RunViews
-    from zero_runtime.configuration.key_table import Key
+    from zero_runtime.configuration.reading.key_table import Key
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -219,7 +219,7 @@ def modules_page() -> str:
 
 def deepspeed_names_page() -> str:
     """docs/deepspeed-names.md with its lists of names renewed."""
-    from zero_runtime.deepspeed_names.catalogue import page
+    from zero_runtime.deepspeed_names.tables.catalogue import page
 
     return renewed("deepspeed-names.md", "names", f"\n{page()}\n\n")
 

@@ -16,8 +16,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from zero_runtime.deepspeed_names.names import Given, Refused, resolve
-from zero_runtime.deepspeed_names.table import MODULES
+from zero_runtime.deepspeed_names.tables.names import Given, Refused, resolve
+from zero_runtime.deepspeed_names.tables.table import MODULES
 
 
 def module(inner: str) -> ModuleType | None:

@@ -73,7 +73,8 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
 
 def _comparison(runs: Sequence[Run]) -> Iterator[str]:
     from commprof_dash import traffic_frames
-    from commprof_dash.charts import times, traffic
+    from commprof_dash.charts import time_charts as times
+    from commprof_dash.charts import traffic
     from commprof_dash.charts.series import with_series
     from commprof_dash.measures import WIRE
 
@@ -102,7 +103,9 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
 
 def _run(run: Run, name: str) -> Iterator[str]:
     from commprof_dash import traffic_frames
-    from commprof_dash.charts import exposure, times, traffic
+    from commprof_dash.charts import exposure_chart as exposure
+    from commprof_dash.charts import time_charts as times
+    from commprof_dash.charts import traffic
     from commprof_dash.measures import WIRE
 
     facts = api.overview(run)

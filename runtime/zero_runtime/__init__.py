@@ -18,14 +18,14 @@ from zero_runtime import comm, zero
 from zero_runtime.comm import init_distributed
 from zero_runtime.deepspeed_names import as_deepspeed
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
-from zero_runtime.groups.topology import ProcessGrid, ProcessTopology
+from zero_runtime.groups.process_grid import ProcessGrid, ProcessTopology
 from zero_runtime.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_runtime.pipeline.engine import PipelineEngine
-from zero_runtime.startup.arguments import add_config_arguments
 from zero_runtime.startup.huge_pages import use_huge_pages
 from zero_runtime.startup.initialization import initialize
-from zero_runtime.startup.memory import memory_status, see_memory_usage
-from zero_runtime.training.data import RepeatingLoader
+from zero_runtime.startup.memory_status import memory_status, see_memory_usage
+from zero_runtime.startup.script_arguments import add_config_arguments
+from zero_runtime.training.data_loading import RepeatingLoader
 from zero_runtime.training.engine import Engine
 from zero_runtime.version import VERSION
 

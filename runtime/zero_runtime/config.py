@@ -12,21 +12,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_runtime.configuration import document, keys
-from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
+from zero_runtime.configuration import keys
+from zero_runtime.configuration.blocks.activation_block import ActivationCheckpointing
+from zero_runtime.configuration.blocks.communication_block import (
+    CommunicationConfig,
+    check_delay,
+    read_communication,
+)
+from zero_runtime.configuration.blocks.compression_block import (
+    GradientCompression,
+    check_compression,
+    read_compression,
+)
+from zero_runtime.configuration.blocks.offload_block import effective_aio, read_aio
+from zero_runtime.configuration.blocks.offload_param_block import modern as modern_zero
+from zero_runtime.configuration.blocks.parallel_block import ParallelConfig, check_parallel, read_parallel
+from zero_runtime.configuration.blocks.pipeline_block import PipelineConfig, accumulation_steps, read_pipeline
+from zero_runtime.configuration.blocks.precision_block import PrecisionConfig, read_precision
+from zero_runtime.configuration.blocks.sharding_block import note_two_names
+from zero_runtime.configuration.blocks.zero_block import ZeroConfig, read_zero
 from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
-from zero_runtime.configuration.communication import CommunicationConfig, check_delay, read_communication
-from zero_runtime.configuration.compression import GradientCompression, check_compression, read_compression
-from zero_runtime.configuration.offload import effective_aio, read_aio
-from zero_runtime.configuration.offload_param import modern as modern_zero
-from zero_runtime.configuration.parallel import ParallelConfig, check_parallel, read_parallel
-from zero_runtime.configuration.pipeline import PipelineConfig, accumulation_steps, read_pipeline
-from zero_runtime.configuration.precision import PrecisionConfig, read_precision
-from zero_runtime.configuration.sharding import note_two_names
-from zero_runtime.configuration.zero import ZeroConfig, read_zero
+from zero_runtime.configuration.reading import document
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.buckets import Scaling
-from zero_runtime.offload.files import AsynchronousIO
+from zero_runtime.gradient_reduction.gradient_buckets import Scaling
+from zero_runtime.offload.tensor_files import AsynchronousIO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,13 @@ import torch
 from zero_runtime import comm, log
 from zero_runtime.bench.io import measure, ways
 from zero_runtime.bench.quantities import size
-from zero_runtime.deepspeed_names import comm as messages
-from zero_runtime.deepspeed_names.accelerator import get_accelerator
+from zero_runtime.deepspeed_names.devices.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, FOLLOWED, NamesDistribution
+from zero_runtime.deepspeed_names.ranks import comm_functions as messages
 from zero_runtime.errors import ZeroRuntimeError
 from zero_runtime.offload.folders import new_folder, remove_folder
 from zero_runtime.startup.huge_pages import huge_pages_state
-from zero_runtime.startup.memory import memory_in_use
+from zero_runtime.startup.memory_status import memory_in_use
 from zero_runtime.version import VERSION
 
 _GIB = 2**30

@@ -24,24 +24,28 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration import key_table, keys
-from zero_runtime.configuration.offload import AIO, read_aio
-from zero_runtime.configuration.offload_param import slice_offload_of
+from zero_runtime.configuration import keys
+from zero_runtime.configuration.blocks.offload_block import AIO, read_aio
+from zero_runtime.configuration.blocks.offload_param_block import slice_offload_of
+from zero_runtime.configuration.reading import key_table
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
-from zero_runtime.sharding.access import register_external_parameter, unregister_external_parameter
-from zero_runtime.sharding.construction import Cutter, Factory, constructing, typed_factory
-from zero_runtime.sharding.gathering import ACCESS, Gatherer, broadcast
-from zero_runtime.sharding.leaves import (
+from zero_runtime.sharding.gather_schedule.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from zero_runtime.sharding.policy import SliceOffload
+from zero_runtime.sharding.gather_schedule.outside_access import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from zero_runtime.sharding.gather_schedule.policy import SliceOffload
+from zero_runtime.sharding.parameter_gathering import ACCESS, Gatherer, broadcast
+from zero_runtime.sharding.placement.shard_storage import SliceStorage
+from zero_runtime.sharding.sharded_construction import Cutter, Factory, constructing, typed_factory
 from zero_runtime.sharding.shards import Shard, shards_of
 from zero_runtime.sharding.shards import Status as ZeroParamStatus
-from zero_runtime.sharding.storage import SliceStorage
 
 __all__ = [
     "GatheredParameters",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero_runtime
-from zero_runtime.checkpoint.reader import Checkpoint
+from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 
 FEATURES, WIDTH = 7, 13
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import plotly.graph_objects as go
 
-from commprof_dash.charts.axes import axis
+from commprof_dash.charts.axis_ticks import axis
 from commprof_dash.charts.labels import line_count, wrap
 from commprof_dash.charts.series import Series, marker
 from commprof_dash.theme import Scheme, template, text_on

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commprof_dash.charts import bars
-from commprof_dash.charts.axes import axis, step_ticks
+from commprof_dash.charts.axis_ticks import axis, step_ticks
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.listed import listed
 from commprof_dash.charts.series import marker, series_in_order

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from zero_runtime.activation_checkpointing.configuration import (
+from zero_runtime.activation_checkpointing.checkpointing_settings import (
     configure,
     forget,
     is_configured,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from zero_runtime.activation_checkpointing.activation_storage import Store
 from zero_runtime.activation_checkpointing.model_parallel import ModelParallel
-from zero_runtime.activation_checkpointing.storage import Store
-from zero_runtime.configuration.activation_checkpointing import ActivationCheckpointing
+from zero_runtime.configuration.blocks.activation_block import ActivationCheckpointing
 
 
 class Process:

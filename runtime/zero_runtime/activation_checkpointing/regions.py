@@ -2,7 +2,7 @@
 
 The non-reentrant torch.utils.checkpoint drops the tensors that a region saves, runs the region again when the first of
 them is needed, and stops once all are recomputed. A region adds storage of its inputs
-(:mod:`~zero_runtime.activation_checkpointing.storage`), the states of all random generators, and its ends.
+(:mod:`~zero_runtime.activation_checkpointing.activation_storage`), the states of all random generators, and its ends.
 
 A region begins with a mark, an operation that saves an empty tensor, and ends with an exit. In the backward pass the exit
 comes first. It requests the tensor of the mark, so that the region runs again before any part of it is differentiated.
@@ -20,11 +20,11 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from zero_runtime.activation_checkpointing.activation_storage import StoredTensor
 from zero_runtime.activation_checkpointing.held import is_holding, run_and_drop_saved
 from zero_runtime.activation_checkpointing.process import process
 from zero_runtime.activation_checkpointing.random_states import RandomStates
-from zero_runtime.activation_checkpointing.storage import StoredTensor
-from zero_runtime.activation_checkpointing.times import Boundaries
+from zero_runtime.activation_checkpointing.recomputation_times import Boundaries
 
 
 @_disable_dynamo

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from zero_runtime.bench import io, messages
+from zero_runtime.bench import io
+from zero_runtime.bench import message_times as messages
 from zero_runtime.errors import ZeroRuntimeError
 
 Benchmark = Callable[[Sequence[str]], int]

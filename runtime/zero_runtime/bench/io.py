@@ -24,8 +24,8 @@ import torch
 from zero_runtime.bench.quantities import count, size
 from zero_runtime.errors import UsageError
 from zero_runtime.offload.blocks import aligned_empty, takes_direct
-from zero_runtime.offload.files import AsynchronousIO, TensorFiles
 from zero_runtime.offload.folders import new_folder, remove_folder
+from zero_runtime.offload.tensor_files import AsynchronousIO, TensorFiles
 
 _MIB: Final = 1 << 20
 _NAME: Final = "tensor"

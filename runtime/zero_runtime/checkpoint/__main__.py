@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_runtime.checkpoint.consolidation import PICKLED, SAFETENSORS, open_checkpoint, write_state_dict
-from zero_runtime.checkpoint.deepspeed.export import write_universal
+from zero_runtime.checkpoint.deepspeed.deepspeed_export import write_universal
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.errors import ZeroRuntimeError
 

@@ -15,11 +15,17 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime.checkpoint.deepspeed.checkpoint import open_folder
-from zero_runtime.checkpoint.joined import open_stages
-from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, PARTS, check_tag, read_latest
+from zero_runtime.checkpoint.files.checkpoint_manifest import (
+    FILE_NAME,
+    LATEST_UNIVERSAL,
+    PARTS,
+    check_tag,
+    read_latest,
+)
+from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
+from zero_runtime.checkpoint.files.tensor_file import Entry, discard, write
 from zero_runtime.checkpoint.opened import OpenCheckpoint
-from zero_runtime.checkpoint.reader import Checkpoint
-from zero_runtime.checkpoint.tensor_file import Entry, discard, write
+from zero_runtime.checkpoint.ranks.merged_ranks import open_stages
 from zero_runtime.errors import CheckpointError
 
 SAFETENSORS: Final = ".safetensors"

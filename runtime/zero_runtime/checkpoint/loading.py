@@ -12,17 +12,18 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime import log
-from zero_runtime.checkpoint import agreement, random_state
 from zero_runtime.checkpoint.deepspeed.checkpoint import Known, open_folder
 from zero_runtime.checkpoint.deepspeed.folder import is_exported
-from zero_runtime.checkpoint.manifest import FILE_NAME, LATEST_UNIVERSAL, read_latest
+from zero_runtime.checkpoint.files import random_state
+from zero_runtime.checkpoint.files.checkpoint_manifest import FILE_NAME, LATEST_UNIVERSAL, read_latest
+from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.opened import OpenCheckpoint
-from zero_runtime.checkpoint.reader import Checkpoint
+from zero_runtime.checkpoint.ranks import save_agreement as agreement
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, parameters, whole_shape
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import IMPLEMENTATION
-from zero_runtime.sharding.residency import residency_of
+from zero_runtime.sharding.gather_schedule.residency import residency_of
 from zero_runtime.sharding.shards import shard_of
 
 # Optimizers whose states have the same meaning.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts
+from zero_runtime.checkpoint.files.checkpoint_manifest import Manifest, ParameterFacts
 from zero_runtime.errors import CheckpointError
 from zero_runtime.experimental.compression.residuals import Layout
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar

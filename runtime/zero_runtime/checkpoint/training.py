@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.manifest import ParameterFacts
+from zero_runtime.checkpoint.files.checkpoint_manifest import ParameterFacts
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.groups.parallelism import is_cut

@@ -12,7 +12,7 @@ from zero_runtime.gradient_reduction.stages import Stage
 
 if TYPE_CHECKING:
     from zero_runtime.config import RuntimeConfig
-    from zero_runtime.configuration.zero import ZeroConfig
+    from zero_runtime.configuration.blocks.zero_block import ZeroConfig
 
 # The bucket size of unsharded gradients; neither this runtime nor DeepSpeed has a key for it.
 WHOLE_BUCKET_NUMEL: Final = 500_000_000

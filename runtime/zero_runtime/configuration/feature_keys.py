@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.configuration.activation_checkpointing import KEYS as ACTIVATION_CHECKPOINTING
-from zero_runtime.configuration.checks import (
+from zero_runtime.configuration.blocks.activation_block import KEYS as ACTIVATION_CHECKPOINTING
+from zero_runtime.configuration.blocks.communication_block import COMMUNICATION
+from zero_runtime.configuration.blocks.compression_block import COMPRESSION
+from zero_runtime.configuration.blocks.offload_block import AIO
+from zero_runtime.configuration.blocks.parallel_block import KEYS as PARALLEL
+from zero_runtime.configuration.blocks.pipeline_block import KEYS as PIPELINE
+from zero_runtime.configuration.reading.checks import (
     Check,
     boolean,
     choice_of_any_case,
@@ -16,12 +21,16 @@ from zero_runtime.configuration.checks import (
     strings,
     text,
 )
-from zero_runtime.configuration.communication import COMMUNICATION
-from zero_runtime.configuration.compression import COMPRESSION
-from zero_runtime.configuration.key_table import Key, Table, inert, inside, later, refused, used, waiting
-from zero_runtime.configuration.offload import AIO
-from zero_runtime.configuration.parallel import KEYS as PARALLEL
-from zero_runtime.configuration.pipeline import KEYS as PIPELINE
+from zero_runtime.configuration.reading.key_table import (
+    Key,
+    Table,
+    inert,
+    inside,
+    later,
+    refused,
+    used,
+    waiting,
+)
 
 _SIZE: Final = integer(-(2**63))
 _NAME: Final = optional(text)

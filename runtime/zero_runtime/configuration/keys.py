@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from zero_runtime.configuration import key_table
-from zero_runtime.configuration.checks import (
+from zero_runtime.configuration.feature_keys import FEATURES
+from zero_runtime.configuration.precision_keys import BF16, DATA_TYPES, DTYPES, FP16, TORCH_AUTOCAST
+from zero_runtime.configuration.reading import key_table
+from zero_runtime.configuration.reading.checks import (
     Check,
     anything,
     boolean,
@@ -28,10 +30,8 @@ from zero_runtime.configuration.checks import (
     unknown_key,
     unlimited,
 )
-from zero_runtime.configuration.coercion import coerced
-from zero_runtime.configuration.feature_keys import FEATURES
-from zero_runtime.configuration.key_table import Key, Status, Table, inert, inside, refused, used
-from zero_runtime.configuration.precision_keys import BF16, DATA_TYPES, DTYPES, FP16, TORCH_AUTOCAST
+from zero_runtime.configuration.reading.coercion import coerced
+from zero_runtime.configuration.reading.key_table import Key, Status, Table, inert, inside, refused, used
 from zero_runtime.configuration.zero_keys import ZERO
 from zero_runtime.errors import ConfigError
 

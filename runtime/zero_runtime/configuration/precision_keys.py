@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from zero_runtime.configuration.checks import (
+from zero_runtime.configuration.reading.checks import (
     Check,
     boolean,
     choice,
@@ -16,7 +16,7 @@ from zero_runtime.configuration.checks import (
     positive,
     strings,
 )
-from zero_runtime.configuration.key_table import Table, inert, later, used
+from zero_runtime.configuration.reading.key_table import Table, inert, later, used
 from zero_runtime.errors import ConfigError
 
 DTYPES: Final = ("fp32", "fp16", "bf16")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from zero_runtime.configuration.checks import (
+from zero_runtime.configuration.blocks.offload_block import OFFLOAD_OPTIMIZER
+from zero_runtime.configuration.blocks.offload_param_block import OFFLOAD_PARAM
+from zero_runtime.configuration.reading.checks import (
     anything,
     boolean,
     choice,
@@ -16,7 +18,7 @@ from zero_runtime.configuration.checks import (
     strings,
     text,
 )
-from zero_runtime.configuration.key_table import (
+from zero_runtime.configuration.reading.key_table import (
     Table,
     inert,
     inside,
@@ -25,8 +27,6 @@ from zero_runtime.configuration.key_table import (
     stage_3,
     used,
 )
-from zero_runtime.configuration.offload import OFFLOAD_OPTIMIZER
-from zero_runtime.configuration.offload_param import OFFLOAD_PARAM
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 
 _SIZE: Final = integer(0)

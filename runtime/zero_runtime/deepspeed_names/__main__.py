@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from zero_runtime.deepspeed_names.catalogue import table_text
 from zero_runtime.deepspeed_names.script import run
+from zero_runtime.deepspeed_names.tables.catalogue import table_text
 
 USAGE = "usage: python -m zero_runtime.deepspeed_names [--list] [-m MODULE | SCRIPT] ARGS"
 

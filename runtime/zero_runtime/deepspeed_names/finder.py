@@ -19,8 +19,8 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, NamesDistribution
-from zero_runtime.deepspeed_names.names import INSTEAD, Live, Refused, refuse_module, resolve
-from zero_runtime.deepspeed_names.table import MODULES
+from zero_runtime.deepspeed_names.tables.names import INSTEAD, Live, Refused, refuse_module, resolve
+from zero_runtime.deepspeed_names.tables.table import MODULES
 from zero_runtime.errors import MissingAttributeError, MissingNameError, UsageError
 from zero_runtime.startup.uncaught import report_uncaught
 

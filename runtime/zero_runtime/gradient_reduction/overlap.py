@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from zero_runtime.gradient_reduction.buckets import Bucket
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket
 from zero_runtime.gradient_reduction.reduction import Finish
 
 # Buckets in flight at once: one on the wire, one queued behind it. A third is being filled meanwhile.

@@ -1,6 +1,6 @@
 """Owner-ordered buckets (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
 
-A chunk of the flat buffer (:mod:`zero_runtime.gradient_reduction.layout`) is a bucket with a fixed position: every rank
+A chunk of the flat buffer (:mod:`zero_runtime.gradient_reduction.flat_layout`) is a bucket with a fixed position: every rank
 owns an equal row of it, in rank order, so nothing is rearranged. A gradient is divided, cast and copied to its position in
 one pass, the chunk is sent unchanged, and this rank's row of the sum is added to its shard.
 
@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.quantized_messages import scatter_quantized
-from zero_runtime.gradient_reduction.buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
 from zero_runtime.gradient_reduction.clip import sharded_norm
-from zero_runtime.gradient_reduction.layout import Run, ShardRange
+from zero_runtime.gradient_reduction.flat_layout import Run, ShardRange
+from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
 from zero_runtime.gradient_reduction.overlap import Flight, Overlap
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, add_rounded
 from zero_runtime.gradient_reduction.reduction import (

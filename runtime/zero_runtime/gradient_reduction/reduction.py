@@ -36,8 +36,8 @@ import torch
 
 from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.buckets import Bucket, joined
-from zero_runtime.gradient_reduction.layout import Run, flushed_runs
+from zero_runtime.gradient_reduction.flat_layout import Run, flushed_runs
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket, joined
 
 Finish = Callable[[], None]
 Reduction = Callable[[Bucket, DataParallelGroup], Finish | None]

@@ -14,9 +14,9 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.gradient_reduction.buckets import END_OF_BACKWARD, Bucket, Entry, joined
 from zero_runtime.gradient_reduction.clip import replicated_norm
-from zero_runtime.gradient_reduction.layout import Run, flushed_runs
+from zero_runtime.gradient_reduction.flat_layout import Run, flushed_runs
+from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, Bucket, Entry, joined
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy
 from zero_runtime.gradient_reduction.reduction import Finish
 

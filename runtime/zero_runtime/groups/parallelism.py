@@ -10,9 +10,9 @@ import torch
 from zero_runtime import comm
 from zero_runtime.activation_checkpointing.model_parallel import model_parallel
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration.parallel import ParallelConfig
+from zero_runtime.configuration.blocks.parallel_block import ParallelConfig
 from zero_runtime.errors import ConfigError
-from zero_runtime.groups.topology import DATA, MODEL, PIPE, SEQUENCE, ProcessGrid, ProcessTopology
+from zero_runtime.groups.process_grid import DATA, MODEL, PIPE, SEQUENCE, ProcessGrid, ProcessTopology
 
 _MODEL_NAMES = ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel")
 

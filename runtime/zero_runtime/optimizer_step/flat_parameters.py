@@ -1,7 +1,7 @@
 """Parameters as views of flat buffers, replicated on every rank (stages 1 and 2).
 
-The sharded optimizer uses the same methods here and in :mod:`zero_runtime.sharding.parameters`: ``own``, this rank's shard
-of every group in the model's dtype, read and written as
+The sharded optimizer uses the same methods here and in :mod:`zero_runtime.sharding.sharded_parameters`: ``own``, this
+rank's shard of every group in the model's dtype, read and written as
 :class:`zero_runtime.optimizer_step.owned_shards.OwnedShards` describes; ``begin_step`` before the shards are written;
 ``share`` afterwards.
 """
@@ -17,7 +17,7 @@ from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.experimental.compression.quantized_messages import gather_quantized, round_rows
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
-from zero_runtime.optimizer_step.arrivals import Arrivals
+from zero_runtime.optimizer_step.gradient_arrivals import Arrivals
 from zero_runtime.optimizer_step.owned_shards import OwnedShards
 
 _GATHER: Final = hooks.tag("parameter_gather")

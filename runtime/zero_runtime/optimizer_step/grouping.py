@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from zero_runtime.configuration.zero import ZeroConfig
+from zero_runtime.configuration.blocks.zero_block import ZeroConfig
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.layout import PARAMETER_ALIGNMENT_BYTES, chunk_limit, group_layout
+from zero_runtime.gradient_reduction.flat_layout import PARAMETER_ALIGNMENT_BYTES, chunk_limit, group_layout
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
-from zero_runtime.sharding.layout import shard_layout, sub_groups
+from zero_runtime.sharding.shard_layout import shard_layout, sub_groups
 from zero_runtime.sharding.shards import shard_of
 
 Named = tuple[str, torch.nn.Parameter]

@@ -1,8 +1,8 @@
 """The wrapper of a torch optimizer: its param groups, state, loss scale and fragments.
 
-A step (:mod:`zero_runtime.optimizer_step.sharded` and :mod:`zero_runtime.optimizer_step.replicated`) agrees on overflow,
-computes the norm, unscales and clips, updates, and, if sharded, gathers the parameters. After an overflow, or with a norm
-that is infinite or NaN, the step is skipped: the parameters do not change, and the loss scale falls.
+A step (:mod:`zero_runtime.optimizer_step.sharded_step` and :mod:`zero_runtime.optimizer_step.replicated_step`) agrees
+on overflow, computes the norm, unscales and clips, updates, and, if sharded, gathers the parameters. After an overflow,
+or with a norm that is infinite or NaN, the step is skipped: the parameters do not change, and the loss scale falls.
 """
 
 from __future__ import annotations

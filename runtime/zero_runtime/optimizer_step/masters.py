@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
-from zero_runtime.offload.placement import Placement
-from zero_runtime.offload.states import MASTER, StateFiles, absent
+from zero_runtime.offload.offload_placement import Placement
+from zero_runtime.offload.offloaded_states import MASTER, StateFiles, absent
 from zero_runtime.offload.stretches import Stretch, cut, stretch_numel, whole
 from zero_runtime.optimizer_step.fragments import (
     Elements,

@@ -15,8 +15,8 @@ from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.reducer import ShardedGradients
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
+from zero_runtime.optimizer_step.dtypes import Precision
 from zero_runtime.optimizer_step.fragments import Master, Part, Source
-from zero_runtime.optimizer_step.precision import Precision
 from zero_runtime.optimizers.muon import MOMENTUM, Muon, matrix_update
 
 

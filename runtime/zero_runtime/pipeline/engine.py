@@ -13,15 +13,15 @@ from zero_runtime import comm
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients
-from zero_runtime.pipeline import ties
-from zero_runtime.pipeline.batches import Share, Source, micro_batches_of, next_of
-from zero_runtime.pipeline.bubble import Bubble
-from zero_runtime.pipeline.channel import Channel
-from zero_runtime.pipeline.checkpoints import StagedSaving
-from zero_runtime.pipeline.module import PipelineModule
-from zero_runtime.pipeline.preparation import plan_of
-from zero_runtime.pipeline.results import combined, mean_of, share_loss, share_result
+from zero_runtime.pipeline.model import ties
+from zero_runtime.pipeline.model.pipeline_module import PipelineModule
+from zero_runtime.pipeline.model.preparation import plan_of
+from zero_runtime.pipeline.schedule.bubble import Bubble
 from zero_runtime.pipeline.stage import Stage
+from zero_runtime.pipeline.stage_checkpoints import StagedSaving
+from zero_runtime.pipeline.transfer.channel import Channel
+from zero_runtime.pipeline.transfer.micro_batches import Share, Source, micro_batches_of, next_of
+from zero_runtime.pipeline.transfer.step_results import combined, mean_of, share_loss, share_result
 from zero_runtime.startup.assembly import Assembly
 from zero_runtime.training.engine import Engine
 from zero_runtime.training.moved_states import LP_PARAMS, STATES

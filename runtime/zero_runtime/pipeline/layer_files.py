@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_runtime.errors import CheckpointError
-from zero_runtime.groups.topology import DATA, PIPE, SEQUENCE
+from zero_runtime.groups.process_grid import DATA, PIPE, SEQUENCE
 
 if TYPE_CHECKING:
-    from zero_runtime.pipeline.module import PipelineModule
+    from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 
 
 def slice_name(module: PipelineModule) -> str:

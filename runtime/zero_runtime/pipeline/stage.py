@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from commprof import hooks
 from zero_runtime.activation_checkpointing.held import holding
 from zero_runtime.errors import UsageError
+from zero_runtime.optimizer_step.dtypes import autocast
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
-from zero_runtime.optimizer_step.precision import autocast
-from zero_runtime.pipeline.batches import Source, inputs_of, labels_of
-from zero_runtime.pipeline.bubble import Bubble
-from zero_runtime.pipeline.channel import Arrival, Channel
-from zero_runtime.pipeline.instructions import Action
-from zero_runtime.pipeline.schedules import Schedule
+from zero_runtime.pipeline.schedule.bubble import Bubble
+from zero_runtime.pipeline.schedule.instructions import Action
+from zero_runtime.pipeline.schedule.pipeline_schedules import Schedule
 from zero_runtime.pipeline.split_backward import WeightGradients, backward_of_inputs
+from zero_runtime.pipeline.transfer.channel import Arrival, Channel
+from zero_runtime.pipeline.transfer.micro_batches import Source, inputs_of, labels_of
 
 if TYPE_CHECKING:
     from zero_runtime.pipeline.engine import PipelineEngine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_runtime.sequence_parallel.attention import DistributedAttention, name_attention
-from zero_runtime.sequence_parallel.exchange import exchange
+from zero_runtime.sequence_parallel.head_exchange import exchange
 from zero_runtime.sequence_parallel.pieces import mean_over_sequence, own_piece, sequence_group
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.sequence_parallel.exchange import exchange
+from zero_runtime.sequence_parallel.head_exchange import exchange
 from zero_runtime.sequence_parallel.pieces import sequence_group
 
 _HEADS = 2  # dimension

@@ -10,7 +10,7 @@ from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.groups.parallelism import current
-from zero_runtime.groups.topology import SEQUENCE
+from zero_runtime.groups.process_grid import SEQUENCE
 
 _LOSS: Final = hooks.tag("metric")
 

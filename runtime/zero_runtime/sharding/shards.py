@@ -3,7 +3,7 @@
 Every parameter is partitioned separately: ``ceil(numel / world_size)`` elements for each rank, in rank order. The last ranks
 may hold padding, which is zero. While a parameter is released its ``data`` is an empty tensor; its :class:`Shard` has the
 real shape. The shard is in memory, on the parameter's device or on the host, or on NVMe
-(:mod:`zero_runtime.sharding.pages`).
+(:mod:`zero_runtime.sharding.placement.pages`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final, Protocol
 import torch
 
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.sharding.pages import Pager
-from zero_runtime.sharding.place import Place
+from zero_runtime.sharding.placement.pages import Pager
+from zero_runtime.sharding.placement.place import Place
 
 _ATTRIBUTE: Final = "zero_shard"
 _numbers = itertools.count()

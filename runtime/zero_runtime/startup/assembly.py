@@ -15,11 +15,11 @@ from commprof import hooks
 from zero_runtime import log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.blocks.communication_block import check_optimizer_given, check_whole
+from zero_runtime.configuration.blocks.compression_block import check_one_bit
 from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
-from zero_runtime.configuration.communication import check_optimizer_given, check_whole
-from zero_runtime.configuration.compression import check_one_bit
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.experimental.compression.assembly import by_signs, compressed
+from zero_runtime.experimental.compression.compressor_assembly import by_signs, compressed
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.experimental.topology_aware.delay import DelayedGradients
@@ -33,13 +33,8 @@ from zero_runtime.gradient_reduction.used_parameters import UsedParameters
 from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients, ReplicatedGradients
 from zero_runtime.groups.data_parallel import data_parallel_ranks
 from zero_runtime.groups.parallelism import Parallelism, data_parallel, stage_text, use
-from zero_runtime.offload.placement import placement
-from zero_runtime.optimizer_step.flat_parameters import FlatParameters
-from zero_runtime.optimizer_step.grouping import flat_groups
-from zero_runtime.optimizer_step.interface import StepPolicy
-from zero_runtime.optimizer_step.matrix_updates import check_whole_gradients
-from zero_runtime.optimizer_step.partitioned_types import owner_types, whole_parameters
-from zero_runtime.optimizer_step.precision import (
+from zero_runtime.offload.offload_placement import placement
+from zero_runtime.optimizer_step.dtypes import (
     Precision,
     accumulate_in,
     cast_module,
@@ -47,13 +42,18 @@ from zero_runtime.optimizer_step.precision import (
     communication_dtypes,
     precision,
 )
-from zero_runtime.optimizer_step.replicated import ReplicatedOptimizer
-from zero_runtime.optimizer_step.sharded import ShardedOptimizer
+from zero_runtime.optimizer_step.flat_parameters import FlatParameters
+from zero_runtime.optimizer_step.grouping import flat_groups
+from zero_runtime.optimizer_step.interface import StepPolicy
+from zero_runtime.optimizer_step.matrix_updates import check_whole_gradients
+from zero_runtime.optimizer_step.partitioned_types import owner_types, whole_parameters
+from zero_runtime.optimizer_step.replicated_step import ReplicatedOptimizer
+from zero_runtime.optimizer_step.sharded_step import ShardedOptimizer
 from zero_runtime.optimizer_step.torch_optimizer import ClientOptimizer, check_shardable, torch_optimizer
 from zero_runtime.optimizers.muon import mark_matrices
-from zero_runtime.sharding.assembly import ShardedModel
-from zero_runtime.sharding.construction import Construction, construction_of
-from zero_runtime.sharding.residency import Residency, residency_of
+from zero_runtime.sharding.gather_schedule.residency import Residency, residency_of
+from zero_runtime.sharding.shard_assembly import ShardedModel
+from zero_runtime.sharding.sharded_construction import Construction, construction_of
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.tensor_parallel.division import divide, sharing
 from zero_runtime.tensor_parallel.inputs import check_first_inputs

@@ -12,23 +12,23 @@ import torch
 from commprof import hooks
 from zero_runtime import comm, log
 from zero_runtime import config as configuration
-from zero_runtime.activation_checkpointing.configuration import configure_by
+from zero_runtime.activation_checkpointing.checkpointing_settings import configure_by
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.groups.comm_log import LOG
 from zero_runtime.groups.parallelism import share, with_mesh
 from zero_runtime.optimizer_step.interface import WrappedOptimizer
-from zero_runtime.pipeline.batches import inputs_of
 from zero_runtime.pipeline.engine import PipelineEngine, check_pipeline
-from zero_runtime.pipeline.module import PipelineModule
-from zero_runtime.pipeline.preparation import own_parameters, prepare, stages_for
+from zero_runtime.pipeline.model.pipeline_module import PipelineModule
+from zero_runtime.pipeline.model.preparation import own_parameters, prepare, stages_for
+from zero_runtime.pipeline.transfer.micro_batches import inputs_of
 from zero_runtime.schedules import schedule
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import assemble
 from zero_runtime.startup.process_end import pause_before_ending
 from zero_runtime.startup.uncaught import report_uncaught
 from zero_runtime.tensor_access import remember
-from zero_runtime.training.data import rank_loader
+from zero_runtime.training.data_loading import rank_loader
 from zero_runtime.training.engine import Engine
 from zero_runtime.version import VERSION
 

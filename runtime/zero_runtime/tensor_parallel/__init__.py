@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from zero_runtime.tensor_parallel.cuts import Cut, cut_of
 from zero_runtime.tensor_parallel.division import parallelize
-from zero_runtime.tensor_parallel.layers import (
+from zero_runtime.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from zero_runtime.tensor_parallel.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from zero_runtime.tensor_parallel.parallel_loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 
 __all__ = [
     "ColumnParallelLinear",

@@ -9,18 +9,11 @@ import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration.parallel import ParallelConfig
+from zero_runtime.configuration.blocks.parallel_block import ParallelConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.shards import shard_of
-from zero_runtime.tensor_parallel.collectives import Ranks, split_sequence, sum_gradients
 from zero_runtime.tensor_parallel.cuts import cut_of
-from zero_runtime.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from zero_runtime.tensor_parallel.loss import VocabParallelCrossEntropy
-from zero_runtime.tensor_parallel.plan import (
+from zero_runtime.tensor_parallel.division_plan import (
     How,
     Plan,
     Rule,
@@ -30,6 +23,13 @@ from zero_runtime.tensor_parallel.plan import (
     plan_of,
     unused,
 )
+from zero_runtime.tensor_parallel.parallel_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from zero_runtime.tensor_parallel.parallel_loss import VocabParallelCrossEntropy
+from zero_runtime.tensor_parallel.tensor_collectives import Ranks, split_sequence, sum_gradients
 
 _EXPECTED: Final[Mapping[How, type[torch.nn.Module]]] = {
     How.COLUMN: torch.nn.Linear,

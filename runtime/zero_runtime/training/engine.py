@@ -17,20 +17,20 @@ from zero_runtime.errors import UsageError
 from zero_runtime.experimental.delayed_steps import DelayedSteps
 from zero_runtime.groups.timed import clock_of
 from zero_runtime.offload.moves import Moves
+from zero_runtime.optimizer_step.dtypes import autocast
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
-from zero_runtime.optimizer_step.precision import autocast
 from zero_runtime.sequence_parallel import name_attention, sequence_group
 from zero_runtime.sharding.linear import memory_efficient_linear
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import Assembly, close
 from zero_runtime.training.accumulation import Window
-from zero_runtime.training.batches import WholeSteps
 from zero_runtime.training.direct_passes import watch
+from zero_runtime.training.engine_settings import Settings
 from zero_runtime.training.input_dtypes import mismatch
 from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, MovedStates
 from zero_runtime.training.reporting import Progress, Report
 from zero_runtime.training.saving import Saving
-from zero_runtime.training.settings import Settings
+from zero_runtime.training.step_batches import WholeSteps
 from zero_runtime.training.step_numbers import StepNumbers
 from zero_runtime.training.throughput import ThroughputTimer
 

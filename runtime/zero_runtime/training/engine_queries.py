@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration.precision import check_param_dtype
+from zero_runtime.configuration.blocks.precision_block import check_param_dtype
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.groups.parallelism import Parallelism
-from zero_runtime.groups.topology import SEQUENCE
-from zero_runtime.optimizer_step.precision import DTYPES, cast_tensors
+from zero_runtime.groups.process_grid import SEQUENCE
+from zero_runtime.optimizer_step.dtypes import DTYPES, cast_tensors
 
 
 class Answers:

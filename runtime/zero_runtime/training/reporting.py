@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime import log
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.startup.memory import memory_in_use
+from zero_runtime.startup.memory_status import memory_in_use
 from zero_runtime.training.clock import Clock, Part, shown
 from zero_runtime.training.monitors import Event, monitors
 

@@ -13,12 +13,12 @@ import torch
 
 from commprof import hooks
 from zero_runtime import log
-from zero_runtime.checkpoint import agreement
+from zero_runtime.checkpoint.files.checkpoint_writer import save
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
-from zero_runtime.checkpoint.parts import axes_of_saved, load_parts, load_recut, save_parts
+from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks.checkpoint_parts import axes_of_saved, load_parts, load_recut, save_parts
+from zero_runtime.checkpoint.saved_weights import collected_weights, save_weights
 from zero_runtime.checkpoint.training import Training
-from zero_runtime.checkpoint.weights import collected_weights, save_weights
-from zero_runtime.checkpoint.writer import save
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
@@ -26,7 +26,7 @@ from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.gradient_reduction.loss_scale import LossScale
 from zero_runtime.groups.parallelism import Parallelism
 from zero_runtime.offload.moves import Moves
-from zero_runtime.sharding.residency import residency_of
+from zero_runtime.sharding.gather_schedule.residency import residency_of
 from zero_runtime.tensor_parallel.cuts import own_parts
 from zero_runtime.training.accumulation import Window
 from zero_runtime.training.moved_states import LP_PARAMS, STATES

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from zero_runtime import log
-from zero_runtime.startup.memory import memory_in_use
+from zero_runtime.startup.memory_status import memory_in_use
 
 TIME_EPSILON: Final = 1e-6
 

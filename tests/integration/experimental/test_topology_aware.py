@@ -33,7 +33,7 @@ def composed(rank, world, sizes):
 
     from commprof import hooks
     from zero_runtime.comm import DataParallelGroup
-    from zero_runtime.configuration.communication import CommunicationConfig
+    from zero_runtime.configuration.blocks.communication_block import CommunicationConfig
     from zero_runtime.experimental.topology_aware.installation import install
 
     why = hooks.tag("gradient_reduce", bucket=1)

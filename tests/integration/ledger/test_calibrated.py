@@ -50,7 +50,7 @@ def train(rank, world, zero, files, steps, always=None):
     import torch
 
     import zero_runtime
-    from zero_runtime.experimental.topology_aware.choice import Choice
+    from zero_runtime.experimental.topology_aware.composition_choice import Choice
 
     if always is not None:
         Choice._composes = lambda self, operation, payload: always

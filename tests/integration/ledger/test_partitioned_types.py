@@ -81,7 +81,7 @@ def train(rank, world, config, whole=None):
 
     import zero_runtime
     from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes, whole_parameters
-    from zero_runtime.sharding import assembly as sharded
+    from zero_runtime.sharding import shard_assembly as sharded
     from zero_runtime.startup import assembly
 
     class Module_(torch.nn.Module):  # noqa: N801 - what all modules of the model derive from

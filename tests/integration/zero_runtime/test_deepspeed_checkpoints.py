@@ -20,7 +20,7 @@ from support import deepspeed_cases as cases
 from support.ranks import run_ranks
 from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.checkpoint.__main__ import main as command
-from zero_runtime.checkpoint.deepspeed.file import read
+from zero_runtime.checkpoint.deepspeed.torch_file import read
 
 pytestmark = pytest.mark.ranks
 

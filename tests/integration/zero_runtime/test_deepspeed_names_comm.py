@@ -216,7 +216,7 @@ def trained(rank, world, capture):
     import io
 
     import zero_runtime
-    from zero_runtime.deepspeed_names import comm_summary
+    from zero_runtime.deepspeed_names.ranks import comm_summary
 
     model = torch.nn.Linear(4, 4)
     config = {

@@ -13,7 +13,7 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import Perceptron, make_batch, make_model
 from zero_runtime import ConfigError, UsageError
-from zero_runtime.training.data import RepeatingLoader
+from zero_runtime.training.data_loading import RepeatingLoader
 
 pytestmark = pytest.mark.ranks
 

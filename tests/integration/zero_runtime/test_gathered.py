@@ -13,8 +13,8 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime import errors, zero
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.sharding.policy import ResidencyPolicy
-from zero_runtime.sharding.residency import Residency, make_whole
+from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
+from zero_runtime.sharding.gather_schedule.residency import Residency, make_whole
 from zero_runtime.sharding.shards import shard_of
 
 pytestmark = pytest.mark.ranks

@@ -20,8 +20,8 @@ from support.recorded_models import make_batch, make_model
 from zero_runtime import tensor_access
 from zero_runtime.errors import ConfigError, OffloadError
 from zero_runtime.offload import stretches
-from zero_runtime.sharding import pages
-from zero_runtime.sharding.pages import Pager
+from zero_runtime.sharding.placement import pages
+from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.zero import GatheredParameters, Init
 

@@ -12,7 +12,7 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import ConfigError, UsageError
-from zero_runtime.sharding.residency import residency_of
+from zero_runtime.sharding.gather_schedule.residency import residency_of
 from zero_runtime.sharding.shards import shard_of
 
 pytestmark = pytest.mark.ranks

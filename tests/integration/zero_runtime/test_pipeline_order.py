@@ -22,9 +22,9 @@ import zero_runtime
 from commprof.ledger.verification import verify
 from support.pipelines import MICRO_BATCHES, SCHEDULES, WIDTH, config, scheduled
 from support.recording import calls, record
-from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action
-from zero_runtime.pipeline.plan import Plan
-from zero_runtime.pipeline.simulation import simulate
+from zero_runtime.pipeline.schedule.instructions import COMPUTATIONS, RECEIVES, SENDS, Action
+from zero_runtime.pipeline.schedule.simulation import simulate
+from zero_runtime.pipeline.schedule.step_plan import Plan
 
 pytestmark = pytest.mark.ranks
 GOLDEN = Path(__file__).parents[2] / "golden" / "pipeline_messages.csv"

@@ -21,8 +21,8 @@ from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from zero_runtime import zero
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.sharding.policy import ResidencyPolicy
-from zero_runtime.sharding.residency import Residency
+from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
+from zero_runtime.sharding.gather_schedule.residency import Residency
 
 pytestmark = [
     pytest.mark.ranks,

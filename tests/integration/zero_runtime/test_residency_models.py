@@ -11,8 +11,8 @@ from support import unusual_models as models
 from support.ranks import run_ranks
 from zero_runtime import zero
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.sharding.policy import ResidencyPolicy
-from zero_runtime.sharding.residency import Residency, residency_of
+from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
+from zero_runtime.sharding.gather_schedule.residency import Residency, residency_of
 
 pytestmark = pytest.mark.ranks
 

@@ -21,8 +21,8 @@ from zero_runtime.tensor_parallel import (
     cut_of,
     parallelize,
 )
-from zero_runtime.tensor_parallel.collectives import Ranks
-from zero_runtime.tensor_parallel.plan import How, automatic_plan, first_rule, plan_of
+from zero_runtime.tensor_parallel.division_plan import How, automatic_plan, first_rule, plan_of
+from zero_runtime.tensor_parallel.tensor_collectives import Ranks
 
 
 class Layers(nn.Module):

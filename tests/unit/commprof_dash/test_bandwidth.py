@@ -15,7 +15,7 @@ from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
 from commprof_dash.address import link
 from commprof_dash.app import draw_page, find_page
-from commprof_dash.charts.axes import log_axis
+from commprof_dash.charts.axis_ticks import log_axis
 from commprof_dash.components.legend import legend
 from commprof_dash.data import Runs
 from commprof_dash.pages.bandwidth import data as bandwidth_data

@@ -5,7 +5,10 @@ import math
 import pandas as pd
 import pytest
 
-from commprof_dash.charts import axes, labels, loss, series, times, traffic
+from commprof_dash.charts import axis_ticks as axes
+from commprof_dash.charts import labels, series, traffic
+from commprof_dash.charts import loss_chart as loss
+from commprof_dash.charts import time_charts as times
 from commprof_dash.measures import COUNT, MEASURES, WIRE
 
 

@@ -12,7 +12,11 @@ from commprof.analysis import api
 from commprof.cli import execute
 from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
-from commprof_dash.charts import alignment, lateness, matrix, ranks, topology
+from commprof_dash.charts import alignment_chart as alignment
+from commprof_dash.charts import lateness_chart as lateness
+from commprof_dash.charts import matrix_chart as matrix
+from commprof_dash.charts import rank_charts as ranks
+from commprof_dash.charts import topology_chart as topology
 from commprof_dash.data import Runs
 from commprof_dash.pages.matrix.page import parse_steps
 from commprof_dash.pages.timeline.data import record_text, view_in

@@ -13,8 +13,9 @@ from commprof.analysis import api
 from commprof.errors import TraceError
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.background import Background
-from commprof_dash.charts import lanes, settings
-from commprof_dash.charts.exposure import by_purpose
+from commprof_dash.charts import lane_charts as lanes
+from commprof_dash.charts import setting_charts as settings
+from commprof_dash.charts.exposure_chart import by_purpose
 from commprof_dash.charts.series import Series
 from commprof_dash.data import Runs
 from commprof_dash.pages.compare import data as settings_data

@@ -15,7 +15,7 @@ from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof_dash.app import create_app, draw_page, find_page
-from commprof_dash.charts import timeline as chart
+from commprof_dash.charts import timeline_chart as chart
 from commprof_dash.data import Runs
 from commprof_dash.pages import index_wait
 from commprof_dash.pages.records import data as records_data

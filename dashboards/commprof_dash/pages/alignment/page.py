@@ -14,8 +14,8 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import alignment as charts
-from commprof_dash.charts import topology as drawings
+from commprof_dash.charts import alignment_chart as charts
+from commprof_dash.charts import topology_chart as drawings
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs

@@ -13,8 +13,8 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import bandwidth as charts
-from commprof_dash.charts.bandwidth import BUSBW, RATES, Rate, format_rate
+from commprof_dash.charts import bandwidth_chart as charts
+from commprof_dash.charts.bandwidth_chart import BUSBW, RATES, Rate, format_rate
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs

@@ -10,7 +10,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash.charts import settings as charts
+from commprof_dash.charts import setting_charts as charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.grid import GridCell, grid_card
 from commprof_dash.components.tables import Cell, Field, csv_link, facts, table

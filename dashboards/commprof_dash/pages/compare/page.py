@@ -14,7 +14,9 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import loss, times, traffic
+from commprof_dash.charts import loss_chart as loss
+from commprof_dash.charts import time_charts as times
+from commprof_dash.charts import traffic
 from commprof_dash.charts.series import is_reducing
 from commprof_dash.components import cards, controls, messages, pending
 from commprof_dash.components.tables import Cell, Field

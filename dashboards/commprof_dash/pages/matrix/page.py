@@ -14,7 +14,7 @@ from commprof.analysis import api
 from commprof.schema import OPS, PURPOSES
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import matrix as charts
+from commprof_dash.charts import matrix_chart as charts
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs

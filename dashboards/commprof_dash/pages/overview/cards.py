@@ -11,8 +11,8 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash.charts import exposure as charts
-from commprof_dash.charts import resources as resource_charts
+from commprof_dash.charts import exposure_chart as charts
+from commprof_dash.charts import resource_charts
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count

@@ -16,7 +16,8 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import times, traffic
+from commprof_dash.charts import time_charts as times
+from commprof_dash.charts import traffic
 from commprof_dash.components import cards, controls, messages, pending, tables
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason

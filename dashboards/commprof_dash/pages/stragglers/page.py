@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import lateness as charts
+from commprof_dash.charts import lateness_chart as charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs

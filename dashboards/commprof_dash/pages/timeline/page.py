@@ -14,7 +14,7 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import timeline as chart
+from commprof_dash.charts import timeline_chart as chart
 from commprof_dash.components import cards, messages
 from commprof_dash.components.graph import graph, height_of
 from commprof_dash.data import Runs, reason

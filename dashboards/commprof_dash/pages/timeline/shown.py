@@ -12,8 +12,8 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof.schema import OPS
 from commprof_dash import address
-from commprof_dash.charts import timeline as chart
-from commprof_dash.charts.density import OTHER_GROUPS, lane_names
+from commprof_dash.charts import timeline_chart as chart
+from commprof_dash.charts.density_chart import OTHER_GROUPS, lane_names
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import tables
 from commprof_dash.components.tables import Field

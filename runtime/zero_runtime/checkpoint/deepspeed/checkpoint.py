@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.deepspeed import file
+from zero_runtime.checkpoint.deepspeed import torch_file as file
 from zero_runtime.checkpoint.deepspeed.description import (
     client_values,
     counters,
@@ -18,13 +18,13 @@ from zero_runtime.checkpoint.deepspeed.description import (
     stage,
     state_name,
 )
+from zero_runtime.checkpoint.deepspeed.flat_partitions import read_partitions
 from zero_runtime.checkpoint.deepspeed.folder import Folder, find
 from zero_runtime.checkpoint.deepspeed.objects import plain
-from zero_runtime.checkpoint.deepspeed.partitions import read_partitions
-from zero_runtime.checkpoint.deepspeed.runs import Run
+from zero_runtime.checkpoint.deepspeed.tensor_runs import Run
 from zero_runtime.checkpoint.deepspeed.universal import read_universal
 from zero_runtime.checkpoint.deepspeed.whole import read_whole
-from zero_runtime.checkpoint.manifest import Manifest, ParameterFacts, RankFile
+from zero_runtime.checkpoint.files.checkpoint_manifest import Manifest, ParameterFacts, RankFile
 from zero_runtime.checkpoint.opened import OpenCheckpoint, StoredRange
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from zero_runtime.checkpoint.deepspeed.file import read_index
+from zero_runtime.checkpoint.deepspeed.torch_file import read_index
 from zero_runtime.errors import CheckpointError
 
 _MODEL: Final = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

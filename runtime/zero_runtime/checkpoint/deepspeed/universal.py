@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime.checkpoint.deepspeed.file import read, read_dict
+from zero_runtime.checkpoint.deepspeed.flat_partitions import STATES, Partitions, options_of
 from zero_runtime.checkpoint.deepspeed.folder import UNIVERSAL, Folder
-from zero_runtime.checkpoint.deepspeed.partitions import STATES, Partitions, options_of
-from zero_runtime.checkpoint.deepspeed.runs import Run
+from zero_runtime.checkpoint.deepspeed.tensor_runs import Run
+from zero_runtime.checkpoint.deepspeed.torch_file import read, read_dict
 from zero_runtime.errors import CheckpointError
 
 VALUE: Final = "fp32"

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.deepspeed.partitions import STATES, options_of
-from zero_runtime.checkpoint.deepspeed.runs import Flat, Run, end_to_end
+from zero_runtime.checkpoint.deepspeed.flat_partitions import STATES, options_of
+from zero_runtime.checkpoint.deepspeed.tensor_runs import Flat, Run, end_to_end
 from zero_runtime.errors import CheckpointError
 
 _FLAT: Final = "fp32_groups_flat"
@@ -22,7 +22,7 @@ _LISTS: Final = "fp32_groups"
 
 
 class WholeStates(NamedTuple):
-    """The optimizer's state by name: see :class:`~zero_runtime.checkpoint.deepspeed.partitions.Partitions`."""
+    """The optimizer's state by name: see :class:`~zero_runtime.checkpoint.deepspeed.flat_partitions.Partitions`."""
 
     runs: list[Run]
     options: list[dict[str, Any]]

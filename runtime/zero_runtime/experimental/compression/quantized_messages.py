@@ -10,7 +10,7 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, Work, sum_of_rows
 from zero_runtime.experimental.compression.quantization import dequantized, quantized
-from zero_runtime.gradient_reduction.buckets import Bucket
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket
 from zero_runtime.gradient_reduction.reduction import Scattered
 
 GRADIENT_BITS: Final = 4

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from zero_runtime.gradient_reduction.buckets import Entry
+from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 # The prefix of a residual that one rank has on behalf of all.
 OF_SHARE: Final = "share of "

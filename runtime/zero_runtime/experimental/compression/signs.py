@@ -10,10 +10,10 @@ from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression import two_phases
 from zero_runtime.experimental.compression.codecs import OneBit
-from zero_runtime.experimental.compression.exchange import Exchange
+from zero_runtime.experimental.compression.compressed_exchange import Exchange
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.experimental.one_bit import OneBitOptimizer
-from zero_runtime.gradient_reduction.buckets import Bucket, Entry
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Entry
 from zero_runtime.gradient_reduction.reduction import Finish, Reduction
 
 

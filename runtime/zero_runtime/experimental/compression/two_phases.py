@@ -18,7 +18,7 @@ from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.experimental.compression.codecs import BLOCK, Codec
 from zero_runtime.experimental.compression.residuals import OF_SHARE, Residuals
-from zero_runtime.gradient_reduction.buckets import Entry
+from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 
 class Shared:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.gradient_reduction.buckets import Bucket
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket
 from zero_runtime.gradient_reduction.reducer import Policy
 from zero_runtime.gradient_reduction.reduction import Finish, scaled
 from zero_runtime.gradient_reduction.whole_gradients import ReplicatedGradients, Sent

@@ -14,9 +14,9 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, ReduceOp
 from zero_runtime.experimental.topology_aware import composition
-from zero_runtime.experimental.topology_aware.choice import Choice
+from zero_runtime.experimental.topology_aware.axis_grid import Grid
 from zero_runtime.experimental.topology_aware.composition import Composed, Steps
-from zero_runtime.experimental.topology_aware.grid import Grid
+from zero_runtime.experimental.topology_aware.composition_choice import Choice
 
 PURPOSES: Final = ("gradient_reduce", "parameter_gather")
 

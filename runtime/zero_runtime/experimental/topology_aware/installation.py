@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration.communication import CommunicationConfig, wrong_number_of_files
+from zero_runtime.configuration.blocks.communication_block import CommunicationConfig, wrong_number_of_files
 from zero_runtime.errors import ConfigError
-from zero_runtime.experimental.topology_aware.choice import Choice, agreed_costs
+from zero_runtime.experimental.topology_aware.axis_grid import Grid, hosts_of, make_grid
+from zero_runtime.experimental.topology_aware.composition_choice import Choice, agreed_costs
 from zero_runtime.experimental.topology_aware.costs import Costs
-from zero_runtime.experimental.topology_aware.grid import Grid, hosts_of, make_grid
 from zero_runtime.experimental.topology_aware.group import ComposedMessages
 from zero_runtime.experimental.topology_aware.sizes import grid, sharing
 from zero_runtime.experimental.topology_aware.watch import Watch, count_time

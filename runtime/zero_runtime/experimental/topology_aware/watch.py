@@ -16,7 +16,7 @@ import torch
 from commprof import hooks
 from zero_runtime import log
 from zero_runtime.comm import COLLECTIVES, DataParallelGroup
-from zero_runtime.experimental.topology_aware.lateness import Late, StepTimes, late, lateness
+from zero_runtime.experimental.topology_aware.slow_ranks import Late, StepTimes, late, lateness
 
 _TELL: Final = hooks.tag("metric")
 

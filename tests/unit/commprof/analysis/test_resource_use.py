@@ -12,7 +12,7 @@ from commprof.cli import rendering
 from commprof.cli.rendering import plain
 from commprof.cli.sections.resources import resource_parts
 from commprof.schema import SAMPLES
-from commprof_dash.charts import resources as charts
+from commprof_dash.charts import resource_charts as charts
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ import pytest
 
 from zero_runtime.bench.__main__ import BENCHMARKS, main
 from zero_runtime.bench.io import Setting, Speed, fastest
-from zero_runtime.offload.files import AsynchronousIO
+from zero_runtime.offload.tensor_files import AsynchronousIO
 
 SMALL = ["--size", "1m", "--blocks", "64k", "1m", "--threads", "1", "2", "--repeat", "1"]
 

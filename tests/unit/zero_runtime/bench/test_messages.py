@@ -11,7 +11,7 @@ import pytest
 from support.ranks import run_ranks
 from support.recording import record
 from zero_runtime.bench.__main__ import main
-from zero_runtime.bench.messages import OPERATIONS
+from zero_runtime.bench.message_times import OPERATIONS
 
 FEW = ["--iterations", "2", "--warmup", "1"]
 

@@ -15,9 +15,9 @@ from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.checkpoint.__main__ import main as command
 from zero_runtime.checkpoint.consolidation import open_checkpoint
 from zero_runtime.checkpoint.deepspeed.description import optimizer_class
-from zero_runtime.checkpoint.deepspeed.file import read
 from zero_runtime.checkpoint.deepspeed.objects import plain
-from zero_runtime.checkpoint.deepspeed.runs import Flat, end_to_end
+from zero_runtime.checkpoint.deepspeed.tensor_runs import Flat, end_to_end
+from zero_runtime.checkpoint.deepspeed.torch_file import read
 from zero_runtime.errors import CheckpointError
 
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "deepspeed_checkpoints"

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zero_runtime import checkpointing
-from zero_runtime.checkpoint import random_state, tensor_file
-from zero_runtime.checkpoint.manifest import check_tag
-from zero_runtime.checkpoint.values import Encoder, decode
+from zero_runtime.checkpoint.files import random_state, tensor_file
+from zero_runtime.checkpoint.files.checkpoint_manifest import check_tag
+from zero_runtime.checkpoint.files.values import Encoder, decode
 from zero_runtime.errors import CheckpointError
 
 KEPT = [

@@ -11,7 +11,7 @@ from zero_runtime import config as configuration
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration import keys
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.gradient_reduction.buckets import Scaling
+from zero_runtime.gradient_reduction.gradient_buckets import Scaling
 
 
 def make(world=2, zero=None, **top):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_runtime.configuration import document
+from zero_runtime.configuration.reading import document
 from zero_runtime.errors import ConfigError
 
 VALUES = st.recursive(

@@ -8,7 +8,7 @@ import pytest
 
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration import keys
-from zero_runtime.configuration.key_table import Status
+from zero_runtime.configuration.reading.key_table import Status
 from zero_runtime.errors import ConfigError
 
 # Key -> where it works.

@@ -17,8 +17,8 @@ from packaging.version import Version
 import zero_runtime
 from zero_runtime import as_deepspeed
 from zero_runtime.deepspeed_names import finder
-from zero_runtime.deepspeed_names.catalogue import counts, importable, page, table_text
-from zero_runtime.deepspeed_names.names import Refused
+from zero_runtime.deepspeed_names.tables.catalogue import counts, importable, page, table_text
+from zero_runtime.deepspeed_names.tables.names import Refused
 from zero_runtime.errors import MissingNameError, UnsupportedError, UsageError
 
 ROOT = Path(__file__).parents[4]

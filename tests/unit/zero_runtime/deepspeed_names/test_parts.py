@@ -14,18 +14,22 @@ import torch
 
 import zero_runtime
 from zero_runtime import config as configuration
-from zero_runtime.deepspeed_names import accelerator, groups, messages, numerics, optimizers, timers
-from zero_runtime.deepspeed_names.block_configurations import DeepSpeedZeroConfig
-from zero_runtime.deepspeed_names.configuration import DeepSpeedConfig, ZeroStageEnum
-from zero_runtime.deepspeed_names.device_context import OnDevice, instrument_w_nvtx
-from zero_runtime.deepspeed_names.loss_scaler import DynamicLossScaler, LossScaler, make_loss_scaler
-from zero_runtime.deepspeed_names.schedule_arguments import (
+from zero_runtime.deepspeed_names.configs.block_configurations import DeepSpeedZeroConfig
+from zero_runtime.deepspeed_names.configs.config_object import DeepSpeedConfig, ZeroStageEnum
+from zero_runtime.deepspeed_names.configs.schedule_arguments import (
     add_tuning_arguments,
     get_config_from_args,
     get_lr_from_config,
 )
-from zero_runtime.deepspeed_names.tiling import TiledLinear, TiledLinearReturnBias
-from zero_runtime.deepspeed_names.zero_checks import (
+from zero_runtime.deepspeed_names.devices import accelerator, timers
+from zero_runtime.deepspeed_names.devices.device_context import OnDevice, instrument_w_nvtx
+from zero_runtime.deepspeed_names.ranks import group_names as groups
+from zero_runtime.deepspeed_names.ranks import logging_names as messages
+from zero_runtime.deepspeed_names.training import numerics
+from zero_runtime.deepspeed_names.training import optimizer_names as optimizers
+from zero_runtime.deepspeed_names.training.loss_scaler import DynamicLossScaler, LossScaler, make_loss_scaler
+from zero_runtime.deepspeed_names.training.tiling import TiledLinear, TiledLinearReturnBias
+from zero_runtime.deepspeed_names.training.zero_checks import (
     clone_tensors_for_torch_save,
     is_zero_param,
     is_zero_supported_optimizer,
@@ -34,7 +38,7 @@ from zero_runtime.deepspeed_names.zero_checks import (
 )
 from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError
 from zero_runtime.groups.comm_log import CommLog, Sample, bandwidths, shown_size, summarise, trimmed_mean
-from zero_runtime.startup.arguments import add_core_arguments
+from zero_runtime.startup.script_arguments import add_core_arguments
 from zero_runtime.training.throughput import ThroughputTimer
 
 
@@ -346,7 +350,7 @@ def test_parameters_of_the_backward_pass_under_way_are_counted():
 
 
 def test_messages_before_there_are_ranks():
-    from zero_runtime.deepspeed_names import comm
+    from zero_runtime.deepspeed_names.ranks import comm_functions as comm
 
     with pytest.raises(
         UsageError, match=r"deepspeed.comm.all_reduce was called before.*deepspeed.init_distributed\(\)"

@@ -7,14 +7,14 @@ import torch
 
 import zero_runtime
 from support.ranks import run_ranks
-from zero_runtime.deepspeed_names import groups
-from zero_runtime.deepspeed_names.block_configurations import (
+from zero_runtime.deepspeed_names.configs.block_configurations import (
     DeepSpeedZeroConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
     get_bfloat16_config,
 )
-from zero_runtime.deepspeed_names.topology import (
+from zero_runtime.deepspeed_names.ranks import group_names as groups
+from zero_runtime.deepspeed_names.ranks.rank_topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
     prime_factors,

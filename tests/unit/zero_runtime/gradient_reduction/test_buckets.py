@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commprof import hooks
-from zero_runtime.gradient_reduction.buckets import Bucketer, Entry, Scaling
-from zero_runtime.gradient_reduction.layout import ShardRange, group_layout
+from zero_runtime.gradient_reduction.flat_layout import ShardRange, group_layout
+from zero_runtime.gradient_reduction.gradient_buckets import Bucketer, Entry, Scaling
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_runtime.gradient_reduction.layout import (
+from zero_runtime.gradient_reduction.flat_layout import (
     Run,
     chunk_limit,
     flushed_runs,

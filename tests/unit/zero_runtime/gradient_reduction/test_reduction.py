@@ -11,8 +11,8 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from zero_runtime.comm import DataParallelGroup, sum_of_rows
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.buckets import Bucket, Scaling
-from zero_runtime.gradient_reduction.layout import owner_runs
+from zero_runtime.gradient_reduction.flat_layout import owner_runs
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Scaling
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS, reduction
 
 VARIANTS = [(name, None) for name in REDUCTIONS] + [

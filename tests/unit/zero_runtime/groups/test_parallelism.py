@@ -9,7 +9,7 @@ from support.ranks import run_ranks
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.groups.parallelism import ModelRanks, of_mpu, with_mesh
-from zero_runtime.groups.topology import ProcessGrid, ProcessTopology
+from zero_runtime.groups.process_grid import ProcessGrid, ProcessTopology
 
 PLAIN = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.groups.topology import ProcessGrid, ProcessTopology
+from zero_runtime.groups.process_grid import ProcessGrid, ProcessTopology
 
 
 def test_every_place_has_its_rank_and_back():

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from zero_runtime.errors import ConfigError, OffloadError
-from zero_runtime.offload import blocks, files
-from zero_runtime.offload.files import AsynchronousIO, TensorFiles
+from zero_runtime.offload import blocks
+from zero_runtime.offload import tensor_files as files
 from zero_runtime.offload.folders import new_folder
+from zero_runtime.offload.tensor_files import AsynchronousIO, TensorFiles
 
 SMALL = AsynchronousIO(block_size=4096, queue_depth=2)
 
@@ -190,7 +191,7 @@ def test_a_full_disk_is_an_error_that_says_how_full(tmp_path, direct):
 
 PROGRAM = """
 import sys, torch
-from zero_runtime.offload.files import TensorFiles
+from zero_runtime.offload.tensor_files import TensorFiles
 from zero_runtime.offload.folders import new_folder
 store = TensorFiles(new_folder(sys.argv[1], 3, "optimizer"))
 store.write("state", torch.ones(5000)).wait()
@@ -260,7 +261,7 @@ import sys
 sys.modules["xxhash"] = None
 import pathlib, torch
 from zero_runtime.errors import OffloadError
-from zero_runtime.offload.files import TensorFiles
+from zero_runtime.offload.tensor_files import TensorFiles
 folder = pathlib.Path({str(tmp_path)!r})
 store = TensorFiles(folder)
 store.write("state", torch.zeros(10_000)).wait()

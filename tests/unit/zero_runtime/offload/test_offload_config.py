@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration.offload import OptimizerOffload
+from zero_runtime.configuration.blocks.offload_block import OptimizerOffload
 from zero_runtime.errors import ConfigError
-from zero_runtime.offload.files import AsynchronousIO
+from zero_runtime.offload.tensor_files import AsynchronousIO
 
 
 def made(zero, **top):

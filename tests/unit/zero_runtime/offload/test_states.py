@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_runtime.configuration.offload import OptimizerOffload
+from zero_runtime.configuration.blocks.offload_block import OptimizerOffload
 from zero_runtime.errors import OffloadError
-from zero_runtime.offload.files import AsynchronousIO, TensorFiles
-from zero_runtime.offload.states import MASTER, StateFiles
+from zero_runtime.offload.offloaded_states import MASTER, StateFiles
+from zero_runtime.offload.tensor_files import AsynchronousIO, TensorFiles
 
 COUNT, NUMEL = 7, 3000
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
+from zero_runtime.optimizer_step.dtypes import cast_module
 from zero_runtime.optimizer_step.fp32_modules import cast_floating, fp32_buffers, keep_in_fp32
-from zero_runtime.optimizer_step.precision import cast_module
 
 
 class Block(nn.Module):

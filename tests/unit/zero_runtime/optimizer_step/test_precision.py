@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_runtime.gradient_reduction.clip import sum_of_squares
-from zero_runtime.optimizer_step.precision import any_overflow
+from zero_runtime.optimizer_step.dtypes import any_overflow
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

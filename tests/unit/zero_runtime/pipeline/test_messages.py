@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zero_runtime.errors import UsageError
-from zero_runtime.pipeline.channel import Channel
-from zero_runtime.pipeline.messages import HEADER_NUMEL, form_from, form_of, more_numel
+from zero_runtime.pipeline.transfer.channel import Channel
+from zero_runtime.pipeline.transfer.tensor_headers import HEADER_NUMEL, form_from, form_of, more_numel
 
 Pair = namedtuple("Pair", "first second")
 VALUES = {

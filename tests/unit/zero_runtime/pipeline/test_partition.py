@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.pipeline.partition import balanced, uniform
+from zero_runtime.pipeline.model.stage_partition import balanced, uniform
 
 
 def spread(weights, bounds):

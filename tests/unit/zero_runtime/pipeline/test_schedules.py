@@ -9,10 +9,10 @@ import pytest
 
 from support import recorded
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.pipeline import schedules
-from zero_runtime.pipeline.instructions import COMPUTATIONS, RECEIVES, SENDS, Action, Instruction
-from zero_runtime.pipeline.plan import Plan
-from zero_runtime.pipeline.simulation import simulate
+from zero_runtime.pipeline.schedule import pipeline_schedules as schedules
+from zero_runtime.pipeline.schedule.instructions import COMPUTATIONS, RECEIVES, SENDS, Action, Instruction
+from zero_runtime.pipeline.schedule.simulation import simulate
+from zero_runtime.pipeline.schedule.step_plan import Plan
 
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 9)]
 FUNCTIONS = {"1f1b": schedules.one_f_one_b, "gpipe": schedules.gpipe, "zero_bubble": schedules.zero_bubble}

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.sharding.leaves import (
+from zero_runtime.sharding.gather_schedule.leaves import (
     flag_configured,
     flag_fine,
     get_z3_leaf_modules,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero_runtime.sharding.pages import Pager
-from zero_runtime.sharding.policy import SliceOffload
+from zero_runtime.sharding.gather_schedule.policy import SliceOffload
+from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.shards import Shard
 
 NUMELS = (1, 99, 100, 101, 250, 731)

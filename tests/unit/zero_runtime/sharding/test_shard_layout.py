@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_runtime.sharding.layout import shard_layout, sub_groups
+from zero_runtime.sharding.shard_layout import shard_layout, sub_groups
 
 
 def test_slices_by_hand():

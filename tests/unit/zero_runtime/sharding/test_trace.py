@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_runtime.sharding.trace import Limits, Mode, Planner, Trace
+from zero_runtime.sharding.gather_schedule.module_order import Limits, Mode, Planner, Trace
 
 # Module 0 is the model; modules 1, 2 and 3 own parameters 10, 20 and 30 of 100, 200 and 300 elements.
 OWNED = {0: [], 1: [10], 2: [20], 3: [30]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_runtime import memory_estimates
-from zero_runtime.startup import memory
+from zero_runtime.startup import memory_status as memory
 
 GIB = 2**30
 

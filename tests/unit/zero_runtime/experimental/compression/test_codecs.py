@@ -9,7 +9,7 @@ from zero_runtime.experimental.compression.bits import pack, packed_bytes, unpac
 from zero_runtime.experimental.compression.codecs import OneBit, TopK, TwoBit
 from zero_runtime.experimental.compression.entropy import coded, decoded
 from zero_runtime.experimental.compression.residuals import Residuals
-from zero_runtime.gradient_reduction.buckets import Entry
+from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 CODECS = {
     "topk": TopK(0.05),

@@ -11,7 +11,7 @@ import torch
 
 from zero_runtime.experimental.compression.residuals import OF_SHARE, Layout, Residuals, layout_of
 from zero_runtime.experimental.compression.signs import MeanOfSigns
-from zero_runtime.gradient_reduction.buckets import Entry
+from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 SIZES = {"a": 7, "b": 1, "c": 12}
 NUMEL = sum(SIZES.values())

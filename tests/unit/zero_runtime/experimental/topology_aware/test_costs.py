@@ -9,7 +9,7 @@ import pytest
 from commprof.requested.communication.measured_costs import costs_of
 from commprof.schema import Op
 from zero_runtime.errors import ConfigError
-from zero_runtime.experimental.topology_aware.choice import Choice
+from zero_runtime.experimental.topology_aware.composition_choice import Choice
 from zero_runtime.experimental.topology_aware.costs import OPERATIONS, Cost, Costs, bus_factor, read_costs
 from zero_runtime.experimental.topology_aware.sizes import sharing
 

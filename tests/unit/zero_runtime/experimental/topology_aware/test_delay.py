@@ -3,7 +3,7 @@
 import pytest
 
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration.communication import check_whole
+from zero_runtime.configuration.blocks.communication_block import check_whole
 from zero_runtime.errors import ConfigError
 
 GIVEN = {"train_micro_batch_size_per_gpu": 1, "communication": {"bounded_delay": 2}}

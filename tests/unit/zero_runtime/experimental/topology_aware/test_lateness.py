@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_runtime.experimental.topology_aware import watch as watching
-from zero_runtime.experimental.topology_aware.lateness import StepTimes, late, lateness
+from zero_runtime.experimental.topology_aware.slow_ranks import StepTimes, late, lateness
 from zero_runtime.experimental.topology_aware.watch import Spent, Watch
 
 MS = 1_000_000

@@ -1,0 +1,172 @@
+"""Matrix charts: bytes between pairs of ranks on a logarithmic color scale, and bytes that each rank receives as owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from commprof.analysis import api
+from commprof.schema import Op
+from commprof_dash.charts.axis_ticks import axis
+from commprof_dash.charts.rank_charts import rank_axis
+from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, Scheme, template
+
+_MOST_TICKS: Final = 12
+_FAINTEST: Final = 0.16  # of the colour, in the smallest cell that is not empty
+_TICKS_APART: Final = 0.25  # of the colour bar, so that their texts do not lie over each other
+_EDGE: Final = 0.06
+_MOST_WRITTEN: Final = 4  # ranks or blocks along a side, up to which a cell has room for its bytes
+
+
+def rank_text(first: int, width: int, ranks: int) -> str:
+    """The ranks that a row or column stands for: ``3``, or ``16-31``."""
+    return f"{first}" if width == 1 else f"{first}-{min(first + width, ranks) - 1}"
+
+
+def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: Scheme) -> go.Figure:
+    """A cell for each sender (row) and receiver (column); what is 0 is empty. Few cells show their bytes.
+
+    Args:
+        frame: columns ``sender``, ``receiver`` and ``column``, in bytes; ``attrs``: ``ranks`` and ``ranks_per_cell``.
+        title: of the colours, the name of the measure.
+        op: in whose colour it is drawn; None for several operations.
+    """
+    ranks, width = int(frame.attrs["ranks"]), int(frame.attrs["ranks_per_cell"])
+    firsts = _firsts(frame, ranks, width)
+    place = {first: position for position, first in enumerate(firsts)}
+    names = [rank_text(first, width, ranks) for first in firsts]
+    size = len(firsts)
+    sizes: list[list[float | None]] = [[None] * size for _ in firsts]
+    for sender, receiver, value in zip(frame["sender"], frame["receiver"], frame[column], strict=True):
+        if value > 0:
+            sizes[place[sender]][place[receiver]] = float(value)
+    positive = [value for row in sizes for value in row if value]
+    least, high = (math.log2(min(positive)), math.log2(max(positive))) if positive else (0.0, 1.0)
+    low = least - 1 if high - least < 1 else least
+    colour = OP_COLOURS.get(op or "", SETTING_COLOURS[0])
+    figure = go.Figure(layout={"template": template(scheme)})
+    figure.add_heatmap(
+        name=title,
+        z=[[None if value is None else math.log2(value) for value in row] for row in sizes],
+        customdata=[
+            [_hover(names[i], names[j], value) for j, value in enumerate(row)] for i, row in enumerate(sizes)
+        ],
+        text=[["" if value is None else api.format_bytes(value) for value in row] for row in sizes],
+        texttemplate="%{text}" if size <= _MOST_WRITTEN else None,
+        zmin=low,
+        zmax=high,
+        colorscale=[[0, _mixed(PAPER[scheme], colour, _FAINTEST)], [1, colour]],
+        colorbar=_colour_bar(low, least, high, title),
+        xgap=1 if size <= 64 else 0,
+        ygap=1 if size <= 64 else 0,
+        hovertemplate="%{customdata}<extra></extra>",
+        hoverongaps=False,
+    )
+    ticks = _ticks(names)
+    figure.update_layout(
+        height=500,
+        margin={"l": 8, "r": 8, "t": 8, "b": 110},
+        xaxis=ticks | {"title": {"text": "Receiving rank"}, "constrain": "domain"},
+        yaxis=ticks
+        | {
+            "title": {"text": "Sending rank"},
+            "autorange": "reversed",
+            "scaleanchor": "x",
+            "constrain": "domain",
+        },
+    )
+    return figure
+
+
+def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
+    """What each rank receives of reduces to it, and the mean of the ranks as a line.
+
+    Args:
+        frame: columns ``rank`` and ``received_bytes``.
+    """
+    received = frame["received_bytes"].astype(float)
+    mean = float(received.mean()) if len(frame) else 0.0
+    figure = go.Figure(layout={"template": template(scheme)})
+    figure.add_bar(
+        name="received as owner",
+        x=frame["rank"].tolist(),
+        y=received.tolist(),
+        customdata=[api.format_bytes(value) for value in received],
+        marker={"color": OP_COLOURS[Op.REDUCE], "line": {"width": 0}, "pattern": {"shape": ""}},
+        hovertemplate="Rank %{x} receives <b>%{customdata}</b><extra></extra>",
+    )
+    figure.add_scatter(
+        name="mean of the ranks",
+        mode="lines",
+        x=[float(frame["rank"].min()) - 0.5, float(frame["rank"].max()) + 0.5] if len(frame) else [],
+        y=[mean, mean] if len(frame) else [],
+        line={"color": OP_COLOURS[Op.BARRIER], "dash": "dash", "width": 2},
+        hoverinfo="skip",
+    )
+    figure.update_layout(
+        height=300,
+        xaxis=rank_axis(frame["rank"]),
+        yaxis=axis(float(received.max()) if len(frame) else 0.0, "bytes", "Wire bytes received", room=1.05),
+    )
+    return figure
+
+
+def _firsts(frame: pd.DataFrame, ranks: int, width: int) -> list[int]:
+    present = set(frame["sender"]) | set(frame["receiver"])
+    # Ranks that neither send nor receive stand there as well, where the ranks are numbered from 0 as usual.
+    expected = set(range(0, ranks, width))
+    return sorted(expected if present <= expected else present)
+
+
+def _hover(sender: str, receiver: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"Rank {sender} to rank {receiver}<br><b>{api.format_bytes(value)}</b>"
+
+
+def _ticks(names: Sequence[str]) -> dict[str, Any]:
+    every = max(1, -(-len(names) // _MOST_TICKS))
+    return {
+        "tickvals": list(range(0, len(names), every)),
+        "ticktext": list(names[::every]),
+        "showgrid": False,
+        "zeroline": False,
+    }
+
+
+def _colour_bar(low: float, least: float, high: float, title: str) -> dict[str, Any]:
+    """Ticks at powers of two; where there are not two of them, at the least and the most. All are logarithms."""
+    first, last = math.ceil(least), math.floor(high)
+    every = max(1, -(-(last - first) // 4))
+    powers = list(range(first, last + 1, every))
+    values, texts = [float(power) for power in powers], [_round(2.0**power) for power in powers]
+    if len(values) < 2:
+        ends = [least, high] if high - least > _TICKS_APART * (high - low) else [high]
+        edge = _EDGE * (high - low)  # a tick at the very end is not drawn
+        values, texts = [min(end, high - edge) for end in ends], [_round(2.0**end) for end in ends]
+    return {
+        "tickvals": values,
+        "ticktext": texts,
+        "title": {"text": f"{title}, logarithmic scale", "side": "top", "font": {"size": 12}},
+        "orientation": "h",
+        "thickness": 12,
+        "outlinewidth": 0,
+        "y": -0.14,
+        "yanchor": "top",
+    }
+
+
+def _round(value: float) -> str:
+    return api.format_bytes(value).replace(".00 ", " ").replace(".0 ", " ")
+
+
+def _mixed(background: str, colour: str, share: float) -> str:
+    def channels(text: str) -> list[int]:
+        return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
+
+    mixed = [round(b + share * (c - b)) for b, c in zip(channels(background), channels(colour), strict=True)]
+    return "#" + "".join(f"{value:02x}" for value in mixed)

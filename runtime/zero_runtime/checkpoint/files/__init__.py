@@ -1,0 +1,1 @@
+"""The files of a checkpoint: how they are written and read."""

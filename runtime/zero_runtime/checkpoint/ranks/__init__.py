@@ -1,0 +1,1 @@
+"""Checkpoints whose parts were saved by several ranks or stages, merged or split again."""

@@ -1,0 +1,187 @@
+"""One checkpoint from those of pipeline stages and tensor-parallel ranks.
+
+Parameters are named by the number of their layer in the complete model, so names do not depend on the stage. A stage that
+loads reads the parameters that it has by name, and this module finds the checkpoint that holds each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_runtime.checkpoint.files.checkpoint_manifest import PARTS, Manifest, part_name
+from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
+from zero_runtime.checkpoint.opened import OpenCheckpoint
+from zero_runtime.checkpoint.ranks.merged_slices import SlicedCheckpoint
+from zero_runtime.checkpoint.ranks.split_ranks import PartedCheckpoint
+from zero_runtime.errors import CheckpointError
+from zero_runtime.groups.process_grid import MODEL, PIPE
+from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
+from zero_runtime.tensor_parallel.cuts import Cut
+
+
+class JoinedCheckpoint(PartedCheckpoint):
+    """Several checkpoints of different parameters, read as one.
+
+    Args:
+        directory: that holds them.
+        checkpoints: of the parts. A parameter that several of them have is read from the first.
+        names: of the parameters, buffers and aliases to load; None for all.
+    """
+
+    def __init__(
+        self, directory: Path, checkpoints: Sequence[OpenCheckpoint], names: Collection[str] | None = None
+    ) -> None:
+        super().__init__(directory, checkpoints)
+        self.manifest = _joined([checkpoint.manifest for checkpoint in checkpoints], names)
+        self._part_of: dict[str, OpenCheckpoint] = {}
+        for checkpoint in reversed(checkpoints):
+            manifest = checkpoint.manifest
+            self._part_of.update(
+                dict.fromkeys((*manifest.parameters, *manifest.buffers, *manifest.aliases), checkpoint)
+            )
+
+    def decode(self, value: Any) -> Any:
+        """A value of the manifest as it was passed to ``save``: the first part's, or those of all parts in one dict."""
+        if isinstance(value, tuple):
+            decoded = [
+                checkpoint.decode(encoded)
+                for checkpoint, encoded in zip(self._checkpoints, value, strict=True)
+            ]
+            return {name: state for states in reversed(decoded) for name, state in states.items()}
+        return self._checkpoints[0].decode(value)
+
+    def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
+        self._part_of[name].read_value(name, start, target)
+
+    def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
+        """As ``read_value``, for the tensor that an optimizer updates."""
+        self._part_of[name].read_master(name, start, target)
+
+    def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """The element-wise state tensors of parameter ``name``, and their dtypes."""
+        return self._part_of[name].state_dtypes(name)
+
+    def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        self._part_of[name].read_state(state, name, start, target)
+
+    def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
+        """The state values of parameter ``name`` that are no tensors or have one element."""
+        return self._part_of[name].scalars(name)
+
+    def whole(self, name: str) -> Mapping[str, torch.Tensor]:
+        """The state tensors of parameter ``name`` whose shapes differ from its own."""
+        return self._part_of[name].whole(name)
+
+    def buffer(self, name: str, rank: int) -> torch.Tensor:
+        """A buffer, as the first rank of its part saved it."""
+        return self._part_of[name].buffer(name, 0)
+
+
+def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Manifest:
+    def selected(candidates: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(candidates) if names is None or name in names]
+
+    parameters = {
+        name: each for manifest in reversed(manifests) for name, each in manifest.parameters.items()
+    }
+    aliases = {name: each for manifest in reversed(manifests) for name, each in manifest.aliases.items()}
+    return dataclasses.replace(
+        manifests[0],
+        parameters={name: parameters[name] for name in selected(parameters)},
+        aliases={name: aliases[name] for name in selected(aliases)},
+        buffers=selected(name for manifest in manifests for name in manifest.buffers),
+        excluded=selected(name for manifest in manifests for name in manifest.excluded),
+        files=tuple(each for manifest in manifests for each in manifest.files),
+        extra_state=tuple(manifest.extra_state for manifest in manifests),
+    )
+
+
+def saved_axes(directory: Path) -> dict[str, int]:
+    """The ranks along each axis that partitioned the model in ``directory``, if several; empty for a complete model.
+
+    Raises:
+        CheckpointError: its ``parts.json`` cannot be read.
+    """
+    content = _content(directory)
+    axes = {} if content is None else content["axes"]
+    return {axis: int(size) for axis, size in axes.items() if int(size) > 1}
+
+
+def saved_stages(directory: Path) -> int | None:
+    """The number of pipeline stages that saved ``directory``; 1 for a complete model, None for other partitions.
+
+    Raises:
+        CheckpointError: its ``parts.json`` cannot be read.
+    """
+    axes = saved_axes(directory)
+    return axes.get(PIPE, 1) if set(axes) <= {PIPE} else None
+
+
+def open_stages(
+    directory: Path,
+    rounding: Mapping[str, torch.dtype] | None = None,
+    names: Collection[str] | None = None,
+    cuts: Mapping[str, Cut] | None = None,
+) -> JoinedCheckpoint:
+    """Open the checkpoints of all stages and tensor-parallel ranks in ``directory`` as one.
+
+    Args:
+        directory: of the checkpoint.
+        rounding: as for :class:`~zero_runtime.checkpoint.opened.OpenCheckpoint`.
+        names: of the parameters, buffers and aliases to load; None for all.
+        cuts: how the current model partitions its parameters; None if they are complete.
+
+    Raises:
+        CheckpointError: a part is missing or damaged, is partitioned along another axis, or is of another step.
+    """
+    axes, content = saved_axes(directory), _content(directory)
+    if set(axes) > {PIPE, MODEL}:
+        raise CheckpointError(
+            f"{directory} was saved by ranks along {axes}; expected {PIPE} and {MODEL} only, whose shards can be joined"
+        )
+    stages, shards_per_stage = axes.get(PIPE, 1), axes.get(MODEL, 1)
+    if content is None:
+        checkpoint = Checkpoint(directory, rounding)
+        return JoinedCheckpoint(directory, [SlicedCheckpoint(directory, [checkpoint], cuts or {})], names)
+    checkpoints = list(_open_parts(directory, stages * shards_per_stage, rounding))
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.counters != content["counters"]:
+            raise CheckpointError(
+                f"{checkpoint.directory} is of step {checkpoint.manifest.counters.get('global_steps')}, and "
+                f"{directory / PARTS} of step "
+                f"{content['counters'].get('global_steps')}: a save was cut off; load the tag before it"
+            )
+    joined = [
+        SlicedCheckpoint(
+            directory, checkpoints[shards_per_stage * stage : shards_per_stage * (stage + 1)], cuts or {}
+        )
+        for stage in range(stages)
+    ]
+    return JoinedCheckpoint(directory, joined, names)
+
+
+def _open_parts(
+    directory: Path, count: int, rounding: Mapping[str, torch.dtype] | None
+) -> Iterator[Checkpoint]:
+    for number in range(count):
+        yield Checkpoint(directory / part_name(number), rounding)
+
+
+def _content(directory: Path) -> dict[str, Any] | None:
+    path = directory / PARTS
+    try:
+        content = json.loads(path.read_bytes())
+        dict(content["axes"]), dict(content["counters"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from None
+    return dict(content)

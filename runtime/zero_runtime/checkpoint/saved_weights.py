@@ -1,0 +1,223 @@
+"""``save_16bit_model``: the model's weights in its own dtypes, in one file that rank 0 writes.
+
+A name that ends in ``.safetensors`` selects that format, which is written as parameters are gathered: at stage 3, layer by
+layer. Any other name selects torch.save's format, for which rank 0 first collects the model on the CPU, as DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_runtime.checkpoint.files.tensor_file import (
+    Entry,
+    data,
+    discard,
+    header,
+    removed_on_failure,
+    sync_directory,
+)
+from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.sharding.shards import shard_of
+from zero_runtime.tensor_parallel.cuts import cut_of
+from zero_runtime.tensor_parallel.division import whole_parameter
+from zero_runtime.zero import GatheredParameters
+
+
+def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -> None:
+    """Write the model's weights to ``path``. All ranks must call it.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 cannot write it; an existing file is unchanged.
+    """
+    training.settle()
+    doing = f"saving {path}"
+    names = names_of(training.module, exclude_frozen)
+    sink: Any = None
+    error: Exception | None = None
+    if is_writing(training):
+        sink, error = agreement.attempt(lambda: open_sink(path, entries_of(names)))
+    for parameters in _layers(training.module):
+        # Gathering is collective, so a rank that cannot write still takes part.
+        with _gathered(parameters):
+            whole_tensors = joined(training, parameters)
+            if sink is not None and error is None:
+                _, error = agreement.attempt(partial(_put, sink, names, whole_tensors))
+    if sink is not None:
+        rest = {buffer: buffer for buffer in buffers(training.module).values()}
+        if error is None:
+            _, error = agreement.attempt(lambda: _put(sink, names, rest))
+        _, closing = agreement.attempt(lambda: sink.close(error is None))
+        error = error or closing
+    agreement.agree_all([*slices_of(training), training.group], error, doing)
+
+
+def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
+    """The model's weights in its own dtypes, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
+    training.settle()
+    names = names_of(training.module, exclude_frozen)
+    collected: dict[str, torch.Tensor] = {}
+    for parameters in _layers(training.module):
+        with _gathered(parameters):
+            whole_tensors = joined(training, parameters)
+            if is_writing(training):
+                _collect(collected, names, whole_tensors)
+    if not is_writing(training):
+        return None
+    _collect(collected, names, {buffer: buffer for buffer in buffers(training.module).values()})
+    return {name: collected[name] for all_names in names.values() for name in all_names}
+
+
+def _collect(
+    collected: dict[str, torch.Tensor],
+    names: dict[torch.Tensor, list[str]],
+    tensors: Mapping[torch.Tensor, torch.Tensor],
+) -> None:
+    for tensor, gathered in tensors.items():
+        all_names = names.get(tensor, ())
+        if all_names:
+            collected.update(dict.fromkeys(all_names, gathered.detach().cpu().clone()))
+
+
+def slices_of(training: Training) -> list[DataParallelGroup]:
+    """The group of tensor-parallel ranks, if there is one."""
+    return [] if training.slices is None else [training.slices]
+
+
+def is_writing(training: Training) -> bool:
+    """Whether this rank writes: the first of those that hold this part of the model."""
+    return all(group.rank == 0 for group in [*slices_of(training), training.group])
+
+
+def joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
+    """Each parameter and its complete tensor, joined from the shards of tensor-parallel ranks; all ranks must call it."""
+    if training.slices is None:
+        return {parameter: parameter for parameter in parameters}
+    return {
+        parameter: whole_parameter(parameter, training.slices, agreement.CHECKPOINT)
+        for parameter in parameters
+    }
+
+
+def names_of(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
+    """All names of each parameter and persistent buffer, in the order of the model."""
+    first = {**dict(module.named_parameters()), **buffers(module)}
+    names = {
+        tensor: [name]
+        for name, tensor in first.items()
+        if not (exclude_frozen and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad)
+    }
+    for alias, name in aliases(module).items():
+        if first[name] in names:
+            names[first[name]].append(alias)
+    return names
+
+
+def _layers(module: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
+    for child in module.modules():
+        parameters = list(child.parameters(recurse=False))
+        if parameters:
+            yield parameters
+
+
+def _gathered(parameters: list[torch.nn.Parameter]) -> Any:
+    return GatheredParameters(parameters, modifier_rank=0, enabled=shard_of(parameters[0]) is not None)
+
+
+def _put(
+    sink: Any, names: dict[torch.Tensor, list[str]], tensors: Mapping[torch.Tensor, torch.Tensor]
+) -> None:
+    for tensor, gathered in tensors.items():
+        for name in names.get(tensor, ()):
+            sink.put(name, gathered.detach())
+
+
+def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
+    """A file that takes the tensors of ``entries`` by name with ``put``, in any order, until ``close``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.writing")
+    if path.suffix != ".safetensors":
+        return _Collected(path, fresh)
+    return _Streamed(path, fresh, entries)
+
+
+def entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+    """The entry of a tensor that is written later, with ``put``."""
+    return Entry(name, dtype, tuple(shape), _never)
+
+
+def entries_of(names: Mapping[torch.Tensor, Sequence[str]]) -> list[Entry]:
+    """The entries of the complete tensors behind this rank's tensors or shards, under all their names."""
+    entries = []
+    for tensor, all_names in names.items():
+        shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
+        how = cut_of(tensor)
+        shape = shape if how is None else how.whole_shape(shape)
+        entries += [entry(name, tensor.dtype, shape) for name in all_names]
+    return entries
+
+
+def _never() -> torch.Tensor:
+    raise AssertionError("the tensor is handed over when it has been gathered")
+
+
+class _Streamed:
+    """A safetensors file whose tensors are written in any order."""
+
+    def __init__(self, path: Path, fresh: Path, entries: Sequence[Entry]) -> None:
+        self._path, self._fresh = path, fresh
+        self._entries = {entry.key: entry for entry in entries}
+        text, self._starts = header(entries, {"format": "pt"})
+        with removed_on_failure(fresh):
+            self._file = fresh.open("wb")
+            self._file.write(text)
+            self._file.truncate(
+                len(text) + sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+            )
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        entry = self._entries[name]._replace(produce=lambda: tensor)
+        with removed_on_failure(self._fresh):
+            self._file.seek(self._starts[name])
+            self._file.write(data(entry))
+
+    def close(self, complete: bool) -> None:
+        with removed_on_failure(self._fresh), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        _finish(self._path, self._fresh, complete)
+
+
+class _Collected:
+    """A file in torch.save's format, written once all tensors are collected."""
+
+    def __init__(self, path: Path, fresh: Path) -> None:
+        self._path, self._fresh = path, fresh
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name] = tensor.cpu().clone()
+
+    def close(self, complete: bool) -> None:
+        if complete:
+            with removed_on_failure(self._fresh), self._fresh.open("wb") as file:
+                torch.save(self._tensors, file)
+                file.flush()
+                os.fsync(file.fileno())
+        _finish(self._path, self._fresh, complete)
+
+
+def _finish(path: Path, fresh: Path, complete: bool) -> None:
+    if not complete:
+        discard(fresh)
+        return
+    fresh.replace(path)
+    sync_directory(path.parent)

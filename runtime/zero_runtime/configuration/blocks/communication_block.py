@@ -1,0 +1,189 @@
+"""The configuration block ``communication``: collectives along the axes of a grid, slow ranks, and bounded delay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+from zero_runtime.configuration.reading.checks import Check, integer, number, optional, strings, text
+from zero_runtime.configuration.reading.key_table import Table, inside, used
+from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.loss_scale import UNSCALED
+
+if TYPE_CHECKING:
+    from zero_runtime.config import RuntimeConfig
+
+
+def _topology(name: str, value: Any) -> int | str | tuple[int, ...]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, list | tuple) and value and all(type(each) is int and each > 0 for each in value):
+        return tuple(value)
+    if type(value) is int and value in (1, 2, 3):
+        return value
+    raise ConfigError(
+        f"{name} is {value!r}; expected 1, 2 or 3 axes, auto, or a list with the ranks along each axis, such as [2, 4]"
+    )
+
+
+def _fraction(name: str, value: Any) -> float:
+    number_value = float(number(0.0)(name, value))
+    if not 0.0 < number_value < 1.0:
+        raise ConfigError(
+            f"{name} is {value!r}; expected a fraction of a step's time, above 0 and below 1, such as 0.2"
+        )
+    return number_value
+
+
+CALIBRATION: Final[Table] = {
+    "world": used(optional(text), None, "file of commprof calibrate among all ranks"),
+    "axes": used(strings, (), "files among the ranks of one group of each axis, outermost axis first"),
+}
+
+COMMUNICATION: Final[Table] = {
+    "topology": used(
+        Check("1, 2, 3, `auto` or list of int", _topology),
+        1,
+        "axes of the grid of ranks along which gradient sums and parameter gathers go; see docs/topology.md",
+    ),
+    "calibration": used(
+        optional(inside(CALIBRATION)),
+        None,
+        "measured costs, by which each message size goes along the axes or not",
+    ),
+    "slow_node_tolerance": used(
+        optional(Check("number above 0 and below 1", _fraction)),
+        None,
+        "say which rank or link keeps the others waiting for more than this fraction of a step",
+    ),
+    "bounded_delay": used(
+        integer(0),
+        0,
+        "steps that gradients may be late: each step applies those of so many before (stage 0, over P2P); 0 is off",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationConfig:
+    """The block, checked.
+
+    Attributes:
+        topology: number of axes, ``auto``, or the ranks along each axis, outermost first.
+        world_calibration: the calibration among all ranks; None without costs.
+        axis_calibrations: one file for each axis.
+        slow_node_tolerance: a fraction of a step's time; None without detection of slow ranks.
+        bounded_delay: steps by which averages of gradients are late; 0 for none.
+    """
+
+    topology: int | str | tuple[int, ...] = 1
+    world_calibration: str | None = None
+    axis_calibrations: tuple[str, ...] = ()
+    slow_node_tolerance: float | None = None
+    bounded_delay: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether collectives go among all ranks, not along axes."""
+        return self.topology == 1
+
+    def effective(self) -> dict[str, Any]:
+        """The settings under their configuration keys."""
+        files = {"world": self.world_calibration, "axes": list(self.axis_calibrations)}
+        return {
+            "topology": list(self.topology) if isinstance(self.topology, tuple) else self.topology,
+            "calibration": files if self.world_calibration else None,
+            "slow_node_tolerance": self.slow_node_tolerance,
+            "bounded_delay": self.bounded_delay,
+        }
+
+
+def read_communication(values: Mapping[str, Any], world_size: int) -> CommunicationConfig:
+    """The checked ``values`` of the block.
+
+    Raises:
+        ConfigError: the product of the axis sizes is not the number of ranks; a calibration lacks a file.
+    """
+    topology = values["topology"]
+    if isinstance(topology, tuple) and prod(topology) != world_size:
+        raise ConfigError(
+            f"communication.topology is {list(topology)}, a grid of {prod(topology)} ranks, and there are {world_size}; "
+            "expected sizes whose product is the number of ranks, or auto"
+        )
+    files = values["calibration"]
+    if files is not None and not (files["world"] and files["axes"]):
+        raise ConfigError(
+            "communication.calibration needs world, a file of commprof calibrate among all ranks, and axes, a list with one "
+            "such file for each axis; give both, or remove the block to have every message go along the axes"
+        )
+    if files is not None and isinstance(topology, tuple):
+        expected = max(1, sum(size > 1 for size in topology))
+        if expected > 1 and len(files["axes"]) != expected:
+            raise ConfigError(wrong_number_of_files(len(files["axes"]), expected))
+    return CommunicationConfig(
+        topology=topology,
+        world_calibration=files["world"] if files else None,
+        axis_calibrations=files["axes"] if files else (),
+        slow_node_tolerance=values["slow_node_tolerance"],
+        bounded_delay=values["bounded_delay"],
+    )
+
+
+def check_delay(config: RuntimeConfig) -> None:
+    """Refuse settings that conflict with ``bounded_delay``.
+
+    Raises:
+        ConfigError: there is a conflict.
+    """
+    delay, kinds, stage = config.communication.bounded_delay, config.precision, config.zero.stage
+    if not delay:
+        return
+    for conflict, instead in (
+        (stage.shards_optimizer and f"zero_optimization.stage {stage.number}", "stage 0"),
+        (
+            kinds.loss_scale is not UNSCALED
+            and "the loss scale of fp16, which may change until gradients are applied",
+            "bf16 or fp32",
+        ),
+        (not config.communication.plain and "communication.topology", "topology 1"),
+        (
+            config.communication.slow_node_tolerance is not None
+            and "communication.slow_node_tolerance, for which the ranks meet after every step",
+            "one of the two",
+        ),
+        (config.gradient_compression is not None and "gradient_compression", "one of the two"),
+    ):
+        if conflict:
+            raise ConfigError(
+                f"communication.bounded_delay is {delay}, and does not go together with {conflict}; use {instead}, or "
+                "remove "
+                "bounded_delay"
+            )
+
+
+def check_whole(communication: CommunicationConfig, shared: bool) -> None:
+    """Refuse ``bounded_delay`` if ranks share a model or its samples (``shared``). Raises ConfigError."""
+    if communication.bounded_delay and shared:
+        raise ConfigError(
+            f"communication.bounded_delay is {communication.bounded_delay}, which needs the whole model and samples of its "
+            "own on every rank; remove it, or the keys of tensor, sequence and pipeline parallelism"
+        )
+
+
+def check_optimizer_given(communication: CommunicationConfig) -> None:
+    """Refuse ``bounded_delay`` without an optimizer. Raises ConfigError."""
+    if communication.bounded_delay:
+        raise ConfigError(
+            f"communication.bounded_delay is {communication.bounded_delay}, and there is no optimizer that could apply "
+            "gradients later; name one in the config, or pass one to initialize"
+        )
+
+
+def wrong_number_of_files(count: int, expected: int) -> str:
+    """The error message for a wrong number of calibrations of axes."""
+    return (
+        f"communication.calibration.axes has {count} files, and the grid has {expected} axes of more than one rank; "
+        "expected one file for each of them, outermost first"
+    )

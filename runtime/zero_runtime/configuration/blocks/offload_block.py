@@ -1,0 +1,166 @@
+"""The configuration blocks ``offload_optimizer`` and ``aio``: placement of the optimizer's state, and file access."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_runtime.configuration.reading.checks import (
+    Check,
+    boolean,
+    choice,
+    coerced_number,
+    integer,
+    number,
+    optional,
+    text,
+)
+from zero_runtime.configuration.reading.key_table import Table, inert, later, used
+from zero_runtime.errors import ConfigError
+from zero_runtime.offload.tensor_files import AsynchronousIO
+
+OPTIMIZER_KEY: Final = "zero_optimization.offload_optimizer"
+
+
+def _share(name: str, value: Any) -> float:
+    share = float(number(0.0)(name, value))
+    if share > 1.0:
+        raise ConfigError(f"{name} is {value!r}; expected a number from 0 to 1")
+    return share
+
+
+_SHARE: Final = Check("number from 0 to 1", _share, coerce=coerced_number)
+
+OFFLOAD_OPTIMIZER: Final[Table] = {
+    "device": used(
+        choice("none", "cpu", "nvme"), "none", "where the optimizer's state is stored: host memory, or files"
+    ),
+    "nvme_path": used(optional(text), None, "folder for the files; needed for nvme"),
+    "buffer_count": used(integer(0), 4, "chunks of the state that are in memory at a time, with nvme"),
+    "pin_memory": used(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
+    "pipeline": used(optional(boolean), None, "both of the next two keys"),
+    "pipeline_read": used(
+        optional(boolean), None, "read the next chunk while one is updated; null is as pipeline, else true"
+    ),
+    "pipeline_write": used(
+        optional(boolean), None, "write a chunk while the next is updated; null is as pipeline, else true"
+    ),
+    "fast_init": used(boolean, False, "write master weights after the first step only, with nvme"),
+    "ratio": used(_SHARE, 1.0, "share of the state that is offloaded; the rest stays on the device"),
+    "super_offload": later(boolean, False, "SuperOffload", "SuperOffload", "device cpu with ratio"),
+    "cpuadam_cores_perc": inert(
+        number(0.0), 0.8, "share of the cores for the update", "acts with super_offload only"
+    ),
+}
+
+AIO: Final[Table] = {
+    "block_size": used(integer(1), 1_048_576, "bytes of a block"),
+    "queue_depth": used(integer(1), 8, "blocks that are read or written in one request"),
+    "intra_op_parallelism": used(integer(1), 1, "threads for reading, and as many for writing"),
+    "thread_count": used(optional(integer(1)), None, "old name of intra_op_parallelism"),
+    "single_submit": used(boolean, False, "every block is a request of its own"),
+    "overlap_events": used(
+        boolean, True, "each thread has two requests in progress: one on the disk while one is checksummed"
+    ),
+    "use_gds": later(
+        boolean, False, "from the GPU to NVMe directly", "GPUDirect Storage", "files go through host memory"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerOffload:
+    """Offload of the optimizer's masters and states.
+
+    Attributes:
+        device: ``cpu`` or ``nvme``.
+        nvme_path: folder for the files; None with ``cpu``.
+        buffer_count: chunks that are in memory at a time, with ``nvme``.
+        pin_memory: page-locked memory, if there is a GPU.
+        pipeline_read: read the next chunk while one is updated.
+        pipeline_write: write a chunk while the next is updated.
+        fast_init: write masters only after the first step.
+        ratio: fraction that is offloaded.
+    """
+
+    device: str
+    nvme_path: str | None = None
+    buffer_count: int = 4
+    pin_memory: bool = True
+    pipeline_read: bool = True
+    pipeline_write: bool = True
+    fast_init: bool = False
+    ratio: float = 1.0
+
+
+def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
+    """The offload of the optimizer from the checked values of ``zero_optimization``; None if it stays on the device.
+
+    Raises:
+        ConfigError: keys contradict each other, or ``nvme`` lacks a folder.
+    """
+    block = dict(zero["offload_optimizer"] or {})
+    device = block.get("device", "none")
+    if zero["cpu_offload"]:
+        if zero["offload_optimizer"] is not None and device != "cpu":
+            raise ConfigError(
+                f"zero_optimization.cpu_offload is true, and {OPTIMIZER_KEY}.device is {device!r}; keep offload_optimizer"
+            )
+        device = "cpu"
+    if device == "none":
+        return None
+    path = block.get("nvme_path")
+    if device == "nvme" and not path:
+        raise ConfigError(
+            f"{OPTIMIZER_KEY}.device is 'nvme' without nvme_path; set {OPTIMIZER_KEY}.nvme_path to a folder on a fast local "
+            "disk"
+        )
+    if device == "nvme" and block.get("buffer_count") == 0:
+        raise ConfigError(
+            f"{OPTIMIZER_KEY}.buffer_count is 0, and files are read through buffers; expected at least 1"
+        )
+    both = block.get("pipeline")
+    read, write = (
+        each if each is not None else both is not False
+        for each in (block.get("pipeline_read"), block.get("pipeline_write"))
+    )
+    return OptimizerOffload(
+        device=device,
+        nvme_path=path if device == "nvme" else None,
+        buffer_count=block.get("buffer_count", 4),
+        pin_memory=block.get("pin_memory", True),
+        pipeline_read=read,
+        pipeline_write=write,
+        fast_init=block.get("fast_init", False),
+        ratio=block.get("ratio", 1.0),
+    )
+
+
+def read_aio(block: Mapping[str, Any] | None) -> AsynchronousIO:
+    """The checked values of the block ``aio``.
+
+    Raises:
+        ConfigError: two names of one key with different values.
+    """
+    if block is None:
+        return AsynchronousIO()
+    threads, old = block["intra_op_parallelism"], block["thread_count"]
+    if old is not None and old != threads and threads != AIO["intra_op_parallelism"].default:
+        raise ConfigError(
+            f"aio has intra_op_parallelism {threads} and thread_count {old}, two names of one key; keep intra_op_parallelism"
+        )
+    return AsynchronousIO(
+        block_size=block["block_size"],
+        queue_depth=block["queue_depth"],
+        threads=threads if old is None else old,
+        single_submit=block["single_submit"],
+        overlap_events=block["overlap_events"],
+    )
+
+
+def effective_aio(aio: AsynchronousIO) -> dict[str, Any]:
+    """``aio`` under its configuration keys."""
+    values: dict[str, Any] = aio._asdict()
+    values["intra_op_parallelism"] = values.pop("threads")
+    return values

@@ -1,0 +1,175 @@
+"""The keys of tensor and sequence parallelism: ranks along each axis, and how modules are partitioned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from zero_runtime.configuration.reading.checks import (
+    anything,
+    boolean,
+    choice,
+    integer,
+    mapping,
+    optional,
+    text,
+)
+from zero_runtime.configuration.reading.key_table import Table, inert, inside, later, refused, used, waiting
+from zero_runtime.errors import ConfigError
+
+_PART: Final = "tensor parallelism"
+_SIZE: Final = "ranks that share each tensor"
+
+_TP: Final[Table] = {
+    "tp_size": used(integer(1), 1, "the same as autotp_size"),
+    "tp_grain_size": inert(integer(1), 1, "of uneven partitions", "tensors are partitioned evenly"),
+    "mpu": refused("an object cannot stand in a configuration; pass mpu to initialize", "model parallelism"),
+    "tp_group": refused(
+        "a group cannot stand in a configuration; pass mpu to initialize", "a group of ranks"
+    ),
+}
+
+TENSOR_PARALLEL: Final[Table] = {
+    "autotp_size": used(integer(0), 0, f"{_SIZE}; modules are partitioned by their names; 0 is off"),
+    "tp": used(optional(inside(_TP)), None, "another place for the size"),
+    "tensor_parallel": used(optional(inside(_TP)), None, "old name of tp"),
+    "plan": used(
+        optional(mapping), None,
+        "patterns of module names, and how each is partitioned: docs/parallelism.md. Not a key of DeepSpeed",
+    ),
+    "partition_config": used(optional(mapping), None, "the same in DeepSpeed's form: layer_specs"),
+    "sequence_parallel": used(
+        boolean, False, "shard activations between partitioned modules along the sequence. Not a key of DeepSpeed"
+    ),
+    "dtype": inert(anything, None, "of the layers", "bf16 and fp16 say what the model is trained in"),
+    "tp_overlap_comm": later(boolean, False, "overlap reductions with computation", "overlap within a layer"),
+    "vocab_parallel_lm_head": later(
+        optional(boolean), None, "partition the output layer too", "a key of its own for that",
+        'name it in tensor_parallel.plan as "column", and the loss as "loss"',
+    ),
+    "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "of its loss", _PART),
+    "injection_policy_tuple": later(
+        anything, None, "layers to partition", "DeepSpeed's policies", "name the modules in tensor_parallel.plan"
+    ),
+    "preset_model": later(
+        optional(text), None, "a known model", "a table of models", "name the modules in tensor_parallel.plan"
+    ),
+    "keep_module_on_host": inert(
+        boolean, False, "partition in host memory", "a model is partitioned on its device, before it is moved"
+    ),
+    "replace_with_kernel_inject": later(boolean, False, "other kernels", "kernels for inference"),
+}  # fmt: skip
+
+KEYS: Final[Table] = {
+    "tensor_parallel": used(inside(TENSOR_PARALLEL), {}, "tensor parallelism: docs/parallelism.md"),
+    "tp_size": used(
+        integer(1), 1, f"{_SIZE}. Not a key of DeepSpeed, where it is tensor_parallel.autotp_size"
+    ),
+    "sequence_parallel_size": used(integer(1), 1, "ranks that share the sequences of a batch (Ulysses)"),
+    "data_parallel_size": used(
+        optional(integer(1)), None, "checked: the ranks divided by those that share a model or its sequences"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """The parallel keys of a configuration.
+
+    Attributes:
+        tp_size: ranks that share each tensor.
+        sequence_parallel_size: ranks that share the sequences of a batch.
+        data_parallel_size: the number of replicas in the configuration; None if it is absent.
+        plan: patterns of module names, and how each is partitioned.
+        partition_config: the same in DeepSpeed's form.
+        sequence_parallel: whether activations between partitioned modules are sharded along the sequence.
+        counts_slices: whether ``train_batch_size`` may count a sample once for each tensor-parallel rank.
+    """
+
+    tp_size: int = 1
+    sequence_parallel_size: int = 1
+    data_parallel_size: int | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    partition_config: Mapping[str, Any] = field(default_factory=dict)
+    sequence_parallel: bool = False
+    counts_slices: bool = False
+
+    def replicas(self, world_size: int, stages: int = 1) -> int:
+        """The number of replicas: ``world_size`` divided by the ranks that share one model or its sequences.
+
+        Args:
+            world_size: all ranks.
+            stages: of a pipeline.
+
+        Raises:
+            ConfigError: they do not divide it, or the result differs from ``data_parallel_size``.
+        """
+        sizes = {
+            "stages of a pipeline": stages,
+            "tp_size": self.tp_size,
+            "sequence_parallel_size": self.sequence_parallel_size,
+        }
+        shared = stages * self.tp_size * self.sequence_parallel_size
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        if world_size % shared:
+            raise ConfigError(
+                f"{shown} makes {shared} ranks for each model, which does not divide the {world_size} ranks there are; "
+                f"start a multiple of {shared} ranks, or change one of them"
+            )
+        replica_count = world_size // shared
+        if self.data_parallel_size not in (None, replica_count):
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}, but {world_size} ranks"
+                f"{f' divided by {shown}' if shown else ''} leave {replica_count}; remove data_parallel_size, or make "
+                "the product of "
+                "all axes the number of ranks"
+            )
+        return replica_count
+
+
+def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
+    """The parallel keys from the checked values of a configuration.
+
+    Raises:
+        ConfigError: two keys give different sizes.
+    """
+    block = top["tensor_parallel"]
+    configured = {"tp_size": top["tp_size"], "tensor_parallel.autotp_size": block["autotp_size"]}
+    for name in ("tp", "tensor_parallel"):
+        if block[name] is not None:
+            configured[f"tensor_parallel.{name}.tp_size"] = block[name]["tp_size"]
+    wide = {name: size for name, size in configured.items() if size > 1}
+    if len(set(wide.values())) > 1:
+        shown = " and ".join(f"{name} {size}" for name, size in wide.items())
+        raise ConfigError(f"{shown} differ; keep one of them")
+    size = next(iter(wide.values()), 1)
+    if size == 1 and block["sequence_parallel"]:
+        raise ConfigError(
+            "tensor_parallel.sequence_parallel is true, which acts between partitioned tensors, and tp_size is 1; set "
+            "tp_size, or use sequence_parallel_size for sequences without partitioned tensors"
+        )
+    return ParallelConfig(
+        tp_size=size,
+        sequence_parallel_size=top["sequence_parallel_size"],
+        data_parallel_size=top["data_parallel_size"],
+        plan=block["plan"] or {},
+        partition_config=block["partition_config"] or {},
+        sequence_parallel=block["sequence_parallel"],
+        counts_slices=top["tp_size"] == 1 and size > 1,
+    )
+
+
+def check_parallel(config: ParallelConfig, optimizer: str | None) -> None:
+    """Refuse optimizers that conflict with tensor parallelism. Raises ConfigError.
+
+    Args:
+        config: the parallel keys.
+        optimizer: the type of the configuration's optimizer.
+    """
+    optimizer_name = (optimizer or "").lower()
+    if config.tp_size > 1 and optimizer_name in ("muon", "lamb"):
+        raise ConfigError(
+            f"optimizer.type is {optimizer}, whose step depends on whole matrices, and tp_size is {config.tp_size}, which "
+            "partitions them; use AdamW or another optimizer that works element by element"
+        )

@@ -1,0 +1,149 @@
+"""The keys of pipelines: DeepSpeed's block ``pipeline``, the block ``pipeline_parallel``, and ``partition_methods``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_runtime.configuration.reading.checks import Check, boolean, choice, either, integer, optional
+from zero_runtime.configuration.reading.key_table import Table, inert, inside, used
+from zero_runtime.errors import ConfigError
+
+_METHODS: Final = ("uniform", "parameters", "profile")
+
+
+def _method(name: str, value: Any) -> str:
+    method = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    kind, _, pattern = method.lower().partition(":") if isinstance(method, str) else ("", "", "")
+    if kind == "type" and pattern:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{name} is {value!r}, which is no regular expression: {error}") from None
+        return str(method)
+    if kind in _METHODS and not pattern:
+        return kind
+    raise ConfigError(
+        f"{name} is {value!r}; expected uniform, parameters, profile, or type: and a pattern of class names"
+    )
+
+
+_METHOD: Final = Check("`uniform`, `parameters`, `profile` or `type:REGEX`", _method)
+_DEALING: Final = "how layers are assigned to stages, as PipelineModule's partition_method"
+_TENSORS: Final = "activations are sent whole by each model-parallel rank"
+
+PIPELINE: Final[Table] = {
+    "stages": used(either("auto", integer(1)), "auto", "number of stages; auto is PipelineModule's num_stages"),
+    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best is that argument itself"),
+    "partition_methods": used(optional(_METHOD), None, "the same. Not a key of DeepSpeed"),
+    "seed_layers": inert(
+        boolean, False, "seed each layer separately", "PipelineModule(seed_layers=True) does it, when layers are built"
+    ),
+    "activation_checkpoint_interval": used(integer(0), 0, "layers between two activation checkpoints; 0 is the module's"),
+    "pipe_partitioned": inert(boolean, True, "share activations among model-parallel ranks", _TENSORS),
+    "grad_partitioned": inert(boolean, True, "share their gradients likewise", _TENSORS),
+    "use_reentrant": used(boolean, True, "run checkpointed layers again before their backward pass, not within it"),
+}  # fmt: skip
+
+PIPELINE_PARALLEL: Final[Table] = {
+    "enabled": used(boolean, True, "whether the block is read"),
+    "pp_size": used(optional(integer(1)), None, "number of stages"),
+    "micro_batches": used(optional(integer(1)), None, "micro-batches of a step: gradient_accumulation_steps"),
+    "schedule": used(
+        optional(choice("1f1b", "gpipe", "interleaved", "zero_bubble")),
+        None,
+        "order of forward and backward passes: docs/pipeline.md. Default: 1f1b, or interleaved with virtual stages",
+    ),
+    "virtual_stages": used(
+        optional(integer(1)), None, "chunks of the model on each stage, with the schedule interleaved: 2 by default there"
+    ),
+    "partition_method": used(optional(_METHOD), None, _DEALING),
+    "partition_methods": used(optional(_METHOD), None, "the same"),
+}  # fmt: skip
+
+KEYS: Final[Table] = {
+    "pipeline": used(optional(inside(PIPELINE)), None, "settings of a pipeline: docs/pipeline.md"),
+    "pipeline_parallel": used(
+        optional(inside(PIPELINE_PARALLEL)), None, "the same under other names. Not a key of DeepSpeed"
+    ),
+    "partition_methods": used(optional(_METHOD), None, f"{_DEALING}. Not a key of DeepSpeed"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """The pipeline keys of a configuration.
+
+    Attributes:
+        stages: number of stages; None if the model sets it.
+        micro_batches: of a step; None if gradient_accumulation_steps sets it.
+        partition_method: None if the model sets it.
+        schedule: ``1f1b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; None if ``virtual_stages`` determines it.
+        virtual_stages: chunks of the model on each stage; None if the model sets it.
+        activation_checkpoint_interval: 0 if the model sets it.
+        use_reentrant: which kind of activation checkpoint.
+    """
+
+    stages: int | None = None
+    micro_batches: int | None = None
+    partition_method: str | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    activation_checkpoint_interval: int = 0
+    use_reentrant: bool = True
+
+
+def read_pipeline(top: Mapping[str, Any]) -> PipelineConfig:
+    """The pipeline keys from the checked values of a configuration.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+    """
+    theirs, ours = top["pipeline"] or {}, top["pipeline_parallel"] or {}
+    if ours.get("enabled") is False:
+        ours = {}
+    stages = {
+        "pipeline.stages": None if theirs.get("stages") == "auto" else theirs.get("stages"),
+        "pipeline_parallel.pp_size": ours.get("pp_size"),
+    }
+    methods = {
+        "pipeline.partition": None if theirs.get("partition") == "best" else theirs.get("partition"),
+        "pipeline.partition_methods": theirs.get("partition_methods"),
+        "pipeline_parallel.partition_method": ours.get("partition_method"),
+        "pipeline_parallel.partition_methods": ours.get("partition_methods"),
+        "partition_methods": top["partition_methods"],
+    }
+    return PipelineConfig(
+        stages=_agreed(stages),
+        micro_batches=ours.get("micro_batches"),
+        partition_method=_agreed(methods),
+        schedule=ours.get("schedule"),
+        virtual_stages=ours.get("virtual_stages"),
+        activation_checkpoint_interval=theirs.get("activation_checkpoint_interval", 0),
+        use_reentrant=theirs.get("use_reentrant", True),
+    )
+
+
+def _agreed(by_key: Mapping[str, Any]) -> Any:
+    configured = {name: value for name, value in by_key.items() if value is not None}
+    if len(set(configured.values())) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'{name} {value!r}' for name, value in configured.items())} differ; keep one of them"
+        )
+    return next(iter(configured.values()), None)
+
+
+def accumulation_steps(micro_batches: int | None, steps: int | None) -> int | None:
+    """``gradient_accumulation_steps``, for which ``micro_batches`` is another name.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if micro_batches is not None and steps is not None and micro_batches != steps:
+        raise ConfigError(
+            f"pipeline_parallel.micro_batches is {micro_batches} and gradient_accumulation_steps is {steps}, which "
+            "are the same thing; make them equal, or keep one"
+        )
+    return steps if micro_batches is None else micro_batches

@@ -1,0 +1,128 @@
+"""The configuration block ``zero_optimization``, typed and with all defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_runtime.configuration.blocks.offload_block import OptimizerOffload, read_optimizer_offload
+from zero_runtime.configuration.blocks.sharding_block import ShardingConfig, read_sharding
+from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL, automatic_overlap, automatic_reduction
+from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.stages import Stage, stage
+from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """``zero_optimization``, resolved. Sizes are elements.
+
+    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` is True if the config names it.
+    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` has an effect if the stage shards parameters,
+    ``ignore_unused_parameters`` if the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
+    ``quantized_weights`` are those of stages 1 and 2.
+    """
+
+    stage: Stage
+    contiguous_gradients: bool
+    reduce_scatter: bool
+    use_multi_rank_bucket_allreduce: bool
+    gradient_reduction: str
+    explicit_reduction: bool
+    reduce_scatter_impl: str | None
+    reduce_bucket_size: int
+    allgather_partitions: bool
+    allgather_bucket_size: int | None
+    overlap_comm: bool
+    compute_grad_norm: bool
+    overlap_parameter_gather: bool
+    round_robin_gradients: bool
+    parameter_alignment: bool
+    load_from_fp32_weights: bool
+    ignore_unused_parameters: bool
+    offload_optimizer: OptimizerOffload | None
+    sharding: ShardingConfig
+    partitioned_types: PartitionedTypes
+    quantized_gradients: bool
+    quantized_weights: bool
+
+
+def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
+    """The checked ``values`` of the block, resolved. Raises ConfigError if the stage does not support them."""
+    offload = read_optimizer_offload(values)
+    row = stage(values["stage"], bool(values["overlap_comm"]))
+    if offload is not None and row.shards_optimizer and not row.shards_parameters:
+        # Gradients are offloaded through one buffer, as in DeepSpeed.
+        values = {**values, "contiguous_gradients": True}
+    # Which reduction: the key's own value, or what DeepSpeed's three keys mean. Quantized gradients leave one choice.
+    wanted = values["gradient_reduction"]
+    reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
+    flat = row.shards_optimizer and not row.shards_parameters
+    if flat and values["zero_quantized_gradients"]:
+        if wanted not in ("auto", "reduce_scatter"):
+            raise ConfigError(
+                f"zero_optimization.zero_quantized_gradients is true, and gradient_reduction is {wanted}; quantized "
+                "gradients go to the ranks that own them: expected auto or reduce_scatter"
+            )
+        wanted = reduction = "reduce_scatter"
+    # The two errors differ in why the stage does not have the reduction.
+    if reduction not in row.reductions and row.shards_parameters:
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a shard of every "
+            f"parameter; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+        )
+    if reduction not in row.reductions:
+        raise ConfigError(
+            f"zero_optimization.gradient_reduction is {reduction}, but at stage {row.number} every rank keeps all "
+            f"gradients, so there are no owners; expected auto or {' or '.join(row.reductions)}, or stage 1 or 2"
+        )
+    # Shards are aligned to 2 elements, so an odd message size is refused.
+    gather = values["allgather_bucket_size"] or None
+    if flat and gather is not None and gather % 2:
+        raise ConfigError(
+            f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since shards "
+            "are aligned to 2 elements"
+        )
+    # Settings without effect at this stage get neutral values: bucket size, offload, sharding.
+    return ZeroConfig(
+        stage=row,
+        contiguous_gradients=values["contiguous_gradients"],
+        reduce_scatter=values["reduce_scatter"],
+        use_multi_rank_bucket_allreduce=values["use_multi_rank_bucket_allreduce"],
+        gradient_reduction=reduction,
+        explicit_reduction=wanted != "auto",
+        reduce_scatter_impl=None
+        if values["reduce_scatter_impl"] == "auto"
+        else values["reduce_scatter_impl"],
+        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
+        allgather_partitions=values["allgather_partitions"] and not disable_allgather,
+        allgather_bucket_size=gather,
+        overlap_comm=automatic_overlap(row, reduction)
+        if values["overlap_comm"] is None
+        else values["overlap_comm"],
+        compute_grad_norm=values["compute_grad_norm"] or row.shards_parameters,
+        overlap_parameter_gather=values["overlap_parameter_gather"],
+        round_robin_gradients=values["round_robin_gradients"],
+        parameter_alignment=values["parameter_alignment"],
+        load_from_fp32_weights=values["load_from_fp32_weights"],
+        ignore_unused_parameters=values["ignore_unused_parameters"],
+        offload_optimizer=offload if row.shards_optimizer else None,
+        sharding=read_sharding(values)
+        if row.shards_parameters
+        else ShardingConfig(sub_group_size=max(1, values["sub_group_size"])),
+        partitioned_types=_partitioned_types(values),
+        quantized_gradients=flat and values["zero_quantized_gradients"],
+        quantized_weights=flat and values["zero_quantized_weights"],
+    )
+
+
+def _partitioned_types(values: Mapping[str, Any]) -> PartitionedTypes:
+    allowed, never_partitioned = values["zero_allowed_param_types"], values["zero_force_param_types"]
+    both = sorted(set(allowed or ()).intersection(never_partitioned or ()))
+    if both:
+        raise ConfigError(
+            f"{', '.join(both)} is in zero_optimization.zero_allowed_param_types, which are partitioned, and in "
+            "zero_force_param_types, which never are; keep it in one"
+        )
+    return PartitionedTypes(allowed=allowed, whole=never_partitioned or ())

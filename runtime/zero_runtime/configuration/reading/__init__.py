@@ -1,0 +1,1 @@
+"""Reads config files and checks single values."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's names for configurations and schedules as objects."""

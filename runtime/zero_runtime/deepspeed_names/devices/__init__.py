@@ -1,0 +1,1 @@
+"""DeepSpeed's names for accelerators, streams, timers and compiled operators."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's names for torch.distributed, process groups, topologies and logs."""

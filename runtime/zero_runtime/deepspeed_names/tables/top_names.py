@@ -1,0 +1,214 @@
+"""DeepSpeed's top-level names: ``deepspeed`` itself, ``deepspeed.comm``, ``deepspeed.accelerator``, ``deepspeed.pipe``."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Final
+
+from zero_runtime.comm import DEFAULT_PORT
+from zero_runtime.deepspeed_names.distribution import FOLLOWED, NAMES_VERSION
+from zero_runtime.deepspeed_names.tables.names import Module, Name, live, names_from, refused, values
+
+_HERE: Final = "zero_runtime.deepspeed_names"
+INFERENCE: Final = (
+    "inference engines are not part of this runtime; call the model itself under torch.inference_mode()"
+)
+DUAL_PIPELINE: Final = (
+    "pipelines with micro-batches from both ends are not in this version; use schedule zero_bubble"
+)
+TENSOR_PARALLEL: Final = (
+    "tensor_parallel.autotp_size and tensor_parallel.plan in the configuration have initialize cut the model; "
+    "zero_runtime.tensor_parallel has layers that ranks share"
+)
+EXPERTS: Final = "experts (MoE) are not in this version"
+KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
+
+LOG: Final = names_from(
+    f"{_HERE}.ranks.comm_summary",
+    "configure", "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "reset_log",
+) | names_from(
+    f"{_HERE}.ranks.comm_summary",
+    "log_summary",
+    note="each call is timed by itself, and bandwidths are those of nccl-tests; and nothing is waited for",
+)  # fmt: skip
+
+_GROUPS: Final = names_from(
+    f"{_HERE}.ranks.comm_functions",
+    "ProcessGroup", "ReduceOp", "destroy_process_group", "get_all_ranks_from_group", "get_global_rank", "get_local_rank",
+    "get_local_rank_from_launcher", "get_rank", "get_world_group", "get_world_rank_from_launcher", "get_world_size",
+    "get_world_size_from_launcher", "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager",
+    "has_reduce_scatter_tensor", "init_distributed", "initialize_mesh_device", "is_available", "is_initialized", "new_group",
+)  # fmt: skip
+
+_MESSAGES: Final = names_from(
+    f"{_HERE}.ranks.comm_functions",
+    "P2POp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast",
+    "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
+    "reduce_scatter_tensor", "scatter", "send",
+) | names_from(f"{_HERE}.ranks.comm_functions", "inference_all_reduce", note="an all_reduce like any other") | names_from(
+    f"{_HERE}.ranks.comm_functions",
+        "monitored_barrier", note="names the ranks that are missing on gloo; elsewhere an ordinary barrier"
+)  # fmt: skip
+
+_WORDS: Final = values(
+    NCCL_BACKEND="nccl",
+    GLOO_BACKEND="gloo",
+    MPI_BACKEND="mpi",
+    CCL_BACKEND="ccl",
+    HCCL_BACKEND="hccl",
+    TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT,
+    default_pg_timeout=datetime.timedelta(minutes=30),
+)
+
+COMM: Final[dict[str, Name]] = {
+    **refused(
+        "init_distributed finds out by itself who has started the ranks", "mpi_discovery", "set_backend"
+    ),
+    **_GROUPS,
+    **_MESSAGES,
+    **LOG,
+    **_WORDS,
+    **names_from("zero_runtime.groups.comm_log", comms_logger="LOG"),
+    **refused("messages go to torch.distributed; call the functions of deepspeed.comm", "TorchBackend"),
+}
+
+_PIPELINE: Final = names_from("zero_runtime.pipeline.model.pipeline_module", "PipelineModule")
+
+PIPE: Final[dict[str, Name]] = {
+    **_PIPELINE,
+    **names_from("zero_runtime.pipeline.model.layers", "LayerSpec", "TiedLayerSpec"),
+    **refused(DUAL_PIPELINE, "DualPipeVModule"),
+}
+
+_ENGINE_NAMES: Final = names_from("zero_runtime.training.engine", DeepSpeedEngine="Engine")
+
+DEEPSPEED: Final[dict[str, Name]] = {
+    **names_from("zero_runtime.startup.initialization", "initialize"),
+    **names_from("zero_runtime.comm", "init_distributed"),
+    **names_from(
+        "zero_runtime.startup.script_arguments",
+        "add_core_arguments",
+        add_config_arguments="add_core_arguments",
+        _add_core_arguments="add_core_arguments",
+    ),
+    **_ENGINE_NAMES,
+    **names_from(f"{_HERE}.configs.config_object", "DeepSpeedConfig"),
+    **names_from("zero_runtime.errors", DeepSpeedConfigError="ConfigError"),
+    **names_from(
+        "zero_runtime.training.data_loading",
+        DeepSpeedDataLoader="RankLoader",
+        note="made by engine.deepspeed_io",
+    ),
+    **names_from("zero_runtime.optimizer_step.interface", DeepSpeedOptimizer="WrappedOptimizer"),
+    **names_from(f"{_HERE}.ranks.logging_names", "log_dist", "logger"),
+    **names_from(f"{_HERE}.devices.device_context", "OnDevice"),
+    **names_from(f"{_HERE}.devices.accelerator", "get_accelerator"),
+    **names_from("deepspeed.runtime.zero", zero=""),
+    **names_from("deepspeed.runtime.activation_checkpointing.checkpointing", checkpointing=""),
+    **names_from("deepspeed.comm", dist=""),
+    **values(
+        __version__=NAMES_VERSION,
+        version=NAMES_VERSION,
+        __version_major__=int(FOLLOWED.split(".")[0]),
+        __version_minor__=int(FOLLOWED.split(".")[1]),
+        __version_patch__=int(FOLLOWED.split(".")[2]),
+        __git_hash__=None,
+        __git_branch__=None,
+        git_hash=None,
+        git_branch=None,
+        HAS_TRITON=False,
+        MUON_OPTIMIZER="muon",
+        TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT,
+    ),
+    **refused(
+        INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"
+    ),
+    **_PIPELINE,
+    **names_from("zero_runtime.pipeline.engine", "PipelineEngine"),
+    **refused(DUAL_PIPELINE, "DualPipeVEngine", "DualPipeVModule"),
+    **refused(TENSOR_PARALLEL, "tp_model_init", "set_autotp_mode"),
+    **refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine"),
+    **refused(
+        KERNELS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"
+    ),
+}
+
+ACCELERATOR: Final[dict[str, Name]] = {
+    **names_from(
+        f"{_HERE}.devices.accelerator",
+        "get_accelerator",
+        "set_accelerator",
+        "is_current_accelerator_supported",
+    ),
+    **names_from(f"{_HERE}.devices.accelerator", DeepSpeedAccelerator="Accelerator"),
+}
+
+MODULES: Final[dict[str, Module]] = {
+    "": Module(DEEPSPEED, main="zero_runtime.launch:main"),
+    "comm": Module(COMM),
+    "comm.comm": Module(COMM),
+    "comm.torch": Module(refused="torch.distributed is called directly; deepspeed.comm has its functions"),
+    "comm.reduce_op": Module(names_from(f"{_HERE}.ranks.comm_functions", "ReduceOp")),
+    "comm.constants": Module({name: row for name, row in _WORDS.items() if name.endswith("_BACKEND")}),
+    "comm.utils": Module(
+        names_from(
+            f"{_HERE}.ranks.comm_functions",
+            "get_local_rank_from_launcher",
+            "get_world_rank_from_launcher",
+            "get_world_size_from_launcher",
+        )
+    ),
+    "constants": Module(values(
+        TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT, default_pg_timeout=datetime.timedelta(minutes=30),
+        CROSS_RANK="CROSS_RANK", CROSS_SIZE="CROSS_SIZE", LOCAL_RANK="LOCAL_RANK",
+    )),
+    "accelerator": Module(ACCELERATOR),
+    "accelerator.real_accelerator": Module(ACCELERATOR),
+    "accelerator.abstract_accelerator": Module(names_from(f"{_HERE}.devices.accelerator",
+        DeepSpeedAccelerator="Accelerator")),
+    "accelerator.cpu_accelerator": Module(names_from(f"{_HERE}.devices.accelerator", CPU_Accelerator="Accelerator")),
+    "accelerator.cuda_accelerator": Module(names_from(f"{_HERE}.devices.accelerator", CUDA_Accelerator="Accelerator")),
+    "pipe": Module(PIPE),
+    "git_version_info": Module(
+        values(version=NAMES_VERSION, git_hash=None, git_branch=None)
+        | names_from(f"{_HERE}.devices.torch_versions", torch_info="TORCH")
+    ),
+    "env_report": Module(names_from("zero_runtime.report", "main", cli_main="main"), main="zero_runtime.report:main"),
+    "launcher": Module(),
+    "launcher.runner": Module(
+        names_from("zero_runtime.launch", "main", fetch_hostfile="read_hosts")
+        | live(f"{_HERE}.ranks.launcher_environment", DEEPSPEED_ENVIRONMENT_NAME="environment_file")
+        | refused("ranks are started by python -m zero_runtime.launch", "parse_inclusion_exclusion", "encode_world_info"),
+        main="zero_runtime.launch:main",
+    ),
+    "inference": Module(refused=INFERENCE),
+    "module_inject": Module(refused=KERNELS),
+    "model_implementations": Module(refused=INFERENCE),
+    "moe": Module(),
+    "moe.layer": Module(refused(EXPERTS, "MoE")),
+    "moe.utils": Module(names_from(
+        f"{_HERE}.training.experts",
+        "has_moe_layers", "is_moe_param", "is_moe_param_group", "split_params_into_different_moe_groups_for_optimizer",
+        note="for models without experts",
+    )),
+    **{f"moe.{name}": Module(refused=EXPERTS) for name in ("experts", "mappings", "sharded_moe", "capacity_bins")},
+    "sequence": Module({}),
+    "sequence.layer": Module(
+        names_from("zero_runtime.sequence_parallel", "DistributedAttention")
+        | names_from(f"{_HERE}.training.sequence_exchange", "single_all_to_all", "_SeqAllToAll")
+    ),
+    "sequence.cross_entropy": Module(names_from(f"{_HERE}.training.sequence_loss", "vocab_sequence_parallel_cross_entropy")),
+    "compression": Module(),
+    "compression.helper": Module(names_from(f"{_HERE}.training.numerics", "recursive_getattr", "recursive_setattr")),
+    "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
+    "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),
+    "profiling": Module(refused="torch.utils.flop_counter counts operations; `commprof run` records messages"),
+    "linear": Module(refused="OptimizedLinear (LoRA with quantized weights) is not in this version"),
+    "nebula": Module(refused="Nebula is a service; save_checkpoint writes files"),
+    "compile": Module(refused="DeepCompile is not in this version; engine.compile() compiles the model with torch.compile"),
+    "io": Module(refused="`python -m zero_runtime.bench io` measures disks; save_checkpoint writes files by itself"),
+    "nvme": Module(refused="`python -m zero_runtime.bench io` measures disks"),
+    "datastates": Module(refused="checkpoints by DataStates are not in this version"),
+    "monitor": Module(refused="monitors are made from the keys csv_monitor and tensorboard of the configuration"),
+}  # fmt: skip

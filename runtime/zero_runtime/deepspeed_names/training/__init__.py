@@ -1,0 +1,1 @@
+"""DeepSpeed's names for optimizers, parameters, tensors and losses."""

@@ -1,0 +1,25 @@
+"""``deepspeed.zero.Init``, which respects patches of libraries in ``deepspeed.runtime.zero.partition_parameters``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from zero_runtime import zero
+from zero_runtime.sharding.sharded_construction import Factory, typed_factory
+
+_MODULE: Final = "deepspeed.runtime.zero.partition_parameters"
+_NAME: Final = "zero_wrapper_for_fp_tensor_constructor"
+
+
+class Init(zero.Init):
+    """Shards the parameters of modules immediately; see :class:`zero_runtime.zero.Init`.
+
+    transformers replaces ``zero_wrapper_for_fp_tensor_constructor`` around this context, so that the positions of rotary
+    embeddings keep their dtype.
+    """
+
+    def _typed_factory(self) -> Callable[..., Factory]:
+        factory: Callable[..., Factory] = getattr(sys.modules.get(_MODULE), _NAME, typed_factory)
+        return factory

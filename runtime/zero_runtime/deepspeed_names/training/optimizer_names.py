@@ -1,0 +1,204 @@
+"""``deepspeed.ops.adam``, ``lamb``, ``lion`` and ``adagrad``: DeepSpeed's optimizers by name, as torch's fused ones or this
+runtime's own.
+
+The signatures are DeepSpeed's. The names for a CPU and for a GPU are the same thing here: state is where parameters are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import ConfigError, UnsupportedError
+from zero_runtime.optimizer_step.replicated_step import ReplicatedOptimizer
+from zero_runtime.optimizer_step.torch_optimizer import with_fusion
+from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam
+
+Betas = tuple[float, float]
+
+
+def adam(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    decoupled: bool = True,
+) -> torch.optim.Optimizer:
+    """Adam: torch's AdamW, or with ``decoupled`` false its Adam, fused if possible.
+
+    Raises:
+        UnsupportedError: for ``amsgrad`` without bias correction.
+    """
+    groups = list(params)
+    common: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+    if not bias_correction:
+        if amsgrad:
+            raise UnsupportedError(
+                "amsgrad without bias correction is not in this version; leave out one of them"
+            )
+        return UncorrectedAdam(groups, **common, decoupled=decoupled)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(groups, **with_fusion(kind, {**common, "amsgrad": amsgrad}, groups))
+
+
+class _Named(type):
+    """The metaclass of names that construct one of several optimizers, whose instances are instances of the name.
+
+    So is what stands for one of them at stage 0, where DeepSpeed's engine has the optimizer itself.
+    """
+
+    kinds: tuple[type, ...]
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        optimizer = super().__call__(*arguments, **options)
+        optimizer.made_as = cls.__name__  # initialize checks whether the script used one of DeepSpeed's names
+        return optimizer
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if isinstance(instance, ReplicatedOptimizer):
+            return isinstance(instance.optimizer, cls.kinds)
+        return isinstance(instance, cls.kinds)
+
+
+class FusedAdam(metaclass=_Named):
+    """DeepSpeed's Adam on a GPU.
+
+    Args:
+        params: tensors or param groups.
+        lr: learning rate.
+        bias_correction: make up for means that begin at zero.
+        betas: of the means.
+        eps: added to the root of the mean square.
+        adam_w_mode: weight decay apart from the gradient.
+        weight_decay: of the parameters.
+        amsgrad: refused, as in DeepSpeed.
+        set_grad_none: accepted; the engine drops gradients.
+    """
+
+    kinds = (torch.optim.Adam, UncorrectedAdam)
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> torch.optim.Optimizer:
+        if amsgrad:
+            raise ConfigError("FusedAdam has no variant amsgrad; use torch.optim.AdamW(amsgrad=True)")
+        return adam(params, lr, bias_correction, betas, eps, weight_decay, False, adam_w_mode)
+
+
+class DeepSpeedCPUAdam(metaclass=_Named):
+    """DeepSpeed's Adam on a CPU; the arguments are those of :class:`FusedAdam`, and ``adamw_mode`` is ``adam_w_mode``."""
+
+    kinds = (torch.optim.Adam, UncorrectedAdam)
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        if not fp32_optimizer_states:
+            raise UnsupportedError(
+                "fp32_optimizer_states=False is not in this version: the state has the dtype of the master weights; see "
+                "bf16.bf16_optimizer_states in the configuration"
+            )
+        return adam(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
+
+
+class FusedLamb(metaclass=_Named):
+    """DeepSpeed's Lamb: this runtime's, which works on a CPU too and needs no kernel."""
+
+    kinds = (Lamb,)
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> torch.optim.Optimizer:
+        if amsgrad:
+            raise ConfigError("FusedLamb has no variant amsgrad; leave it out")
+        if max_grad_norm:
+            raise UnsupportedError(
+                f"max_grad_norm={max_grad_norm} of FusedLamb is not in this version; use gradient_clipping in the config"
+            )
+        return Lamb(
+            params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff
+        )
+
+
+class FusedLion(metaclass=_Named):
+    """DeepSpeed's Lion on a GPU: this runtime's."""
+
+    kinds = (Lion,)
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> torch.optim.Optimizer:
+        return Lion(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(metaclass=_Named):
+    """DeepSpeed's Lion on a CPU: this runtime's."""
+
+    kinds = (Lion,)
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        return Lion(model_params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPUAdagrad(metaclass=_Named):
+    """DeepSpeed's Adagrad on a CPU: torch's."""
+
+    kinds = (torch.optim.Adagrad,)
+
+    def __new__(  # type: ignore[misc]  # noqa: D102
+        cls,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        if amsgrad:
+            raise ConfigError("Adagrad has no variant amsgrad; leave it out")
+        return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

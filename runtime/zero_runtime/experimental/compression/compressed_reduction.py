@@ -1,0 +1,176 @@
+"""The compressed reduction of gradient buckets (stages 0 to 2).
+
+Every rank gathers the payloads of all ranks and sums them in rank order, in fp32: the sum is equal on all ranks, bit by bit.
+With ``hierarchical_compress`` only messages between hosts are compressed: each rank sums a share of the bucket over its
+host, exchanges the share with the ranks of its position on other hosts, and gathers the other shares within its host.
+
+n is the number of ranks, S the bytes of a bucket, C those of a payload: each rank sends (n-1) C, while an all_reduce sends
+2(n-1)/n S. The ratio n C / 2S grows with n. With ``two_phase`` a rank sends 2(n-1)/n C, and the ratio is C / S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup, sum_of_rows
+from zero_runtime.experimental.compression import two_phases
+from zero_runtime.experimental.compression.compressed_exchange import Exchange
+from zero_runtime.experimental.compression.hosts import Hosts
+from zero_runtime.experimental.compression.residuals import Residuals
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket
+from zero_runtime.gradient_reduction.reduction import (
+    ALL_TO_ALL,
+    Finish,
+    Reduction,
+    after,
+    default_implementation,
+)
+
+
+class CompressedReduction:
+    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` that leaves the sum of the payloads on every rank.
+
+    Args:
+        exchange: how buckets of each communication dtype are compressed and sent.
+        plain: the reduction of the first steps, and of a single rank.
+        is_warm: whether the first steps are over.
+        residuals: this rank's residuals; None without error feedback.
+        scale: the current loss scale.
+        hosts: the groups, if only messages between hosts are compressed.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[torch.dtype], Exchange],
+        plain: Reduction,
+        is_warm: Callable[[], bool],
+        residuals: Residuals | None,
+        scale: Callable[[], float],
+        hosts: Hosts | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._plain = plain
+        self._is_warm = is_warm
+        self._residuals = residuals
+        self._scale = scale
+        self._hosts = hosts
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+        """Sum the bucket over the ranks."""
+        if group.world_size == 1 or not self._is_warm():
+            if self._residuals is not None and self._is_warm():
+                hand_over(self._residuals, bucket, self._scale())
+            return self._plain(bucket, group)
+        values = _contribution(bucket)
+        if self._hosts is not None:
+            self._between_hosts(bucket, values, self._hosts)
+            return None
+        return self._sum(bucket, values, 0, group, bucket.asynchronous, bucket.tensor.copy_)
+
+    def _sum(
+        self,
+        bucket: Bucket,
+        values: torch.Tensor,
+        start: int,
+        group: DataParallelGroup,
+        asynchronous: bool,
+        take: Callable[[torch.Tensor], object],
+    ) -> Finish | None:
+        """Sum ``values``, elements ``start`` and up of ``bucket``, over ``group``, and pass the sum to ``take``."""
+        exchange = self._exchange(bucket.dtype)
+        if exchange.two_phase and group.world_size > 2:
+            shared = two_phases.Shared(values, bucket.entries, start, self._scale())
+            work, sum_of = two_phases.begin(
+                shared, exchange.codec, self._residuals, group, partial(_why, bucket), asynchronous
+            )
+
+            def take_sum() -> None:
+                take(sum_of())
+
+            return after([work], take_sum)
+        if self._residuals is not None:
+            self._residuals.add_to(values, bucket.entries, start, self._scale())
+        payload = exchange.codec.encode(values)
+        numel = values.numel()
+        total = torch.zeros_like(values)
+        if self._residuals is not None:
+            exchange.codec.add(payload, total)
+            self._residuals.keep(values.sub_(total), bucket.entries, start, self._scale())
+            total.zero_()
+        why = bucket.why(intended_op="all_reduce")
+        work, payloads = exchange.send(payload, numel, group, why, asynchronous)
+
+        def finish() -> None:
+            for each in payloads():
+                exchange.codec.add(each, total)
+            take(total)
+
+        return after([work], finish)
+
+    def _between_hosts(self, bucket: Bucket, values: torch.Tensor, hosts: Hosts) -> None:
+        inside, numel = hosts.inside, values.numel()
+        width = -(-numel // inside.world_size)
+        rows = functional.pad(values, (0, width * inside.world_size - numel))
+        share = _sum_of_rows(rows, width, bucket, inside)
+
+        def take(total: torch.Tensor) -> None:
+            inside.all_gather_single(rows, total, why=bucket.why(intended_op="all_reduce"))
+            bucket.tensor.copy_(rows.narrow(0, 0, numel))
+
+        self._sum(bucket, share, inside.rank * width, hosts.across, False, take)
+
+
+class PlainReduction:
+    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` on one host, without compression.
+
+    Args:
+        plain: the reduction.
+        residuals: residuals of an earlier training on several hosts.
+        scale: the current loss scale.
+    """
+
+    def __init__(self, plain: Reduction, residuals: Residuals, scale: Callable[[], float]) -> None:
+        self._plain = plain
+        self._residuals = residuals
+        self._scale = scale
+
+    def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
+        """Sum the bucket and its residuals over the ranks."""
+        hand_over(self._residuals, bucket, self._scale())
+        return self._plain(bucket, group)
+
+
+def hand_over(residuals: Residuals, bucket: Bucket, scale: float) -> None:
+    """Add the residuals of its gradients to ``bucket``, which is not compressed; ``scale`` is the loss scale."""
+    residuals.hand_over(bucket.tensor, bucket.entries, scale / _factor(bucket))
+
+
+def _why(bucket: Bucket, intended_op: str) -> hooks.tag:
+    return bucket.why(intended_op=intended_op)
+
+
+def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataParallelGroup) -> torch.Tensor:
+    """Row r of ``rows``, of ``width`` elements each, summed on rank r of ``group``."""
+    if default_implementation(group.backend) == ALL_TO_ALL:
+        received = torch.empty_like(rows)
+        why = bucket.why(intended_op="reduce_scatter")
+        group.all_to_all_single(received, rows, [width] * group.world_size, why=why)
+        return sum_of_rows(received.view(group.world_size, width))
+    mine = rows.new_empty(width)
+    group.reduce_scatter_single(mine, rows, why=bucket.why())
+    return mine
+
+
+def _contribution(bucket: Bucket) -> torch.Tensor:
+    """The bucket in fp32 with all scaling applied; its sum over the ranks is the result."""
+    return bucket.tensor.to(torch.float32, copy=True).mul_(_factor(bucket))
+
+
+def _factor(bucket: Bucket) -> float:
+    scaling = bucket.scaling
+    return scaling.factor_before * scaling.factor_after / (scaling.bucket_divisor * scaling.divisor)

@@ -1,0 +1,228 @@
+"""Prepares a PipelineModule for training: reconciles it with the configuration and builds this rank's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero_runtime import comm, log
+from zero_runtime.activation_checkpointing import checkpoint, non_reentrant_checkpoint
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.blocks.pipeline_block import PipelineConfig
+from zero_runtime.errors import ConfigError
+from zero_runtime.groups.parallelism import Parallelism, of_grid
+from zero_runtime.groups.process_grid import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
+from zero_runtime.pipeline.model.layers import LayerSpec
+from zero_runtime.pipeline.model.pipeline_module import PipelineModule, stages_of
+from zero_runtime.pipeline.schedule.step_plan import DEFAULT_CHUNKS, INTERLEAVED, Plan
+from zero_runtime.pipeline.stage_grid import PipelineGrid
+
+
+def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
+    """The number of stages that ``model`` and the configuration agree on; 1 for a model that is not a pipeline.
+
+    Raises:
+        ConfigError: neither sets it, both do and differ, or the configuration sets stages for a model that is no pipeline.
+    """
+    if not isinstance(model, PipelineModule):
+        if config.stages is not None and config.stages > 1:
+            raise ConfigError(
+                f"the configuration asks for {config.stages} pipeline stages (pipeline_parallel.pp_size or "
+                f"pipeline.stages), and the model is a {type(model).__name__}; give it as "
+                "zero_runtime.PipelineModule(layers=[...], loss_fn=...), or remove the key"
+            )
+        if config.partition_method is not None and comm.get_rank() == 0:
+            log.warning(
+                f"partition_methods {config.partition_method} has no effect: the model is a {type(model).__name__}, and "
+                "only a PipelineModule is partitioned into stages"
+            )
+        return 1
+    mine = model.num_stages if model.is_dealt else stages_of(model)
+    if mine is None and config.stages is None:
+        raise ConfigError(
+            "neither PipelineModule(num_stages=...) nor the configuration (pipeline_parallel.pp_size or "
+            "pipeline.stages) says how many stages there are; give one of them"
+        )
+    if mine is not None and config.stages not in (None, mine):
+        verb = "is partitioned into" if model.is_dealt else "was made for"
+        raise ConfigError(
+            f"the PipelineModule {verb} {mine} stages, and the configuration asks for {config.stages}; make them "
+            "equal, or leave num_stages out of a new PipelineModule"
+        )
+    stages = mine or config.stages
+    assert stages is not None
+    return stages
+
+
+def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan:
+    """The schedule that ``model`` and the configuration agree on.
+
+    Args:
+        model: a pipeline, whose layers may not be assigned to stages yet.
+        config: the pipeline keys of the configuration.
+        stages: the result of :func:`stages_for`.
+
+    Raises:
+        ConfigError: their numbers of virtual stages differ, or there are several with a schedule other than interleaved.
+    """
+    mine = model.virtual_stages if model.is_dealt else model.wanted_virtual_stages
+    configured = config.virtual_stages
+    if configured is None and model.wanted_virtual_stages is None and config.schedule == INTERLEAVED:
+        configured = DEFAULT_CHUNKS
+    if mine is not None and configured not in (None, mine):
+        verb = "is partitioned into" if model.is_dealt else "was made for"
+        raise ConfigError(
+            f"the PipelineModule {verb} {mine} virtual stages on each stage, and the configuration says "
+            f"pipeline_parallel.virtual_stages {configured}; give PipelineModule virtual_stages={configured}, or "
+            "leave num_stages out "
+            "of it"
+        )
+    chunks = mine or configured or 1
+    name = config.schedule or (INTERLEAVED if chunks > 1 else "1f1b")
+    if chunks > 1 and name != INTERLEAVED:
+        raise ConfigError(
+            f"pipeline_parallel.virtual_stages is {chunks} (or PipelineModule's), and pipeline_parallel.schedule is {name}, "
+            "where each stage has one part of the model; use schedule interleaved, or 1 virtual stage"
+        )
+    return Plan(name, stages, chunks)
+
+
+def plan_of(model: PipelineModule, config: PipelineConfig) -> Plan:
+    """The schedule of a model whose layers are assigned to stages."""
+    return plan_for(model, config, model.num_stages)
+
+
+def prepare(
+    model: PipelineModule, config: RuntimeConfig, stages: int, sample: Callable[[], Any] | None
+) -> Parallelism:
+    """Assign the layers of ``model`` to stages by the configuration, unless they are already. All ranks must call it.
+
+    Args:
+        model: the pipeline.
+        config: the configuration.
+        stages: the result of :func:`stages_for`.
+        sample: returns an input of the first layer, for the method ``profile``.
+
+    Raises:
+        ConfigError: as ``PipelineModule.deal``; or the model's existing assignment contradicts the configuration.
+    """
+    plan = plan_for(model, config.pipeline, stages)
+    _check_plan(plan, model, config)
+    method = _method(model, config.pipeline.partition_method)
+    topology = _topology(model, config, stages)
+    if model.grid is None:
+        sample_input = sample() if sample is not None and method == "profile" else None
+        model.deal(PipelineGrid(topology), method, sample_input, plan.chunks)
+    else:
+        if model.grid.topology != topology:
+            model.move_to(PipelineGrid(topology))
+        if method is not None and method != model.method:
+            _check_same(model, method)
+    if config.pipeline.activation_checkpoint_interval:
+        model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
+    if not config.pipeline.use_reentrant and model.activation_checkpoint_func is checkpoint:
+        model.activation_checkpoint_func = non_reentrant_checkpoint
+    assert model.grid is not None
+    return of_grid(model.grid.processes)
+
+
+def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> None:
+    plan.check(config.gradient_accumulation_steps)
+    chunks = plan.stages * plan.chunks
+    if plan.chunks > 1 and chunks > len(model.layers):
+        raise ConfigError(
+            f"{plan.stages} stages of {plan.chunks} virtual stages each have {chunks} parts, and the model has "
+            f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or divide it into more layers"
+        )
+    interval = config.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
+    ours = model.activation_checkpoint_func in (checkpoint, non_reentrant_checkpoint)
+    if plan.splits_backward and interval and not ours:
+        raise ConfigError(
+            f"activation_checkpoint_interval is {interval}, and pipeline_parallel.schedule is zero_bubble, which "
+            "differentiates a forward pass in many parts; the activation_checkpoint_func of the PipelineModule would run "
+            "layers again for each of them. Leave that function out, set the interval to 0, or use schedule 1f1b"
+        )
+
+
+def _method(model: PipelineModule, configured: str | None) -> str | None:
+    mine = model.partition_method
+    if mine is not None and configured not in (None, mine):
+        raise ConfigError(
+            f"PipelineModule has partition_method {mine!r}, and the configuration says {configured!r}; keep one of them"
+        )
+    return configured or mine
+
+
+def _check_same(model: PipelineModule, method: str) -> None:
+    bounds = model.bounds(model.num_stages * model.virtual_stages, method)
+    if bounds != model.parts:
+        raise ConfigError(
+            f"the layers are assigned to stages already, by {model.method}, so that stages begin at {model.parts}, and "
+            f"{method} in the configuration means {bounds}; leave num_stages out of PipelineModule and say "
+            f"pipeline_parallel.pp_size {model.num_stages}, or give PipelineModule partition_method={method!r}"
+        )
+
+
+def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> ProcessTopology:
+    """The axes of all ranks: those of the model's own topology, else those of the configuration."""
+    replicas = config.parallel.replicas(comm.get_world_size(), stages)
+    if isinstance(model.wanted, ProcessTopology):
+        topology = model.wanted.widened(PIPE, DATA)
+        expected_sizes = {
+            DATA: replicas,
+            SEQUENCE: config.parallel.sequence_parallel_size,
+            MODEL: config.parallel.tp_size,
+        }
+        for axis, size in expected_sizes.items():
+            if topology.size(axis) != size:
+                raise ConfigError(
+                    f"the topology of the PipelineModule has {topology.size(axis)} ranks along {axis}, and the "
+                    "configuration "
+                    f"means {size}; make them equal"
+                )
+        return topology
+    sizes = {PIPE: stages, DATA: replicas}
+    if config.parallel.sequence_parallel_size > 1:
+        sizes[SEQUENCE] = config.parallel.sequence_parallel_size
+    if config.parallel.tp_size > 1:
+        sizes[MODEL] = config.parallel.tp_size
+    return ProcessTopology.of(**sizes)
+
+
+def own_parameters(model: PipelineModule, candidates: Any, unknown: bool) -> list[Any] | None:
+    """The ``model_parameters`` of this rank's stage; None for all of them.
+
+    Args:
+        model: whose layers are assigned to stages.
+        candidates: tensors or param groups; None for all.
+        unknown: whether the layers had not been assigned when they were passed, so that the model lacked parameters.
+
+    Raises:
+        ConfigError: param groups of a model whose layers were not built yet.
+    """
+    if candidates is None:
+        return None
+    listed = list(candidates)
+    built_later = unknown and any(isinstance(layer, LayerSpec) for layer in model.layers)
+    if built_later:
+        if any(isinstance(each, dict) for each in listed):
+            raise ConfigError(
+                "model_parameters are param groups of a PipelineModule whose layers were built by initialize; give "
+                "PipelineModule num_stages, after torch.distributed is initialised, so that its parameters are there "
+                "before, or pass a function as optimizer, which is called with them"
+            )
+        return None
+    mine = set(model.parameters())
+    of_stage: list[Any] = []
+    for each in listed:
+        if isinstance(each, dict):
+            of_stage.append({**each, "params": [p for p in _tensors(each["params"]) if p in mine]})
+        elif each in mine:
+            of_stage.append(each)
+    return [each for each in of_stage if not isinstance(each, dict) or each["params"]]
+
+
+def _tensors(values: Any) -> list[Any]:
+    return [values] if isinstance(values, torch.Tensor) else list(values)

@@ -1,0 +1,1 @@
+"""Schedules of pipelines, in which order and when each rank computes. Pure."""

@@ -1,0 +1,1 @@
+"""Decides when parameters are gathered, prefetched and released (stage 3)."""

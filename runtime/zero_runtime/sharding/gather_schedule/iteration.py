@@ -1,0 +1,270 @@
+"""Gathering and releasing of sharded parameters while a model runs forward and backward (stage 3).
+
+The hooks of :mod:`zero_runtime.sharding.gather_schedule.residency` call this module;
+:mod:`zero_runtime.sharding.gather_schedule.module_order` decides what to prefetch and what to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime import log
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.errors import UsageError
+from zero_runtime.sharding.gather_schedule import outside_access as access
+from zero_runtime.sharding.gather_schedule.gather_units import Unit, tensors_in, watch_outputs
+from zero_runtime.sharding.gather_schedule.module_order import Limits, Planner
+from zero_runtime.sharding.parameter_gathering import Gatherer
+from zero_runtime.sharding.placement.pages import Pager
+from zero_runtime.sharding.shards import Shard, Status, shards_of
+
+_TRACE_CHECK: Final = hooks.tag("trace_check")
+
+
+class Iteration:
+    """Gathers and releases during each iteration: a forward pass and the backward passes after it.
+
+    Args:
+        group: the data-parallel ranks.
+        gatherer: sends the messages.
+        limits: how far ahead parameters are prefetched, and how long they are kept.
+        report_trace: print a warning when the recorded order of modules no longer holds.
+
+    Attributes:
+        shards: of the parameters, by number.
+    """
+
+    def __init__(
+        self, group: DataParallelGroup, gatherer: Gatherer, limits: Limits, report_trace: bool
+    ) -> None:
+        self._group = group
+        self._gatherer = gatherer
+        self._report_trace = report_trace
+        self.shards: dict[int, Shard] = {}
+        self._numels: dict[int, int] = {}
+        self._planner = Planner(limits, self._numels)
+        self._inflight: dict[int, Shard] = {}  # prefetched and not used yet
+        self._backward: dict[int, Unit] = {}  # units whose backward pass is running
+        self._unseen: dict[int, Unit] = {}  # units whose outputs contain no tensor to watch
+        self._returned: set[int] = set()  # returned by a module: the end of their use is unknown
+        self._strays: list[Shard] = []  # gathered only to accumulate their gradient
+        # Called with each module whose backward pass has ended.
+        self.listener: Callable[[torch.nn.Module], None] | None = None
+        self.pager: Pager | None = None  # reads shards on NVMe ahead of their use
+
+    def add(self, shard: Shard) -> None:
+        """Add the parameter of ``shard`` to those of the model."""
+        self.shards[shard.number] = shard
+        self._numels[shard.number] = shard.numel
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Begin the forward pass of the whole model, which has ``units``."""
+        self.drain()
+        self._leave_unseen()
+
+        def parameters_of(module: int, deep: bool | None = None) -> list[int]:
+            unit = units[module]
+            return [shard.number for shard in (unit.shards() if deep is None else unit.find(deep))]
+
+        for numbers in self._planner.begin(parameters_of):
+            self._compare(numbers)
+        self._read_ahead(self._planner.coming)
+
+    def anticipate(self) -> None:
+        """Start to read the shards on NVMe that the next forward pass uses first."""
+        self._read_ahead(self._planner.next_time)
+
+    def _read_ahead(self, coming: Callable[[], Iterator[int]]) -> None:
+        pager = self.pager
+        if pager is not None and pager.in_files:
+            shards = self.shards
+            pager.refill(
+                lambda: (
+                    shards[number]
+                    for number in coming()
+                    if shards[number].pager is pager and shards[number].status is Status.NOT_AVAILABLE
+                )
+            )
+
+    def before_forward(self, unit: Unit) -> None:
+        """Gather the parameters of a module that is about to run."""
+        access.running.append(unit)
+        self._enter(unit, unit.forward)
+
+    def after_forward(self, unit: Unit, output: Any) -> Any:
+        """Release the parameters of a module that has run, and watch for the gradients of its outputs.
+
+        Returns:
+            A replacement of its output; None for ``output``.
+        """
+        while access.running and access.running.pop() is not unit:
+            pass  # modules that an exception has left
+        tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
+        replaced = None
+        if torch.is_grad_enabled():
+            self._hand_over(unit, tensors)
+            replaced = watch_outputs(unit, output, tensors)
+            if not tensors and output is not None:
+                self._unseen[unit.forward] = unit
+                return None
+        self._leave(unit, unit.forward)
+        return replaced
+
+    def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        """Register parameters that a module returns with the calling module, which uses them."""
+        caller = access.running[-1] if access.running else None
+        for shard in shards_of(outputs):
+            if isinstance(caller, Unit):
+                self._borrow(caller, shard)
+                self._returned.add(shard.number)
+
+    def read(self, unit: Unit, shard: Shard) -> None:
+        """Gather a released parameter that a module reads in its forward pass, from now on with its own."""
+        self._borrow(unit, shard)
+        self._gatherer.gather_each([shard])
+
+    def _borrow(self, unit: Unit, shard: Shard) -> None:
+        """Register a parameter that ``unit``, whose forward pass is running, uses and does not own."""
+        unit.add_external(shard.parameter)
+        shard.active.add(unit.forward)
+        self.add(shard)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather for the backward pass of a module: the gradient of an output is ready."""
+        self._backward.pop(unit.number, None)
+        self._backward[unit.number] = unit
+        self._enter(unit, unit.backward)
+
+    def after_backward(self, unit: Unit) -> None:
+        """Release after the backward pass of a module: the gradients of all inputs are ready."""
+        self._backward.pop(unit.number, None)
+        if self.listener is not None:
+            self.listener(unit.module)
+        self._leave(unit, unit.backward)
+
+    def finish_backward(self) -> None:
+        """Release the parameters of modules without differentiable inputs. Call it after each backward pass."""
+        for unit in reversed(list(self._backward.values())):
+            for shard in unit.shards():
+                shard.active.discard(unit.backward)
+                if not shard.persistent and shard.number not in self._returned:
+                    self.release(shard)
+        self._backward.clear()
+        for shard in self._strays:
+            self.release(shard)
+        self._strays.clear()
+        self._leave_unseen()
+
+    def before_gradient(self, shard: Shard) -> None:
+        """Gather a parameter whose gradient is about to be accumulated, even if its module is not running."""
+        if not shard.available:
+            self._gatherer.gather_each([shard])
+            self._strays.append(shard)
+
+    def _leave_unseen(self) -> None:
+        for unit in self._unseen.values():
+            self._leave(unit, unit.forward)
+        self._unseen.clear()
+
+    def stop(self) -> None:
+        """Release all parameters, in use or not."""
+        self.drain()
+        self._backward.clear()
+        self._unseen.clear()
+        self._strays.clear()
+        for shard in self.shards.values():
+            shard.active.clear()
+            self.release(shard)
+
+    def restart(self) -> None:
+        """Release all parameters, and forget the order of modules."""
+        self.stop()
+        self._planner.forget()
+
+    # One module.
+
+    def _enter(self, unit: Unit, use: int) -> None:
+        """Gather the parameters of ``unit``, wait for them, and start the prefetch of the next ones."""
+        if self._planner.enter(unit.number):
+            self._forget(unit)
+        shards = unit.shards()
+        self._start(shards)
+        self._read_ahead(self._planner.coming)
+        for shard in shards:
+            if shard.number not in self.shards:  # of another model, named by register_external_parameter
+                self.add(shard)
+            shard.active.add(use)
+            self._inflight.pop(shard.number, None)
+            shard.wait()
+        ahead = self._planner.ahead([shard.number for shard in shards], self._is_released)
+        if ahead is None:
+            self._forget(unit)
+        elif ahead:
+            self._start([self.shards[number] for number in ahead])
+        self._read_ahead(self._planner.coming)
+
+    def _leave(self, unit: Unit, use: int) -> None:
+        """Release parameters of ``unit``, which has run, unless they are needed soon."""
+        shards = unit.shards()
+        if not shards:
+            return
+        for shard in shards:
+            shard.active.discard(use)
+        releasable = self._planner.releasable(
+            unit.number, [shard.number for shard in shards], self._is_persistent, unit.is_leaf
+        )
+        for shard in shards:
+            if shard.number in releasable and shard.number not in self._returned:
+                self.release(shard)
+
+    def _is_released(self, number: int) -> bool:
+        return self.shards[number].status is Status.NOT_AVAILABLE
+
+    def _is_persistent(self, number: int) -> bool:
+        return self.shards[number].persistent
+
+    def _start(self, shards: Sequence[Shard]) -> None:
+        missing = [shard for shard in shards if shard.status is Status.NOT_AVAILABLE]
+        if missing:
+            self._gatherer.start(missing)
+            for shard in missing:
+                self._planner.live += shard.numel
+                self._inflight[shard.number] = shard
+
+    def release(self, shard: Shard) -> None:
+        """Release a parameter, unless it is in use."""
+        if shard.available and not shard.active:
+            self._gatherer.keep_secondary(shard)
+            shard.release()
+            self._planner.live -= shard.numel
+
+    def drain(self) -> None:
+        """Wait for prefetched parameters, and release them unless they are in use."""
+        for shard in self._inflight.values():
+            shard.wait()
+            self.release(shard)
+        self._inflight.clear()
+
+    def _forget(self, unit: Unit) -> None:
+        self.drain()
+        if self.pager is not None:
+            self.pager.cancel()
+        if self._report_trace and self._group.rank == 0:
+            what = f"{type(unit.module).__name__} (module {unit.number})"
+            log.warning(f"{what} does not run in the recorded order of modules; recording again")
+
+    def _compare(self, numbers: Sequence[int]) -> None:
+        """Check that rank 0 has the same ``numbers``. Raises UsageError."""
+        for mine in ([len(numbers)], numbers):
+            theirs = torch.tensor(mine, dtype=torch.int64, device=self._group.device)
+            self._group.broadcast(theirs, 0, why=_TRACE_CHECK)
+            if theirs.tolist() != list(mine):
+                raise UsageError(
+                    f"rank {self._group.rank} ran its modules in another order than rank 0 ({list(mine)[:8]}... against "
+                    f"{theirs.tolist()[:8]}...); stage 3 needs one order on all ranks. Flag modules whose children run "
+                    "in varying order with set_z3_leaf_modules"
+                )

@@ -1,0 +1,64 @@
+"""Storage of a model's released shards: on the device, in host memory or on NVMe (stage 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zero_runtime import log
+from zero_runtime.offload.allocation import give_back_freed_memory
+from zero_runtime.sharding.gather_schedule.policy import SliceOffload
+from zero_runtime.sharding.placement.pages import Pager
+from zero_runtime.sharding.placement.place import Place
+from zero_runtime.sharding.shards import Shard
+from zero_runtime.startup.huge_pages import huge_pages_in_use
+
+
+class SliceStorage:
+    """Stores shards as ``offload_param`` configures.
+
+    Args:
+        offload: that block.
+        device: of the gathered parameters.
+        rank: of this process.
+
+    Attributes:
+        place: the memory of shards.
+        pager: keeps shards in files; None without NVMe.
+    """
+
+    def __init__(self, offload: SliceOffload, device: torch.device, rank: int) -> None:
+        self._offload = offload
+        self._rank = rank
+        if device.type == "cpu" and huge_pages_in_use():
+            # Gathered parameters are allocated and freed all the time. With pages of 4 KiB this would cost too much time.
+            give_back_freed_memory()
+        on_host = offload.device != "none"
+        pinned = on_host and offload.pinned and device.type == "cuda"
+        self.place = Place(torch.device("cpu") if on_host else None, pinned)
+        self.pager = Pager(offload, rank, pinned) if offload.device == "nvme" else None
+
+    def keep(self, shard: Shard) -> None:
+        """Store a shard. One that is in files already, by the same settings, stays there."""
+        pager = shard.pager
+        mine = self.pager
+        if pager is not None and mine is not None and not mine.in_files and pager.offload == mine.offload:
+            self.pager = pager  # of zero.Init, in which the model was constructed
+        if pager is not None and (pager is not self.pager or shard.persistent):
+            shard.page_in()
+        if self.pager is not None:
+            self.pager.adopt(shard)
+
+    def report(self, shards: Iterable[Shard]) -> None:
+        """Warn on rank 0 if no shard of a model is in files, though the configuration requests it."""
+        if self.pager is None or self.pager.in_files or self._rank:
+            return
+        all_shards = list(shards)
+        persistent = sum(shard.slice_numel for shard in all_shards if shard.persistent)
+        fitting = sum(shard.slice_numel for shard in all_shards) - persistent
+        log.warning(
+            f"offload_param nvme has put nothing into files: of each rank's shards {fitting} elements fit "
+            f"max_in_cpu ({self._offload.max_in_cpu}), and {persistent} are of parameters that persist by "
+            "stage3_param_persistence_threshold; lower the two to use less memory"
+        )

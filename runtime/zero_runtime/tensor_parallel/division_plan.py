@@ -1,0 +1,194 @@
+"""Plans of tensor parallelism: which modules of a model are partitioned, and how. Pure: names in, rules out."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from zero_runtime.configuration.blocks.parallel_block import ParallelConfig
+from zero_runtime.errors import ConfigError
+
+_PLAN: Final = "tensor_parallel.plan"
+_PARTITION: Final = "tensor_parallel.partition_config"
+
+
+class How(StrEnum):
+    """How a module is partitioned."""
+
+    COLUMN = "column"
+    GATHERED = "column_gathered"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+    LOSS = "loss"
+    SEQUENCE = "sequence"
+    SPLIT = "split"
+    WHOLE = "whole"
+
+
+class Rule(NamedTuple):
+    """The partition of the modules that match a pattern.
+
+    Attributes:
+        pattern: of qualified names of modules.
+        how: how they are partitioned.
+        sections: of a column-parallel layer: the number of equal layers that are joined in it, or the outputs of each.
+        pattern_text: the pattern as the configuration has it.
+        of_parameter: whether the pattern matches names of parameters: of the module's weight.
+    """
+
+    pattern: re.Pattern[str]
+    how: How
+    sections: int | tuple[int, ...] = 1
+    pattern_text: str = ""
+    of_parameter: bool = False
+
+    def names(self, module: str) -> bool:
+        """Whether the rule is for the module of this name."""
+        if self.of_parameter:
+            return any(self.pattern.match(name) for name in (f"{module}.weight", module))
+        return self.pattern.fullmatch(module) is not None
+
+
+Plan = tuple[Rule, ...]
+
+
+def plan_of(patterns: Mapping[str, Any]) -> Plan:
+    """The plan of patterns such as ``{"blocks.*.qkv": "column:3", "blocks.*.projection": "row"}``.
+
+    Args:
+        patterns: shell patterns of module names, in which * matches anything, and for each a value of ``How``. "column:3" is
+            a layer in which three equal ones are joined, "column:64,16,16" one of unequal ones. The first match counts.
+
+    Raises:
+        ConfigError: a value is none of these.
+    """
+    rules = []
+    for pattern, entry in patterns.items():
+        how, _, sections = str(entry).partition(":")
+        if how not in set(How) or (sections and how not in (How.COLUMN, How.GATHERED)):
+            raise ConfigError(
+                f"{_PLAN}[{pattern!r}] is {entry!r}; expected one of {', '.join(How)}, where column may be followed by the "
+                'layers that are joined in one: "column:3" or "column:64,16,16"'
+            )
+        compiled = re.compile(fnmatch.translate(pattern))
+        rules.append(Rule(compiled, How(how), _sections(pattern, sections), pattern))
+    return tuple(rules)
+
+
+def _sections(pattern: str, text: str) -> int | tuple[int, ...]:
+    if not text:
+        return 1
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise ConfigError(
+            f"{_PLAN}[{pattern!r}] ends with {text!r}; expected a number of equal sections, or their sizes: 64,16,16"
+        )
+    numbers = tuple(map(int, text.split(",")))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def plan_of_specifications(specifications: Mapping[str, Any]) -> Plan:
+    """The plan of DeepSpeed's ``partition_config``: layer_specs of patterns, partition_type, shape and gather_output.
+
+    Args:
+        specifications: the block. Its patterns are regular expressions that match the start of parameter names.
+
+    Raises:
+        ConfigError: a key, a type or a shape is unknown.
+    """
+    unknown = set(specifications) - {"layer_specs", "use_default_specs", "strict_mode", "tp_size"}
+    if unknown:
+        raise ConfigError(
+            f"{_PARTITION} has {', '.join(sorted(unknown))}; expected layer_specs and use_default_specs, or use {_PLAN}"
+        )
+    rules: list[Rule] = []
+    for number, spec in enumerate(specifications.get("layer_specs") or ()):
+        where = f"{_PARTITION}.layer_specs[{number}]"
+        strange = set(spec) - {"patterns", "partition_type", "shape", "partition_dim", "gather_output"}
+        if strange:
+            raise ConfigError(
+                f"{where} has {', '.join(sorted(strange))}; expected patterns, partition_type, shape, partition_dim and "
+                "gather_output"
+            )
+        kinds = {"column": How.COLUMN, "row": How.ROW, "skip": How.WHOLE}
+        kind = str(spec.get("partition_type", "column")).lower()
+        if kind not in kinds:
+            raise ConfigError(f"{where}.partition_type is {kind!r}; expected column, row or skip")
+        how = How.GATHERED if kind == "column" and spec.get("gather_output") else kinds[kind]
+        if spec.get("partition_dim") not in (None, 1 if how is How.ROW else 0):
+            raise ConfigError(
+                f"{where}.partition_dim is {spec['partition_dim']}; a {kind} layer is cut along {1 if how is How.ROW else 0}"
+            )
+        for pattern in spec.get("patterns", ()):
+            try:
+                compiled = re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from None
+            rules.append(Rule(compiled, how, _shape(where, how, spec.get("shape")), pattern, True))
+    return tuple(rules)
+
+
+def _shape(where: str, how: How, shape: Any) -> int | tuple[int, ...]:
+    if shape is None:
+        return 1
+    first = shape[0] if isinstance(shape, list | tuple) and len(shape) == 2 and shape[1] == -1 else None
+    if how is How.ROW or not isinstance(first, int | list | tuple) or first == -1:
+        raise ConfigError(
+            f"{where}.shape is {shape!r}; expected [n, -1] or [[outputs, outputs, ...], -1], of a column layer in which "
+            "several are joined"
+        )
+    return first if isinstance(first, int) else tuple(map(int, first))
+
+
+# Last parts of the names of linear layers in common models.
+_ROWS: Final = (
+    "o_proj", "out_proj", "down_proj", "c_proj", "proj", "projection", "contract", "fc2", "fc_out", "w2", "wo", "linear2",
+    "lin2", "dense_4h_to_h", "self_attention.dense", "attention.dense", "attention.output.dense", "output.dense", "dense_2",
+)  # fmt: skip
+_COLUMNS: Final = (
+    "q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "fc1", "fc_in", "c_fc", "expand", "w1", "w3", "wi", "wi_0", "wi_1",
+    "wq", "wk", "wv", "query", "key", "value", "linear1", "lin1", "dense_h_to_4h", "intermediate.dense", "query_key_value",
+    "dense_1",
+)  # fmt: skip
+_JOINED: Final = {"qkv": 3, "qkv_proj": 3, "c_attn": 3, "in_proj": 3, "Wqkv": 3, "gate_up_proj": 2}
+
+
+def automatic_plan() -> Plan:
+    """The plan by the common names of layers; it partitions linear layers only."""
+    rules = [(name, How.ROW, 1) for name in _ROWS] + [(name, How.COLUMN, 1) for name in _COLUMNS]
+    rules += [(name, How.COLUMN, sections) for name, sections in _JOINED.items()]
+    return tuple(
+        Rule(re.compile(rf"(?:.*\.)?{re.escape(name)}"), how, sections, name) for name, how, sections in rules
+    )
+
+
+def configured_plan(config: ParallelConfig, own: Mapping[str, Any] | None) -> tuple[Plan, bool]:
+    """The plan for a model, and whether modules that it cannot partition are skipped without an error.
+
+    The configuration's plan comes first, then the model's, then the automatic plan.
+
+    Args:
+        config: the parallel keys.
+        own: the model's own plan.
+    """
+    if config.plan:
+        return plan_of(config.plan), False
+    if config.partition_config:
+        plan = plan_of_specifications(config.partition_config)
+        if config.partition_config.get("use_default_specs", True):
+            return (*plan, *automatic_plan()), True
+        return plan, False
+    return (plan_of(own), False) if own else (automatic_plan(), True)
+
+
+def first_rule(plan: Iterable[Rule], module: str) -> Rule | None:
+    """The first rule for a module."""
+    return next((rule for rule in plan if rule.names(module)), None)
+
+
+def unused(plan: Sequence[Rule], modules: Iterable[str]) -> list[str]:
+    """The patterns that are the first rule of no module."""
+    used = {first_rule(plan, name) for name in modules}
+    return [rule.pattern_text for rule in plan if rule not in used]

@@ -1,0 +1,179 @@
+"""Tensor-parallel layers: column- and row-parallel linear layers, and vocabulary-parallel embeddings.
+
+They are constructed from torch's layers (``of``), whose parameters they take over and partition in place. So an optimizer
+that has these parameters already continues to work.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch.nn import functional as F
+
+from zero_runtime.errors import ConfigError
+from zero_runtime.tensor_parallel.cuts import Cut, cut
+from zero_runtime.tensor_parallel.tensor_collectives import (
+    Ranks,
+    enter_columns,
+    gather_columns,
+    gather_sequence,
+    leave_columns,
+    scatter_sequence,
+    sum_gradients,
+)
+
+Layer = TypeVar("Layer", bound=torch.nn.Module)
+
+
+class ColumnParallelLinear(torch.nn.Linear):
+    """A column-parallel linear layer: each rank has some of the outputs. Its input is equal on all ranks.
+
+    Attributes:
+        ranks: the tensor-parallel ranks.
+        gathers: whether its output is gathered from all ranks, so that each has all columns.
+        shares_sequence: whether each rank gets a shard of the sequences, which are gathered first.
+    """
+
+    ranks: Ranks
+    gathers: bool
+    shares_sequence: bool
+
+    @classmethod
+    def of(
+        cls,
+        layer: torch.nn.Linear,
+        ranks: Ranks,
+        name: str = "",
+        *,
+        sections: tuple[int, ...] = (),
+        gathers: bool = False,
+        shares_sequence: bool = False,
+    ) -> ColumnParallelLinear:
+        """Partition ``layer``.
+
+        Args:
+            layer: the layer, whose parameters are taken over.
+            ranks: the tensor-parallel ranks.
+            name: of the layer, for errors.
+            sections: outputs of layers that are joined in this one, such as query, key and value; each is partitioned
+                separately.
+            gathers: gather the output.
+            shares_sequence: whether the input is sharded along the sequence.
+
+        Raises:
+            ConfigError: the number of ranks does not divide the outputs.
+        """
+        sections = sections or (layer.out_features,)
+        if sum(sections) != layer.out_features:
+            raise ConfigError(
+                f"{name} has {layer.out_features} outputs, and the plan cuts sections {list(sections)}, which makes "
+                f"{sum(sections)}; they must be equal"
+            )
+        how = Cut(0, sections, ranks.rank, ranks.size)
+        cut(f"{name}.weight", layer.weight, how)
+        if layer.bias is not None:
+            cut(f"{name}.bias", layer.bias, how)
+        divided = _taken_over(cls, layer)
+        divided.in_features, divided.out_features = layer.in_features, layer.out_features // ranks.size
+        divided.ranks, divided.gathers, divided.shares_sequence = ranks, gathers, shares_sequence
+        return divided
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., inputs) to (..., this rank's outputs), or all outputs if they are gathered."""
+        enter = gather_sequence if self.shares_sequence else enter_columns
+        columns = F.linear(enter(input, self.ranks), self.weight, self.bias)
+        return gather_columns(columns, self.ranks) if self.gathers else columns
+
+
+class RowParallelLinear(torch.nn.Linear):
+    """A row-parallel linear layer: each rank has some of the inputs, which a column-parallel layer before it computes.
+
+    Attributes:
+        ranks: the tensor-parallel ranks.
+        shares_sequence: whether each rank keeps a shard of the output's sequences.
+    """
+
+    ranks: Ranks
+    shares_sequence: bool
+
+    @classmethod
+    def of(
+        cls, layer: torch.nn.Linear, ranks: Ranks, name: str = "", *, shares_sequence: bool = False
+    ) -> RowParallelLinear:
+        """Partition ``layer``; its bias stays replicated. The arguments are those of :meth:`ColumnParallelLinear.of`.
+
+        Raises:
+            ConfigError: the number of ranks does not divide the inputs.
+        """
+        cut(f"{name}.weight", layer.weight, Cut(1, (layer.in_features,), ranks.rank, ranks.size))
+        divided = _taken_over(cls, layer)
+        divided.in_features, divided.out_features = layer.in_features // ranks.size, layer.out_features
+        divided.ranks, divided.shares_sequence = ranks, shares_sequence
+        if shares_sequence and layer.bias is not None:
+            sum_gradients(layer.bias, ranks, f"{name}.bias")
+        return divided
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., this rank's inputs) to (..., outputs), equal on all ranks, or this rank's shard of the sequences."""
+        leave = scatter_sequence if self.shares_sequence else leave_columns
+        output = leave(F.linear(input, self.weight), self.ranks)
+        return output if self.bias is None else output + self.bias
+
+
+class VocabParallelEmbedding(torch.nn.Embedding):
+    """A vocabulary-parallel embedding: each rank has some of the vocabulary.
+
+    Attributes:
+        ranks: the tensor-parallel ranks.
+        first: this rank's first token id.
+        shares_sequence: whether each rank keeps a shard of the output's sequences.
+    """
+
+    ranks: Ranks
+    first: int
+    shares_sequence: bool
+
+    @classmethod
+    def of(
+        cls, layer: torch.nn.Embedding, ranks: Ranks, name: str = "", *, shares_sequence: bool = False
+    ) -> VocabParallelEmbedding:
+        """Partition ``layer``. The arguments are those of :meth:`ColumnParallelLinear.of`.
+
+        Raises:
+            ConfigError: the number of ranks does not divide the vocabulary, or the layer renormalises or scales by
+                frequency.
+        """
+        if layer.max_norm is not None or layer.scale_grad_by_freq:
+            raise ConfigError(
+                f"{name} is an embedding with max_norm {layer.max_norm} and scale_grad_by_freq {layer.scale_grad_by_freq}, "
+                "which need the whole vocabulary on one rank; leave it out of the plan"
+            )
+        cut(f"{name}.weight", layer.weight, Cut(0, (layer.num_embeddings,), ranks.rank, ranks.size))
+        divided = _taken_over(cls, layer)
+        divided.num_embeddings = layer.num_embeddings // ranks.size
+        divided.ranks, divided.first, divided.shares_sequence = (
+            ranks,
+            ranks.rank * divided.num_embeddings,
+            shares_sequence,
+        )
+        if layer.padding_idx is not None:
+            own = layer.padding_idx - divided.first
+            divided.padding_idx = own if 0 <= own < divided.num_embeddings else None
+        return divided
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Token ids of any shape to (..., width), equal on all ranks, or this rank's shard of the sequences."""
+        own = input - self.first
+        elsewhere = (own < 0) | (own >= self.num_embeddings)
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = scatter_sequence if self.shares_sequence else leave_columns
+        return leave(rows, self.ranks)
+
+
+def _taken_over(cls: type[Layer], layer: torch.nn.Module) -> Layer:
+    """A module of class ``cls`` with the attributes of ``layer``."""
+    divided = cls.__new__(cls)
+    divided.__dict__.update(layer.__dict__)
+    return divided

@@ -1,0 +1,113 @@
+"""Vocabulary-parallel cross entropy: the logits of the ranks are never gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.comm import ReduceOp
+from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.tensor_parallel.tensor_collectives import Ranks
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """The loss of each row, fp32: logits (rows, vocabulary / ranks), token ids ``words`` (rows,) int64."""
+        count = logits.shape[1]
+        highest = logits.detach().float().amax(1)
+        ranks.group.all_reduce(highest, ReduceOp.MAX, why=ranks.why)
+        shifted = logits.detach().float() - highest.unsqueeze(1)
+        own = words - ranks.rank * count
+        elsewhere = (own < 0) | (own >= count)
+        own = own.masked_fill(elsewhere, 0)
+        named = shifted.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(1), named])
+        ranks.group.all_reduce(sums, why=ranks.why)
+        total, named = sums
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), own, elsewhere)
+        ctx.dtype = logits.dtype
+        return total.log() - named
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        probabilities, own, elsewhere = ctx.saved_tensors
+        slope = probabilities.clone()
+        slope.scatter_add_(1, own.unsqueeze(1), (elsewhere.float() - 1.0).unsqueeze(1))
+        return slope.mul_(gradient.unsqueeze(1)).to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ranks: Ranks,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """``torch.nn.functional.cross_entropy`` of vocabulary-parallel logits; equal on all ranks.
+
+    The forward pass issues two all_reduce, of one and of two numbers for each row, the backward pass none.
+
+    Args:
+        logits: (rows, vocabulary / ranks), this rank's part of the vocabulary.
+        target: (rows,) int64, token ids.
+        ranks: the tensor-parallel ranks; each has an equal part of the vocabulary, in rank order.
+        ignore_index: a target whose rows do not count.
+        reduction: mean, sum or none.
+
+    Raises:
+        UsageError: other shapes.
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise UsageError(
+            f"logits have shape {tuple(logits.shape)} and targets {tuple(target.shape)}; expected (rows, vocabulary / "
+            "ranks) and (rows,)"
+        )
+    ignored = target == ignore_index
+    losses: torch.Tensor = _CrossEntropy.apply(logits, target.masked_fill(ignored, 0), ranks)
+    losses = losses.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (~ignored).sum()
+
+
+class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` of the output of a column-parallel layer that is not gathered.
+
+    Attributes:
+        ranks: the tensor-parallel ranks.
+    """
+
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, loss: torch.nn.CrossEntropyLoss, ranks: Ranks, name: str = "") -> VocabParallelCrossEntropy:
+        """Take over the settings of ``loss``.
+
+        Raises:
+            ConfigError: it has class weights or label smoothing.
+        """
+        if loss.weight is not None or loss.label_smoothing:
+            raise ConfigError(
+                f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which the "
+                "vocabulary-parallel one does not have; leave them out, or gather the logits "
+                '("column_gathered" in the plan) and leave the loss out of it'
+            )
+        shared = cls(ignore_index=loss.ignore_index, reduction=loss.reduction)
+        shared.ranks = ranks
+        return shared
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of logits (rows, vocabulary / ranks) or (batch, vocabulary / ranks, positions...)."""
+        logits = input.movedim(1, -1)
+        losses = vocab_parallel_cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            target.reshape(-1),
+            self.ranks,
+            self.ignore_index,
+            self.reduction,
+        )
+        return losses.view(target.shape) if self.reduction == "none" else losses
