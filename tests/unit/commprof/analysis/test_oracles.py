@@ -173,7 +173,7 @@ def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dic
     for number, row in enumerate(random_records(draw.randrange(99), 240).to_pylist()):
         ranks = draw.choice([(0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (1,)])
         row |= {"attempt": attempt, "pg": str(len(ranks)), "group_ranks": ",".join(map(str, ranks))}
-        row["group_size"] = len(ranks)
+        row |= {"group_size": len(ranks), "backend": draw.choice(["gloo", "gloo", "nccl", None])}
         row |= {"op": draw.choice(list(Op)), "num_tensors": draw.randrange(1, 4), "step": number // 60}
         if row["op"] not in (Op.SEND, Op.RECV):
             row |= {"pg_seq": issued[ranks], "peer": draw.choice(ranks)}
