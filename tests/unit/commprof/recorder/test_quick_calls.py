@@ -31,6 +31,10 @@ GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COMPILED = compiled_calls.MODULE
 TIMES = 3  # each call: the first is learned, the others are quick
+PURPOSES = {
+    "a": ("input", "metric", "input"),
+    "b": ("control", "input", "activation", "metric"),
+}  # of two recordings
 COLUMNS = ("op", "payload_bytes", "reduce_op", "peer", "is_async", "input_splits")
 
 
@@ -242,23 +246,21 @@ def test_a_tag_counts_in_each_recording_and_only_where_it_is_set(tmp_path):
             dist.barrier()
 
     def body(rank, world):
-        with commprof.tag(purpose="metric"):
-            for run in ("a", "b"):
-                commprof.attach(str(tmp_path / run))
-                issue()
-                with commprof.tag(purpose="gradient_reduce", bucket=7):
-                    issue()
-                issue()
+        with commprof.tag(purpose="metric"):  # has another number in each recording
+            for name, purposes in PURPOSES.items():
+                commprof.attach(str(tmp_path / name))
+                for purpose in purposes:
+                    if purpose == "metric":
+                        issue()
+                        continue
+                    with commprof.tag(purpose=purpose, bucket=7):
+                        issue()
                 commprof.detach()
 
     run_ranks(1, body)
-    for name in ("a", "b"):
-        rows = calls(open_run(tmp_path / name), 0, "purpose", "bucket")
-        block = 2 * TIMES
-        assert [row[0] for row in rows] == ["metric"] * block + ["gradient_reduce"] * block + [
-            "metric"
-        ] * block
-        assert [row[1] for row in rows] == [None] * block + [7] * block + [None] * block
+    for name, purposes in PURPOSES.items():
+        expected = [(each, None if each == "metric" else 7) for each in purposes for _ in range(2 * TIMES)]
+        assert calls(open_run(tmp_path / name), 0, "purpose", "bucket") == expected
 
 
 @pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
