@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -351,17 +352,18 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
     """Ctrl-C may come where a function in Python runs for the wrapper: it is neither swallowed nor counted as a fault."""
 
     def body(rank, world):
-        tensor, interrupted, refused = torch.ones(2), [], 0
+        tensor, interrupted, refused, raised = torch.ones(2), [], 0, []
 
         def trace(frame, event, argument):
             if "commprof/recorder" in frame.f_code.co_filename and frame.f_code.co_name == function:
                 sys.settrace(None)
+                raised.append(function)
                 raise KeyboardInterrupt("Ctrl-C")
 
-        for number in range(600):
+        for _ in range(600):
             function = INTERRUPTED[len(interrupted)] if len(interrupted) < len(INTERRUPTED) else None
             try:
-                with commprof.tag(purpose="metric", bucket=number // 9):
+                with commprof.tag(purpose="metric") if function == "intern_tag" else nullcontext():
                     sys.settrace(trace if function else None)
                     dist.all_reduce(tensor)
                     dist.group.WORLD.barrier().wait()
@@ -372,13 +374,14 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
                 refused += "invalid root" in str(error)
             finally:
                 sys.settrace(None)
-        return interrupted, refused
+        return interrupted, refused, raised
 
     run, outcomes = record(tmp_path / "run", 1, body)
-    interrupted, refused = outcomes[0]["result"]
+    interrupted, refused, raised = outcomes[0]["result"]
     assert dict(zip(INTERRUPTED, interrupted, strict=True)) == dict.fromkeys(INTERRUPTED, "NoneType") | {
         "record_raised": "RuntimeError"  # what the program would have got is not lost
     }
+    assert raised == list(INTERRUPTED)  # none was swallowed
     assert refused == 600 - len(INTERRUPTED)
     assert run.health.unseen == 0 and not any("commprof itself failed" in note for note in run.health.notes)
 
