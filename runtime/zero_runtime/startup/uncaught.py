@@ -31,7 +31,7 @@ PAUSE_S: Final = 2.0  # time in which other ranks with the same error stay silen
 _INNER: Final = tuple(
     f"{folder}{os.sep}"
     for folder in (
-        Path(__file__).parent,
+        Path(__file__).parents[1],
         Path(torch.__file__).parent,
         *map(sysconfig.get_path, ("stdlib", "purelib")),
     )
