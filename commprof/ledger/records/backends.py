@@ -258,7 +258,7 @@ def _clipped(size: int, begin: int, length: int) -> int:
 def _reduced_by_all(size: int, ranks: int) -> int:
     """Bytes that all ranks together send for gloo's reduce; the chunk of the root counts as a mean one.
 
-    ``queries/operations.sql`` has the same.
+    ``analysis/relations/operations.sql`` has the same.
     """
     length, each = _segments(size, ranks)
     chunks = size // (each * length)  # complete ones; the next may end within the buffer
