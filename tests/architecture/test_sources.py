@@ -46,9 +46,12 @@ def names_torch_distributed(path: Path) -> bool:
 
 
 def test_only_comm_names_torch_distributed_in_the_runtime():
-    allowed = {"comm.py"}
+    allowed = {"comm.py", "comm_functions.py"}  # the runtime's, and deepspeed.comm under its own names
     found = {path.name for path in sources("zero_runtime") if names_torch_distributed(path)}
-    assert found <= allowed, f"only zero_runtime/comm.py may name torch.distributed, so do: {found - allowed}"
+    assert found <= allowed, (
+        "only zero_runtime/comm.py and deepspeed_names/ranks/comm_functions.py may name torch.distributed; "
+        f"so do: {found - allowed}"
+    )
 
 
 def test_a_stage_is_asked_for_only_in_stages_and_config():
