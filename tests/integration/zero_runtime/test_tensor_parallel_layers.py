@@ -137,7 +137,7 @@ def _tied(rank: int, world: int):
     assert model.head.weight is model.words.weight and model.attention.num_heads == 1
     assert torch.allclose(loss, expected)
     assert torch.allclose(model.words.weight.grad, plain.words.weight.grad.chunk(world)[rank], atol=1e-6)
-    with pytest.raises(UsageError, match="expected \\(rows, words"):
+    with pytest.raises(UsageError, match="expected \\(rows, vocabulary"):
         model.loss(torch.zeros(2, 4), torch.zeros(3, dtype=torch.long))
 
 
