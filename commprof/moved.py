@@ -6,6 +6,7 @@ Standard library only. Imported only when a module of commprof or zero_runtime i
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -441,6 +442,55 @@ MOVED: Final = {
     "zero_runtime.sharding.storage": "zero_runtime.sharding.placement.shard_storage",
     "zero_runtime.sharding.trace": "zero_runtime.sharding.gather_schedule.module_order",
     "zero_runtime.sharding.units": "zero_runtime.sharding.gather_schedule.gather_units",
+    "zero_runtime.activation_checkpointing.configuration": "zero_runtime.activation_checkpointing.checkpointing_settings",
+    "zero_runtime.activation_checkpointing.storage": "zero_runtime.activation_checkpointing.activation_storage",
+    "zero_runtime.activation_checkpointing.times": "zero_runtime.activation_checkpointing.recomputation_times",
+    "zero_runtime.bench.messages": "zero_runtime.bench.message_times",
+    "zero_runtime.checkpoint.deepspeed.export": "zero_runtime.checkpoint.deepspeed.deepspeed_export",
+    "zero_runtime.checkpoint.deepspeed.file": "zero_runtime.checkpoint.deepspeed.torch_file",
+    "zero_runtime.checkpoint.deepspeed.partitions": "zero_runtime.checkpoint.deepspeed.flat_partitions",
+    "zero_runtime.checkpoint.deepspeed.runs": "zero_runtime.checkpoint.deepspeed.tensor_runs",
+    "zero_runtime.checkpoint.weights": "zero_runtime.checkpoint.saved_weights",
+    "zero_runtime.compression.assembly": "zero_runtime.experimental.compression.compressor_assembly",
+    "zero_runtime.compression.bits": "zero_runtime.experimental.compression.bits",
+    "zero_runtime.compression.codecs": "zero_runtime.experimental.compression.codecs",
+    "zero_runtime.compression.entropy": "zero_runtime.experimental.compression.entropy",
+    "zero_runtime.compression.exchange": "zero_runtime.experimental.compression.compressed_exchange",
+    "zero_runtime.compression.hosts": "zero_runtime.experimental.compression.hosts",
+    "zero_runtime.compression.quantization": "zero_runtime.experimental.compression.quantization",
+    "zero_runtime.compression.quantized_messages": "zero_runtime.experimental.compression.quantized_messages",
+    "zero_runtime.compression.reduction": "zero_runtime.experimental.compression.compressed_reduction",
+    "zero_runtime.compression.residuals": "zero_runtime.experimental.compression.residuals",
+    "zero_runtime.compression.signs": "zero_runtime.experimental.compression.signs",
+    "zero_runtime.compression.two_phases": "zero_runtime.experimental.compression.two_phases",
+    "zero_runtime.offload.files": "zero_runtime.offload.tensor_files",
+    "zero_runtime.offload.placement": "zero_runtime.offload.offload_placement",
+    "zero_runtime.offload.states": "zero_runtime.offload.offloaded_states",
+    "zero_runtime.pipeline.checkpoints": "zero_runtime.pipeline.stage_checkpoints",
+    "zero_runtime.pipeline.grid": "zero_runtime.pipeline.stage_grid",
+    "zero_runtime.pipeline.weights": "zero_runtime.pipeline.stage_weights",
+    "zero_runtime.schedules.choice": "zero_runtime.schedules.schedule_choice",
+    "zero_runtime.sequence_parallel.exchange": "zero_runtime.sequence_parallel.head_exchange",
+    "zero_runtime.sharding.assembly": "zero_runtime.sharding.shard_assembly",
+    "zero_runtime.sharding.construction": "zero_runtime.sharding.sharded_construction",
+    "zero_runtime.sharding.gathering": "zero_runtime.sharding.parameter_gathering",
+    "zero_runtime.sharding.layout": "zero_runtime.sharding.shard_layout",
+    "zero_runtime.sharding.parameters": "zero_runtime.sharding.sharded_parameters",
+    "zero_runtime.sharding.reduction": "zero_runtime.sharding.shard_reduction",
+    "zero_runtime.tensor_parallel.collectives": "zero_runtime.tensor_parallel.tensor_collectives",
+    "zero_runtime.tensor_parallel.layers": "zero_runtime.tensor_parallel.parallel_layers",
+    "zero_runtime.tensor_parallel.loss": "zero_runtime.tensor_parallel.parallel_loss",
+    "zero_runtime.tensor_parallel.plan": "zero_runtime.tensor_parallel.division_plan",
+    "zero_runtime.topology_aware.choice": "zero_runtime.experimental.topology_aware.composition_choice",
+    "zero_runtime.topology_aware.composition": "zero_runtime.experimental.topology_aware.composition",
+    "zero_runtime.topology_aware.costs": "zero_runtime.experimental.topology_aware.costs",
+    "zero_runtime.topology_aware.delay": "zero_runtime.experimental.topology_aware.delay",
+    "zero_runtime.topology_aware.grid": "zero_runtime.experimental.topology_aware.axis_grid",
+    "zero_runtime.topology_aware.group": "zero_runtime.experimental.topology_aware.group",
+    "zero_runtime.topology_aware.installation": "zero_runtime.experimental.topology_aware.installation",
+    "zero_runtime.topology_aware.lateness": "zero_runtime.experimental.topology_aware.slow_ranks",
+    "zero_runtime.topology_aware.sizes": "zero_runtime.experimental.topology_aware.sizes",
+    "zero_runtime.topology_aware.watch": "zero_runtime.experimental.topology_aware.watch",
 }
 
 
@@ -456,8 +506,15 @@ class Loader:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has been executed; importlib has given it another spec meanwhile."""
+        """Restore its spec, which importlib replaced; give the modules of a package their old names too.
+
+        Otherwise Python would find their files through the package's path, and load each a second time.
+        """
+        old = module.__spec__.name if module.__spec__ else ""
         module.__spec__ = self._spec
+        for name, target in MOVED.items():
+            if name.startswith(f"{old}.") and target.startswith(f"{module.__name__}."):
+                sys.modules.setdefault(name, importlib.import_module(target))
 
 
 def spec_of(name: str) -> ModuleSpec | None:

@@ -8,10 +8,14 @@ import pytest
 
 from commprof.moved import MOVED
 
+ROOMS = {target.rpartition(".")[0] for target in MOVED.values()}
+# Packages of zero_runtime that moved as a whole: their modules come with them.
+INSIDE = [
+    name for name in sorted(MOVED) if name.startswith("zero_runtime.") and name.rpartition(".")[0] in MOVED
+]
 
-@pytest.mark.parametrize(
-    "old", [old for old in sorted(MOVED) if old not in {n.rpartition(".")[0] for n in MOVED.values()}]
-)
+
+@pytest.mark.parametrize("old", [old for old in sorted(MOVED) if old not in ROOMS and old not in INSIDE])
 def test_an_old_name_is_the_module_of_the_new_one(old, recwarn):
     old, target = (
         name if name.startswith("zero_runtime.") else f"commprof.{name}" for name in (old, MOVED[old])
@@ -21,6 +25,16 @@ def test_an_old_name_is_the_module_of_the_new_one(old, recwarn):
     new = importlib.import_module(target)
     assert module is new and new.__spec__.name == new.__name__ == target
     assert any(f"{old} is now {target}" in str(warning.message) for warning in recwarn)
+
+
+@pytest.mark.parametrize("old", INSIDE)
+def test_a_module_of_a_moved_package_is_loaded_once(old, recwarn):
+    package = old.rpartition(".")[0]
+    sys.modules.pop(old, None)
+    sys.modules.pop(package, None)
+    module = importlib.import_module(old)
+    assert module is importlib.import_module(MOVED[old]) and module.__name__ == MOVED[old]
+    assert any(f"{package} is now {MOVED[package]}" in str(warning.message) for warning in recwarn)
 
 
 def test_a_room_with_the_name_of_a_module_has_its_attributes():
