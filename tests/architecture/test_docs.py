@@ -22,7 +22,7 @@ def test_generated_pages_are_current():
 
 def walk_of_one_bucket() -> list[str]:
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    section = text.split("## The walk of one gradient bucket")[1].split("\n## ")[0]
+    section = text.split("## The path of one gradient bucket")[1].split("\n## ")[0]
     names = re.findall(r"^\| \d+ \| `([\w.]+)`", section, flags=re.MULTILINE)
     assert len(names) >= 10
     return names
