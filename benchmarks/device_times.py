@@ -1,10 +1,11 @@
 """Times that commprof takes by events on a GPU, beside those of CUPTI in the same run.
 
-NCCL: one rank a GPU. Kernel times come from torch.profiler (CUPTI), one for each record, in issue order. Of a synchronous
-call the record's exposed_ns is compared with the length of the NCCL kernel; of an asynchronous one with the time from the
-end of the work beside it until the end of the NCCL kernel. device_begin_ns is compared with the begin of the kernel by the
-host's clock. With a single GPU NCCL copies instead of communicating; the copies are compared. gloo: several ranks on one
-GPU, whose calls are compared with the clock of a program that waits for the device before and after each.
+NCCL: one rank a GPU. With a single GPU: one rank alone, which copies instead of communicating (the copies are compared),
+then two ranks that share it (each names another host, and they talk over loopback sockets). Kernel times come from
+torch.profiler (CUPTI), one for each record, in issue order. Of a synchronous call the record's exposed_ns is compared with
+the length of the NCCL kernel; of an asynchronous one with the time from the end of the work beside it until the end of the
+NCCL kernel. device_begin_ns is compared with the begin of the kernel by the host's clock. gloo: several ranks on one GPU,
+whose calls are compared with the clock of a program that waits for the device before and after each.
 """
 
 from __future__ import annotations
@@ -81,13 +82,16 @@ def _measure(rank: int, world: int, backend: str, folder: str, rounds: int, mib:
     import commprof
     from commprof import hooks
 
-    torch.cuda.set_device(rank if backend == "nccl" else 0)
-    store = dist.FileStore(f"{folder}/store-{backend}", world)
+    shared = backend == "gloo" or world > torch.cuda.device_count()
+    if shared:
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0 if shared else rank)
+    store = dist.FileStore(f"{folder}/store-{backend}-{world}", world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     tensor = torch.ones(mib * 2**18, device="cuda")
     tensors = (tensor, tensor[: len(tensor) // world].clone())
     per_ms = cycles_per_ms(torch)
-    commprof.attach(f"{folder}/{backend}", quiet=True)
+    commprof.attach(f"{folder}/{backend}-{world}", quiet=True)
 
     def block(number: int) -> list[int]:
         taken = []
@@ -130,11 +134,11 @@ def kernels(profile: Any) -> list[tuple[str, int, int]]:
     return sorted(found, key=lambda kernel: kernel[1])
 
 
-def records(folder: str, backend: str, rank: int) -> list[dict[str, Any]]:
+def records(folder: str, backend: str, world: int, rank: int) -> list[dict[str, Any]]:
     """The records of the calls of one rank, without those of the first round."""
     from commprof.trace.reader import open_run
 
-    rows = open_run(Path(folder, backend)).table("collectives").to_pylist()
+    rows = open_run(Path(folder, f"{backend}-{world}")).table("collectives").to_pylist()
     mine = [row for row in rows if row["rank"] == rank and row["purpose"] == "metric"]
     return sorted((row for row in mine if row["bucket"] >= len(CASES)), key=lambda row: row["bucket"])
 
@@ -199,7 +203,7 @@ def nccl(folder: str, world: int, args: Any, rows: list[list[str]], figures: dic
     """Compare with CUPTI, rank by rank."""
     for rank, seen in run_ranks(world, "nccl", folder, args.rounds, args.mib).items():
         name = f"nccl rank {rank} of {world}"
-        for case, found in beside_cupti(records(folder, "nccl", rank), seen, rank, world).items():
+        for case, found in beside_cupti(records(folder, "nccl", world, rank), seen, rank, world).items():
             add(name, case, "cupti", found["recorded"], found["cupti"], rows, figures)
             if found["placed"]:
                 figures[f"{name}, placed"] = spread(found["placed"])
@@ -209,7 +213,7 @@ def nccl(folder: str, world: int, args: Any, rows: list[list[str]], figures: dic
 def gloo(folder: str, world: int, args: Any, rows: list[list[str]], figures: dict[str, Any]) -> None:
     """Compare with the program's own clock, rank by rank."""
     for rank, blocks in run_ranks(world, "gloo", folder, args.rounds, args.mib).items():
-        mine = records(folder, "gloo", rank)
+        mine = records(folder, "gloo", world, rank)
         for case in range(2):
             recorded = [row["exposed_ns"] for row in mine if row["bucket"] % len(CASES) == case]
             pairs = [
@@ -265,7 +269,9 @@ def main() -> int:
         "mib": args.mib,
     }
     with tempfile.TemporaryDirectory() as folder:
-        for part, world in ((nccl, torch.cuda.device_count()), (gloo, GLOO_RANKS)):
+        gpus = torch.cuda.device_count()
+        parts = [(nccl, gpus), *([(nccl, 2)] if gpus == 1 else []), (gloo, GLOO_RANKS)]
+        for part, world in parts:
             try:
                 part(folder, world, args, rows, figures)
             except (RuntimeError, ValueError) as error:

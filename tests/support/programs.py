@@ -1,6 +1,6 @@
 """Programs that issue collectives in every way that torch has, each with what it must issue, derived by hand.
 
-A program runs on two gloo ranks. ``expected`` is what rank 0 issues, in order: operation, and payload in bytes; None where
+A program runs on two ranks. ``expected`` is what rank 0 issues, in order: operation, and payload in bytes; None where
 torch's own bookkeeping decides how many.
 """
 
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from support.ranks import device
 
 WORLD = 2
 STEPS = 3
@@ -157,7 +159,7 @@ def run_dtensor(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device(), (world,))
     local = torch.ones(4, 2)
     DTensor.from_local(local, mesh, [Shard(0)], run_check=False).full_tensor()
     DTensor.from_local(local, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
@@ -201,7 +203,7 @@ def run_zero_optimizer(rank: int, world: int) -> None:
 
 def run_backend(rank: int, world: int) -> None:
     pg = dist.group.WORLD
-    backend = pg._get_backend(torch.device("cpu"))
+    backend = pg._get_backend(torch.device(device()))
     backend.allreduce([torch.ones(4)]).wait()
     backend.broadcast([torch.ones(2)], dist.BroadcastOptions()).wait()
     pg.allreduce([torch.ones(3)]).wait()
@@ -213,7 +215,7 @@ def run_fsdp1(rank: int, world: int) -> None:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     model = FullyShardedDataParallel(
-        layers(), auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), device_id=torch.device("cpu")
+        layers(), auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), device_id=torch.device(device())
     )
     train(model, 2)
 
@@ -231,7 +233,7 @@ def run_fsdp2(rank: int, world: int) -> None:
 def run_pipeline(rank: int, world: int) -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    stage = PipelineStage(layers()[rank], rank, world, torch.device("cpu"))
+    stage = PipelineStage(layers()[rank], rank, world, torch.device(device()))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).sum())
     batch = torch.ones(4, WIDTH)
     if rank == 0:
@@ -246,7 +248,7 @@ def run_p2p(rank: int, world: int) -> None:
     if rank == 0:
         dist.send(x, other)
         dist.recv(x, other)
-        dist.recv(x)
+        dist.recv(x, other if device() == "cuda" else None)  # NCCL receives from a named rank only
         dist.isend(x, other, tag=5).wait()
     else:
         dist.recv(x, other)
@@ -288,7 +290,8 @@ def run_plain(rank: int, world: int) -> None:
         for work in works:
             if async_op:
                 work.wait()
-    dist.monitored_barrier()
+    if device() == "cpu":
+        dist.monitored_barrier()  # gloo alone has it
     dist.all_gather_object([None, None], "word")
     with dist.distributed_c10d._coalescing_manager():
         dist.all_reduce(x)
@@ -337,10 +340,10 @@ def run_modes(rank: int, world: int) -> None:
     with torch.inference_mode():
         dist.all_reduce(torch.ones(4))
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).wait()
-    with torch.autocast("cpu"):
+    with torch.autocast(device()):
         dist.all_reduce(torch.ones(4))
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).wait()
-    thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(4)), name="other")
+    thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(4, device=device())), name="other")
     thread.start()
     thread.join()
 
@@ -384,7 +387,12 @@ PROGRAMS = [
     Program(
         "plain API",
         run_plain,
-        PLAIN * 2 + [("barrier", 0), *[("all_gather", None)] * 2, ("all_reduce", 24)],
+        [
+            *PLAIN * 2,
+            *([("barrier", 0)] if device() == "cpu" else []),
+            *[("all_gather", None)] * 2,
+            ("all_reduce", 24),
+        ],
         _METHODS,
         False,
     ),

@@ -1,4 +1,9 @@
-"""Real gloo ranks for tests, forked from the warm test process (torch is imported once)."""
+"""Real ranks for tests, forked from the warm test process (torch is imported once).
+
+They use gloo on the CPU. With COMMPROF_TESTS_DEVICE=cuda they use NCCL, all on the first GPU: NCCL refuses two ranks of one
+host on one GPU, so each rank names another host (NCCL_HOSTID), and they talk over loopback sockets. Their kernels take turns
+on the GPU: operations, bytes, order and logs are NCCL's own, the times of communication are not those of several GPUs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+DEVICE = "COMMPROF_TESTS_DEVICE"
+
+
+def device() -> str:
+    """Where the ranks' tensors are: ``cpu`` (gloo) or ``cuda`` (NCCL)."""
+    return os.environ.get(DEVICE, "cpu")
+
+
+def one_gpu(rank: int) -> dict[str, str]:
+    """The environment of ``rank`` where all ranks share one GPU over NCCL."""
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "TORCH_FR_BUFFER_SIZE": "20000",  # or torch keeps no Flight Recorder that a test could read
+    }
+
 
 class RankError(AssertionError):
     """At least one rank raised, died or did not finish in time."""
@@ -26,10 +50,10 @@ def run_ranks(
     process_group: bool = True,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``function(rank, world, *args)`` on ``world`` forked gloo ranks and return what each returned.
+    """Run ``function(rank, world, *args)`` on ``world`` forked ranks and return what each returned.
 
     Args:
-        process_group: initialise torch.distributed (gloo, a FileStore) before, and destroy it after.
+        process_group: initialise torch.distributed (gloo or NCCL, a FileStore) before, and destroy it after.
         env: variables to set in every rank; RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are set anyway.
 
     Raises:
@@ -84,16 +108,24 @@ class _Working:
 def _rank_main(rank, world, function, args, write_end, store, process_group, env, working):
     try:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **env
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
         )
+        if device() == "cuda":
+            os.environ.update(one_gpu(rank))
+        os.environ.update(env)
         import torch
         import torch.distributed as dist
 
         # After a fork torch makes its pool of threads anew, at the first call of this. Two threads that come at once (this
         # one and gloo's) would race for it, and one fail with "Invalid thread pool".
         torch.set_num_threads(1)
+        backend = "gloo"
+        if device() == "cuda":
+            backend = "nccl"
+            torch.cuda.set_device(0)
+            torch.set_default_device("cuda")
         if process_group:
-            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+            dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
         result = function(rank, world, *args)
         if process_group and dist.is_initialized():
             working.wait_for_others(5.0)

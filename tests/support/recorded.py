@@ -217,6 +217,9 @@ class Replay:
 def replay_all(rank: int, world: int, cases: list[Case]) -> dict[str, Replay]:
     """Replay ``cases``, all of world size ``world``, on this rank; an error of one does not stop the others."""
     replays = {}
+    torch.set_default_device(
+        "cpu"
+    )  # the random numbers of the recorded runs are the CPU's, also where a GPU trains
     for case in cases:
         with logged() as log:
             replays[case.name] = _replay(case, rank, log)
@@ -355,7 +358,7 @@ def _evaluate(case: Case, engine, rank: int, log):
 def _forward(case: Case, engine, rank: int, log, step: int, micro: int, phase: str = "forward"):
     batch = make_batch(case.model, step, micro, rank, _DTYPES[precision_of(case)])
     log.at(phase, step, micro)
-    return engine(*batch)
+    return engine(*(tensor.to(engine.device) for tensor in batch))
 
 
 _SCRIPTS = {

@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens, targets):
-        hidden = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        hidden = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             hidden = self.run(block, hidden)
         logits = self.head(self.lnf(hidden))

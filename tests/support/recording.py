@@ -1,4 +1,4 @@
-"""Recording what forked gloo ranks issue, and torch's own count of it beside."""
+"""Recording what forked ranks issue, and torch's own count of it beside."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from support.ranks import run_ranks
+from support.ranks import device, run_ranks
 
 
 def record(run: Path, world: int, body: Any, *args: Any, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Run ``body(rank, world, *args)`` on recorded ranks.
 
-    Returns the opened run and, per rank, what ``body`` returned, the gloo group's own sequence number and the Flight
+    Returns the opened run and, per rank, what ``body`` returned, the group's own sequence number and the Flight
     Recorder's operation names of what was issued while recording.
     """
     from commprof.trace.finaliser import finalise
@@ -45,11 +45,12 @@ def recorded(rank: int, world: int, run: str, body: Any, args: Any, options: Any
 
 
 def flight_names() -> list[str]:
-    """The names of the operations in torch's Flight Recorder, oldest first, without the ``gloo:`` before them."""
-    import torch
+    """The names of the operations in torch's Flight Recorder, oldest first, without the backend before them."""
+    from torch._C import _distributed_c10d
 
-    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())  # torch's own dump, of this very process
-    return [entry["profiling_name"].rpartition(":")[2] for entry in dump.get("entries", [])]
+    dump = _distributed_c10d._dump_fr_trace if device() == "cpu" else _distributed_c10d._dump_nccl_trace
+    entries = pickle.loads(dump()).get("entries", [])  # torch's own dump, of this very process
+    return [entry["profiling_name"].rpartition(":")[2] for entry in entries]
 
 
 def calls(run: Any, rank: int, *columns: str) -> list[Any]:

@@ -1,0 +1,183 @@
+"""What recording adds on a GPU: host time of one call over NCCL, and time of a training step. Needs NCCL and a GPU.
+
+One process, one rank, one GPU. Blocks alternate off, on, off; each round gives one difference, or one ratio, for each case.
+A block of calls does not fill the queue of the device, so the host never waits in it; a block of steps ends with a
+synchronization, and is timed as a whole. torch.profiler (CUPTI) is measured beside in the same rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from results import arguments, median_interval, publish
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
+WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY, BATCH = 1024, 12, 16, 512, 256, 8
+Recorder = Callable[[Path], AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def commprof_on(folder: Path, **options: Any) -> Iterator[None]:
+    """Record into ``folder``."""
+    from commprof import hooks
+
+    hooks.attach(str(folder), quiet=True, **options)
+    try:
+        yield
+    finally:
+        hooks.detach()
+
+
+@contextlib.contextmanager
+def profiler_on(folder: Path) -> Iterator[None]:
+    """Profile the CPU and the GPU, and drop the result."""
+    import torch
+
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]):
+        yield
+
+
+RECORDERS: dict[str, Recorder] = {
+    "commprof": commprof_on,
+    "commprof, no events": lambda folder: commprof_on(folder, completion_every=0),
+    "torch.profiler": profiler_on,
+}
+
+
+def call_us(call: Callable[[], object], calls: int) -> float:
+    """Host microseconds of one call; the device is idle at the begin."""
+    import torch
+
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    taken = time.perf_counter_ns() - begin
+    torch.cuda.synchronize()
+    return taken / calls / 1000
+
+
+def make_step() -> Callable[[], None]:
+    """One training step of a 152 M GPT with zero_runtime, stage 2."""
+    import torch
+
+    import zero_runtime
+
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    model = example.GPT(width=WIDTH, layers=LAYERS, heads=HEADS, context=CONTEXT, vocabulary=VOCABULARY)
+    config = json.loads(EXAMPLE.with_name("ds_zero2.json").read_text())
+    config |= {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": True}}
+    config.pop("train_batch_size", None)
+    engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+    tokens = torch.randint(0, VOCABULARY, (2, BATCH, CONTEXT), device="cuda")
+
+    def step() -> None:
+        loss = engine(*tokens)
+        engine.backward(loss)
+        engine.step()
+
+    return step
+
+
+def step_ms(step: Callable[[], None], steps: int) -> float:
+    """Milliseconds of a step, until the device has ended it."""
+    import torch
+
+    step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - begin) / steps / 1e6
+
+
+def measured(
+    block: Callable[[], float], recorders: dict[str, Recorder], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """By recorder and round: the figure of the blocks off (mean of the two around) and on."""
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in recorders}
+    block()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            for name, recorder in recorders.items():
+                before = block()
+                with recorder(Path(folder, f"{number}-{name}")):
+                    during = block()
+                pairs[name].append(((before + block()) / 2, during))
+    return pairs
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=300, help="in one block")
+    parser.add_argument("--steps", type=int, default=10, help="in one block")
+    options = parser.parse_args()
+
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        print("not measured: this needs NCCL and a GPU, and here is none. Nothing was written")
+        return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    source, target = torch.ones(1024, device="cuda"), torch.ones(1024, device="cuda")
+
+    def wait_for_gather() -> None:
+        dist.all_gather_into_tensor(target, source, async_op=True).wait()
+
+    calls = {
+        "all_gather, sync": lambda: dist.all_gather_into_tensor(target, source),
+        "all_gather, async and wait": wait_for_gather,
+    }
+    rows: list[list[str]] = []
+    figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    for call_name, call in calls.items():
+        pairs = measured(lambda call=call: call_us(call, options.calls), RECORDERS, options.rounds)
+        for name, values in pairs.items():
+            alone = median_interval([off for off, _ in values])
+            added = median_interval([on - off for off, on in values])
+            rows.append([f"{call_name}, us", name, alone.text(2), added.text(2)])
+            figures[f"{call_name}, {name}"] = {"alone": alone, "added": added}
+    step = make_step()
+    pairs = measured(lambda: step_ms(step, options.steps), RECORDERS, options.rounds)
+    for name, values in pairs.items():
+        alone = median_interval([off for off, _ in values])
+        ratio = median_interval([on / off for off, on in values])
+        rows.append(["step, ms; added: ratio on/off", name, alone.text(2), ratio.text(4)])
+        figures[f"step, {name}"] = {"alone": alone, "ratio": ratio}
+    publish(
+        options,
+        "What recording adds on a GPU: median (95 % interval)",
+        ["what", "recorder", "alone", "added"],
+        rows,
+        figures,
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

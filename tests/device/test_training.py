@@ -1,0 +1,147 @@
+"""Trainings over NCCL: what is recorded against the NCCL kernels that CUPTI saw, and losses against one GPU alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.recording import calls, record
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
+WIDTH, STEPS = 64, 4
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH, device="cpu") for _ in range(4)]
+    return torch.nn.Sequential(*layers).to("cuda")
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(10 * step + rank)
+    return torch.randn(8, WIDTH, generator=generator, device="cpu").to("cuda")
+
+
+def kernels(profile: torch.profiler.profile) -> list[str]:
+    """The names of NCCL's kernels that CUPTI saw."""
+    return [
+        event.name()
+        for event in profile.profiler.kineto_results.events()
+        if str(event.device_type()).endswith("CUDA") and event.name().startswith("ncclDevKernel")
+    ]
+
+
+def profiled(body):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        result = body()
+        torch.cuda.synchronize()
+    return result, kernels(profile)
+
+
+def alone(world: int) -> list[float]:
+    """Mean losses of a training on all ranks' batches at once."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        loss = torch.stack([net(batch(step, rank)).square().mean() for rank in range(world)]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp(rank: int) -> list[float]:
+    return torch_loop(torch.nn.parallel.DistributedDataParallel(model()), rank)
+
+
+def fsdp2(rank: int) -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    for layer in net:
+        fully_shard(layer)
+    return torch_loop(fully_shard(net), rank)
+
+
+def torch_loop(net: torch.nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        loss = net(batch(step, rank)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def zero(config: dict, rank: int) -> list[float]:
+    import zero_runtime
+
+    net = model()
+    engine, *_ = zero_runtime.initialize(
+        model=net, model_parameters=net.parameters(), config=copy.deepcopy(config)
+    )
+    losses = []
+    for step in range(STEPS):
+        loss = engine(batch(step, rank)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def config(stage: int, **options) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 5000,
+            "allgather_bucket_size": 5000,
+            "stage3_param_persistence_threshold": 0,
+            **options,
+        },
+    }
+
+
+CASES = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    **{f"stage {stage}": config(stage) for stage in range(4)},
+    "stage 1, one owner a bucket": config(1, use_multi_rank_bucket_allreduce=False),
+    "stage 2, all_reduce": config(2, reduce_scatter=False),
+    "stage 2, overlap": config(2, overlap_comm=True),
+    "stage 3, overlap": config(3, overlap_comm=True),
+    "stage 2, optimizer on the host": config(2, offload_optimizer={"device": "cpu"}),
+    "stage 3, all on the host": config(
+        3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_kernel_of_nccl_has_its_record_and_the_losses_are_those_of_one_gpu(tmp_path, case):
+    def body(rank, world):
+        dist.all_reduce(torch.ones(2))
+        torch.cuda.synchronize()
+        run = CASES[case]
+        losses, names = profiled(lambda: zero(run, rank) if isinstance(run, dict) else run(rank))
+        return losses, names, alone(world)
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    together = [
+        sum(losses) / 2 for losses in zip(*(outcome["result"][0] for outcome in outcomes), strict=True)
+    ]
+    assert together == pytest.approx(outcomes[0]["result"][2], rel=2e-5)
+    for rank in range(2):
+        ops = calls(run, rank, "op")[1:]
+        names = outcomes[rank]["result"][1]
+        assert len(names) == len(ops), (sorted(set(names)), ops)
+    assert run.health.unseen == run.health.lost == run.health.raised == 0
