@@ -26,8 +26,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from commprof.analysis.browse.notebook import OpenedRun
+    from commprof.version import __version__
+else:
 
-__version__ = "0.1.0"
+    def __getattr__(name):
+        """Import ``__version__`` when it is first read: one file fewer to load in every process that is recorded."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from commprof import version
+
+        return version.__version__
+
 
 __all__ = ["__version__", "attach", "detach", "metric", "open", "phase", "recording", "step", "tag"]
 

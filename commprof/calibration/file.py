@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from commprof import __version__
 from commprof.calibration.bandwidths import bus_factor
 from commprof.calibration.fit import Fit
 from commprof.calibration.results import Calibration, Timing
 from commprof.errors import SchemaError, TraceError, UsageError
+from commprof.version import __version__
 
 FORMAT: Final = "commprof-calibration"
 SCHEMA_VERSION: Final = 1

@@ -60,7 +60,7 @@ def build(verb: str | None = None) -> typer.Typer:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from commprof import __version__
+        from commprof.version import __version__
 
         typer.echo(f"commprof {__version__}")
         raise typer.Exit

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commprof import __version__
 from commprof.analysis import api
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import CommprofError
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.tables import opened_runs
+from commprof.version import __version__
 
 REPORT: Final = "report.html"
 _MOST_ROWS: Final = 200

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from commprof import __version__
 from commprof.align.ranks.collectives import in_order
 from commprof.analysis.api import AnyRun, Run
 from commprof.export.files import ExportedFile, Progress, Sink, staged
@@ -23,6 +22,7 @@ from commprof.export.one_clock import NO_PARTNER, Numbers, OneClock, RankRows, e
 from commprof.export.provenance import PROVENANCE, provenance
 from commprof.export.tables import opened_runs
 from commprof.schema import Op, parse_splits, wire_bytes
+from commprof.version import __version__
 
 TRACE: Final = "trace.json"
 _STEPS_THREAD: Final = 0

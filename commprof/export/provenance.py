@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from commprof import __version__
 from commprof.analysis.api import Run
 from commprof.export.files import ExportedFile
 from commprof.schema import SCHEMA_VERSION, Column
+from commprof.version import __version__
 
 DICTIONARY: Final = "data_dictionary.csv"
 PROVENANCE: Final = "provenance.json"

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from commprof import __version__
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import SCHEMA_VERSION, TABLES
 from commprof.trace.content import printable, read_content
@@ -30,6 +29,7 @@ from commprof.trace.directory import (
 )
 from commprof.trace.liveness import refuse_live
 from commprof.trace.rank_files.layout import parse_stem
+from commprof.version import __version__
 
 RUNNING: Final = "running"
 COMPLETE: Final = "complete"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from commprof import __version__
 from commprof.analysis.storage import summaries
 from commprof.analysis.storage.index_sums import exposures_from, process_times
 from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, OPERATIONS
@@ -24,6 +23,7 @@ from commprof.errors import TraceError, UsageError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
 from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import Run, open_run
+from commprof.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from commprof import __version__
 from commprof.cli import entry_point
 from commprof.cli.extras import PACKAGES
+from commprof.version import __version__
 
 _COLLECTIVE_NAME: Final = re.compile(
     r"reduce|gather|scatter|all_?to_?all|broadcast|barrier|^send|^recv|permute"

@@ -12,15 +12,15 @@ an evaluation gathers the parameters once more (:mod:`commprof.ledger.requests.e
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from commprof.ledger.records.issued import Issued, Message, StepKey
 from commprof.ledger.requests import evaluations
-from commprof.requested.expectation import Expectation
-from commprof.schema import Op, Purpose, Status, format_ranks
+from commprof.ledger.requests.message_classes import Class, Want
+from commprof.schema import Op, Purpose, Status
 
 # Purposes that a program or its wrapper gives to messages that no config requests.
 OWN_PURPOSES: Final = frozenset(
@@ -46,32 +46,6 @@ OF_SCRIPT: Final = "script"
 _MOST_SHOWN: Final = 4
 # An estimate counts forward and backward. Modules that would have run more often than this factor are not plausible.
 MOST_TIMES: Final = 4
-
-
-class Class(NamedTuple):
-    """The messages that one expectation covers: purpose, operation and group."""
-
-    purpose: str | None
-    op: str
-    group_ranks: str
-
-
-@dataclass
-class Want:
-    """What the rules expect of one class in one step."""
-
-    requested_op: str
-    count: int = 0
-    payload_bytes: int = 0
-    exact: bool = True
-    least_bytes: int = 0
-    estimated: bool = False  # the bytes are an estimate, too
-    most_bytes: int | None = None  # of such an estimate
-    estimate: str = ""  # what it depends on, if not on the order of modules
-    in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
-    least_of_a_pass: int = 0  # what one of those gathers at least
-    kept_bytes: int = 0  # of parameters that are gathered when the step ends, and stay so
-    others: str = ""  # who else may send some, so that more of it cannot be judged
 
 
 @dataclass
@@ -103,34 +77,6 @@ class Finding:
 
 
 Findings = dict[StepKey, dict[Class, Finding]]
-
-
-def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, Want]:
-    """The expectations of one step by class."""
-    by_class: dict[Class, Want] = {}
-    for row, ranks in ((each, ranks) for each in expectations for ranks in _groups(each, world_size)):
-        want = by_class.setdefault(Class(row.purpose, row.issued_op, ranks), Want(row.requested_op))
-        want.count += row.count
-        want.payload_bytes += row.payload_bytes
-        want.exact &= row.exact
-        want.least_bytes += row.least_bytes
-        if row.most_bytes is not None:
-            want.most_bytes = (want.most_bytes or 0) + row.most_bytes
-        want.estimate = want.estimate or row.estimate
-        want.estimated |= not row.bytes_exact
-        if row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step":
-            least = min(row.least_bytes, want.least_of_a_pass) if want.in_each_pass else row.least_bytes
-            want.in_each_pass, want.least_of_a_pass = True, least
-        elif row.purpose == Purpose.PARAMETER_GATHER and row.when == "step":
-            want.kept_bytes += row.payload_bytes
-    return by_class
-
-
-def _groups(row: Expectation, world_size: int) -> list[str]:
-    if row.groups is not None:
-        return [format_ranks(list(each)) for each in row.groups]
-    size = row.group_size or world_size
-    return [format_ranks(list(range(first, first + size))) for first in range(0, world_size, size)]
 
 
 def attribute(

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from commprof.ledger.levels import INIT, STEPS, LedgerRow, RequestedReduction, Unexplained
 from commprof.ledger.reconcile import attribution
-from commprof.ledger.reconcile.attribution import Class, Finding, Findings
+from commprof.ledger.reconcile.attribution import Finding, Findings
 from commprof.ledger.records import backends
 from commprof.ledger.records.issued import Message, StepKey, step_list, step_text
+from commprof.ledger.requests.message_classes import Class
 from commprof.schema import Op, Purpose, parse_ranks, wire_bytes
 
 

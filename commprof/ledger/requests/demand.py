@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from commprof.errors import CommprofError
 from commprof.ledger.reconcile import attribution
-from commprof.ledger.reconcile.attribution import Class, Want
 from commprof.ledger.records.issued import Issued, Message, StepKey, step_list
+from commprof.ledger.requests.message_classes import Class, Want, wants
 from commprof.ledger.requests.module_orders import Pass, passes_of
 from commprof.ledger.requests.request import RecordedRun, Request
 from commprof.requested.expectation import Expectation
@@ -72,7 +72,7 @@ def demands(
                     died.append(key)
                 same = tuple(map(id, expectations))  # the cache holds them, so that their ids stay unique
                 if same not in known:
-                    known[same] = expectations, attribution.wants(expectations, request.world_size)
+                    known[same] = expectations, wants(expectations, request.world_size)
                 wanted[key] = known[same][1]
     except CommprofError as error:
         request.reason = str(error)
@@ -127,13 +127,10 @@ def wanted_before(
         messages: what was sent in it.
     """
     if all(each.construction is not None for each in requests):
-        wanted = _sum_of([attribution.wants(each.expectations(key), each.world_size) for each in requests])
+        wanted = _sum_of([wants(each.expectations(key), each.world_size) for each in requests])
         return wanted, _construction_sentences(requests)
     plain, lean = (
-        [
-            attribution.wants(each.expectations(key, zero_init=within_init), each.world_size)
-            for each in requests
-        ]
+        [wants(each.expectations(key, zero_init=within_init), each.world_size) for each in requests]
         for within_init in (False, True)
     )
     if plain != lean:

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.ledger.reconcile.attribution import Class, Want
 from commprof.ledger.records.issued import INIT_STEP, Issued, StepKey
 from commprof.ledger.records.precount import by_last_step
 from commprof.ledger.records.row_index import Flags, numbers_of, where
 from commprof.ledger.requests.demand import COMPLETE, demands, gathers_parameters, wanted_before
+from commprof.ledger.requests.message_classes import Class, Want
 from commprof.ledger.requests.request import RecordedRun, Request, request_of
 from commprof.schema import Op, Phase, Purpose
 

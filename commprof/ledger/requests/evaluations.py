@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from commprof.ledger.records.issued import INIT_STEP, Message, StepKey
+from commprof.ledger.requests.message_classes import Class, Want
 from commprof.schema import Op, Purpose
-
-if TYPE_CHECKING:
-    from commprof.ledger.reconcile.attribution import Class, Want
 
 PURPOSES: Final = frozenset({Purpose.PARAMETER_GATHER, Purpose.TRACE_CHECK})
 # Where ranks share a model, a forward pass outside of training sends what one within it does.
 _OF_A_FORWARD: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 
-Evaluated = dict[StepKey, dict["Class", Counter[Message]]]
+Evaluated = dict[StepKey, dict[Class, Counter[Message]]]
 NOTHING: Final[dict[Class, Counter[Message]]] = {}  # was sent by an evaluation
 
 

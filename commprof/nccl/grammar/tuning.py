@@ -10,18 +10,10 @@ Pure: bytes in, tuples out.
 from __future__ import annotations
 
 import re
-from array import array
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-import pyarrow as pa
-
 from commprof.nccl.grammar.spelling import OPERATIONS
-from commprof.nccl.state.communicators import Communicator, Process
-from commprof.nccl.tables.arrow_columns import as_arrow, taken
 from commprof.schema import Op
-from commprof.trace.tables import conform
 
 ALGORITHMS: Final = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 PROTOCOLS: Final = ("LL", "LL128", "SIMPLE")
@@ -135,69 +127,3 @@ def _name(names: tuple[str, ...], number: int) -> str | None:
 def _channel(text: bytes) -> int | None:
     number = int(text)
     return None if number < 0 else number
-
-
-class TuningRows:
-    """Collects choices for the table ``nccl_tuning``; about 40 bytes a row, as logs hold millions of them."""
-
-    def __init__(self) -> None:
-        self._records: dict[TuningLine, int] = {}
-        self._columns = {name: array("q") for name in ("process", "tid", "file", "line", "record")}
-
-    def add(
-        self,
-        process: int,
-        communicator: int | None,
-        record: TuningLine | TuningModelLine,
-        file: int,
-        line: int,
-        lines: int = 1,
-        tid: int | None = None,
-    ) -> None:
-        """Add one line; ``process`` and ``file`` by number. Rows of the model are in no table and are dropped.
-
-        :func:`commprof.nccl.state.tuning_attribution.attribute_tuning` tells the communicator, once all lines are read.
-        """
-        del communicator
-        number = self.number(record)
-        if number >= 0:
-            thread = 0 if tid is None else tid
-            self.extend(*(np.full(lines, value) for value in (process, thread, file, line, number)))
-
-    def number(self, record: TuningLine | TuningModelLine) -> int:
-        """The number of a choice for :meth:`extend`; -1 for a row of the model."""
-        if isinstance(record, TuningModelLine):
-            return -1
-        return self._records.setdefault(record, len(self._records))
-
-    def extend(self, *columns: np.ndarray) -> None:
-        """Add many lines: their processes, threads, files, lines, and the numbers of their choices."""
-        for known, column in zip(self._columns.values(), columns, strict=True):
-            known.frombytes(np.ascontiguousarray(column, np.int64).tobytes())
-
-    def processes(self) -> list[int]:
-        """The processes that print choices, by number."""
-        return sorted(set(self._columns["process"]))
-
-    def table(
-        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
-    ) -> pa.Table:
-        """The table ``nccl_tuning``, in the order of files and lines; ``comm`` and ``op_line`` are null."""
-        del communicators
-        numbers = {name: np.frombuffer(column, np.int64) for name, column in self._columns.items()}
-        order = np.lexsort((numbers["line"], numbers["file"]))
-        numbers = {name: column[order] for name, column in numbers.items()}
-        columns = {
-            "host": taken([process.host for process in processes], pa.string(), numbers["process"]),
-            "pid": taken([process.pid for process in processes], pa.int32(), numbers["process"]),
-            "tid": as_arrow(numbers["tid"], pa.int64()),
-            "file": taken(files, pa.string(), numbers["file"]),
-            "line": as_arrow(numbers["line"], pa.int64()),
-        }
-        types = {"op": pa.string(), "num_bytes": pa.int64(), "predicted_us": pa.float64()}
-        types |= {"algorithm": pa.string(), "protocol": pa.string()}
-        types |= {"first_channel": pa.int32(), "last_channel": pa.int32()}
-        for name, arrow_type in types.items():
-            values = [getattr(record, name) for record in self._records]
-            columns["bytes" if name == "num_bytes" else name] = taken(values, arrow_type, numbers["record"])
-        return conform("nccl_tuning", pa.table(columns))

@@ -6,14 +6,7 @@ Formats of ``src/debug.cc`` and ``src/include/checks.h`` of NVIDIA/nccl. Pure: b
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import pyarrow as pa
-
-from commprof.nccl.state.communicators import Communicator, Process
-from commprof.nccl.tables.arrow_columns import from_values
-from commprof.trace.tables import arrow_schema, conform
 
 
 class Message(NamedTuple):
@@ -74,46 +67,3 @@ def read_trace(body: bytes) -> Message | None:
 
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
-
-
-class MessageRows:
-    """Collects warnings and traces for the table ``nccl_messages``."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int | None, int | None, int, int, Message]] = []
-
-    def add(
-        self,
-        process: int,
-        communicator: int | None,
-        record: Message,
-        file: int,
-        line: int,
-        lines: int = 1,
-        tid: int | None = None,
-        device: int | None = None,
-    ) -> None:
-        """Add one line; ``process`` and ``file`` by number. A message belongs to no communicator."""
-        del communicator
-        self._rows.extend([(process, tid, device, file, line, record)] * lines)
-
-    def table(
-        self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
-    ) -> pa.Table:
-        """The table ``nccl_messages``, in the order in which the lines were added."""
-        del communicators
-        rows = [
-            message._asdict()
-            | {
-                "host": processes[process].host,
-                "pid": processes[process].pid,
-                "tid": tid,
-                "device": device,
-                "file": files[file],
-                "line": line,
-            }
-            for process, tid, device, file, line, message in self._rows
-        ]
-        schema = arrow_schema("nccl_messages")
-        columns = [from_values([row[field.name] for row in rows], field.type) for field in schema]
-        return conform("nccl_messages", pa.table(columns, names=schema.names))

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from commprof.nccl.grammar import lines as nccl_lines
 from commprof.nccl.grammar.line_prefix import Origin
 from commprof.nccl.grammar.topology import Topology
-from commprof.nccl.grammar.tuning import TuningLine, TuningModelLine, TuningRows
-from commprof.nccl.grammar.warnings import Message, MessageRows
+from commprof.nccl.grammar.tuning import TuningLine, TuningModelLine
+from commprof.nccl.grammar.warnings import Message
 from commprof.nccl.scan import Scan
 from commprof.nccl.state.communicators import Process, Registry
 from commprof.nccl.tables.bincount import numbered
 from commprof.nccl.tables.op_buffer import NONE, WHOLE, Rows
+from commprof.nccl.tables.remark_tables import MessageRows, TuningRows
 from commprof.nccl.tables.topology_tables import TopologyRows
 
 # The place of a message: its line times this, plus its number in the line.

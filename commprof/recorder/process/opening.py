@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commprof import __version__
 from commprof.recorder.process.placement import agent_of, job_id, place, starter
 from commprof.schema import SCHEMA_VERSION
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, TRACES, run_name, script_stem
@@ -23,6 +22,7 @@ from commprof.trace.manifest import Manifest, describe_process, write_manifest_i
 from commprof.trace.process import process_start_ns, start_ticks
 from commprof.trace.rank_files.layout import RankFile, parse_stem
 from commprof.trace.rank_files.writer import EventFile, RecordFile, Spill
+from commprof.version import __version__
 
 RUN_VARIABLE: Final = "COMMPROF_RUN"
 _AGENT: Final = "agent"  # in the manifest: the torchrun that started the job

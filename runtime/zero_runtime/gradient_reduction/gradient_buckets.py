@@ -15,15 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from commprof import hooks
 from zero_runtime.gradient_reduction.flat_layout import Run, ShardRange, owner_runs
-
-if TYPE_CHECKING:
-    from zero_runtime.gradient_reduction.overlap import Flight
 
 FULL: Final = "full"
 OVERSIZED: Final = "oversized"
@@ -185,6 +182,24 @@ def _publication(
         flush_reason=flush_reason,
     )
     return Publication(content, names)
+
+
+class Flight:
+    """A bucket in flight, or one that has landed already."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    @property
+    def landed(self) -> bool:
+        """Whether ``land`` has nothing left to do."""
+        return self._finish is None
+
+    def land(self) -> None:
+        """Wait for the bucket and process its sum; its memory is free after that."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 @dataclass(slots=True)

@@ -14,29 +14,11 @@ from typing import Final
 
 import torch
 
-from zero_runtime.gradient_reduction.gradient_buckets import Bucket
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Flight
 from zero_runtime.gradient_reduction.reduction import Finish
 
 # Buckets in flight at once: one on the wire, one queued behind it. A third is being filled meanwhile.
 DEPTH: Final = 2
-
-
-class Flight:
-    """A bucket in flight, or one that has landed already."""
-
-    def __init__(self, finish: Finish | None = None) -> None:
-        self._finish = finish
-
-    @property
-    def landed(self) -> bool:
-        """Whether ``land`` has nothing left to do."""
-        return self._finish is None
-
-    def land(self) -> None:
-        """Wait for the bucket and process its sum; its memory is free after that."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
 
 
 class Overlap:

@@ -22,8 +22,15 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.quantized_messages import scatter_quantized
 from zero_runtime.gradient_reduction.clip import sharded_norm
 from zero_runtime.gradient_reduction.flat_layout import Run, ShardRange
-from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, FULL, Bucket, Entry, Scaling
-from zero_runtime.gradient_reduction.overlap import Flight, Overlap
+from zero_runtime.gradient_reduction.gradient_buckets import (
+    END_OF_BACKWARD,
+    FULL,
+    Bucket,
+    Entry,
+    Flight,
+    Scaling,
+)
+from zero_runtime.gradient_reduction.overlap import Overlap
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, add_rounded
 from zero_runtime.gradient_reduction.reduction import (
     NATIVE,

@@ -18,8 +18,8 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 from zero_runtime.gradient_reduction.clip import sharded_norm
 from zero_runtime.gradient_reduction.flat_layout import GroupLayout, ShardRange
-from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Bucketer, Entry, Scaling
-from zero_runtime.gradient_reduction.overlap import DEPTH, Flight, Overlap
+from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Bucketer, Entry, Flight, Scaling
+from zero_runtime.gradient_reduction.overlap import DEPTH, Overlap
 from zero_runtime.gradient_reduction.reduction import Finish, Reduction, all_reduce, then
 from zero_runtime.gradient_reduction.stages import Stage
 from zero_runtime.sharding.shard_layout import ShardLayout

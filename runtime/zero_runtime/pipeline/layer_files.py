@@ -6,23 +6,24 @@ Such files do not depend on stages, so any number of stages can read them. The e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zero_runtime.errors import CheckpointError
 from zero_runtime.groups.process_grid import DATA, PIPE, SEQUENCE
+from zero_runtime.pipeline.stage_grid import PipelineGrid
 
-if TYPE_CHECKING:
-    from zero_runtime.pipeline.model.pipeline_module import PipelineModule
+# Layers of a stage: the number of each in the complete model, and the layer, a module or a function.
+NumberedLayers = Iterable[tuple[int, Any]]
 
 
-def slice_name(module: PipelineModule) -> str:
+def slice_name(grid: PipelineGrid) -> str:
     """The part of a file name that identifies a tensor-parallel rank: ``-model_00``; empty without tensor parallelism."""
-    place = module.mpu().processes.place
-    axes = [axis for axis in place if axis not in (DATA, PIPE, SEQUENCE) and module.topology().size(axis) > 1]
+    place = grid.processes.place
+    axes = [axis for axis in place if axis not in (DATA, PIPE, SEQUENCE) and grid.topology.size(axis) > 1]
     return "".join(f"-{axis}_{place[axis]:02d}" for axis in axes)
 
 
@@ -36,20 +37,23 @@ def layer_files(directory: str | Path, number: int) -> list[Path]:
     return sorted(Path(directory).glob(f"layer_{number:02d}-*model_states.pt"))
 
 
-def save_layers(module: PipelineModule, directory: str | Path, engine: Any, exclude_frozen: bool) -> None:
+def save_layers(
+    layers: NumberedLayers, grid: PipelineGrid, directory: str | Path, engine: Any, exclude_frozen: bool
+) -> None:
     """Write the files of this stage's layers; only the first replica writes.
 
     Args:
-        module: the pipeline.
+        layers: of this stage.
+        grid: the ranks of stages and replicas.
         directory: created if it is missing.
         engine: saves a state dict with ``save(state_dict, path)``; None for torch.save.
         exclude_frozen: leave frozen parameters out.
     """
-    processes = module.mpu().processes
+    processes = grid.processes
     if processes.along(DATA) or processes.along(SEQUENCE):
         return
     Path(directory).mkdir(parents=True, exist_ok=True)
-    for number, layer in _layers_with_state(module):
+    for number, layer in _with_state(layers):
         frozen = {
             name for name, each in layer.named_parameters() if exclude_frozen and not each.requires_grad
         }
@@ -59,18 +63,21 @@ def save_layers(module: PipelineModule, directory: str | Path, engine: Any, excl
             for name, value in layer.state_dict().items()
             if name not in frozen
         }
-        path = layer_file(directory, number, slice_name(module))
+        path = layer_file(directory, number, slice_name(grid))
         if engine is None:
             torch.save(state, path)
         else:
             engine.save(state, str(path))
 
 
-def load_layers(module: PipelineModule, directory: str | Path, engine: Any, strict: bool) -> None:
+def load_layers(
+    layers: NumberedLayers, grid: PipelineGrid, directory: str | Path, engine: Any, strict: bool
+) -> None:
     """Read the files of this stage's layers.
 
     Args:
-        module: the pipeline.
+        layers: of this stage.
+        grid: the ranks of stages and replicas.
         directory: of the files.
         engine: loads a state dict with ``load(path, map_location)``; None for torch.load with ``weights_only``.
         strict: refuse missing and unexpected names.
@@ -78,8 +85,8 @@ def load_layers(module: PipelineModule, directory: str | Path, engine: Any, stri
     Raises:
         CheckpointError: a file is missing.
     """
-    for number, layer in _layers_with_state(module):
-        path = layer_file(directory, number, slice_name(module))
+    for number, layer in _with_state(layers):
+        path = layer_file(directory, number, slice_name(grid))
         if not path.is_file():
             present = ", ".join(each.name for each in layer_files(directory, number)) or "none"
             raise CheckpointError(
@@ -93,8 +100,5 @@ def load_layers(module: PipelineModule, directory: str | Path, engine: Any, stri
         layer.load_state_dict(state, strict=strict)
 
 
-def _layers_with_state(module: PipelineModule) -> Iterator[tuple[int, torch.nn.Module]]:
-    numbers: Sequence[int] = module.layer_numbers
-    for number, layer in zip(numbers, module.forward_funcs, strict=True):
-        if isinstance(layer, torch.nn.Module):
-            yield number, layer
+def _with_state(layers: NumberedLayers) -> Iterator[tuple[int, torch.nn.Module]]:
+    return ((number, layer) for number, layer in layers if isinstance(layer, torch.nn.Module))

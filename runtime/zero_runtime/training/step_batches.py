@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -16,9 +16,38 @@ from zero_runtime.training.data_loading import TRAIN, RankLoader, RepeatingLoade
 
 if TYPE_CHECKING:
     from zero_runtime.comm import DataParallelGroup
-    from zero_runtime.training.engine import Engine
 
 _LOSS: Final = hooks.tag("metric")
+
+
+class Stepping(Protocol):
+    """What whole steps need of the engine (:class:`zero_runtime.training.engine.Engine`), which inherits them."""
+
+    module: torch.nn.Module
+    device: torch.device
+    training: bool
+    _group: DataParallelGroup
+    _in_batch: bool
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model forward."""
+
+    def backward(self, loss: torch.Tensor) -> Any:
+        """Run the backward pass of a micro-batch."""
+
+    def step(self) -> None:
+        """Update the parameters if the micro-batch was the last one of its step."""
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode of the model."""
+
+    def eval(self) -> Any:
+        """Set the model to evaluation mode."""
+
+    def _checked(self, data_iter: Iterator[Any] | None) -> Iterator[Any]: ...
 
 
 class WholeSteps:
@@ -29,10 +58,9 @@ class WholeSteps:
     training: bool
     training_dataloader: RankLoader | None
     collate_fn: Callable[[list[Any]], Any] | None
-    _group: DataParallelGroup
     _batches: Iterator[Any] | None
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self: Stepping, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
 
         Args:
@@ -43,11 +71,11 @@ class WholeSteps:
         """
         if not self.training:
             raise UsageError("train_batch was called in eval mode; call engine.train() first")
-        return _train(cast("Engine", self), self._checked(data_iter), self._group)
+        return _train(self, self._checked(data_iter), self._group)
 
-    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def eval_batch(self: Stepping, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model does not change."""
-        return _evaluate(cast("Engine", self), self._checked(data_iter), self._group)
+        return _evaluate(self, self._checked(data_iter), self._group)
 
     def _checked(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is None:
@@ -103,7 +131,7 @@ class WholeSteps:
         )
 
 
-def _train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+def _train(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """One step: as many micro-batches as are accumulated, and the update. Returns the mean loss of all ranks, 0-D."""
     total = torch.zeros((), device=engine.device)
     engine._in_batch = True
@@ -121,7 +149,7 @@ def _train(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> 
 
 
 @torch.no_grad()
-def _evaluate(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+def _evaluate(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model is in eval mode meanwhile."""
     training = engine.training
     engine.eval()
@@ -135,7 +163,7 @@ def _evaluate(engine: Engine, batches: Iterator[Any], group: DataParallelGroup) 
     return _mean(torch.stack(losses).mean(), group)
 
 
-def loss_of(engine: Engine, batch: Any) -> torch.Tensor:
+def loss_of(engine: Stepping, batch: Any) -> torch.Tensor:
     """The loss of one batch.
 
     A model with a ``loss_fn`` gets the first item of a batch of two, and ``loss_fn`` its output and the second item. Any
@@ -174,7 +202,7 @@ def _loss_in(outputs: Any) -> Any:
     return outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
 
 
-def _next(batches: Iterator[Any], engine: Engine) -> Any:
+def _next(batches: Iterator[Any], engine: Stepping) -> Any:
     try:
         return next(batches)
     except StopIteration:

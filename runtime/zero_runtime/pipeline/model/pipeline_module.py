@@ -338,7 +338,7 @@ class PipelineModule(torch.nn.Module):
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """The file of layer ``local_layer_idx`` of this stage, as :meth:`save_state_dict` writes it."""
         number = self.layer_numbers[local_layer_idx]
-        return str(layer_files.layer_file(ckpt_dir, number, layer_files.slice_name(self)))
+        return str(layer_files.layer_file(ckpt_dir, number, layer_files.slice_name(self.mpu())))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The existing files of layer ``local_layer_idx`` of this stage, of all tensor-parallel ranks."""
@@ -355,7 +355,8 @@ class PipelineModule(torch.nn.Module):
             checkpoint_engine: saves a state dict with ``save(state_dict, path)``; default: torch.save.
             exclude_frozen_params: leave frozen parameters out.
         """
-        layer_files.save_layers(self, save_dir, checkpoint_engine, exclude_frozen_params)
+        layers = zip(self.layer_numbers, self.forward_funcs, strict=True)
+        layer_files.save_layers(layers, self.mpu(), save_dir, checkpoint_engine, exclude_frozen_params)
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
         """Read the files of this stage's layers, whatever stages wrote them. An optimizer's masters are not updated.
@@ -368,7 +369,8 @@ class PipelineModule(torch.nn.Module):
         Raises:
             CheckpointError: a file is missing.
         """
-        layer_files.load_layers(self, load_dir, checkpoint_engine, strict)
+        layers = zip(self.layer_numbers, self.forward_funcs, strict=True)
+        layer_files.load_layers(layers, self.mpu(), load_dir, checkpoint_engine, strict)
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Sum the gradients of tied parameters over the stages that share them; ``train_batch`` does it automatically."""

@@ -14,7 +14,7 @@ of the elements in files or the elements that are prefetched at once::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -23,15 +23,32 @@ from zero_runtime.offload.tensor_files import TensorFiles, Transfer
 from zero_runtime.sharding.gather_schedule.policy import SliceOffload
 from zero_runtime.sharding.placement.page_memory import Page, PageMemory
 
-if TYPE_CHECKING:
-    from zero_runtime.sharding.shards import Shard
-
 KEY: Final = "zero_optimization.offload_param.nvme_path"
 # Elements of a page: large enough for a disk, and small compared with all buffers.
 _LARGEST: Final = 2**20
 # Buffers may have this share of the elements in files, or at least _LEAST elements.
 _SHARE: Final = 8
 _LEAST: Final = 4 * _LARGEST
+
+
+class Pageable(Protocol):
+    """What a pager needs of a :class:`zero_runtime.sharding.shards.Shard`, which refers to its pager."""
+
+    number: int
+    dtype: torch.dtype
+    slice_numel: int
+    pager: Pager | None
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the parameter stays gathered between steps."""
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The shard, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``."""
+
+    def page_out(self, pager: Pager) -> None:
+        """Let ``pager`` keep the shard."""
 
 
 class _Buffer(NamedTuple):
@@ -81,7 +98,7 @@ class Pager:
 
     # Shards in memory and in files.
 
-    def adopt(self, shard: Shard) -> None:
+    def adopt(self, shard: Pageable) -> None:
         """Take over the shard: it stays in memory if it is persistent or while there is room; otherwise it is written."""
         if (
             shard.persistent
@@ -98,7 +115,7 @@ class Pager:
         self.in_files += shard.slice_numel
         shard.page_out(self)
 
-    def forget(self, shard: Shard) -> None:
+    def forget(self, shard: Pageable) -> None:
         """Remove the files of the shard; with the last shard, remove the folder."""
         for page in self._pages(shard):
             self._discard(page)
@@ -123,7 +140,7 @@ class Pager:
             self._files = TensorFiles(folder, self.offload.io, key=KEY)
         return self._files
 
-    def _pages(self, shard: Shard, first: int = 0, last: int | None = None) -> Sequence[Page]:
+    def _pages(self, shard: Pageable, first: int = 0, last: int | None = None) -> Sequence[Page]:
         """The pages that have elements from ``first`` to before ``last``; all by default."""
         size, numel = min(self.offload.buffer_size, _LARGEST), shard.slice_numel
         starts = range(first // size * size, numel if last is None else last, size)
@@ -131,7 +148,7 @@ class Pager:
 
     # Reading.
 
-    def read(self, shard: Shard, out: torch.Tensor, start: int = 0) -> None:
+    def read(self, shard: Pageable, out: torch.Tensor, start: int = 0) -> None:
         """Fill ``out``, 1-D and of any dtype on any device, with the shard's elements from ``start``."""
         pages = self._pages(shard, start, start + out.numel())
         self._want(pages)
@@ -143,11 +160,11 @@ class Pager:
                 self._discard(page)
                 self._pump()
 
-    def begin(self, shards: Iterable[Shard], first: int = 0, last: int | None = None) -> None:
+    def begin(self, shards: Iterable[Pageable], first: int = 0, last: int | None = None) -> None:
         """Start to read ``shards``, or these elements of them, before all other requested pages."""
         self._want([page for shard in shards for page in self._pages(shard, first, last)])
 
-    def refill(self, coming: Callable[[], Iterable[Shard]]) -> None:
+    def refill(self, coming: Callable[[], Iterable[Pageable]]) -> None:
         """Read the shards of ``coming`` ahead, in that order, after all pages that were requested earlier."""
         if not self._wanted:
             wanted: list[Page] = []
@@ -200,7 +217,7 @@ class Pager:
 
     # Writing.
 
-    def write(self, shard: Shard, values: torch.Tensor, start: int = 0) -> None:
+    def write(self, shard: Pageable, values: torch.Tensor, start: int = 0) -> None:
         """Start to write ``values``, 1-D and of any dtype on any device, as the shard's elements from ``start``.
 
         The caller may change them afterwards. Pages that are covered only in part are read first.

@@ -2,9 +2,10 @@
 
 from collections import Counter
 
-from commprof.ledger.reconcile.attribution import Class, Finding, Want
+from commprof.ledger.reconcile.attribution import Finding
 from commprof.ledger.reconcile.ledger_table import ledger_rows
 from commprof.ledger.records.issued import Message, StepKey
+from commprof.ledger.requests.message_classes import Class, Want
 
 PURPOSE = "gradient_reduce"
 

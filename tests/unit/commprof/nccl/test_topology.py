@@ -12,11 +12,12 @@ import pyarrow as pa
 import pytest
 
 from commprof.nccl.grammar.topology import Link, RingNeighbours, RingOrder, TreeLine, read_topology
-from commprof.nccl.grammar.tuning import TuningModelLine, TuningRows, read_tuning
+from commprof.nccl.grammar.tuning import TuningModelLine, read_tuning
 from commprof.nccl.grammar.versions import candidates, describe, form_of
-from commprof.nccl.grammar.warnings import MessageRows, read_trace, read_warning
+from commprof.nccl.grammar.warnings import read_trace, read_warning
 from commprof.nccl.state.communicators import Communicator, Place, Process
 from commprof.nccl.state.tuning_attribution import attribute_tuning
+from commprof.nccl.tables.remark_tables import MessageRows, TuningRows
 from commprof.nccl.tables.topology_tables import TopologyRows
 from commprof.trace.tables import table_from_rows
 
