@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import circles
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "commprof": ROOT / "commprof",
@@ -125,3 +127,17 @@ def test_no_message_puts_a_path_into_a_command_unquoted():
         if pattern.search(line)
     ]
     assert found == []
+
+
+def test_no_imports_are_circular_at_run_time():
+    assert circles(with_types=False) == []
+
+
+def test_imports_for_annotations_are_circular_only_where_the_architecture_says_why():
+    justified = [
+        ["commprof.recorder.dispatcher.kernels", "commprof.recorder.dispatcher.operator_calls"],
+        ["commprof.recorder.process_group.fast_path", "commprof.recorder.process_group.wrappers"],
+    ]
+    assert sorted(circles(with_types=True)) == justified, "import a narrower module, or move the shared type"
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    assert all(f"{name.split('.')[-1]}.py`" in text for circle in justified for name in circle)

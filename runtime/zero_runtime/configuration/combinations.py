@@ -3,43 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
+from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL, ZeroConfig, automatic_reduction
+from zero_runtime.configuration.config_values import ConfigValues
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.reduction import REDUCTIONS
-from zero_runtime.gradient_reduction.stages import Stage
-
-if TYPE_CHECKING:
-    from zero_runtime.config import RuntimeConfig
-    from zero_runtime.configuration.blocks.zero_block import ZeroConfig
-
-# The bucket size of unsharded gradients; neither this runtime nor DeepSpeed has a key for it.
-WHOLE_BUCKET_NUMEL: Final = 500_000_000
-
-
-def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
-    """The gradient reduction that DeepSpeed's keys select.
-
-    Without contiguous gradients the other two keys are ignored, except at stage 3. There ``reduce_scatter: false`` without
-    contiguous gradients still gives reduce_scatter.
-    """
-    if row.shards_parameters:
-        needs_all_reduce = values["contiguous_gradients"] and not values["reduce_scatter"]
-        return "all_reduce" if needs_all_reduce else "reduce_scatter"
-    if not row.shards_optimizer or not values["contiguous_gradients"]:
-        return "all_reduce"
-    return next(
-        name
-        for name, reduction in REDUCTIONS.items()
-        if reduction.deepspeed_keys is not None
-        and all(bool(values[key]) is value for key, value in reduction.deepspeed_keys.items())
-    )
-
-
-def automatic_overlap(row: Stage, reduction: str) -> bool:
-    """The default of ``overlap_comm``: DeepSpeed's, and true for the reduction that DeepSpeed does not have."""
-    return row.shards_parameters or (row.shards_gradients and reduction == "reduce_scatter")
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
@@ -58,7 +26,7 @@ def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
     )
 
 
-def check(config: RuntimeConfig) -> None:
+def check(config: ConfigValues) -> None:
     """Refuse settings that contradict each other. Raises ConfigError."""
     zero = config.zero
     averaged = config.gradient_allreduce_op == "mean"
@@ -103,7 +71,7 @@ def check(config: RuntimeConfig) -> None:
         )
 
 
-def _check_quantized(config: RuntimeConfig) -> None:
+def _check_quantized(config: ConfigValues) -> None:
     """Refuse settings that conflict with quantized messages at stages 1 and 2."""
     zero = config.zero
     gradients, weights = (
@@ -132,7 +100,7 @@ def _check_quantized(config: RuntimeConfig) -> None:
             raise ConfigError(f"{why}; remove one of the two, or use stage 3")
 
 
-def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
+def note_contradictions(config: ConfigValues, notices: list[str]) -> None:
     """Add a line to ``notices`` for each setting that another one overrides."""
     zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     if config.precision.fp32_modules and config.precision.model == "fp32":
@@ -185,7 +153,7 @@ def note_contradictions(config: RuntimeConfig, notices: list[str]) -> None:
         )
 
 
-def _note_stage_0(config: RuntimeConfig, notices: list[str]) -> None:
+def _note_stage_0(config: ConfigValues, notices: list[str]) -> None:
     zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     if zero.partitioned_types:
         notices.append(
@@ -214,7 +182,7 @@ _INERT_AT_STAGE_3: Final = {
 }
 
 
-def _note_stage_3(config: RuntimeConfig, notices: list[str]) -> None:
+def _note_stage_3(config: ConfigValues, notices: list[str]) -> None:
     zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     idle = [
         name

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime.config import OptimizerConfig
+from zero_runtime.configuration.config_values import OptimizerConfig
 from zero_runtime.configuration.reading.argument_signatures import check_arguments
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.experimental.one_bit import OneBitAdam, OneBitOptimizer, ZeroOneAdam

@@ -17,7 +17,7 @@ from zero_runtime.pipeline.model import ties
 from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 from zero_runtime.pipeline.model.preparation import plan_of
 from zero_runtime.pipeline.schedule.bubble import Bubble
-from zero_runtime.pipeline.stage import Stage
+from zero_runtime.pipeline.stage import Stage, StageModel
 from zero_runtime.pipeline.stage_checkpoints import StagedSaving
 from zero_runtime.pipeline.transfer.channel import Channel
 from zero_runtime.pipeline.transfer.micro_batches import Share, Source, micro_batches_of, next_of
@@ -281,7 +281,16 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             comm.barrier()
 
     def _stage(self, source: Source, micro_batches: int, with_loss: bool = True) -> Stage:
-        return Stage(self, self._channel, self._bubble, source, micro_batches, with_loss)
+        model = StageModel(
+            self.module,
+            self.grid,
+            self.plan,
+            self._precision,
+            self._scale,
+            self._gradients.finish_backward,
+            self.device,
+        )
+        return Stage(model, self._channel, self._bubble, source, micro_batches, with_loss)
 
     # Data.
 

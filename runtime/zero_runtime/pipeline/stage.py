@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -11,17 +11,40 @@ from torch.utils._pytree import tree_leaves, tree_map
 from commprof import hooks
 from zero_runtime.activation_checkpointing.held import holding
 from zero_runtime.errors import UsageError
-from zero_runtime.optimizer_step.dtypes import autocast
+from zero_runtime.gradient_reduction.loss_scale import LossScale
+from zero_runtime.optimizer_step.dtypes import Precision, autocast
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
+from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 from zero_runtime.pipeline.schedule.bubble import Bubble
 from zero_runtime.pipeline.schedule.instructions import Action
 from zero_runtime.pipeline.schedule.pipeline_schedules import Schedule
+from zero_runtime.pipeline.schedule.step_plan import Plan
 from zero_runtime.pipeline.split_backward import WeightGradients, backward_of_inputs
+from zero_runtime.pipeline.stage_grid import PipelineGrid
 from zero_runtime.pipeline.transfer.channel import Arrival, Channel
 from zero_runtime.pipeline.transfer.micro_batches import Source, inputs_of, labels_of
 
-if TYPE_CHECKING:
-    from zero_runtime.pipeline.engine import PipelineEngine
+
+class StageModel(NamedTuple):
+    """What every step of a stage computes with; the engine owns it.
+
+    Attributes:
+        module: the pipeline, with the layers of this rank.
+        grid: the ranks of stages and replicas.
+        plan: the schedule.
+        precision: the dtypes of inputs and of autocast.
+        scale: the loss scale.
+        finish_backward: called after each backward pass, to take the gradients.
+        device: of the parameters.
+    """
+
+    module: PipelineModule
+    grid: PipelineGrid
+    plan: Plan
+    precision: Precision
+    scale: LossScale
+    finish_backward: Callable[[], None]
+    device: torch.device
 
 
 class Pass(NamedTuple):
@@ -35,7 +58,7 @@ class Stage:
     """The state of a stage during one step: inputs, outputs and gradients of the micro-batches in progress.
 
     Args:
-        engine: whose step it is.
+        model: what it computes with.
         channel: to the neighboring stages.
         bubble: measures the computation.
         source: of batches.
@@ -49,14 +72,14 @@ class Stage:
 
     def __init__(
         self,
-        engine: PipelineEngine,
+        model: StageModel,
         channel: Channel,
         bubble: Bubble,
         source: Source,
         micro_batches: int,
         with_loss: bool,
     ) -> None:
-        self._engine = engine
+        self._model = model
         self._channel = channel
         self._bubble = bubble
         self._source = source
@@ -99,24 +122,24 @@ class Stage:
         return torch.is_grad_enabled()
 
     def _is_first(self, current: Pass) -> bool:
-        return self._engine.is_first_stage() and not current.chunk
+        return self._model.grid.is_first and not current.chunk
 
     def _is_last(self, current: Pass) -> bool:
-        return self._engine.is_last_stage() and current.chunk == self._engine.module.virtual_stages - 1
+        return self._model.grid.is_last and current.chunk == self._model.module.virtual_stages - 1
 
     def _load(self, current: Pass) -> None:
-        if current.chunk and self._engine.is_first_stage():
+        if current.chunk and self._model.grid.is_first:
             return  # the only rank, which read the labels with the inputs
         batch = self._source()
         if self._is_first(current):
             inputs = self._on_device(inputs_of(batch))
-            dtype = self._engine._precision.inputs
+            dtype = self._model.precision.inputs
             self._inputs[current] = inputs if dtype is None else cast_floating(inputs, dtype)
-        if self._engine.is_last_stage() and self._with_loss:
+        if self._model.grid.is_last and self._with_loss:
             self._labels[current.number] = self._on_device(labels_of(batch))
 
     def _on_device(self, values: Any) -> Any:
-        device = self._engine.device
+        device = self._model.device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
 
     def _receive_activation(self, current: Pass) -> None:
@@ -127,16 +150,16 @@ class Stage:
         hooks.phase("forward" if self._training else "evaluation")
         if current in self._arriving:
             self._inputs[current] = self._arriving.pop(current).value()
-        engine, inputs = self._engine, self._inputs[current]
+        model, inputs = self._model, self._inputs[current]
         if not self._training:
             del self._inputs[current]
         # A copy, so that the first layer may work in place although the inputs require gradients.
         layer_inputs = tree_map(_copied, inputs) if self._training else inputs
         # Checkpointed layers run again only once, for both halves of the backward pass.
-        halves = holding(engine.plan.splits_backward)
-        with self._bubble.working(), autocast(engine._precision.autocast, engine.device), halves:
+        halves = holding(model.plan.splits_backward)
+        with self._bubble.working(), autocast(model.precision.autocast, model.device), halves:
             outputs = (
-                engine.module(layer_inputs, current.chunk) if current.chunk else engine.module(layer_inputs)
+                model.module(layer_inputs, current.chunk) if current.chunk else model.module(layer_inputs)
             )
             if not self._is_last(current):
                 self._outputs[current] = outputs
@@ -151,7 +174,7 @@ class Stage:
             self._outputs[current] = loss
 
     def _loss(self, outputs: Any, number: int) -> torch.Tensor:
-        function, labels = self._engine.module.loss_fn, self._labels.pop(number)
+        function, labels = self._model.module.loss_fn, self._labels.pop(number)
         if function is not None and labels is None:
             raise UsageError(
                 "the batch has no labels, which loss_fn needs; give pairs (inputs, labels), or call inference_batch"
@@ -181,9 +204,9 @@ class Stage:
 
     def _ends(self, current: Pass) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """The tensors at which the backward pass begins, and their gradients; None for the loss."""
-        engine, outputs = self._engine, self._outputs.pop(current)
+        outputs = self._outputs.pop(current)
         if self._is_last(current):
-            scale = engine._scale.value / self._micro_batches
+            scale = self._model.scale.value / self._micro_batches
             return [outputs if scale == 1.0 else outputs * scale], None
         pairs = zip(_differentiable(outputs), self._gradients.pop(current).value(), strict=True)
         differentiable = [(end, gradient) for end, gradient in pairs if end.requires_grad]
@@ -213,7 +236,7 @@ class Stage:
 
     def _finish_backward(self, current: Pass) -> None:
         with torch.no_grad():
-            self._engine._gradients.finish_backward()
+            self._model.finish_backward()
         if self._is_first(current):
             del self._inputs[current]
 

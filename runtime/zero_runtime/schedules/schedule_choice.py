@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from zero_runtime.config import SchedulerConfig
+from zero_runtime.configuration.config_values import SchedulerConfig
 from zero_runtime.configuration.reading.argument_signatures import check_arguments
 from zero_runtime.errors import ConfigError
 from zero_runtime.schedules.one_cycle import OneCycle

@@ -16,8 +16,8 @@ from zero_runtime import log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.blocks.communication_block import check_optimizer_given, check_whole
-from zero_runtime.configuration.blocks.compression_block import check_one_bit
-from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL
+from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL
+from zero_runtime.configuration.feature_combinations import check_one_bit
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.experimental.compression.compressor_assembly import by_signs, compressed
 from zero_runtime.experimental.compression.residuals import Residuals

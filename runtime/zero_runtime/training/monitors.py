@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from zero_runtime.config import MonitorConfig
+from zero_runtime.configuration.config_values import MonitorConfig
 from zero_runtime.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from zero_runtime.config import OptimizerConfig
+from zero_runtime.configuration.config_values import OptimizerConfig
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.optimizer_step.torch_optimizer import torch_optimizer
 from zero_runtime.optimizers import Lamb, Lion, UncorrectedAdam

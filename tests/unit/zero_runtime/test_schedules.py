@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_runtime import schedules
-from zero_runtime.config import SchedulerConfig
+from zero_runtime.configuration.config_values import SchedulerConfig
 from zero_runtime.errors import ConfigError
 
 MEASURED = json.loads(

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from zero_runtime.configuration.reading.checks import Check, integer, number, optional, strings, text
 from zero_runtime.configuration.reading.key_table import Table, inside, used
 from zero_runtime.errors import ConfigError
-from zero_runtime.gradient_reduction.loss_scale import UNSCALED
-
-if TYPE_CHECKING:
-    from zero_runtime.config import RuntimeConfig
 
 
 def _topology(name: str, value: Any) -> int | str | tuple[int, ...]:
@@ -129,38 +125,6 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
         slow_node_tolerance=values["slow_node_tolerance"],
         bounded_delay=values["bounded_delay"],
     )
-
-
-def check_delay(config: RuntimeConfig) -> None:
-    """Refuse settings that conflict with ``bounded_delay``.
-
-    Raises:
-        ConfigError: there is a conflict.
-    """
-    delay, kinds, stage = config.communication.bounded_delay, config.precision, config.zero.stage
-    if not delay:
-        return
-    for conflict, instead in (
-        (stage.shards_optimizer and f"zero_optimization.stage {stage.number}", "stage 0"),
-        (
-            kinds.loss_scale is not UNSCALED
-            and "the loss scale of fp16, which may change until gradients are applied",
-            "bf16 or fp32",
-        ),
-        (not config.communication.plain and "communication.topology", "topology 1"),
-        (
-            config.communication.slow_node_tolerance is not None
-            and "communication.slow_node_tolerance, for which the ranks meet after every step",
-            "one of the two",
-        ),
-        (config.gradient_compression is not None and "gradient_compression", "one of the two"),
-    ):
-        if conflict:
-            raise ConfigError(
-                f"communication.bounded_delay is {delay}, and does not go together with {conflict}; use {instead}, or "
-                "remove "
-                "bounded_delay"
-            )
 
 
 def check_whole(communication: CommunicationConfig, shared: bool) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from zero_runtime.configuration.blocks.offload_block import OptimizerOffload, read_optimizer_offload
 from zero_runtime.configuration.blocks.sharding_block import ShardingConfig, read_sharding
-from zero_runtime.configuration.combinations import WHOLE_BUCKET_NUMEL, automatic_overlap, automatic_reduction
 from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import Stage, stage
 from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
+
+# The bucket size of unsharded gradients; neither this runtime nor DeepSpeed has a key for it.
+WHOLE_BUCKET_NUMEL: Final = 500_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +118,30 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         quantized_gradients=flat and values["zero_quantized_gradients"],
         quantized_weights=flat and values["zero_quantized_weights"],
     )
+
+
+def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
+    """The gradient reduction that DeepSpeed's keys select.
+
+    Without contiguous gradients the other two keys are ignored, except at stage 3. There ``reduce_scatter: false`` without
+    contiguous gradients still gives reduce_scatter.
+    """
+    if row.shards_parameters:
+        needs_all_reduce = values["contiguous_gradients"] and not values["reduce_scatter"]
+        return "all_reduce" if needs_all_reduce else "reduce_scatter"
+    if not row.shards_optimizer or not values["contiguous_gradients"]:
+        return "all_reduce"
+    return next(
+        name
+        for name, reduction in REDUCTIONS.items()
+        if reduction.deepspeed_keys is not None
+        and all(bool(values[key]) is value for key, value in reduction.deepspeed_keys.items())
+    )
+
+
+def automatic_overlap(row: Stage, reduction: str) -> bool:
+    """The default of ``overlap_comm``: DeepSpeed's, and true for the reduction that DeepSpeed does not have."""
+    return row.shards_parameters or (row.shards_gradients and reduction == "reduce_scatter")
 
 
 def _partitioned_types(values: Mapping[str, Any]) -> PartitionedTypes:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from support import recorded
-from zero_runtime.config import MonitorConfig, OptimizerConfig, RuntimeConfig, SchedulerConfig
+from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration import keys
 from zero_runtime.configuration.blocks.activation_block import ActivationCheckpointing
 from zero_runtime.configuration.blocks.precision_block import PrecisionConfig
 from zero_runtime.configuration.blocks.sharding_block import ShardingConfig
 from zero_runtime.configuration.blocks.zero_block import ZeroConfig
+from zero_runtime.configuration.config_values import MonitorConfig, OptimizerConfig, SchedulerConfig
 from zero_runtime.configuration.reading.checks import boolean
 from zero_runtime.configuration.reading.coercion import UNCHECKED
 from zero_runtime.configuration.reading.key_table import Status
