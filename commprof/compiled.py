@@ -1,4 +1,4 @@
-"""Loads the parts that are compiled from C at installation; each has an equal form in Python.
+"""Loads the parts that are compiled from C at installation; each has an equivalent Python version.
 
 Both give the same results, byte for byte (a test checks that). The compiled parts of the recorder cost the training less
 time; the compiled scanner reads NCCL logs faster. Standard library only.

@@ -1,9 +1,9 @@
 """Matches the records of a run with the logs of NCCL's Inspector, by number instead of by order.
 
-NCCL counts the collectives of a communicator by operation, equally on all ranks, whether they are logged or not. So
-the nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to number n of
-its communicator, and an operation that the plugin dropped shifts nothing. Messages are not compared: the plugin
-has its own count of them, from when it was loaded.
+NCCL counts the collectives of a communicator by operation, equally on all ranks, whether they are logged or not. So the
+nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to number n of
+its communicator, and an operation that the plugin dropped does not shift the others. Messages are not compared, because
+the plugin numbers them separately, from the time when it was loaded.
 """
 
 from __future__ import annotations

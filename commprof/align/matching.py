@@ -1,9 +1,9 @@
 """Aligns the records of a run with the lines of an NCCL log: which match, which have no partner, and why.
 
-Communicators are paired with process groups first (:mod:`commprof.align.pairing`). Then the lines of one process and group
-are aligned with the lines that its records should leave (:mod:`commprof.align.expectation`): by order, operation, bytes and
-root. A dropped or additional line is reported as such and shifts no other line. Where several records or lines could be the
-one, all of them are ambiguous. opCount is not used: it is no sequence number in any version.
+Communicators are paired with process groups first (:mod:`commprof.align.pairing`). Then the lines of one process and
+group are aligned with the lines that its records should leave (:mod:`commprof.align.expectation`): by order, operation,
+bytes and root. A dropped or additional line is reported as such and shifts no other line. If several records or lines
+match equally well, all of them are ambiguous. opCount is not used, because it is not a sequence number in any version.
 """
 
 from __future__ import annotations

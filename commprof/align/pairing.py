@@ -1,9 +1,9 @@
 """Pairs the communicators of a log with the process groups of the run, with a confidence.
 
-Torch's own line names the group of an address. Without it a communicator fits a group when its rank and size are those of
-the process in the group, on every rank that shares a commId. Where several groups fit (a default group and a
-data-parallel group with equal ranks are different communicators), the operations of both decide, then the order of use.
-Where several candidates remain, none is chosen.
+Torch's own line names the group of an address. Without it a communicator fits a group when its rank and size are those
+of the process in the group, on every rank that shares a commId. Where several groups fit (a default group and a
+data-parallel group with equal ranks are different communicators), the operations of communicator and group decide, then
+the order of first use. If several candidates remain, none is chosen.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Questions to tables. ``commprof.analysis.api`` is the only module that others import."""
+"""Answers about runs, from their tables. ``commprof.analysis.api`` is the only module that others import."""

@@ -1,6 +1,6 @@
 """The command line of commprof: one module per verb, and shared modules.
 
-Modules of verbs import nothing heavy at their top, so that ``commprof --help`` answers at once.
+The modules of the verbs import no large package at module level, so that ``commprof --help`` answers at once.
 """
 
 from __future__ import annotations

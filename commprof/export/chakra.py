@@ -1,8 +1,9 @@
 """A run as MLCommons Chakra execution traces, one per rank, which ASTRA-sim and other simulators replay.
 
-The trace of a rank is a chain: compute while the program issued and awaited nothing, then an operation. Compute after a wait
-depends on the operation that was waited for; an operation depends on the compute before its issue. Source of
-the format: schema/protobuf/et_def.proto of mlcommons/chakra (version 0.0.4), and the attributes that its feeder reads.
+The trace of a rank is a chain of operations and, between them, compute: time in which the program neither issued a
+collective nor waited for one. Compute after a wait depends on the operation that was waited for; an operation depends
+on the compute before its issue. Source of the format: schema/protobuf/et_def.proto of mlcommons/chakra (version 0.0.4),
+and the attributes that its feeder reads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Logs of DeepSpeed's comms logger: its printed lines, its printed summary, or its data as JSON.
 
-It logs the sum of all calls of a name so far as the latency of each call: its timer is read and never reset (DeepSpeed 0.7
-to 0.19). Counts and sizes are right. Where the order of the calls is known, the differences of these sums are the latencies:
-in printed lines by their order, in raw data because one timer serves all sizes of a name, so that its sums only grow. The
-summary holds sums of sums, from which no latency can be had.
+As the latency of a call it logs the running sum of all calls of that name, because it never resets its timer (DeepSpeed
+0.7 to 0.19). Counts and sizes are right. Where the order of the calls is known, the differences of these sums are the
+latencies: in printed lines by their order, in raw data because one timer serves all sizes of a name, so that its sums
+only grow. The summary has sums of sums, from which latencies cannot be computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dumps of torch's Flight Recorder: pickles (without running anything in them) or JSON, one file per rank.
 
-The recorder lists what the backend ran: with gloo a reduce_scatter is an all_reduce, and sends and receives are missing. It
-keeps the newest operations only, knows no root, and the members of a group only where the backend wrote them down.
+The recorder lists what the backend ran: with gloo a reduce_scatter is an all_reduce, and sends and receives are
+missing. It has only the newest operations and no roots, and the members of a group only if the backend recorded them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Logs of NCCL's Inspector plugin: JSON objects, one for each finished operation, in files of one process each.
 
-The plugin knows communicators, not process groups, and says neither root nor element type. Unless told otherwise it leaves
-out operations below 8,192 bytes and those without a kernel time. Its ring of 1,024 operations drops the oldest between two
-dumps; from version 4.1 of the format on it says how many. NCCL numbers the collectives of a communicator by operation: the
-first AllReduce and the first AllGather are both number 0.
+The plugin knows communicators, not process groups, and logs neither root nor element type. By default it omits
+operations below 8,192 bytes and those without a kernel time. Between two dumps its ring buffer of 1,024 operations
+drops the oldest; from format version 4.1 on the plugin reports how many. NCCL numbers the collectives of a communicator
+by operation: the first AllReduce and the first AllGather are both number 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Parser for one log of NCCL's Inspector plugin: operations with their context, and the counts of dropped ones.
 
-Versions 4.0 to 4.4 of its format, each read from its writer. 4.0: every operation has a header and metadata of its own. 4.1
-puts a record ``dump_stats`` before the operations of each dump, which says how many follow and how many were dropped. 4.2
-adds algorithm and protocol. From 4.3 on, in the logs with ``proxy_records``, and 4.4, only ``dump_stats`` has header and
-metadata, which count for the operations that follow.
+The parser covers format versions 4.0 to 4.4 and follows the source of the plugin. 4.0: every operation has its own
+header and metadata. 4.1 puts a record ``dump_stats`` before the operations of each dump, with the numbers of operations
+that follow and that were dropped. 4.2 adds algorithm and protocol. From 4.3 on, in the logs with ``proxy_records``, and
+4.4, only ``dump_stats`` has header and metadata, which apply to the operations that follow.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Traces of torch.profiler (Kineto): JSON, plain or gzipped, one file per rank.
 
-With NCCL each collective is a ``record_param_comms`` event that says sizes and group, and its kernels say when the device
-worked. torch 2.13 and newer give both a ``Comms Id``, equal on all ranks of a collective: a hash of the group (name, size,
-first rank and stride), of the sequence number in it, and of whether it is a message. On other backends there are only the
-``c10d::*`` operators: their shapes where those were recorded, the element type of lists of tensors only in what the backend
-did next, and no group.
+With NCCL each collective is a ``record_param_comms`` event with sizes and group, and the times of its kernels are the
+times on the device. torch 2.13 and newer give both a ``Comms Id``, equal on all ranks of a collective: a hash of the
+group (name, size, first rank and stride), of the sequence number in it, and of whether it is a message. On other
+backends there are only the ``c10d::*`` operators, without group. They have shapes only if those were recorded. The
+element type of a list of tensors is only in the backend's event that follows.
 """
 
 from __future__ import annotations

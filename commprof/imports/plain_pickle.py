@@ -1,7 +1,7 @@
 """Pickles of plain data, read without running anything: torch writes its Flight Recorder dumps as such.
 
-Python's own reader imports and calls whatever a pickle names. Here the instructions that build numbers, texts, lists, tuples
-and dictionaries are followed one by one, and any other ends the reading before it has had an effect.
+Python's own reader imports and calls whatever a pickle names. Here the instructions that build numbers, texts, lists,
+tuples and dictionaries are interpreted one by one, and any other instruction stops the reader before it has an effect.
 """
 
 from __future__ import annotations

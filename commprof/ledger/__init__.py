@@ -1,1 +1,1 @@
-"""The ledger of a run: what was requested, issued, executed and moved, and whether the four explain each other."""
+"""The ledger of a run: what was requested, issued, executed and moved, and whether these four levels agree."""

@@ -1,4 +1,4 @@
-"""The two copies of a config in a run directory: that of run.json is read, config.json is there for people."""
+"""The two copies of a config in a run directory: commprof reads the one in run.json; config.json is for people."""
 
 from __future__ import annotations
 

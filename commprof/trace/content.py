@@ -1,4 +1,4 @@
-"""Reads the files of a run directory. Only regular files: reading a pipe or a device would never end.
+"""Reads the files of a run directory. Only regular files: reading a pipe or a device could block forever.
 
 Standard library only.
 """

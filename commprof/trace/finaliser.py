@@ -1,9 +1,9 @@
 """Converts the binary files of the ranks to Parquet once no process writes to them any more.
 
-May be run at any time, again, and by two processes at once; a crash at any point loses nothing. In order: each
-rank's collectives are written and read back; the side tables are extended by the ranks that are not in them
-yet; the manifest is rewritten; only then are the binary files of those ranks removed. Records are read and written
-some at a time, so memory does not grow with their number.
+May run at any time, repeatedly, and in two processes at once; a crash at any point loses nothing. In this order: each
+rank's collectives are written and read back; the side tables are extended by the ranks that are not in them yet; the
+manifest is rewritten; only then are the binary files of those ranks removed. Records are read and written some at a
+time, so memory does not grow with their number.
 """
 
 from __future__ import annotations

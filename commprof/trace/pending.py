@@ -1,4 +1,4 @@
-"""What of a run directory is finalised and what is not, as it is read. Nothing here writes."""
+"""Determines which ranks of a run directory are finalised and which are not. Writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When a process started, and whether it is still the one that we mean, from /proc. Standard library only."""
+"""When a process started, and whether its number still belongs to the same process, from /proc. Standard library
+only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Own time: how long the program of a rank ran between two collectives of a group, without exposed communication. Pure.
 
-A rank arrives late at a collective by its own time, or because earlier waits blocked it. The reference is the last earlier
-collective of the same group that the program waited for and that makes every member wait for every other. A rooted
-collective is a reference only for rooted ones of a group without others. The time between the issues of both consists of
-own time and of the time that recorded waits blocked the program, in the reference and elsewhere.
+A rank arrives late at a collective by its own time, or because earlier waits blocked it. The reference is the last
+earlier collective of the same group that the program waited for and that makes every member wait for every other. A
+rooted collective is a reference only for other rooted collectives, in a group that has no collectives of the other
+kind. The time between the two issues is the sum of own time and of the recorded waits that blocked the program, in the
+reference and elsewhere.
 """
 
 from __future__ import annotations

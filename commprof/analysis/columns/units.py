@@ -1,4 +1,4 @@
-"""Bytes and nanoseconds as people read them. Tables keep integers; only text and charts come through here."""
+"""Formats bytes and nanoseconds for people. Tables keep integers; only text and charts use this module."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ The rules, in this order:
 3. Not slower: of those that count, the settings for which no other has a measurably shorter step (``significance.py``).
 4. Recommended are those with least bytes that are not slower; if there are none, those that are not slower with the
    least bytes among them.
-5. If these are all settings that count, nothing is recommended: there is no measurable difference, or it cannot be told.
+5. If these are all settings that count, nothing is recommended: there is no measurable difference, or the runs do not
+   suffice to show one.
 """
 
 from __future__ import annotations

@@ -68,17 +68,21 @@ def overview(
         totals: its traffic in one row.
         moved: its moved bytes.
     """
+    # Values that need a computation come first; the dictionary below only names them.
     manifest, health = run.manifest, run.health
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
+    # With a reason, the counters miss a part of the run or a host: a sum over the hosts would be too small, so it is null.
     reason = moved.attrs.get("reason")
     idle = idle_shares(run.table("metrics"))
     requested = requested_reduction(manifest.config, manifest.effective_config)
-    # Column by column, since a row of a frame turns integers into floats.
+    # Taken column by column, because a row of a frame converts integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
+    # These measures are null, not 0, if no source knows them.
     executed, between, padding = (
         None if pd.isna(sums[name]) else float(sums[name]) for name in (*PARTLY_KNOWN, PADDING)
     )
     return {
+        # What ran, and how it ended.
         "name": run.path.name,
         "path": str(run.path),
         "state": health.state,
@@ -88,20 +92,24 @@ def overview(
         "wall_ns": wall,
         "exit_code": manifest.exit_code,
         "first_failed_rank": manifest.first_failed_rank,
+        # Figures of the ranks are means over the recorded ones, so a reader must see which ones are missing.
         "world_size": manifest.world_size,
         "ranks_expected": health.ranks_expected,
         "ranks_recorded": health.ranks_recorded,
         "missing_ranks": list(health.missing_ranks),
         "attempts": len({entry["attempt"] for entry in manifest.ranks}),
         "hosts": list(manifest.hosts),
+        # The groups name their backends even if a run issued no collective.
         "backends": used_backends(operations) or group_backends(run.table("groups")),
         "python": manifest.python,
         "torch": manifest.torch,
         "commprof_version": manifest.commprof_version,
         "config_path": manifest.config_path,
+        # The setting and the requested level come from the manifest alone, so a run without records has them too.
         "setting": settings_of([manifest], [run.path.name])[0].label,
         "requested_op": requested.op,
         "requested_reason": requested.reason,
+        # Times per step leave out the first step; counts include it.
         "steps": len(times),
         "whole_steps": int(times["duration_ns"].notna().sum()),
         "step_time_ns": time.center,
@@ -111,6 +119,7 @@ def overview(
         "final_loss": final_loss(times),
         "pipeline_idle": idle.measured,
         "pipeline_idle_expected": idle.expected,
+        # The three byte measures of the whole run, initialization included; they never mix.
         "collectives": int(sums["collectives"]),
         "payload_bytes": int(sums["payload_bytes"]),
         "padding_bytes": None if padding is None else int(padding),
@@ -120,6 +129,7 @@ def overview(
         "moved_sent_bytes": None if reason else int(moved["sent_bytes"].sum()),
         "moved_received_bytes": None if reason else int(moved["received_bytes"].sum()),
         "moved_reason": reason,
+        # What is missing, so that every reader can judge the figures above.
         "records": health.records,
         "lost": health.lost,
         "unseen": health.unseen,
@@ -128,6 +138,7 @@ def overview(
         "incomplete": health.incomplete,
         "summed": health.summed,
         "outside": health.outside,
+        # The cost of recording, relative to the duration of the run.
         "recorder_ns": spent,
         "recorder_share": spent / wall if spent is not None and wall else None,
         "notes": list(health.notes),

@@ -1,10 +1,11 @@
 """The relations, their inputs, and the SQL statement that evaluates one.
 
-A relation is a file ``<name>.sql`` in this folder. The comments in its head describe it, its ``grain`` (what one row is) and
-its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An input
-``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation with
-another input. A text with ``{by}`` is evaluated for the requested columns; fewer are cheaper. A relation may
-have a line ``requested`` with the columns that it requests of such inputs; ``by`` there: those that are requested of it.
+A relation is a file ``<name>.sql`` in this folder. The comments in its head describe it, its ``grain`` (what one row
+is) and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An
+input ``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation
+with another input. A text with ``{by}`` is evaluated for the requested columns; fewer are cheaper. A relation may have
+a line ``requested`` with the columns that it requests of such inputs. ``by`` in that line stands for the columns that
+are requested of the relation itself.
 
 The texts use only the SQL that DuckDB and Spark share: no QUALIFY, no lists, no lateral joins, no functions of one engine.
 """

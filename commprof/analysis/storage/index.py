@@ -4,10 +4,9 @@ It contains only what follows from the run, so it may be deleted at any time; it
 It lies in the run directory, or in the user's cache directory if the former is read-only. The index of a small run, or of
 one that still runs, stays in memory, as does any index that was not requested as a file.
 
-Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.spans`), ``kinds``, ``lanes`` (groups of ranks,
-``lanes``), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only what is not 0), ``bands``
-(steps and phases), ``facts``;
-in a file also sums that other answers use (:mod:`commprof.analysis.storage.index_sums`).
+Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.spans`), ``kinds``, ``lanes`` (groups of
+ranks, ``lanes``), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only values other than 0), ``bands``
+(steps and phases), ``facts``; in a file also sums that other answers use (:mod:`commprof.analysis.storage.index_sums`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Sums and answers in the index of a run, so that no question reads every record again.
 
-What needs all records of a collective is computed one partition after another (:mod:`commprof.analysis.time.partitions`).
+Answers that need all records of a collective are computed one partition after another
+(:mod:`commprof.analysis.time.partitions`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Spans of time on one clock, one for each record: the input of the index of a run.
 
-A span lasts from the issue of a record to its last known time: its return, the end of its wait, or the end on the device.
-Spans of one process overlap. To attribute each moment to one span, each has an own part, ``busy_ns``: its end that no
-span that began earlier covers. Own parts do not overlap, so their lengths add up to the time in which any collective was
-under way.
-``still_ns`` is the same for the exposed time (``exposed_ns``, up to ``held_end_ns``).
+A span lasts from the issue of a record to its last known time: its return, the end of its wait, or the end on the
+device. Spans of one process overlap. To attribute each moment to one span, each has an own part, ``busy_ns``: the final
+part of the span, after the end of every span that began earlier. Own parts do not overlap, so their lengths add up to
+the time in which any collective was under way. ``still_ns`` is the same for the exposed time (``exposed_ns``, up to
+``held_end_ns``).
 """
 
 from __future__ import annotations

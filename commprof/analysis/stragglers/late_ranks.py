@@ -1,4 +1,4 @@
-"""Stragglers by own delay: which rank came last in each collective, and what that proves. Pure."""
+"""Stragglers by own delay: which rank arrived last in each collective, and what follows from that. Pure."""
 
 from __future__ import annotations
 

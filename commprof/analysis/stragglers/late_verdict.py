@@ -1,4 +1,4 @@
-"""The verdict on stragglers in sentences: a rank late by its own delay, a slow path, or why neither can be told. Pure."""
+"""The verdict on stragglers in sentences: a rank that delays the others, a slow path, or why the cause is unknown. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ALL_MOST: Final = 0.5  # of the collectives
 
 
 class LateVerdict(NamedTuple):
-    """The sentences on a run, the kind of culprit (one of the five words above), and the late ranks."""
+    """The sentences on a run, the kind of culprit (one of the five values above), and the stragglers."""
 
     statement: str | None
     culprit: str
@@ -84,12 +84,12 @@ def verdict(
     ):
         bound = format_ns(float(ranks["error_ns"].max()))
         sentences.append(
-            "No rank is distinguishable: in most collectives the last rank came within what the clocks of the hosts may "
-            f"be wrong by ({bound})."
+            "No rank can be distinguished: in most collectives the lateness of the last rank is within the clock error "
+            f"of the hosts ({bound})."
         )
     if unknown:
         sentences.append(
-            f"In {unknown:,} collectives it cannot be told who was last: the clocks of their hosts were never compared "
+            f"In {unknown:,} collectives the last rank is not known: the clocks of their hosts were never compared "
             "(rank 0 was not recorded, could not be reached, or the job ended first)."
         )
     return LateVerdict(" ".join(sentences) or None, culprit, late)
@@ -98,7 +98,7 @@ def verdict(
 def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     cost = _cost(late.cost_ns, findings)
     if late.is_hidden:
-        return f"Without it rank {late.rank} would be late by itself: the others would wait {cost} for its own time."
+        return f"Without it, rank {late.rank} would be a straggler: the others would wait {cost} for its own delay."
     if (
         findings.compared
         and findings.share == 1  # else it may have been late in collectives of a step that were not compared
@@ -107,22 +107,27 @@ def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     ):
         each = format_ns(late.cost_ns / max(late.steps, 1))
         return (
-            f"Rank {late.rank} is late by itself in {late.steps:,} of {findings.steps:,} steps: the others waited about "
-            f"{each} for its own time in each of them, {cost} over all steps."
+            f"Rank {late.rank} is a straggler in {late.steps:,} of {findings.steps:,} steps: the others waited about "
+            f"{each} for its own delay in each of them, {cost} over all steps."
         )
     error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
-    came = f"Rank {late.rank} is late by itself: it was the last to come to {_share(row)}{error}"
+    came = f"Rank {late.rank} is a straggler: it arrived last in {_share(row)}{error}"
     if not late.is_seen:
-        return f"{came}; by its own time it alone was missing for {cost}, and whether the others waited was not recorded."
-    return f"{came}; the others waited {cost} for its own time between collectives."
+        return (
+            f"{came}; because of its own delay it alone was missing for {cost}. "
+            "Whether the others waited was not recorded."
+        )
+    return f"{came}; the others waited {cost} for its own delay."
 
 
 def _late_root(late: LateRoot, findings: Findings) -> str:
     came = f"in {late.collectives:,} of {late.compared:,} {late.op} collectives"
     cost = _cost(late.cost_ns, findings)
     if late.is_root:
-        return f"Rank {late.rank} is late by itself as the root {came}: the others waited {cost} for its own time."
-    return f"Rank {late.rank} is late by itself {came}: their root waited {cost} for its own time."
+        return (
+            f"Rank {late.rank} is a straggler as the root {came}: the others waited {cost} for its own delay."
+        )
+    return f"Rank {late.rank} is a straggler {came}: their root waited {cost} for its own delay."
 
 
 def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
@@ -143,13 +148,13 @@ def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series
     last = " and ".join(f"{_share(by_rank[rank])} (rank {rank})" for rank in late[:3])
     cost = _cost(waited, findings)
     after = (
-        f"Rank {late[0]} came last to {_share(by_rank[late[0]])}, and the others waited {cost} for it, "
-        "but not for its own time: the collectives before ended late for it."
+        f"Rank {late[0]} arrived last in {_share(by_rank[late[0]])}, and the others waited {cost} for it. "
+        "The delay is inherited: the previous collectives ended late on this rank."
     )
     if len(late) > 1:
         after = (
-            f"Ranks {_all_of(late)} came last, to {last}, and the others waited {cost} for them, but not "
-            "for their own time: the collectives before ended late for them."
+            f"Ranks {_all_of(late)} arrived last, in {last}, and the others waited {cost} for them. "
+            "The delay is inherited: the previous collectives ended late on these ranks."
         )
     return [f"{_named(slow)}{_compared(slow, findings)}. {after}"]
 
@@ -160,7 +165,7 @@ def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerd
     if costliest is None or costliest.share < _ALL_MOST:
         return LateVerdict(None, NOBODY, [])
     what = (
-        f"Transfers take the time, and no rank stands out as late by its own time: {costliest.what} of "
+        f"Transfers take most of the time, and no rank stands out by its own delay: {costliest.what} of "
         f"{format_bytes(costliest.size)} takes {format_ns(costliest.took_ns)} (median), "
         f"{format_bytes(costliest.size / costliest.took_ns * 1e9)} per second."
     )
@@ -171,8 +176,8 @@ def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerd
     if costliest.compared < 2:
         why = f"of these transfers only those {costliest.where} are timed"
     return LateVerdict(
-        f"{what} Whether one host's link is slow, or the whole network is no faster, cannot be told: {why}. "
-        "Messages between each pair of hosts tell: iperf3, or a recorded program of send and recv.",
+        f"{what} It is not known whether the link of one host is slow, or the whole network: {why}. To find out, measure "
+        "messages between each pair of hosts, with iperf3 or a recorded program of send and recv.",
         TRANSFERS,
         [],
     )
@@ -187,19 +192,19 @@ def _named(slow: SlowPath) -> str:
         return f"Slow transfers: {slow.ends[0]} receives slowly"
     if slow.kind == PATH:
         return (
-            f"Slow transfers: the path from {slow.ends[0]} to {slow.ends[1]} is slow; whether the one sends or the other "
-            "receives slowly cannot be told"
+            f"Slow transfers: the path from {slow.ends[0]} to {slow.ends[1]} is slow; it is not known whether the first "
+            "sends slowly or the second receives slowly"
         )
     if slow.kind == EITHER:
         return (
-            f"Slow transfers: the link of {' or '.join(slow.ends)} is slow; which cannot be told, since operations that "
-            "cost about the same disagree"
+            f"Slow transfers: the link of {' or '.join(slow.ends)} is slow; it is not known which one, because operations "
+            "of about the same cost point to different ones"
         )
     if slow.kind == PATHS:
-        return f"Slow transfers from {', from '.join(slow.ends)}: these paths have no one end in common"
+        return f"Slow transfers from {', from '.join(slow.ends)}: these paths have no common end"
     return (
-        f"Slow transfers between ranks {', '.join(slow.ends)}: which host or link is slow cannot be told, since their "
-        "collectives have all of them in common; messages between each pair tell"
+        f"Slow transfers between ranks {', '.join(slow.ends)}: it is not known which host or link is slow, because every "
+        "collective includes all of these ranks; to find out, measure messages between each pair"
     )
 
 
@@ -210,13 +215,13 @@ def _compared(slow: SlowPath, findings: Findings) -> str:
 
 
 def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
-    """Sentences on a rank that passes on waits in other groups or for messages."""
+    """Sentences on a rank that is delayed by waits in other groups or for messages."""
     rank, waited = max(findings.elsewhere.items(), key=lambda each: each[1], default=(None, 0))
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
     return [
-        f"For rank {rank} the others waited {_cost(waited, findings)} that it passes on: waits in other groups, "
-        "in rooted collectives or for messages held it, not its own time."
+        f"The others waited {_cost(waited, findings)} for rank {rank}, which is not late by its own delay: waits in other "
+        "groups, in rooted collectives or for messages delayed it."
     ]
 
 
@@ -227,15 +232,15 @@ def _untold(findings: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) 
         row = by_rank[rank]
         if not row["stands_out"] or waited < _WORTH_SAYING * span_ns:
             continue
-        came = f"Rank {rank} was the last to come to {_share(row)}"
+        came = f"Rank {rank} arrived last in {_share(row)}"
         if pd.isna(row["others_waited_ns"]):
             came += f"; it alone was missing for {_cost(waited, findings)}"
             came += ", and whether the others waited was not recorded"
         else:
             came += f"; the others waited {_cost(waited, findings)} for it"
         sentences.append(
-            f"{came}. Whether by its own time, or because collectives before ended late for it, cannot be told: not "
-            "all waits of the program for its collectives were recorded."
+            f"{came}. It is not known whether this is its own delay or an inherited one: not all waits of the program for "
+            "its collectives were recorded."
         )
     return sentences
 
@@ -249,7 +254,7 @@ def _turns(findings: Findings) -> list[str]:
         for rank, cost in sorted(findings.turns.items(), key=lambda each: -each[1])[:4]
     )
     return [
-        "No rank is late more often than the others: they are late in turn, and waited "
+        "No rank is late more often than the others: they are late in turn and waited "
         f"{_cost(total_ns, findings)} for each other ({shares})."
     ]
 
@@ -261,7 +266,9 @@ def _share(row: pd.Series) -> str:
 def _cost(cost_ns: float, findings: Findings) -> str:
     cost_ns = cost_ns / findings.share
     return (
-        f"{format_ns(cost_ns / findings.steps)} a step" if findings.steps else f"{format_ns(cost_ns)} in all"
+        f"{format_ns(cost_ns / findings.steps)} per step"
+        if findings.steps
+        else f"{format_ns(cost_ns)} in total"
     )
 
 

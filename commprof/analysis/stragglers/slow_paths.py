@@ -1,4 +1,4 @@
-"""Slow paths between hosts, by evidence of messages, roots, groups and the ends of ring steps. Pure.
+"""Slow paths between hosts, from the times of messages, rooted collectives, groups and ring steps. Pure.
 
 Only transfers of one kind are compared: one operation, one group size, payloads within a factor of two. Paths are between
 hosts if the run has several, else between ranks::

@@ -1,7 +1,7 @@
 """The bytes that each rank sends to each other rank, by two models.
 
-``wire_bytes`` is of the operations as issued. The model gives what all ranks of a group send together (``schema.wire_bytes``
-times the size of the group). The pairs are modelled as well (the relation matrix), so that each row and column adds up to
+``wire_bytes`` models the operations as issued. All ranks of a group together send ``schema.wire_bytes`` times the size
+of the group. A model of the pairs (the relation matrix) distributes these bytes, so that each row and column adds up to
 the modelled bytes of its rank:
 
 * reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in equal parts;
@@ -9,10 +9,10 @@ the modelled bytes of its rank:
 * all_reduce, reduce_scatter, all_gather: around a ring in the order of the group, each rank to the next;
 * send: from the sender to the receiver, as recorded.
 
-``executed_wire_bytes`` is of what the backend runs. The pairs are known for gloo (:mod:`commprof.ledger.records.backends`)
-and for messages; for anything else it is null.
+``executed_wire_bytes`` models what the backend runs. The pairs are known for gloo
+(:mod:`commprof.ledger.records.backends`) and for messages; for anything else it is null.
 
-``between_hosts_bytes`` is the part of ``wire_bytes`` of pairs of ranks on two hosts.
+``between_hosts_bytes`` is the part of ``wire_bytes`` between ranks on different hosts.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def matrix(
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
+    # An unknown column is refused before anything is evaluated, so that the error names it.
     by = tuple(dict.fromkeys(by))
     for name in by:
         if name not in MATRIX_BY:
@@ -113,13 +114,19 @@ def matrix(
             raise UsageError(
                 f"the matrix cannot be grouped by {name!r}: {hint}choose from {', '.join(MATRIX_BY)}"
             )
+    # The ranks are those of the whole run, so that every choice of steps has the same rows and columns.
     ranks = ranks_of(operations)
     blocks = _Blocks(ranks, most_ranks)
     chosen = _chosen(operations, steps, op, purpose)
+    # Issued model: SQL evaluates it for all backends. Bytes whose root or receiver is unknown have no cell; they are only
+    # summed, so that cells and unplaced bytes together are the total.
     issued = _issued(chosen, groups, by, blocks)
     is_placed = issued["sender"] >= 0
     cell_tables = [{name: values[is_placed] for name, values in issued.items()}]
     executed_unplaced = float(issued[_EXECUTED][~is_placed].sum())
+    # Executed model: operations that the backend routes like the issued ones are in the cells already (_LIKE_ISSUED).
+    # The others have routes of their own. Flows with equal routes are collected, so that each route is computed once.
+    # A single flow of an unknown backend makes the whole row null, because a partial sum would look like a complete one.
     unknown: dict[tuple[Any, ...], set[str]] = {}
     routes: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     flows = _flows(chosen, tuple(dict.fromkeys((*by, "purpose"))))
@@ -129,6 +136,7 @@ def matrix(
             unknown.setdefault(key, set()).add(f"{flow['op']} on {backend}")
         elif flow["op"] not in _LIKE_ISSUED:
             routes[tuple(flow[name] for name in _ROUTE)].append(flow)
+    # The bytes of all flows of a route are spread over its pairs at once.
     for alike in routes.values():
         pairs = _executed_pairs(alike[0])
         executed_bytes = np.array([_executed_bytes(flow, pairs) for flow in alike])
@@ -139,24 +147,21 @@ def matrix(
             cell_tables.append(named | cells)
         else:
             executed_unplaced += float(executed_bytes.sum())
+    # One row per pair and combination of ``by``, whatever number of flows it has; the attributes say what is in no row.
     frame = _added_up(cell_tables, by, unknown.keys())
     names = sorted(set().union(*unknown.values()))
     frame.attrs |= {
         "unplaced_bytes": float(issued["wire_bytes"][~is_placed].sum()),
         "executed_unplaced_bytes": executed_unplaced,
-        "executed_reason": f"who sends what is not known of {', '.join(names)}" if names else None,
+        "executed_reason": f"it is not known which ranks send the bytes of {', '.join(names)}"
+        if names
+        else None,
         "ranks": len(ranks),
         "ranks_per_cell": blocks.width,
         "models": _named(MODELS, flows),
         "executed_models": _named(EXECUTED_MODELS, flows),
     }
     return frame
-
-
-def _repeated(by: Sequence[str], flows: Sequence[Mapping[str, Any]], cells: int) -> dict[str, Any]:
-    """The columns ``by`` of the cells of ``flows``; each flow has equally many cells."""
-    count = len(flows) and cells // len(flows)
-    return {name: np.repeat(np.array([flow[name] for flow in flows], object), count) for name in by}
 
 
 def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

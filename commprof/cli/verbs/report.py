@@ -53,7 +53,7 @@ _WHERE_ANY: Final = (
     (_BETWEEN, Heading("between hosts", number=True)),
 )
 _IN_CALLS: Final = Heading("in calls", number=True)
-_MOST_HOSTS: Final = 8  # named with late ranks
+_MOST_HOSTS: Final = 8  # named with stragglers
 _MOST_COMPARED: Final = 1_000_000  # records; comparing their arrivals takes a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire: modelled; the sum of the bytes that a rank of the group sends on average for each "
@@ -130,7 +130,7 @@ def _answers(run: Run) -> dict[str, Any]:
 
 
 def _late(stragglers: pd.DataFrame | None) -> str | None:
-    """Return sentences about late ranks and the records examined; None if all were examined and no rank is late."""
+    """Return sentences about stragglers and the records examined; None if all were examined and no rank stands out."""
     if stragglers is None:
         return f"not evaluated for more than {_MOST_COMPARED:,} records; api.stragglers(run) evaluates them."
     statement: str | None = stragglers.attrs["statement"]
@@ -394,8 +394,8 @@ def _measures(
 
 
 def straggler_parts(statement: str | None) -> list[str]:
-    """Return the paragraph about late ranks; empty if no rank is late."""
-    return [rendering.paragraph(f"Late ranks: {statement}") + "\n"] if statement else []
+    """Return the paragraph about stragglers; empty if no rank stands out."""
+    return [rendering.paragraph(f"Stragglers: {statement}") + "\n"] if statement else []
 
 
 def moved_parts(moved: Sequence[Mapping[str, Any]], reason: str | None) -> list[Rows | str]:

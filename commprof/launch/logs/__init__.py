@@ -1,1 +1,1 @@
-"""NCCL's log through one job: what is asked for, collected and counted."""
+"""NCCL's log of a job: how it is requested, collected and counted."""

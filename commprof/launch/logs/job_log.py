@@ -1,4 +1,4 @@
-"""The log of NCCL through one job: asked for at its start, brought together and counted at its end, each said in a line."""
+"""The NCCL log of a job: requested at its start, collected and counted at its end; one line reports each of these."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The levels held against each other: attribution, orders, splits, and the result in rows and sentences."""
+"""Compares the levels with each other: attribution, orders, splits, and the result in rows and sentences."""

@@ -1,8 +1,8 @@
 """Compares expected and issued messages step by step: which are explained, which are not, which are missing.
 
 A class of messages is a purpose, an operation and a group. Where count and bytes of a class are those expected, all its
-messages are explained. Otherwise the messages that have no counterpart in a closed step are named. Where no step closes,
-the whole class is named, since its messages cannot be distinguished.
+messages are explained. Otherwise the messages that have no counterpart in a closed step are named. If no step is
+closed, the whole class is named, because its messages cannot be distinguished.
 
 At stage 3 two quantities can only be estimated, and the report flags both. Bytes that depend on the order in which modules
 run (the checks of that order; gathers under activation checkpointing or tight limits) are an estimate between bounds. And

@@ -1,6 +1,6 @@
 """Compares the order of collectives across groups: which ranks issued those of two groups in different orders.
 
-All records pass by once, as sums over neighbours in the course of a rank, which are equal where the order is. Only the
+One pass over all records adds up hashes of successive collectives of each rank: equal orders give equal sums. Only the
 groups whose sums differ are read again.
 """
 

@@ -1,7 +1,7 @@
-"""Compares the collectives that the ranks of each group issued: the first one that they did not share.
+"""Compares the collectives that the ranks of each group issued, and finds the first one that differs.
 
-All records pass by once, as sums that are equal where the ranks issued the same in a step. Only the groups whose sums differ
-are read again.
+One pass over all records adds up hashes: ranks that issued the same in a step have equal sums. Only the groups whose
+sums differ are read again.
 """
 
 from __future__ import annotations

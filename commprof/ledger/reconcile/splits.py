@@ -1,6 +1,6 @@
 """Compares the splits of all_to_alls between ranks: each must send to another what that one expects.
 
-All records pass by once. A sum over what is sent, less one over what is expected, is 0 where they agree. Only the records
+One pass over all records adds up what is sent, minus what is expected: the sum is 0 if they agree. Only the records
 behind other sums are read again.
 """
 

@@ -6,12 +6,12 @@ for each message, and TCP's headers. torch's Flight Recorder gives the operation
 schema.py, n the ranks of the group:
 
 ==================  ==========  ======================================================================================
-issued              executed    who sends what
+issued              executed    which rank sends what
 ==================  ==========  ======================================================================================
 all_reduce          all_reduce  2(n-1)/n S to the rank before it in the group
 reduce_scatter      all_reduce  the same: an all_reduce of the whole input; each rank keeps its chunk. Of a list,
                                 an all_reduce of each chunk
-reduce              reduce      to the rank before it S less two segments, then a chunk of S/n to the root. A segment is
+reduce              reduce      S minus two segments to the rank before it, then a chunk of S/n to the root. A segment is
                                 S/2n, but never more than 1 MiB: up to 2n MiB a mean rank sends (n^2-1)/n^2 S
 broadcast           broadcast   along a binomial tree, S to each child: the root sends most, half of the ranks nothing
 all_gather          all_gather  (n-1)/n S to the rank after it
@@ -21,8 +21,9 @@ send                send        S
 barrier             barrier     nothing
 ==================  ==========  ======================================================================================
 
-NCCL chooses among rings and trees, and its rings need not go in the order of the group. What all ranks together send for
-an operation is known; how it is spread over them only where every rank sends the same whatever the order, or as recorded.
+NCCL chooses among rings and trees, and its rings need not go in the order of the group. The bytes that
+all ranks together send for an operation are known. The bytes of a single rank are known only if every rank sends the same
+in any order, or if the records give them.
 """
 
 from __future__ import annotations

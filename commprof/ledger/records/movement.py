@@ -5,9 +5,10 @@ loopback interface. On several, what a rank sends to another host passes the oth
 the sum over its own ranks (:func:`backends.flows`). Where the spread of an operation over the ranks is not known, only the
 sum over all hosts is compared.
 
-Headers of packets are left out where packets were counted. Fewer bytes than the model has may be 2 % less. More may be 2 %
-more, plus the backend's own headers and TCP's retransmissions (``Moved.allowed_bytes``). Bytes in TCP's send buffers at the
-first reading were issued before and may be counted after it; those at the last reading are not counted yet.
+Headers of packets are subtracted if packets were counted. A deficit of up to 2 % of the model is tolerated, and a
+surplus of up to 2 % plus the backend's own headers and TCP's retransmissions (``Moved.allowed_bytes``). Bytes in TCP's
+send buffers at the first reading were issued before and may be counted after it; those at the last reading are not
+counted yet.
 """
 
 from __future__ import annotations

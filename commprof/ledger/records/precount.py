@@ -1,8 +1,8 @@
 """A first pass over all records of a run, which decides how each of them is counted.
 
-A collective counts at the lowest rank of its group that was recorded, a message at its send; a recv counts where no rank
-recorded a send in the group. The payload of an all_to_all may differ between the ranks: it is their mean, rounded; with
-unequal splits, so may what each of them keeps.
+A collective counts at the lowest rank of its group that was recorded, a message at its send; a recv counts where no
+rank recorded a send in the group. The payload of an all_to_all may differ between the ranks, so the rounded mean
+counts. With unequal splits, the bytes that a rank keeps for itself may differ too; they are added up separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What was sent in each step, with all that its bytes depend on: for the comparison with the counters of each host."""
+"""The operations of each step, with all values that their bytes depend on, for the comparison with the counters of each
+host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The number of activations of a run, from its records: the one quantity that rules for shared models cannot predict.
 
-No single message decides. Most messages of a module determine how many rows it works on, and most micro-batches determine
-what passes between stages. The rules then predict every message, so a missing message or another size is detected. In a
-step in which most modules have another length, all are expected to.
+No single message decides. Most messages of a module determine how many rows it works on, and most micro-batches
+determine what passes between stages. The rules then predict every message, so a missing message or another size is
+detected. If most modules have another length in a step, all modules must have it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A forward pass of the model without a recorded order records one (2 broadcasts of ``trace_check``); the next compares it
 between the ranks (6) and follows it; later ones follow it (0). An order that an evaluation has recorded has no backward
-pass: the micro-batch after it departs from it where its backward pass begins, and the next one records again. So an
-evaluation before the first step shifts by a micro-batch what the others send. Releases that were decided along such an
-order stay as they are: gathers are an estimate from then on.
+pass: the micro-batch after it departs from it where its backward pass begins, and the next one records again. So after
+an evaluation before the first step, the messages of recording and comparing come one micro-batch later. The decisions
+where to release parameters were made along such an order and are kept, so gathers are an estimate from then on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a run requests whose ranks share stages, sequences or tensors, by the rules of the axes and its activations."""
+"""The requested level of runs whose ranks share stages, sequences or tensors, by the rules of the axes and the
+activations of the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What a run requests whose models are wrapped by DistributedDataParallel or FSDP, by the rules of the wrappers.
+"""The requested level of runs whose models are wrapped by DistributedDataParallel or FSDP, by the rules of the
+wrappers.
 
-Two facts come from the run, since no argument has them: the passes of each step and the order of the gradients.
+Two inputs come from the run, because no argument determines them: the passes of each step and the order of the
+gradients.
 """
 
 from __future__ import annotations

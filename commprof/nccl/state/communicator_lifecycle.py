@@ -1,4 +1,4 @@
-"""Follows the lives of communicators in the order of the log and updates the registry.
+"""Tracks the creation and destruction of communicators in the order of the log, and updates the registry.
 
 Operations that name one address between two events of that address belong to one communicator, so the registry is
 queried once for each such set of rows and not for each line.

@@ -1,7 +1,7 @@
 """Adapter for torch's tensor parallelism: the plan of ``parallelize_module``, and the shapes of inputs and outputs.
 
-The functions of a style that distribute inputs and outputs are wrapped. They note the shape, element type and layout of a
-tensor, and the arrival and layout of its gradient. No tensor is held, and nothing is changed.
+The functions of a style that distribute inputs and outputs are wrapped. They note the shape, element type and layout of
+a tensor, and the arrival and layout of its gradient. They keep no reference to a tensor and change nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The dispatcher takes 7 us to call a Python function and to continue. The code here takes less than half of that: the key of
 a known call consists of its tensors' shapes, its group and its scalars, and the call is not described again.
 
-Note [reading a reduction]: here the reduction is in a box of torch's, and opening it costs 2 us. In complete mode the
+Note [reading a reduction]: here torch passes the reduction boxed, and unboxing it costs 2 us. In complete mode the
 function of torch.distributed has noted it; see Note [the reduction, from torch's own function].
 """
 

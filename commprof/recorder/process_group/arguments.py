@@ -1,12 +1,13 @@
 """Notes the arguments of torch.distributed's functions for the wrapper of the ProcessGroup method that they call.
 
-Note [the reduction, from torch's own function]: a signature depends on the reduction, which a wrapper would have to read
-from the options: 0.5 us with ``asyncOp`` and the hash, of the 2.5 that a collective may cost. torch's function has the same
-values as arguments. So a stand-in for it, put where torch's logging wrapper keeps it (also for names imported earlier),
-notes them before it calls torch's function, and forgets them afterwards: 0.1 us. The note names the tensor, and a wrapper
-believes it only for a call with this very tensor, so neither threads nor calls from elsewhere can take a wrong one. What is
-noted only makes the key under which a signature is found again: its columns always come from the options.
-A reduction is known by its address, which is sound because each enum value whose address is part of a key is held.
+Note [the reduction, from torch's own function]: a signature depends on the reduction. To read it from the options, with
+``asyncOp`` and the hash, takes a wrapper 0.5 us of the 2.5 us that a collective may cost. torch's function has the same
+values as arguments. So a stand-in replaces that function inside torch's logging wrapper (which also covers names
+imported earlier). It notes the values, calls torch's function, and clears the note: 0.1 us. The note contains the
+tensor. A wrapper uses the note only in a call with the same tensor object, so calls of other threads or from other
+places never use a wrong note. The note only contributes to the key of the table of known signatures; the columns of a
+signature always come from the options. A reduction is identified by its address. This is safe because the recorder
+keeps a reference to each enum value whose address is part of a key.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 Signature, call site, group and counter are looked up together; see also Note [the reduction, from torch's own function].
 
-Note [waiting at once]: a function of torch.distributed that was not asked for a handle calls ``wait`` as soon as the
-ProcessGroup's method has returned one, and takes None to mean that the backend has waited already. So the wrapper calls
-``wait`` in its place and returns None: the same two calls, one right after the other, and no table of handles, no second
-wrapper. Only where torch's function was seen to take None so, and while ``Work.wait`` is what it was when recording began.
+Note [waiting at once]: in a synchronous call, a function of torch.distributed calls ``wait`` as soon as the
+ProcessGroup's method has returned a handle. If the method returns None, the function assumes that the backend has
+waited already. So the wrapper calls ``wait`` itself and returns None. The program makes the same two calls in the same
+order, and the recorder needs no table of handles and no second wrapper. This is done only for functions of torch that
+were found to accept None in this way, and only while ``Work.wait`` is the method that it was when recording began.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process groups of this process, identified by name and rank list.
 
-A ProcessGroup itself is never held: it would outlive torch's own teardown.
+The recorder never keeps a reference to a ProcessGroup, because the group would then outlive torch's teardown.
 """
 
 from __future__ import annotations

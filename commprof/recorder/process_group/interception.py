@@ -9,8 +9,8 @@ c10d               operators of c10d, for what C++ issues: three of them from th
 framework          operators of a framework that sends beside c10d
 =================  ==============================================================================================
 
-No method calls another through Python, and a kernel of c10d leaves to the layers above what they record, so nothing is
-counted twice.
+No method calls another through Python, and a kernel of c10d does not record calls that a layer above it records. So
+nothing is counted twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Results of functional collectives that are not waited for yet, and the records of their waits.
 
 A result is identified by its storage, as torch itself finds its handle. When a storage is freed, another may get its
-address. So each is kept by a weak reference, which holds no memory, and whose number no other storage can get meanwhile.
+address. So each is identified by a weak reference, which keeps no tensor memory alive and whose number no other storage
+can get while it exists.
 """
 
 from __future__ import annotations

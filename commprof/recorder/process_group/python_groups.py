@@ -1,10 +1,11 @@
 """Calls torch's own method from a wrapper for groups whose class a program defines in Python.
 
-Note [classes made in Python]: torch's methods are virtual. On an object of a Python class, C++ first asks Python whether
-that class has a method of this name, finds our wrapper in the base class, takes it for the program's own and calls it, again
-and again. pybind knows this from methods that call ``super()``: where the function that runs has the method's name, and this
-very object for its first argument, nobody is asked. So there the call goes through a function of that name. On torch's own
-classes C++ asks nobody, and nothing lies between.
+Note [classes made in Python]: torch's methods are virtual. For an object of a Python class, pybind first looks for a
+Python method of this name. It finds the recorder's wrapper in the base class, takes it for an override by the program
+and calls it: an infinite recursion. pybind breaks such a recursion for methods that call ``super()``: it skips the
+lookup if the running function has the method's name and the same object as its first argument. So for such classes the
+wrapper calls torch's method through a function of that name. For torch's own classes pybind does no lookup, and the
+wrapper calls the method directly.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 collective.
 
 Rules: the caller's call is made exactly once with the caller's own arguments; its result and its exceptions pass
-through; faults of our own code are counted and never raised. No tensor, Work or ProcessGroup is held.
+through; faults of the recorder's own code are counted and never raised. It keeps no reference to a tensor, Work or
+ProcessGroup.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes the gradient buckets that a program publishes: they recur in every step, so each is described once.
 
-A bucket that comes again is a short line with its number, the step and the time; a program whose buckets never come again
-pays one full line for each. These lines are kept until the next step begins and then written together: in the middle of a
-backward pass, when nothing of ours is in the caches, one write takes as long as recording several collectives.
+A recurring bucket is a short line with its number, the step and the time. A program whose buckets never recur writes a
+full line for each. All lines are collected until the next step begins and then written together. A write in the middle
+of a backward pass, when the recorder's data is in no cache, would take as long as the recording of several collectives.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Bounds the time that C++ waits for collectives: DDP's reducer at the end of a backward pass, and functions of torch.
 
-No method of ours is called when they wait. But autograd calls back what was queued in a backward pass, in the order in which
-it was queued, and the reducer queues its wait after its last bucket. So one callback that is queued at the first bucket runs
-just before that wait, and one that it queues in turn just after.
+No recorded method is called when they wait. But autograd runs the callbacks that were queued during a backward pass in
+the order in which they were queued, and the reducer queues its wait after its last bucket. So a callback that is queued
+at the first bucket runs just before that wait, and a second one, which the first queues, runs just after it.
 
-In between the thread waits and copies gradients. What of that it waited has bounds: it waited no longer than it was on no
-processor, and at least for as long as it slept. That is less by the time in which it was ready and found no processor. Where
-more threads copy, or others may hold Python's lock, it may have slept for these: what they ran, and waited for a processor,
-is taken off.
+Between the two callbacks the thread waits and copies gradients. The waiting time has bounds. The upper bound is the
+time in which the thread was on no processor. The lower bound is the time in which it slept: the upper bound minus the
+time in which it was ready to run but had no processor. If other threads copy too, or may hold Python's lock, the thread
+may have slept for them. Their running time and their waits for a processor are then subtracted as well.
 """
 
 from __future__ import annotations

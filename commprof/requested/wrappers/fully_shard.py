@@ -1,10 +1,10 @@
 """The messages of ``fully_shard`` (FSDP 2), from the arguments of its units and their parameters: torch 2.11 to 2.14.
 
-Each unit gathers its parameters where they are sharded, and shards them again after a forward pass (as
-``reshard_after_forward`` says) and after a backward pass. In a backward pass a unit has the one before it gathered as well.
-A unit that reduces gradients sends them in one reduce_scatter, and with a mesh of two dimensions (HSDP) an all_reduce of its
-shard over the ranks that hold the same one.
-Each parameter is padded along its first dimension to a multiple of the ranks.
+Each unit gathers its parameters if they are sharded. It shards them again after a forward pass (depending on
+``reshard_after_forward``) and after a backward pass. In a backward pass a unit also prefetches the previous one. A unit
+that reduces gradients sends them in one reduce_scatter, and with a mesh of two dimensions (HSDP) an all_reduce of its
+shard over the ranks that hold the same one. Each parameter is padded along its first dimension to a multiple of the
+ranks.
 """
 
 from __future__ import annotations

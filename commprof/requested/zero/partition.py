@@ -4,8 +4,9 @@ The trained parameters of an optimizer group are concatenated in a flat buffer w
 2 x ranks; rank r owns the r-th of equal shards. Boundaries ignore parameters: one parameter may have several owners. Source:
 reference measurements of DeepSpeed 0.19.8; the factor 2 aligns 16-bit elements to 4 bytes.
 
-For ``gradient_reduction: reduce_scatter``, which DeepSpeed does not have, zero_runtime first divides the buffer into equal
-bands, which are the buckets. Rank r owns the r-th of the equal rows of every band: its shard is these rows, concatenated.
+For ``gradient_reduction: reduce_scatter``, which DeepSpeed does not have, zero_runtime first divides the buffer into
+equal chunks, which are the buckets. Each chunk has one equal row per rank. Rank r owns row r of every chunk, and its
+shard is the concatenation of these rows.
 """
 
 from __future__ import annotations

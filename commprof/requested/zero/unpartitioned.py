@@ -1,8 +1,9 @@
 """Parameters that zero_runtime never partitions, by the classes of the modules that own them.
 
-The keys are zero_runtime's own: ``zero_force_param_types`` names classes whose parameters are not partitioned, and
-``zero_allowed_param_types`` the only classes whose parameters are. Base classes of a module count as well. Of several owners
-one of a forced class decides, and else one of an allowed class is enough.
+The keys are zero_runtime's own: ``zero_force_param_types`` names classes whose parameters are not partitioned.
+``zero_allowed_param_types`` names the only classes whose parameters are partitioned. Base classes of a module count as
+well. If several modules own a parameter, one owner of a forced class decides; otherwise one owner of an allowed class
+is enough.
 """
 
 from __future__ import annotations

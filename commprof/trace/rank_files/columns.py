@@ -1,6 +1,7 @@
-"""The ``collectives`` table of one rank, part by part: records and the interned rows that they name, as columns.
+"""The ``collectives`` table of one rank, part by part: records, joined with the interned values that they refer to, as
+columns.
 
-Text stands in them as numbers of distinct values (Arrow dictionaries): a rank has millions of records and few values.
+Text columns are dictionary-encoded (Arrow), because a rank has millions of records and few distinct values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The numbers of calls in their groups. A call that raised was issued to nobody, so it takes none. Standard library only.
+"""The numbers of calls in their groups. A call that raised reached no other rank, so it gets no number. Standard
+library only.
 
-The recorder hands out numbers before it knows which calls raise. Other threads may have taken the next ones by then, so the
-numbers are corrected where a trace is read: each by the calls of its group that had raised before it.
+The recorder hands out numbers before it knows which calls raise. Other threads may have taken the next ones by then, so
+the numbers are corrected when a trace is read: each is reduced by the number of earlier calls of its group that raised.
 """
 
 from __future__ import annotations

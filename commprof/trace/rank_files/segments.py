@@ -2,8 +2,8 @@
 
 Standard library only.
 
-Note [slots]: what takes a slot, packs the record and reads the clock runs once per collective, so it exists in C as well
-(``_slots.c``): 0.15 us instead of 0.4. Both are one to whoever uses them.
+Note [slots]: the code that takes a slot, packs the record and reads the clock runs once per collective. So it exists in
+C as well (``_slots.c``): 0.15 us instead of 0.4. Both versions have the same interface.
 """
 
 from __future__ import annotations

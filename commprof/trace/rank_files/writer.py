@@ -1,14 +1,13 @@
 """Writes a rank's two files from inside the training process. Standard library only.
 
-Records go straight into a shared mapping of the file, so a record is safe from the moment it is packed: the
-kernel keeps the page when the process is killed. Space is reserved with ``posix_fallocate`` before it is
-mapped; a store into a hole of a full file system would be a SIGBUS, which no except clause sees. File systems
-that cannot reserve get ``pwrite``.
+Records go straight into a shared mapping of the file, so a record is safe as soon as it is packed: the kernel keeps the
+page when the process is killed. Space is reserved with ``posix_fallocate`` before it is mapped; a store into a hole of
+a full file system would be a SIGBUS, which no except clause sees. File systems that cannot reserve get ``pwrite``.
 
-A segment that is full is unmapped, so that a long recording takes no more memory than a short one. What is still to be
-completed there is written to the file.
+A full segment is unmapped, so that a long recording takes no more memory than a short one. Records in it that are
+completed later are written to the file.
 
-Nothing here raises into the caller once a file is open: writing stops, what is lost is counted, and
+Nothing here raises into the caller once a file is open: writing stops, dropped records are counted, and
 ``stopped_reason`` says why.
 """
 

@@ -2,7 +2,8 @@
 
 The non-reentrant torch.utils.checkpoint drops the tensors that a region saves, runs the region again when the first of
 them is needed, and stops once all are recomputed. A region adds storage of its inputs
-(:mod:`~zero_runtime.activation_checkpointing.activation_storage`), the states of all random generators, and its ends.
+(:mod:`~zero_runtime.activation_checkpointing.activation_storage`), the states of all random generators, and marks at
+its two ends.
 
 A region begins with a mark, an operation that saves an empty tensor, and ends with an exit. In the backward pass the exit
 comes first. It requests the tensor of the mark, so that the region runs again before any part of it is differentiated.

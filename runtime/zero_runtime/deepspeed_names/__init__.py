@@ -7,9 +7,9 @@
     zero_runtime.as_deepspeed()
     import deepspeed
 
-or, without a change to the script, ``commprof run --engine zero_runtime train.py`` or
-``python -m zero_runtime.deepspeed_names train.py``. What each name is stands in the tables of this package, and in
-``docs/deepspeed-names.md``, which is made of them.
+or, without a change to the script, ``commprof run --engine zero_runtime train.py`` or ``python -m
+zero_runtime.deepspeed_names train.py``. The tables of this package list what each name refers to;
+``docs/deepspeed-names.md`` is generated from them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ scatter_sequence      reduce_scatter along it        all_gather along it
 split_sequence        nothing: its own shard         all_gather along it
 ====================  =============================  =============================
 
-The sequence is the last dimension but one: activations are (batch, sequence, width).
+The sequence is the second-to-last dimension: activations are (batch, sequence, width).
 """
 
 from __future__ import annotations

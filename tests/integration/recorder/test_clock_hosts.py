@@ -113,9 +113,7 @@ def test_the_late_rank_and_its_delay_are_found_across_hosts(run, first, delay_ns
 
 def test_the_statement_names_the_late_rank(run):
     assert (
-        api.stragglers(run)
-        .attrs["statement"]
-        .startswith(f"Rank {LATE} is late by itself: it was the last to come to ")
+        api.stragglers(run).attrs["statement"].startswith(f"Rank {LATE} is a straggler: it arrived last in ")
     )
 
 

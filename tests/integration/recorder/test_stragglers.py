@@ -82,4 +82,4 @@ def test_the_report_names_the_rank(delayed, capsys):
     run, _ = delayed
     assert execute(["report", str(run.path)]) == 0
     text = capsys.readouterr().out
-    assert f"Late ranks: Rank {LATE} is late by itself: it was the last to come to " in text
+    assert f"Stragglers: Rank {LATE} is a straggler: it arrived last in " in text

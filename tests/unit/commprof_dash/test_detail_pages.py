@@ -82,7 +82,9 @@ def test_the_matrix_draws_what_the_api_answers(directory, query, backend):
         ("issued", "wire_bytes"),
     ):
         parts = draw(directory, f"/matrix?run={name}{query}&measure={measure}")
-        assert ("who sends what is not known of" in text_of(parts)) == (not known and measure == "wire")
+        assert ("it is not known which ranks send the bytes of" in text_of(parts)) == (
+            not known and measure == "wire"
+        )
         expected = {
             (row["sender"], row["receiver"]): row[column] for row in frame.to_dict("records") if row[column]
         }
@@ -207,10 +209,7 @@ def test_a_run_without_buckets_says_who_publishes_them(tmp_path):
 def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(directory):
     parts = draw(directory, "/stragglers?run=plain")
     text, figures = text_of(parts), figures_of(parts)
-    assert (
-        "There is a straggler" in text
-        and "Rank 2 is late by itself: it was the last to come to 100 %" in text
-    )
+    assert "There is a straggler" in text and "Rank 2 is a straggler: it arrived last in 100 %" in text
     found = api.straggling(directory / "plain")
     assert list(figures["lateness"].data[0].median) == [float(v) for v in found.lateness["median_ns"]]
     drawn = {trace.name.partition(":")[0].replace(" ", "_"): sum(trace.y) for trace in figures["causes"].data}
@@ -368,7 +367,7 @@ def test_states_and_causes_are_told_apart_without_their_colour():
 
 def test_report_overview_and_stragglers_say_the_same_verdict(directory, capsys):
     verdict = api.stragglers(directory / "plain").attrs["statement"]
-    assert "late by itself" in verdict
+    assert "is a straggler" in verdict
     assert execute(["report", str(directory / "plain")]) == 0
     assert verdict in " ".join(capsys.readouterr().out.split())
     for address in ("/overview?run=plain", "/stragglers?run=plain"):

@@ -1,6 +1,6 @@
 """Blocks of the configuration as objects: ``deepspeed.runtime.zero.config``, ``offload_config``, ``leaf_module_config``
-and ``precision_config``. Each takes the keys of its block, checks them as the whole configuration does, and has the rest at
-its default."""
+and ``precision_config``. Each takes the keys of its block, checks them like the whole configuration, and sets all other
+keys to their defaults."""
 
 from __future__ import annotations
 

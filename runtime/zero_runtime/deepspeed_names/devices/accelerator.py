@@ -1,7 +1,7 @@
 """``deepspeed.accelerator``: the device that training runs on, CUDA or CPU, under one set of methods.
 
-On a CPU what only a device has is empty: streams do nothing, memory is the process's resident memory, and the one device is
-``cpu``.
+On a CPU the device-only methods are stand-ins: streams do nothing, memory is the resident memory of the process, and
+the only device is ``cpu``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``deepspeed.comm``: torch.distributed with DeepSpeed's signatures; calls are timed if the log is enabled.
 
-All calls are the program's own, so none is tagged. ``prof``, ``log_name`` and ``debug`` are keywords of the log: time this
-call whatever ``prof_all`` says, keep it under this name, and nothing.
+All calls are the program's own, so none is tagged. Three keywords are for the log: ``prof`` times this call whatever
+``prof_all`` is, ``log_name`` is the name of its entry, and ``debug`` has no effect.
 """
 
 from __future__ import annotations

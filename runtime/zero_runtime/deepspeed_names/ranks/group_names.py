@@ -1,7 +1,7 @@
 """``deepspeed.utils.groups``: the process groups of the training that was initialised last.
 
-Before ``initialize`` all ranks are data-parallel. Groups of one rank do not exist as objects where no axis has more:
-where DeepSpeed would give one, None stands for it.
+Before ``initialize`` all ranks are data-parallel. If no axis has more than one rank, groups of one rank are not
+created: functions return None where DeepSpeed would return one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``deepspeed.ops.adam``, ``lamb``, ``lion`` and ``adagrad``: DeepSpeed's optimizers by name, as torch's fused ones or this
 runtime's own.
 
-The signatures are DeepSpeed's. The names for a CPU and for a GPU are the same thing here: state is where parameters are.
+The signatures are DeepSpeed's. The names for CPUs and for GPUs refer to the same class here: the state is on the device
+of the parameters.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def spoil(path, but=()):
 def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, groups):
     path = written(tmp_path / "run", job_of(groups))
     expected = api.stragglers(path)
-    assert expected.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
+    assert expected.attrs["statement"].startswith(f"Rank {LATE} is a straggler")
     found = api.sampled_stragglers(only_files(path))
     assert found.attrs.pop("steps") == found.attrs.pop("of_steps") == STEPS
     assert found.attrs.pop("share") == 1 and found.attrs.pop("hosts") == {LATE: "h1"}
@@ -107,7 +107,7 @@ def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch
     expected = straggling([some], aligned(run), 1, hosts_of(run), sample.span_ns * len(steps) // STEPS).ranks
     assert found.attrs["statement"] == expected.attrs["statement"]
     pd.testing.assert_frame_equal(found, expected)
-    assert found.attrs["statement"].startswith(f"Rank {LATE} is late by itself")
+    assert found.attrs["statement"].startswith(f"Rank {LATE} is a straggler")
     # The cost of a step is that of the whole run to within 2 %.
     assert cost_of(found.attrs["statement"]) == pytest.approx(cost_of(whole), rel=0.02)
 
@@ -115,16 +115,14 @@ def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch
 def test_clocks_that_were_not_compared_name_no_rank_across_hosts(tmp_path, only_files):
     path = only_files(written(tmp_path / "run", job_of(("all",)), are_compared=False))
     said = api.sampled_stragglers(path).attrs["statement"]
-    assert (
-        said.startswith(f"In {2 * STEPS} collectives it cannot be told who was last") and "Rank" not in said
-    )
+    assert said.startswith(f"In {2 * STEPS} collectives the last rank is not known") and "Rank" not in said
 
 
 def test_clocks_that_were_not_compared_still_name_a_rank_within_its_host(tmp_path, only_files):
     path = only_files(written(tmp_path / "run", job_of(("host", "all")), are_compared=False))
     said = api.sampled_stragglers(path).attrs["statement"]
-    assert said.startswith(f"Rank {LATE} is late by itself")
-    assert f"In {2 * STEPS} collectives it cannot be told who was last" in said
+    assert said.startswith(f"Rank {LATE} is a straggler")
+    assert f"In {2 * STEPS} collectives the last rank is not known" in said
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "older"])
@@ -147,12 +145,12 @@ def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only
     path = written(tmp_path / "run", job_of(("host", "all")))
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)
     assert execute(["report", str(path)]) == 0
-    assert "Late ranks: not evaluated for more than 5 records" in capsys.readouterr().out
+    assert "Stragglers: not evaluated for more than 5 records" in capsys.readouterr().out
     monkeypatch.setattr(arrival_sample, "MOST_ROWS", 200)
     only_files(path)
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"Late ranks: Rank {LATE} is late by itself" in said
+    assert f"Stragglers: Rank {LATE} is a straggler" in said
     assert "Hosts: rank 3: h1. Examined: the collectives of 11 of 24 steps, no messages." in said
     assert execute(["report", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -167,7 +165,7 @@ def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_fil
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Late ranks: None stands out. Examined: the collectives of all 24 steps, no messages." in said
+    assert "Stragglers: None stands out. Examined: the collectives of all 24 steps, no messages." in said
 
 
 def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_files, monkeypatch, capsys):
@@ -180,7 +178,7 @@ def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_file
     assert found.attrs["steps"] == 8 and found.attrs["share"] in (0.5, 0.25)
     assert len(host_files.sample(open_run(path))) <= 600
     said = found.attrs["statement"]
-    assert said.startswith(f"Rank {LATE} is late by itself: it was the last to come to ")
+    assert said.startswith(f"Rank {LATE} is a straggler: it arrived last in ")
     assert cost_of(said) == pytest.approx(cost_of(whole), rel=0.5)
     assert execute(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -221,8 +221,8 @@ def test_a_straggler_is_named_with_its_share_and_its_cost():
     assert three["others_waited_per_step_ns"] == 9 * (120_000 - 2)
     assert three["median_lateness_ns"] == 120_000
     assert found.attrs["statement"] == (
-        "Rank 3 is late by itself: it was the last to come to 90 % of 100 collectives; the others waited 1.08 ms a step for "
-        "its own time between collectives."
+        "Rank 3 is a straggler: it arrived last in 90 % of 100 collectives; the others waited 1.08 ms per step for its own "
+        "delay."
     )
 
 
@@ -259,7 +259,7 @@ def test_below_the_bound_no_rank_is_distinguishable():
     found = stragglers_of(arrived(run, one_host=False))
     assert found["last"].tolist() == [0, 0]
     assert found["within_bound"].tolist() == [0, 50]
-    assert found.attrs["statement"].startswith("No rank is distinguishable")
+    assert found.attrs["statement"].startswith("No rank can be distinguished")
 
 
 def test_broadcasts_and_partly_recorded_collectives_make_no_stragglers():
@@ -287,9 +287,7 @@ def test_the_api_answers_from_a_run_directory(tmp_path):
     assert api.arrivals(path, steps=(-5, -2)).empty and next(iter(api.arrivals_parts(path, (-5, -2)))).empty
     assert len(api.arrivals(path, steps=(-1, 0))) == 80
     assert (
-        api.stragglers(path)
-        .attrs["statement"]
-        .startswith("Rank 1 is late by itself: it was the last to come to 100 %")
+        api.stragglers(path).attrs["statement"].startswith("Rank 1 is a straggler: it arrived last in 100 %")
     )
     assert api.describe_columns("arrivals")["lead_ns"].unit == "ns"
 
@@ -320,9 +318,9 @@ def test_where_no_wait_was_seen_the_sentence_says_so():
     found = stragglers_of(arrived(run))
     assert column(found, "others_waited_ns") == [0, None]
     assert found.attrs["statement"] == (
-        "Rank 1 was the last to come to 100 % of 40 collectives; it alone was missing for 3.60 ms a step, and whether the "
-        "others waited was not recorded. Whether by its own time, or because collectives before ended late for it, cannot "
-        "be told: not all waits of the program for its collectives were recorded."
+        "Rank 1 arrived last in 100 % of 40 collectives; it alone was missing for 3.60 ms per step, and whether the others "
+        "waited was not recorded. It is not known whether this is its own delay or an inherited one: not all waits of the "
+        "program for its collectives were recorded."
     )
 
 

@@ -127,7 +127,9 @@ def test_what_is_not_of_gloo_is_not_known_and_is_said():
     run.add_collective("recv", payload_bytes=40, ranks=(1,), peer=0, backend="nccl", step=1)
     frame = api.matrix(run.open())
     assert frame["executed_wire_bytes"].isna().all() and len(frame) == 2
-    assert frame.attrs["executed_reason"] == "who sends what is not known of all_reduce on nccl"
+    assert (
+        frame.attrs["executed_reason"] == "it is not known which ranks send the bytes of all_reduce on nccl"
+    )
     by = api.matrix(run.open(), by=("step",))
     assert by["executed_wire_bytes"].isna().tolist() == [True, True, False, False]
     rest = api.matrix(run.open(), steps=(1, 1))

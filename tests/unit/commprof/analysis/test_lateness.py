@@ -28,7 +28,7 @@ def test_how_late_each_rank_comes():
         [2, 12, 500_000, 500_000, 500_000, 0],
     ]  # fmt: skip
     assert list(found.ranks["last"]) == [0, 0, 12]
-    assert "Rank 2 is late by itself: it was the last" in found.ranks.attrs["statement"]
+    assert "Rank 2 is a straggler: it arrived last" in found.ranks.attrs["statement"]
 
 
 def test_what_took_longest_is_told_apart():
