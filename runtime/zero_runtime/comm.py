@@ -161,7 +161,12 @@ def default_group() -> ProcessGroup:
 
 def barrier(group: ProcessGroup | None = None) -> None:
     """Wait for all ranks of ``group``."""
-    dist.barrier(group)
+    dist.barrier(group, device_ids=_devices_of_barrier(group))
+
+
+def _devices_of_barrier(group: ProcessGroup | None) -> list[int] | None:
+    """NCCL's barrier has to run on some device, and torch warns where it has to guess which."""
+    return [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
 
 
 def all_reduce(
@@ -297,7 +302,7 @@ class DataParallelGroup:
     def barrier(self, why: hooks.tag | None = None) -> None:
         """Wait for all ranks."""
         with why or _UNTAGGED:
-            dist.barrier(self.group)
+            dist.barrier(self.group, device_ids=_devices_of_barrier(self.group))
 
     def all_gather(
         self,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.recording import calls, record
 
 pytestmark = pytest.mark.ranks
-MIB = 2**18  # float32 elements
+MIB = 2**18  # float32 elements of a MiB
 
 
 def spin(seconds: float) -> None:
@@ -55,7 +55,7 @@ def test_the_program_never_waits_for_the_device(tmp_path):
 def test_exposed_time_of_synchronous_calls_is_what_events_around_them_say(tmp_path):
     def body(rank, world):
         warm()
-        x = torch.ones(16 * MIB)
+        x = torch.ones(64 * MIB)
         measured = []
         for _ in range(6):
             torch.cuda.synchronize()
@@ -180,7 +180,7 @@ def test_groups_messages_and_batches_are_recorded_once(tmp_path):
         ):
             work.wait()
         dist.all_reduce(x, op=dist.ReduceOp.AVG)
-        dist.barrier()
+        dist.barrier(device_ids=[0])
         dist.all_gather_object([None, None], {"rank": rank})
         torch.cuda.synchronize()
 

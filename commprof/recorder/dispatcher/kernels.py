@@ -112,7 +112,11 @@ class KernelRecorder:
             calls: list[_Call] = []
             try:
                 self.cost_ns += _CROSSING_NS
-                calls = issue(reader, layer, args, kwargs, get_frame(1))
+                try:
+                    frame = get_frame(1)
+                except ValueError:  # no Python calls this: a thread of C++, as autograd has one for each GPU
+                    frame = None
+                calls = issue(reader, layer, args, kwargs, frame)
             except Exception as error:
                 journal.fault(error)
             thread.recorded += 1
@@ -130,7 +134,12 @@ class KernelRecorder:
         return kernel
 
     def _issue(
-        self, reader: Reader, layer: int, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any
+        self,
+        reader: Reader,
+        layer: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        frame: FrameType | None,
     ) -> list[_Call]:
         """One record for each collective of the call; none while torch only traces."""
         begin = time.perf_counter_ns()
@@ -142,7 +151,7 @@ class KernelRecorder:
         self.cost_ns += time.perf_counter_ns() - begin
         return calls
 
-    def _append(self, issued: Issued, layer: int, frame: FrameType) -> _Call:
+    def _append(self, issued: Issued, layer: int, frame: FrameType | None) -> _Call:
         method, _, values, is_async = issued
         group = self._named_group(issued.group)
         key = (layer, group.name, freeze(values))

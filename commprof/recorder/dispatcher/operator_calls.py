@@ -129,7 +129,10 @@ class OperatorCalls:
             start = 0
             try:
                 mine = thread
-                frame = get_frame(1)
+                try:
+                    frame = get_frame(1)
+                except ValueError:  # no Python calls this: a thread of C++, as autograd has one for each GPU
+                    frame = None
                 recorder.cost_ns += crossing
                 # Stage 1: does a layer above record this call? If not, look it up by its key.
                 if not (recorded_above(frame) if self.methods_record else mine.recorded):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -13,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commprof.trace.rank_files.flight_entries import OPERATIONS
 from commprof.trace.reader import open_run
 from support import programs
 from support.programs import LAYER, PROGRAMS, WIDTH
-from support.ranks import run_ranks
+from support.ranks import device, run_ranks
 from support.recording import calls, record, recorded
 
 pytestmark = [
@@ -74,13 +77,30 @@ def test_each_collective_of_a_program_is_recorded_once(recordings, program, mode
     assert len(calls(run, 1, "op")) == len(rows)
     assert run.health.unseen == run.health.lost == run.health.raised == 0
     # a loaded machine may leave clocks uncompared and the Flight Recorder's list cut short
-    assert [note for note in run.health.notes if "clock" not in note and "Flight Recorder" not in note] == []
-    assert all("support/programs.py:" in site for site in calls(run, 0, "call_site"))
+    notes = [note for note in run.health.notes if "clock" not in note and "Flight Recorder" not in note]
+    assert [note for note in notes if "timed on the device" not in note] == []
+    sites = calls(run, 0, "call_site")
+    if device() == "cuda":  # autograd has a thread of its own for the GPU, which no line of the program calls
+        sites = [
+            site
+            for site, thread in zip(sites, calls(run, 0, "thread"), strict=True)
+            if thread == "MainThread"
+        ]
+    assert all("support/programs.py:" in site for site in sites)
     assert set(calls(run, 0, "status")) == {"ok"}
-    assert set(calls(run, 0, "thread")) <= {"MainThread", "other"}
+    assert set(calls(run, 0, "thread")) <= {
+        "MainThread",
+        "other",
+        *(["native-1"] if device() == "cuda" else []),
+    }
     assert all(issued < returned for issued, returned in calls(run, 0, "issue_ns", "return_ns"))
     if program.flight:
-        assert outcome["flights"] == [EXECUTED.get(op, op) for op, _ in rows]
+        flights = outcome["flights"]
+        if device() == "cuda":
+            flights, executed = [OPERATIONS[name.lstrip("_")].value for name in flights], {}
+        else:
+            executed = EXECUTED
+        assert flights == [executed.get(op, op) for op, _ in rows]
         assert outcome["number"] == len(rows)
     layers = program.layers if mode == "layers" else {"c10d"} | (program.layers & {"backend"})
     assert set(calls(run, 0, "layer")) == layers
@@ -100,6 +120,31 @@ def test_what_inductor_makes_of_a_program_is_recorded_once(tmp_path):
         assert set(calls(run, 0, "layer")) == {"c10d" if complete else "functional"}
         assert outcomes[0]["flights"] == [op for op, _ in programs.COMPILED]
         assert run.health.unseen == 0
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_a_thread_without_python_issues_is_recorded(tmp_path, complete):
+    """Autograd runs the backward pass of a GPU on such a thread, where DDP's reducer issues its sums."""
+
+    def body(rank, world):
+        programs.train(programs.ddp(), 1)  # from here on the operators of c10d are watched
+        group = dist.group.WORLD
+        x, y = torch.full((5,), float(rank)), torch.ones(7)
+        for name, arguments, is_done in (
+            ("c10d::broadcast_", ([x], group.boxed(), 1, 0, False, -1), lambda: bool((x == 1).all())),
+            ("_c10d_functional::all_reduce_", (y, "sum", group.group_name), lambda: bool((y == 2).all())),
+        ):
+            call, _ = torch._C._jit_get_operation(name)
+            _thread.start_new_thread(call, arguments)
+            deadline = time.monotonic() + 20
+            while not is_done() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert is_done()
+
+    run, _ = record(tmp_path / "run", 2, body, complete=complete)
+    rows = calls(run, 0, "op", "payload_bytes", "call_site")[-2:]
+    assert rows == [("broadcast", 20, None), ("all_reduce", 28, None)]
+    assert run.health.unseen == run.health.lost == run.health.raised == 0
 
 
 def test_no_kernel_stands_before_an_operator_until_a_program_needs_it(tmp_path):
