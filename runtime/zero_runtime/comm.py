@@ -11,9 +11,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -215,6 +216,40 @@ def reduce_scatter_tensor(
     return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
+class Call(NamedTuple):
+    """A call of a method of :class:`DataParallelGroup`, as its observers see it.
+
+    Attributes:
+        method: the method's name.
+        arguments: all of its arguments by name, defaults included.
+    """
+
+    method: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def why(self) -> hooks.tag | None:
+        """The tag of the call."""
+        why: hooks.tag | None = self.arguments["why"]
+        return why
+
+
+class Observer(Protocol):
+    """Sees calls of a group, to measure or to replace them."""
+
+    @property
+    def methods(self) -> Collection[str]:
+        """The names of the methods of :class:`DataParallelGroup` whose calls it sees."""
+        ...
+
+    def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
+        """Issue ``call``, by ``issue()`` or in another way.
+
+        Returns:
+            What ``issue()`` returns, with a work handle wrapped if its waiting is observed, too.
+        """
+
+
 class DataParallelGroup:
     """The data-parallel ranks, which hold the same parameters, and the collectives among them.
 
@@ -230,6 +265,7 @@ class DataParallelGroup:
             group has no backend for it but gloo, which lacks collectives there.
         backend: name of the backend for that device (gloo, nccl).
         global_ranks: global rank of each member.
+        observers: what :meth:`observe` has added, innermost first.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -248,6 +284,24 @@ class DataParallelGroup:
         self.backend = backends.get(self.device.type, "gloo")
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.global_ranks = tuple(members)
+        self.observers: tuple[Observer, ...] = ()
+
+    def observe(self, observer: Observer) -> None:
+        """Show later calls of ``observer.methods`` to ``observer``, before the observers that were added earlier."""
+        self.observers = (*self.observers, observer)
+        for method in observer.methods:
+            # Only now: a method that nobody observes is called directly and costs nothing more.
+            setattr(self, method, partial(self._issue, method))
+
+    def _issue(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Pass a call of ``method`` through the observers, the last one first."""
+        plain = getattr(DataParallelGroup, method)
+        call = Call(method, _by_name(plain, arguments, options))
+        issue = partial(plain, self, **call.arguments)
+        for observer in self.observers:
+            if method in observer.methods:
+                issue = partial(observer.observe, call, issue)
+        return issue()
 
     def all_reduce(
         self,
@@ -401,6 +455,13 @@ class DataParallelGroup:
         work = self.all_to_all_single(received, rows, row_numels, why=why, asynchronous=asynchronous)
         width = row_numels[self.rank]
         return work, lambda: sum_of_rows(received.view(self.world_size, width))
+
+
+def _by_name(method: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``method``, without ``self``, and the defaults of the others."""
+    names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
+    defaults = dict(zip(reversed(names), reversed(method.__defaults__), strict=False))
+    return {**defaults, **dict(zip(names, arguments, strict=False)), **options}
 
 
 def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:

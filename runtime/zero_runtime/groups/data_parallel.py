@@ -7,8 +7,9 @@ from typing import NamedTuple
 from zero_runtime.comm import DataParallelGroup, ProcessGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.experimental.topology_aware.installation import Installed, install
-from zero_runtime.groups.logged import log_messages
-from zero_runtime.groups.timed import TimedGroup
+from zero_runtime.groups.logged import MessageLogger
+from zero_runtime.groups.timed import Timer
+from zero_runtime.training.clock import Clock
 
 
 class DataParallelRanks(NamedTuple):
@@ -19,18 +20,23 @@ class DataParallelRanks(NamedTuple):
 
 
 def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None) -> DataParallelRanks:
-    """The ranks of ``data``; None for all. Every rank must call it: it may create groups and issue collectives."""
-    group = TimedGroup(data) if config.wall_clock_breakdown else DataParallelGroup(data)
+    """The ranks of ``data``; None for all. Every rank must call it: it may create groups and issue collectives.
+
+    The group's observers, from the innermost to the outermost: the timer, the message logger, the counter of the watch for
+    slow ranks, and the composer, which replaces calls. So composed calls are timed, logged and counted along the axes.
+    """
+    group = DataParallelGroup(data)
+    clock = Clock(True, group.device) if config.wall_clock_breakdown else None
+
+    def observed(each: DataParallelGroup) -> DataParallelGroup:
+        if clock is not None:
+            each.observe(Timer(clock))
+        if config.comms_logger.enabled:
+            each.observe(MessageLogger(each))
+        return each
 
     def along_axis(handle: ProcessGroup) -> DataParallelGroup:
-        axis_group = (
-            TimedGroup(handle, group.clock) if isinstance(group, TimedGroup) else DataParallelGroup(handle)
-        )
-        if config.comms_logger.enabled:
-            log_messages(axis_group)
-        return axis_group
+        return observed(DataParallelGroup(handle))
 
-    if config.comms_logger.enabled:
-        log_messages(group)
-    installed = install(group, config.communication, config.zero.reduce_scatter_impl, along_axis)
+    installed = install(observed(group), config.communication, config.zero.reduce_scatter_impl, along_axis)
     return DataParallelRanks(group, installed)

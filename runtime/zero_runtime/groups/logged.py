@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from zero_runtime.comm import DataParallelGroup
+from zero_runtime.comm import Call, DataParallelGroup
 from zero_runtime.groups.comm_log import KINDS, LOG, message_size
 
 
 class _Logged(NamedTuple):
-    """The operation that a method is logged as, and the position of its input argument; None without an input."""
+    """The operation that a method is logged as, and the name of its input argument; None without an input."""
 
     operation: str
-    handed: int | None
+    handed: str | None
 
 
-_METHODS: Final = {
-    "all_reduce": _Logged("all_reduce", 0),
-    "start_all_reduce": _Logged("all_reduce", 0),
-    "reduce": _Logged("reduce", 0),
-    "broadcast": _Logged("broadcast", 0),
+_METHODS: Final[Mapping[str, _Logged]] = {
+    "all_reduce": _Logged("all_reduce", "tensor"),
+    "start_all_reduce": _Logged("all_reduce", "tensor"),
+    "reduce": _Logged("reduce", "tensor"),
+    "broadcast": _Logged("broadcast", "tensor"),
     "barrier": _Logged("barrier", None),
-    "all_gather": _Logged("all_gather", 1),
-    "all_gather_single": _Logged("all_gather_into_tensor", 1),
-    "start_all_gather": _Logged("all_gather_into_tensor", 1),
-    "reduce_scatter": _Logged("reduce_scatter", 1),
-    "reduce_scatter_single": _Logged("reduce_scatter_tensor", 1),
-    "all_to_all_single": _Logged("all_to_all_single", 1),
+    "all_gather": _Logged("all_gather", "tensor"),
+    "all_gather_single": _Logged("all_gather_into_tensor", "tensor"),
+    "start_all_gather": _Logged("all_gather_into_tensor", "tensor"),
+    "reduce_scatter": _Logged("reduce_scatter", "rows"),
+    "reduce_scatter_single": _Logged("reduce_scatter_tensor", "rows"),
+    "all_to_all_single": _Logged("all_to_all_single", "rows"),
 }
 
 
-def log_messages(group: DataParallelGroup) -> None:
-    """Time every collective of ``group`` that the log's settings select."""
-    for name, how in _METHODS.items():
-        setattr(group, name, _logged(group, getattr(group, name), how))
+class MessageLogger:
+    """Times the collectives of ``group`` that the log's settings select.
 
+    Attributes:
+        methods: as of :class:`zero_runtime.comm.Observer`, and what each is logged as.
+    """
 
-def _logged(group: DataParallelGroup, method: Callable[..., Any], how: _Logged) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
+    methods: Final = _METHODS
+
+    def __init__(self, group: DataParallelGroup) -> None:
+        self._world_size = group.world_size
+        self._on_cuda = group.device.type == "cuda"
+
+    def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
+        """As of :class:`zero_runtime.comm.Observer`."""
+        how = self.methods[call.method]
         if not LOG.wants(how.operation):
-            return method(*arguments, **options)
+            return issue()
         return LOG.time(
             how.operation,
             KINDS.get(how.operation, how.operation),
-            group.world_size,
-            0 if how.handed is None else message_size(arguments[how.handed]),
-            lambda: method(*arguments, **options),
-            group.device.type == "cuda",
+            self._world_size,
+            0 if how.handed is None else message_size(call.arguments[how.handed]),
+            issue,
+            self._on_cuda,
         )
-
-    return call

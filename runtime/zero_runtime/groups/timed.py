@@ -1,32 +1,33 @@
-"""A data-parallel group that times its collectives by purpose (``wall_clock_breakdown``)."""
+"""Times of a data-parallel group's collectives by purpose (``wall_clock_breakdown``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from typing import Any, Final
 
-from commprof import hooks
-from zero_runtime.comm import COLLECTIVES, MESSAGES, DataParallelGroup, ProcessGroup
+from zero_runtime.comm import COLLECTIVES, MESSAGES, Call, DataParallelGroup
 from zero_runtime.training.clock import Clock
 
 
-class TimedGroup(DataParallelGroup):
-    """A group with timed collectives. For an asynchronous one, the times to start it and to wait for it count.
-
-    Args:
-        group: torch's process group; None for all ranks.
-        clock: a shared clock; None for a new one.
+class Timer:
+    """Adds the time of each call to a clock. For an asynchronous one, the times to start it and to wait for it count.
 
     Attributes:
-        clock: the clock that the times are added to.
+        clock: the clock, which the groups of one engine share.
+        methods: as of :class:`zero_runtime.comm.Observer`.
     """
 
-    clock: Clock
+    methods: Final = frozenset({*COLLECTIVES, *MESSAGES})
 
-    def __init__(self, group: ProcessGroup | None = None, clock: Clock | None = None) -> None:
-        super().__init__(group)
-        self.clock = Clock(True, self.device) if clock is None else clock
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
+        """As of :class:`zero_runtime.comm.Observer`."""
+        purpose = call.why.purpose if call.why is not None else "other"
+        with self.clock.communication(purpose):
+            work = issue()
+        return work if work is None else TimedWork(work, self.clock, purpose)
 
 
 class TimedWork:
@@ -46,21 +47,7 @@ class TimedWork:
         return getattr(self._work, name)
 
 
-def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: TimedGroup, *arguments: Any, why: hooks.tag | None = None, **options: Any) -> Any:
-        purpose = why.purpose if why is not None else "other"
-        with self.clock.communication(purpose):
-            work = method(self, *arguments, why=why, **options)
-        return work if work is None else TimedWork(work, self.clock, purpose)
-
-    return call
-
-
-for _name in (*COLLECTIVES, *MESSAGES):
-    setattr(TimedGroup, _name, _timed(getattr(DataParallelGroup, _name)))
-
-
 def clock_of(group: DataParallelGroup) -> Clock:
     """The clock of ``group``; a stopped one if the group is not timed."""
-    return group.clock if isinstance(group, TimedGroup) else Clock(False)
+    clocks = (each.clock for each in group.observers if isinstance(each, Timer))
+    return next(clocks, None) or Clock(False)

@@ -14,7 +14,7 @@ from zero_runtime.experimental.topology_aware.composition_choice import Choice, 
 from zero_runtime.experimental.topology_aware.costs import Costs
 from zero_runtime.experimental.topology_aware.group import ComposedMessages
 from zero_runtime.experimental.topology_aware.sizes import grid, sharing
-from zero_runtime.experimental.topology_aware.watch import Watch, count_time
+from zero_runtime.experimental.topology_aware.watch import Spent, Watch
 from zero_runtime.gradient_reduction.reduction import default_implementation
 
 
@@ -67,9 +67,11 @@ def install(
     tolerance = communication.slow_node_tolerance
     watch = None
     if tolerance is not None:
-        world = count_time(group)
-        axes = [count_time(each) for each in axes_grid.groups] if axes_grid is not None else []
+        groups = (group, *(axes_grid.groups if axes_grid is not None else ()))
+        world, *axes = times = [Spent() for _ in groups]
+        for each, spent in zip(groups, times, strict=True):
+            each.observe(spent)
         watch = Watch(group, tolerance, world, axes, axes_grid.sizes if axes_grid is not None else ())
     if axes_grid is not None and choice is not None:
-        ComposedMessages(group, axes_grid, choice, chosen).install(group)
+        group.observe(ComposedMessages(axes_grid, choice, chosen))
     return Installed(watch, costs if axes_grid is not None else None)

@@ -8,34 +8,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, Final
 
 import torch
 
 from commprof import hooks
 from zero_runtime import log
-from zero_runtime.comm import COLLECTIVES, DataParallelGroup
+from zero_runtime.comm import COLLECTIVES, Call, DataParallelGroup
 from zero_runtime.experimental.topology_aware.slow_ranks import Late, StepTimes, late, lateness
 
 _TELL: Final = hooks.tag("metric")
 
 
 class Spent:
-    """The time of this rank in the collectives of one group.
+    """Counts the time of this rank in the collectives of one group.
 
     Attributes:
         ns: nanoseconds since it was last set to 0.
+        methods: as of :class:`zero_runtime.comm.Observer`.
     """
+
+    methods: Final = frozenset(COLLECTIVES)
 
     def __init__(self) -> None:
         self.ns = 0
 
-    def count(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
+        """As of :class:`zero_runtime.comm.Observer`."""
+        work = self.count(issue)
+        return work if work is None else CountedWork(work, self)
+
+    def count(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``function`` and count the time."""
         begin = time.perf_counter_ns()
         try:
-            return function(*arguments, **options)
+            return function(*arguments)
         finally:
             self.ns += time.perf_counter_ns() - begin
 
@@ -53,23 +60,6 @@ class CountedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-def count_time(group: DataParallelGroup) -> Spent:
-    """Count the time in the collectives of ``group`` from now on."""
-    spent = Spent()
-    for name in COLLECTIVES:
-        setattr(group, name, _counted(getattr(group, name), spent))
-    return spent
-
-
-def _counted(method: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
-        work = spent.count(method, *arguments, **options)
-        return work if work is None else CountedWork(work, spent)
-
-    return call
 
 
 class Watch:
