@@ -37,7 +37,7 @@ from zero_runtime.training.throughput import ThroughputTimer
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.Module):
+class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -85,6 +85,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         self.skipped_steps = 0
         self._group = assembly.group
         self._gradients = assembly.gradients
+        self._delayed = DelayedSteps(assembly.gradients, self.global_rank)
         self._residuals = assembly.residuals
         self._residency = assembly.residency
         self._moves = Moves()
@@ -315,11 +316,37 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
         if not self._config.managed_gradient_accumulation and not self._config.zero.stage.shards_gradients:
             with torch.no_grad():
                 self._gradients.finish_backward()
-        self._step_applied = self._apply_due(lr_kwargs)
+        self._step_applied = self._apply_gradients(lr_kwargs)
         self.global_steps += 1
         per_micro_batch = self._config.train_micro_batch_size_per_gpu * self.world_size
         self.global_samples += per_micro_batch * self._window.passes
         self._window.passes = 0
+
+    def _apply_gradients(self, lr_kwargs: dict[str, Any]) -> bool:
+        """Take a step by the reduced gradients; False if a delay has none for it yet, or one overflowed."""
+        if not self._delayed.due:
+            return False
+        assert self.optimizer is not None
+        self.optimizer.step()
+        if getattr(self.optimizer, "overflow", False):
+            self.skipped_steps += 1
+            return False
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        return True
+
+    @torch.no_grad()
+    def drain_gradients(self) -> int:
+        """Take the optimizer steps that ``communication.bounded_delay`` has delayed. All ranks must call it.
+
+        Afterwards no gradient is in flight, and the next steps change no weights until the same delay has passed again. The
+        learning-rate schedule advances; ``global_steps`` has counted these steps already. Gradients that have accumulated
+        for an incomplete step stay.
+
+        Returns:
+            The number of delayed steps; 0 without a delay.
+        """
+        return self._delayed.drain(lambda: self._apply_gradients({}))
 
     def _progress(self) -> Progress:
         return Progress(
@@ -451,7 +478,7 @@ class Engine(Settings, WholeSteps, DelayedSteps, MovedStates, Saving, torch.nn.M
 
     def destroy(self) -> None:
         """Release the model: remove the hooks and gather sharded parameters."""
-        self._give_up_put_off_steps()
+        self._delayed.give_up()
         close(self.module)
         if self._config.disable_python_gc:
             gc.enable()
