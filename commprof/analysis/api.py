@@ -228,11 +228,11 @@ def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    from commprof.analysis.storage import run_totals as sums
-    from commprof.analysis.traffic import operation_totals as traffic_module
+    from commprof.analysis.storage import run_totals
+    from commprof.analysis.traffic import operation_totals
 
     run = _opened(run)
-    return traffic_module.traffic(sums.operations(run, traffic_module.checked(by)), by)
+    return operation_totals.traffic(run_totals.operations(run, operation_totals.checked(by)), by)
 
 
 def matrix(
@@ -258,11 +258,11 @@ def matrix(
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import matrix as matrix_module
 
     run = _opened(run)
-    operations = sums.operations(run, matrix_module.columns(by))
+    operations = run_totals.operations(run, matrix_module.columns(by))
     groups = run.table("groups")
     chosen = steps or matrix_module.EVERY_STEP
     return matrix_module.matrix(operations, groups, by, chosen, op, purpose, most_ranks)
@@ -273,11 +273,11 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
     ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import matrix as matrix_module
 
     run = _opened(run)
-    operations = sums.operations(run, matrix_module.columns(()))
+    operations = run_totals.operations(run, matrix_module.columns(()))
     groups = run.table("groups")
     return matrix_module.owners(operations, groups, steps or matrix_module.EVERY_STEP)
 
@@ -297,24 +297,24 @@ def bucket_flushes(
     Args:
         step, micro_step, bucket, group_ranks: only those; default: all.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
     only = {"step": step, "micro_step": micro_step, "bucket": bucket, "group_ranks": group_ranks}
-    return sums.bucket_flushes(_opened(run), only)
+    return run_totals.bucket_flushes(_opened(run), only)
 
 
 def bucket_steps(run: AnyRun) -> pd.DataFrame:
     """The summed buckets of :func:`bucket_flushes`: one row for each step and reason of the flush."""
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
-    return sums.bucket_steps(_opened(run))
+    return run_totals.bucket_steps(_opened(run))
 
 
 def buckets_per_step(run: AnyRun) -> pd.DataFrame:
     """The gradient buckets of a training step, one row per reason of the flush, by the rule for values per step."""
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
-    return sums.buckets_per_step(_opened(run))
+    return run_totals.buckets_per_step(_opened(run))
 
 
 def bucket_means(run: AnyRun) -> pd.DataFrame:
@@ -322,9 +322,9 @@ def bucket_means(run: AnyRun) -> pd.DataFrame:
 
     Bytes and times leave out the first step of each attempt.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
-    return sums.bucket_means(_opened(run))
+    return run_totals.bucket_means(_opened(run))
 
 
 def bucket_content(
@@ -341,8 +341,8 @@ def bucket_content(
         attempt: default: the last that has it.
         group_ranks: as in :func:`bucket_flushes`; default: those that include the lowest rank.
     """
-    from commprof.analysis.storage import run_totals as sums
-    from commprof.analysis.traffic import buckets as buckets_module
+    from commprof.analysis.storage import run_totals
+    from commprof.analysis.traffic import buckets
 
     run = _opened(run)
     wanted = bucket_flushes(run, step, micro_step, bucket, group_ranks)
@@ -351,24 +351,24 @@ def bucket_content(
     if wanted.empty:
         return None
     last = wanted[wanted["attempt"] == wanted["attempt"].max()].iloc[0]
-    return buckets_module.content(last, run.table("parameters"), sums.reducing(run, last))
+    return buckets.content(last, run.table("parameters"), run_totals.reducing(run, last))
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:
     """One row per training step and attempt: times, loss, and what was sent in it."""
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
     run = _opened(run)
-    return sums.step_times(run)
+    return run_totals.step_times(run)
 
 
 def resource_use(run: AnyRun) -> pd.DataFrame:
     """Memory, processors and share of communication of each training step, one row per step and attempt."""
-    from commprof.analysis.compare import step_resources as resource_use_module
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.compare import step_resources
+    from commprof.analysis.storage import run_totals
 
     run = _opened(run)
-    return resource_use_module.resource_use(sums.step_times(run), table(run, "samples"))
+    return step_resources.resource_use(run_totals.step_times(run), table(run, "samples"))
 
 
 def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
@@ -383,18 +383,18 @@ def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     Raises:
         UsageError: the frame would not fit into memory: see :func:`arrivals_parts`.
     """
-    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.stragglers import straggler_answers
 
-    return lateness_sums.arrivals(_opened(run), steps)
+    return straggler_answers.arrivals(_opened(run), steps)
 
 
 def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
     """:func:`arrivals` by partition, in the memory of one partition."""
     from commprof.analysis.columns.answers import ANSWERS
     from commprof.analysis.columns.frames import from_arrow
-    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.stragglers import straggler_answers
 
-    for part in lateness_sums.arrival_parts(_opened(run), steps):
+    for part in straggler_answers.arrival_parts(_opened(run), steps):
         yield from_arrow(part, ANSWERS["arrivals"].columns)
 
 
@@ -413,16 +413,16 @@ def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
     ``frame.attrs``: the number of sampled steps (``steps``) and of all steps (``of_steps``), the share of the collectives of
     these steps that was compared (``share``), and the hosts of the late ranks (``hosts``).
     """
-    from commprof.analysis.storage import run_totals as sums
-    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.storage import run_totals
+    from commprof.analysis.stragglers import straggler_answers
     from commprof.analysis.stragglers.arrival_sample import steps_in
     from commprof.analysis.stragglers.arrivals import hosts_of
 
     run = _opened(run)
-    sample = sums.sample_of_arrivals(run)
+    sample = run_totals.sample_of_arrivals(run)
     if sample is None:
         return None
-    ranks = lateness_sums.sampled_straggling(run, sample).ranks
+    ranks = straggler_answers.sampled_straggling(run, sample).ranks
     hosts = hosts_of(run)
     ranks.attrs.update(steps=steps_in(sample), of_steps=sample.steps, share=sample.share)
     ranks.attrs["hosts"] = {rank: hosts[rank] for rank in ranks.attrs["late"] if rank in hosts}
@@ -491,9 +491,9 @@ def straggling(run: AnyRun, limit: int = MOST_LATE) -> Straggling:
     Args:
         limit: the number of worst collectives at most.
     """
-    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.stragglers import straggler_answers
 
-    return lateness_sums.straggling(_opened(run), limit)
+    return straggler_answers.straggling(_opened(run), limit)
 
 
 AnyCalibration: TypeAlias = "Calibration | Path | str"
@@ -503,13 +503,13 @@ def bandwidth_both(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> Bandwidths:
     """:func:`bandwidth` and :func:`bandwidth_times` of the same run, reading it once."""
-    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.stragglers import straggler_answers
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
     run = _opened(run)
     opened = read_calibration(Path(calibration)) if isinstance(calibration, str | Path) else calibration
-    return bandwidth_module.bandwidths(lateness_sums.times(run, steps), opened, run.manifest.hosts)
+    return bandwidth_module.bandwidths(straggler_answers.times(run, steps), opened, run.manifest.hosts)
 
 
 def bandwidth(
@@ -577,11 +577,11 @@ def untagged(run: AnyRun) -> pd.DataFrame:
 
     A place is the line of the program in ``call_site``; null if only sums were recorded, or no Python called.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import untagged as untagged_module
 
     run = _opened(run)
-    if not sums.operations(run, ("purpose",))[
+    if not run_totals.operations(run, ("purpose",))[
         "purpose"
     ].null_count:  # these sums are stored, those by place are not
         return untagged_module.none()
@@ -607,10 +607,10 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
     run = _opened(run)
-    return sums.exposure(run, by)
+    return run_totals.exposure(run, by)
 
 
 def exposure_per_step(run: AnyRun) -> pd.DataFrame:
@@ -619,10 +619,10 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
     Medians over the warm steps of means over the ranks; the share is that of the median duration of the same steps. Warm are
     the steps that ended, without the first of each attempt if there are others. Purposes overlap in time.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
 
     run = _opened(run)
-    return sums.exposure_per_step(run)
+    return run_totals.exposure_per_step(run)
 
 
 def one_offs(run: AnyRun) -> pd.DataFrame:
@@ -631,11 +631,11 @@ def one_offs(run: AnyRun) -> pd.DataFrame:
     No value per training step includes it. The rule is in ``docs/analysis.md`` (values of a step) and applies to the traffic
     of one operation, purpose and group.
     """
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import one_offs as one_offs_module
 
     run = _opened(run)
-    return one_offs_module.one_offs(traffic(run, one_offs_module.BY), sums.step_times(run))
+    return one_offs_module.one_offs(traffic(run, one_offs_module.BY), run_totals.step_times(run))
 
 
 def moved(run: AnyRun) -> pd.DataFrame:
@@ -644,11 +644,11 @@ def moved(run: AnyRun) -> pd.DataFrame:
     ``frame.attrs["reason"]``: why the readings do not cover the run on every host: no readings at all, none of a host, a
     first reading too late or a last one too early; None if they do. Column ``left_out`` has the reason by host.
     """
-    from commprof.analysis.traffic import moved_bytes as counters
+    from commprof.analysis.traffic import moved_bytes
     from commprof.trace.coverage import uncovered
 
     opened = _opened(run)
-    return counters.moved(opened.table("wire"), uncovered(opened))
+    return moved_bytes.moved(opened.table("wire"), uncovered(opened))
 
 
 def requested(run: AnyRun) -> pd.DataFrame:
@@ -685,16 +685,16 @@ def overview(run: AnyRun) -> dict[str, Any]:
     ``moved_reason``: why the moved bytes are None; ``requested_reason``: why the requested operation is None.
     """
     from commprof.analysis.compare import summary
-    from commprof.analysis.storage import run_totals as sums
-    from commprof.analysis.traffic import operation_totals as traffic_module
+    from commprof.analysis.storage import run_totals
+    from commprof.analysis.traffic import operation_totals
 
     run = _opened(run)
-    operations = sums.operations(run, summary.COLUMNS)
+    operations = run_totals.operations(run, summary.COLUMNS)
     return summary.overview(
         run,
         operations,
-        sums.step_times(run),
-        traffic_module.traffic(operations, ()),
+        run_totals.step_times(run),
+        operation_totals.traffic(operations, ()),
         moved(run),
     )
 
@@ -744,17 +744,14 @@ def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
 
 def _measure(run: Run) -> comparison.Measured:
     """The values of one run for a comparison, except name and setting, which depend on the other runs."""
-    from commprof.analysis.compare import comparison
-    from commprof.analysis.compare import run_resources as usage
+    from commprof.analysis.compare import comparison, run_resources
     from commprof.analysis.compare import settings as settings_module
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.time import steps
-    from commprof.analysis.traffic import expectation
-    from commprof.analysis.traffic import model_sharding as shapes
-    from commprof.analysis.traffic import moved_bytes as counters
+    from commprof.analysis.traffic import expectation, model_sharding, moved_bytes
 
-    operations = sums.operations(run, sums.HELD_COLUMNS)
-    times = sums.step_times(run)
+    operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
+    times = run_totals.step_times(run)
     manifest = run.manifest
     totals = steps.step_totals(run.table("steps"), operations, times, manifest.world_size)
     return comparison.Measured(
@@ -764,21 +761,21 @@ def _measure(run: Run) -> comparison.Measured:
         durations=steps.durations_after_first(times),
         final_loss=steps.final_loss(times),
         requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
-        usage=usage.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
-        shape=shapes.shape(operations),
-        moved_bytes=counters.moved_per_step(moved(run), int(times["duration_ns"].notna().sum())),
+        usage=run_resources.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
+        shape=model_sharding.shape(operations),
+        moved_bytes=moved_bytes.moved_per_step(moved(run), int(times["duration_ns"].notna().sum())),
     )
 
 
 def _rank_totals(
     runs: Sequence[_Compared], measured: Sequence[comparison.Measured]
 ) -> list[rank_bytes_module.RankTotals]:
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.storage.answer_cache import answer_cache
     from commprof.analysis.traffic import rank_bytes as rank_bytes_module
 
     def answer(run: Run, totals: steps.StepTotals) -> rank_bytes_module.RankTotals:
-        operations = sums.operations(run, sums.HELD_COLUMNS)
+        operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
         return rank_bytes_module.rank_totals("", totals, operations, run.table("groups"))
 
     return [
@@ -835,8 +832,7 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
         ranks: whether to answer :func:`rank_bytes` too, which takes a fifth of the time; it is empty otherwise.
     """
     from commprof.analysis.compare import advice as advice_module
-    from commprof.analysis.compare import comparison, recommendation
-    from commprof.analysis.compare import setting_resources as resources_module
+    from commprof.analysis.compare import comparison, recommendation, setting_resources
     from commprof.analysis.traffic import rank_bytes as rank_bytes_module
 
     compared = _compared(runs)
@@ -847,7 +843,7 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
         comparison.framed(rows, measured),
         comparison.traffic_by_setting(measured),
         comparison.traffic_by_group(measured),
-        resources_module.resources(measured),
+        setting_resources.resources(measured),
         rank_bytes_module.rank_bytes(_rank_totals(compared, measured) if ranks else []),
         recommendation.advise(weighed),
     )
@@ -877,15 +873,15 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
-    from commprof.analysis.storage import run_totals as sums
+    from commprof.analysis.storage import run_totals
     from commprof.analysis.time import steps
-    from commprof.analysis.traffic import levels as levels_module
+    from commprof.analysis.traffic import levels
     from commprof.ledger import verification
 
-    operations, world_size = sums.operations(run, sums.HELD_COLUMNS), run.manifest.world_size
-    times = sums.step_times(run)
+    operations, world_size = run_totals.operations(run, run_totals.HELD_COLUMNS), run.manifest.world_size
+    times = run_totals.step_times(run)
     totals = steps.step_totals(run.table("steps"), operations, times, world_size)
-    shares = levels_module.job_shares(operations, world_size)
+    shares = levels.job_shares(operations, world_size)
     return verification.verify(run), totals, shares, steps.whole_steps(times)
 
 
@@ -897,14 +893,14 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """
     from commprof.analysis.compare import settings as settings_module
     from commprof.analysis.storage.answer_cache import answer_cache
-    from commprof.analysis.traffic import levels as levels_module
+    from commprof.analysis.traffic import levels
 
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
     settings = settings_module.settings_of(manifests, run_names(opened))
-    return levels_module.reduction_levels(
+    return levels.reduction_levels(
         [
-            levels_module.Ledger(
+            levels.Ledger(
                 settings[i].label, *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i]))
             )
             for i in settings_module.in_order(manifests)
@@ -1050,10 +1046,10 @@ def records_page(
     Raises:
         UsageError: there is no such column or test, or a value is not of the column's type.
     """
-    from commprof.analysis.browse import records as records_module
+    from commprof.analysis.browse import records
     from commprof.analysis.storage import index as index_module
 
-    return records_module.page(index_module.index_of(run), filters, sort, offset, limit)
+    return records.page(index_module.index_of(run), filters, sort, offset, limit)
 
 
 def records_csv(
@@ -1063,10 +1059,10 @@ def records_csv(
     columns: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
     """All matching records as CSV, in batches: see :func:`records_page`."""
-    from commprof.analysis.browse import records as records_module
+    from commprof.analysis.browse import records
     from commprof.analysis.storage import index as index_module
 
-    return records_module.csv_parts(index_module.index_of(run), filters, sort, columns)
+    return records.csv_parts(index_module.index_of(run), filters, sort, columns)
 
 
 def record(

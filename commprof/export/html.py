@@ -73,8 +73,7 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
 
 def _comparison(runs: Sequence[Run]) -> Iterator[str]:
     from commprof_dash import traffic_frames
-    from commprof_dash.charts import time_charts as times
-    from commprof_dash.charts import traffic
+    from commprof_dash.charts import time_charts, traffic
     from commprof_dash.charts.series import with_series
     from commprof_dash.measures import WIRE
 
@@ -96,16 +95,14 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
             "repeats",
         ]
         yield from _figure(
-            "Step time", times.by_setting(both.settings[columns], "light"), both.settings[columns]
+            "Step time", time_charts.by_setting(both.settings[columns], "light"), both.settings[columns]
         )
     yield _table(both.settings)
 
 
 def _run(run: Run, name: str) -> Iterator[str]:
     from commprof_dash import traffic_frames
-    from commprof_dash.charts import exposure_chart as exposure
-    from commprof_dash.charts import time_charts as times
-    from commprof_dash.charts import traffic
+    from commprof_dash.charts import exposure_chart, time_charts, traffic
     from commprof_dash.measures import WIRE
 
     facts = api.overview(run)
@@ -123,11 +120,13 @@ def _run(run: Run, name: str) -> Iterator[str]:
         yield from _figure("Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose)
     steps = api.step_times(run)
     if steps["duration_ns"].notna().any():
-        yield from _figure("Step time and exposed communication", times.over_steps(steps, "light"), steps)
+        yield from _figure(
+            "Step time and exposed communication", time_charts.over_steps(steps, "light"), steps
+        )
     exposed = api.exposure_per_step(run)
     if exposed["exposed_low_ns"].notna().any():
         title = "Exposed and overlapped time of a training step"
-        yield from _figure(title, exposure.by_purpose(exposed, "light"), exposed)
+        yield from _figure(title, exposure_chart.by_purpose(exposed, "light"), exposed)
 
 
 def _verdict(run: Run) -> Iterator[str]:

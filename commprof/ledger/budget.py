@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from commprof.ledger.levels import INIT, Unexplained, Verdict
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
 from commprof.ledger.records.issued import COLUMNS, Issued, Message, StepKey, issued
-from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import COLUMNS as OF_PRECOUNT
 from commprof.ledger.records.precount import survey_of
 from commprof.ledger.requests.request import WholeRun
 from commprof.ledger.verification import gaps, verify
@@ -56,7 +56,7 @@ def violations(run: WholeRun, budget: Budget) -> list[Violation]:
 
 def _issued_by(run: WholeRun) -> Issued:
     """The messages of each step from the records alone, without what the backend ran."""
-    return issued(run.parts("collectives", COLUMNS), survey_of(run.parts("collectives", SURVEYED)))
+    return issued(run.parts("collectives", COLUMNS), survey_of(run.parts("collectives", OF_PRECOUNT)))
 
 
 def _scopes(sent: Issued) -> dict[str, list[_Scope]]:

@@ -31,7 +31,7 @@ from commprof.ledger.records import movement
 from commprof.ledger.records.aggregated_steps import backends_of, sums_of, with_sums
 from commprof.ledger.records.executed import Executed, executed
 from commprof.ledger.records.issued import COLUMNS, issued
-from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import COLUMNS as OF_PRECOUNT
 from commprof.ledger.records.precount import Survey
 from commprof.ledger.records.readings import StepReadings
 from commprof.ledger.records.sendings import COLUMNS as OF_SENDINGS
@@ -56,7 +56,7 @@ def verify(recorded: WholeRun) -> Verdict:
     run: RecordedRun = recorded if there is None else recorded.without_records()
     # One pass over the records feeds everything that compares ranks, since records may not fit into memory.
     survey, orders, group_orders, splits, ends = Survey(), RankOrders(), GroupOrders(run), Splits(run), Ends()
-    columns = tuple(dict.fromkeys((*SURVEYED, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
+    columns = tuple(dict.fromkeys((*OF_PRECOUNT, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
     for part in run.parts("collectives", columns):
         survey.add(part)
         orders.add(part)

@@ -19,7 +19,7 @@ from zero_runtime.bench.io import measure, ways
 from zero_runtime.bench.quantities import size
 from zero_runtime.deepspeed_names.devices.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, FOLLOWED, NamesDistribution
-from zero_runtime.deepspeed_names.ranks import comm_functions as messages
+from zero_runtime.deepspeed_names.ranks import comm_functions
 from zero_runtime.errors import ZeroRuntimeError
 from zero_runtime.offload.folders import new_folder, remove_folder
 from zero_runtime.startup.huge_pages import huge_pages_state
@@ -45,7 +45,7 @@ def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]
     yield "torch", f"{torch.__version__}, {Path(torch.__file__).parent}"
     for name in _PACKAGES:
         yield name, _version(name)
-    yield "backends", ", ".join(messages.available_backends()) or "none"
+    yield "backends", ", ".join(comm_functions.available_backends()) or "none"
     yield "nccl", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no CUDA"
     yield "device", get_accelerator().device_name()
     for number in range(torch.cuda.device_count()):

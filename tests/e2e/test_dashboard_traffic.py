@@ -8,7 +8,7 @@ import io
 import pytest
 
 from commprof.analysis import api
-from commprof_dash.pages.compare import data as settings_data
+from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.pages.overview import data as overview_data
 from support.browser import served, watched
 from support.detailed_runs import aligned_run, detailed_run
@@ -180,7 +180,7 @@ def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
 def test_of_large_runs_ledgers_and_the_lower_half_appear_when_they_are_there(
     page, base_url, runs, monkeypatch
 ):
-    for module in (overview_data, settings_data):
+    for module in (overview_data, compare_data):
         monkeypatch.setattr(module, "MOST_RECORDS", 1)
     page.open(f"{base_url}/overview?run=plain")
     page.page.wait_for_selector("#card-cost >> text=What recording cost")

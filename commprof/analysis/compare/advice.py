@@ -25,7 +25,7 @@ import pandas as pd
 
 from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.columns.setting_answers import ADVICE
-from commprof.analysis.compare import significance as differences
+from commprof.analysis.compare import significance
 from commprof.analysis.compare.comparison import Measured, by_label
 
 SAME_BYTES: Final = 0.001  # the padding of partitions differs by less
@@ -154,18 +154,18 @@ def weigh(settings: Sequence[Candidate]) -> Weighed:
     ordered = sorted(settings, key=lambda one: (one.wire_bytes is None, one.wire_bytes or 0.0, one.label))
     left_out = _left_out(ordered)
     counted = [one for one in ordered if one.label not in left_out]
-    pairs = differences.pairs({one.label: one.medians for one in counted})
+    pairs = significance.pairs({one.label: one.medians for one in counted})
     work = sorted({key for one in ordered for key in one.values if _changes_the_work(key)})
     shapes = sorted({one.shape for one in counted})
     verdicts = _verdicts(pairs)
     least = [one.label for one in counted if _sends_least(one, counted)]
-    slower = {label for (label, _), verdict in verdicts.items() if verdict == differences.SHORTER}
+    slower = {label for (label, _), verdict in verdicts.items() if verdict == significance.SHORTER}
     not_slower = [one.label for one in counted if one.label not in slower]
     best = [label for label in least if label in not_slower]
     if not best:
         rest = [one for one in counted if one.label in not_slower]
         best = [one.label for one in rest if _sends_least(one, rest)]
-    are_distinguishable = differences.CANNOT_TELL not in verdicts.values()
+    are_distinguishable = significance.CANNOT_TELL not in verdicts.values()
     if work or len(shapes) > 1 or len(counted) < 2:
         answer, best = CANNOT_TELL, []
     elif len(best) == len(counted):
@@ -211,7 +211,7 @@ def settings_frame(weighed: Weighed) -> pd.DataFrame:
 
 def _not_slower(label: str, weighed: Weighed, verdicts: Mapping[tuple[str, str], str]) -> bool | None:
     mine = [verdict for (first, _), verdict in verdicts.items() if first == label]
-    if not mine or differences.CANNOT_TELL in mine:
+    if not mine or significance.CANNOT_TELL in mine:
         return None
     return label in weighed.not_slower
 
@@ -242,9 +242,9 @@ def _is_higher(losses: Sequence[float], lowest: Sequence[float]) -> bool:
         return True
     if loss - low <= SAME_LOSS * abs(low):
         return False
-    if min(len(losses), len(lowest)) < differences.LEAST_REPEATS:
+    if min(len(losses), len(lowest)) < significance.LEAST_REPEATS:
         return True
-    return differences.welch(lowest, losses).probability < differences.LEVEL
+    return significance.welch(lowest, losses).probability < significance.LEVEL
 
 
 def _sends_least(one: Candidate, among: Sequence[Candidate]) -> bool:
@@ -254,7 +254,7 @@ def _sends_least(one: Candidate, among: Sequence[Candidate]) -> bool:
 
 def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
     """The verdict on the second relative to the first, for both orders of each pair."""
-    turned = {differences.SHORTER: differences.LONGER, differences.LONGER: differences.SHORTER}
+    turned = {significance.SHORTER: significance.LONGER, significance.LONGER: significance.SHORTER}
     by_pair: dict[tuple[str, str], str] = {}
     for label, other, verdict in zip(pairs["label"], pairs["other"], pairs["verdict"], strict=True):
         by_pair[label, other] = verdict

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from commprof.analysis.columns.units import format_bytes, format_ns
-from commprof.analysis.compare import significance as differences
+from commprof.analysis.compare import significance
 from commprof.analysis.compare.advice import (
     CANNOT_TELL,
     NO_DIFFERENCE,
@@ -144,11 +144,11 @@ def _times(weighed: Weighed) -> list[str]:
     verdicts = list(weighed.pairs["verdict"])
     if not verdicts or weighed.work:
         return []
-    unsure = verdicts.count(differences.CANNOT_TELL)
+    unsure = verdicts.count(significance.CANNOT_TELL)
     if unsure == len(verdicts):
         return [f"Nothing can be said of the step times: one repeat does not show how runs vary. {REPEAT}."]
     sentences = []
-    different = weighed.pairs[weighed.pairs["verdict"].isin([differences.SHORTER, differences.LONGER])]
+    different = weighed.pairs[weighed.pairs["verdict"].isin([significance.SHORTER, significance.LONGER])]
     if different.empty:
         sentences.append(
             "There is no measurable difference in step time: no two settings differ by more than their repeats do "
@@ -158,7 +158,7 @@ def _times(weighed: Weighed) -> list[str]:
         row = max(different.to_dict("records"), key=lambda row: (abs(row["difference_ns"]), row["label"]))
         slow, fast = (
             (row["other"], row["label"])
-            if row["verdict"] == differences.LONGER
+            if row["verdict"] == significance.LONGER
             else (row["label"], row["other"])
         )
         low, high = sorted(abs(int(row[name])) for name in ("low_ns", "high_ns"))

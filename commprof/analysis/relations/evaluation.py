@@ -125,15 +125,16 @@ class RunViews:
 def _made(run: Run, name: str) -> pa.Table:
     """The table ``name`` of :data:`graph.MADE`."""
     # Imported here, since most questions do not need them.
-    from commprof.analysis.storage import index_sums
-    from commprof.analysis.storage import run_totals as sums
-    from commprof.analysis.stragglers import straggler_answers as lateness_sums
+    from commprof.analysis.storage import index_sums, run_totals
+    from commprof.analysis.stragglers import straggler_answers
 
     if name == "arrivals":
-        return lateness_sums.arrival_table(run)
+        return straggler_answers.arrival_table(run)
     if name == "transfers":
-        return lateness_sums.times(run, None)
-    return sums.exposure_rows(run, next(by for by, each in index_sums.EXPOSURES.items() if each == name))
+        return straggler_answers.times(run, None)
+    return run_totals.exposure_rows(
+        run, next(by for by, each in index_sums.EXPOSURES.items() if each == name)
+    )
 
 
 def _unknown(name: str) -> str:

@@ -29,8 +29,7 @@ from commprof.analysis.stragglers import arrival_sample
 from commprof.analysis.stragglers.arrival_sample import Sample
 from commprof.analysis.time import exposure as exposure_module
 from commprof.analysis.time import steps
-from commprof.analysis.traffic import buckets as buckets_module
-from commprof.analysis.traffic import operation_totals as traffic
+from commprof.analysis.traffic import buckets, operation_totals
 from commprof.analysis.traffic.steady_steps import EXECUTED
 from commprof.errors import CommprofError
 from commprof.ledger.records.backends import GLOO, NCCL
@@ -42,7 +41,7 @@ from commprof.trace.reader import Run, Scan, open_run
 
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are read into memory
 # The columns of a summary of operations.
-SUMMARISED: Final = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets_module.COLUMNS)))
+SUMMARISED: Final = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
 STEP_TIMES: Final = "step_times"
 _STEP: Final = ("attempt", "step")
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
@@ -107,11 +106,11 @@ def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
     if name == OPERATIONS:
         tables = {"collectives": run.scan("collectives", _FEWEST_SCANNED)}
         tables |= {name: run.table(name) for name in ("aggregates", "groups")}
-        return traffic.operations(tables, columns)
+        return operation_totals.operations(tables, columns)
     if name == STEP_TIMES:
         return _step_times(run)
     if name == BUCKET_FLUSHES:
-        return _flushes(run, lambda: _operations(run, (*buckets_module.COLUMNS, "backend")))
+        return _flushes(run, lambda: _operations(run, (*buckets.COLUMNS, "backend")))
     by = next(by for by, exposed in EXPOSURES.items() if exposed == name)
     return exposure_module.answer(run.scan("collectives"), run.table("steps"), by, run.table("stalls"))
 
@@ -244,7 +243,7 @@ def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
     """All buckets of a run, from its operations if it has buckets."""
     rows = run.scan("buckets", _FEWEST_SCANNED)
     if isinstance(rows, Scan) or len(rows):
-        return buckets_module.bucket_flushes(run, summed())
+        return buckets.bucket_flushes(run, summed())
     return rows_of(from_rows([], FLUSHES.columns))
 
 
@@ -255,7 +254,7 @@ def bucket_steps(run: Run) -> pd.DataFrame:
 
 def buckets_per_step(run: Run) -> pd.DataFrame:
     """The buckets of a typical step of ``run``: see :func:`commprof.analysis.api.buckets_per_step`."""
-    return buckets_module.per_step(_bucket_steps(run, "attempt, ").to_pandas(), step_times(run))
+    return buckets.per_step(_bucket_steps(run, "attempt, ").to_pandas(), step_times(run))
 
 
 def _bucket_steps(run: Run, by: str) -> pa.Table:
@@ -277,7 +276,7 @@ def bucket_means(run: Run) -> pd.DataFrame:
     return by_index(
         run,
         lambda index: _with_executed(run, from_arrow(index.ask(text), MEANS.columns)),
-        lambda: buckets_module.bucket_means(bucket_flushes(run, {})),
+        lambda: buckets.bucket_means(bucket_flushes(run, {})),
     )
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.analysis.columns.defaults import MOST_LATE
-from commprof.analysis.stragglers import arrivals as arrivals_module
+from commprof.analysis.stragglers import arrivals
 from commprof.analysis.stragglers.arrival_spread import late_collectives, worst
 from commprof.analysis.stragglers.late_ranks import LastRanks
 from commprof.analysis.stragglers.late_roots import RootedCollectives
@@ -60,7 +60,7 @@ class Collector:
         if ends["min"] is not None:
             self._first = ends["min"] if self._first is None else min(self._first, ends["min"])
             self._last = ends["max"] if self._last is None else max(self._last, ends["max"])
-        self._unknown += arrivals_module.incomparable(arrived)
+        self._unknown += arrivals.incomparable(arrived)
         late = worst(arrived, self._limit)
         candidates = [late] if self._late is None else [self._late, late]
         self._late = worst(pa.concat_tables([_plain(each) for each in candidates]), self._limit)

@@ -11,8 +11,7 @@ from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, remembered
-from commprof.cli.sections import exposure as exposed
-from commprof.cli.sections import resources
+from commprof.cli.sections import exposure, resources
 from commprof.cli.sections.algorithms import algorithm_parts
 from commprof.cli.sections.untagged import untagged_parts
 
@@ -83,10 +82,10 @@ def report(
     if not traffic:
         rendering.show("No collective was recorded.")
     else:
-        step_texts = exposed.step_texts(steps, answers["exposure"]) if per_step else None
+        step_texts = exposure.step_texts(steps, answers["exposure"]) if per_step else None
         rendering.show(*outside_parts(answers["outside_steps"], traffic))
         rendering.show(*traffic_parts(traffic, steps, step_texts))
-        rendering.show(*exposed.per_step_parts(answers["exposure_per_step"]))
+        rendering.show(*exposure.per_step_parts(answers["exposure_per_step"]))
         rendering.show(*algorithm_parts(answers["algorithms"]), *untagged_parts(answers["untagged"]))
     rendering.show(*resources.resource_parts(answers["resources"]))
     rendering.show(

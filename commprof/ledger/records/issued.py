@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.align.sequences.group_ids import numbered
-from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import COLUMNS as OF_PRECOUNT
 from commprof.ledger.records.precount import Survey, by_last_step
 from commprof.schema import wire_bytes
 
@@ -61,7 +61,7 @@ Issued = dict[
 Executed: TypeAlias = Callable[[pa.Table], pa.Array]
 
 _OF_RECORD: Final = ("purpose", "op", "group_ranks", "group_size", "backend", "call_site", "status")
-COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD)))
+COLUMNS: Final = tuple(dict.fromkeys((*OF_PRECOUNT, *_OF_RECORD)))
 
 
 def issued(tables: Iterable[pa.Table], survey: Survey, executed_ops: Executed | None = None) -> Issued:

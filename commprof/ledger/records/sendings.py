@@ -16,7 +16,7 @@ from commprof.align.ranks.collectives import has_raised
 from commprof.align.sequences.group_ids import numbered
 from commprof.ledger.records.backends import Call, known, sent_by_rank
 from commprof.ledger.records.issued import Executed, Issued
-from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import COLUMNS as OF_PRECOUNT
 from commprof.ledger.records.precount import GROUP, Survey, by_last_step
 from commprof.ledger.records.readings import BEFORE_ALL, StepReadings
 from commprof.ledger.records.readings import COLUMNS as OF_READINGS
@@ -37,7 +37,7 @@ _OF_RECORD: Final = (
     "rank",
 )
 _SIZES: Final = ("input_bytes", "output_bytes", "input_splits", "output_splits")
-COLUMNS: Final = tuple(dict.fromkeys((*SURVEYED, *_OF_RECORD, *_SIZES, *OF_READINGS)))
+COLUMNS: Final = tuple(dict.fromkeys((*OF_PRECOUNT, *_OF_RECORD, *_SIZES, *OF_READINGS)))
 
 
 class Sending(NamedTuple):

@@ -29,7 +29,7 @@ from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import DATA, SEQUENCE
-from commprof.requested.zero import stages as zero
+from commprof.requested.zero import stages
 from commprof.requested.zero.stage3 import Construction
 from commprof.requested.zero.stages import STEADY
 from commprof.schema import Purpose
@@ -129,10 +129,10 @@ class Request:
     configuration: Configuration | None = None
     source: str = ""
     differences: tuple[str, ...] = ()
-    parameters: Sequence[zero.Parameter] = ()
+    parameters: Sequence[stages.Parameter] = ()
     world_size: int = 1
     backend: str = "gloo"
-    runtime: zero.Runtime = "zero_runtime"
+    runtime: stages.Runtime = "zero_runtime"
     micro_steps: int = 1
     orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -187,7 +187,7 @@ class Request:
             iteration = self._alike(number) if of_kind is None else of_kind
             expected += self._of_micro_batch(order, iteration)
         if self.skips(key):
-            expected = zero.up_to_overflow(expected, self.config, self._counted(key))
+            expected = stages.up_to_overflow(expected, self.config, self._counted(key))
         return expected
 
     def micro_batch_checks(self) -> int:
@@ -243,14 +243,14 @@ class Request:
     def _kind(self, key: StepKey) -> int | None:
         """A micro-batch that sends the same as those of step ``key``, where steps are of several kinds; else None."""
         step = self._counted(key)
-        kind = zero.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
+        kind = stages.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
         if not kind:
             return None
         return self._kinds.setdefault(kind, step) * self.micro_steps
 
     def _counted(self, key: StepKey) -> int:
         """The number by which the rules know step ``key``."""
-        return zero.step_that_counts(self.config, key.step, self.overflows.before(key))
+        return stages.step_that_counts(self.config, key.step, self.overflows.before(key))
 
     def _alike(self, iteration: int) -> int:
         """The first micro-batch that the rules treat as they treat number ``iteration``."""
@@ -302,7 +302,7 @@ class Request:
                 iteration=asked.iteration,
                 zero_init=asked.zero_init,
             )
-        return zero.expected(
+        return stages.expected(
             self.config,
             self.parameters,
             self.world_size,
@@ -351,7 +351,7 @@ def request_of(run: RecordedRun) -> Request:
             run, manifest.effective_config, config, request.parameters, world_size
         )
         if request.shared is None:
-            request.micro_steps = zero.micro_steps(config, world_size)
+            request.micro_steps = stages.micro_steps(config, world_size)
         else:
             request.micro_steps = grid.micro_batches(config, request.shared.axes)
             request.notes += request.shared.notes
@@ -383,7 +383,7 @@ def _request_of_wrappers(run: RecordedRun) -> Request:
     return request
 
 
-def _as_runtime_reads(configuration: Configuration, runtime: zero.Runtime) -> Configuration:
+def _as_runtime_reads(configuration: Configuration, runtime: stages.Runtime) -> Configuration:
     """DeepSpeed does not know ``gradient_reduction``, nor compression."""
     if runtime == "zero_runtime":
         return configuration
@@ -414,9 +414,9 @@ def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
     return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
 
 
-def parameters_of(table: pa.Table) -> list[zero.Parameter]:
+def parameters_of(table: pa.Table) -> list[stages.Parameter]:
     """The rows of the ``parameters`` table as the rules take them."""
-    return [zero.Parameter(*(row[name] for name in zero.Parameter._fields)) for row in table.to_pylist()]
+    return [stages.Parameter(*(row[name] for name in stages.Parameter._fields)) for row in table.to_pylist()]
 
 
 def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
@@ -443,7 +443,7 @@ def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple
     try:
         written, used = asdict(read_configuration(request.config)), asdict(read_configuration(effective))
         if request.shared is None:
-            engine.micro_steps = zero.micro_steps(engine.config, engine.world_size)
+            engine.micro_steps = stages.micro_steps(engine.config, engine.world_size)
         plain = replace(request, orders={}, _rows={}, _estimates={}, notes=[])
         keys = (StepKey(0, -1), StepKey(0, 0))
         if all(_sums(plain.expectations(key)) == _sums(engine.expectations(key)) for key in keys):

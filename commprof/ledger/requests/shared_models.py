@@ -9,8 +9,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from commprof.ledger.records.issued import INIT_STEP, StepKey
-from commprof.ledger.requests import activations
-from commprof.ledger.requests import stage_activations as crossings
+from commprof.ledger.requests import activations, stage_activations
 from commprof.ledger.requests.activations import Observed
 from commprof.ledger.requests.stage_activations import Crossings
 from commprof.ledger.requests.training_records import Records
@@ -105,4 +104,4 @@ def shared_model_of(
     shares = flag(section(config, "tensor_parallel"), "tensor_parallel.sequence_parallel", False)
     messages = module_messages(parameters, kind, shares)
     observed = activations.observe(run, axes, messages, micro_batches)
-    return SharedModel(axes, observed, crossings.observe(run, axes, micro_batches), observed.notes)
+    return SharedModel(axes, observed, stage_activations.observe(run, axes, micro_batches), observed.notes)

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from commprof.ledger.records.precount import COLUMNS as SURVEYED
+from commprof.ledger.records.precount import COLUMNS as OF_PRECOUNT
 from commprof.ledger.records.precount import survey_of
 from commprof.ledger.records.row_index import where
 
@@ -30,8 +30,8 @@ def counted(run: Records, purpose: str, op: str | None, columns: Sequence[str]) 
         op: their operation; None for any.
         columns: of the table ``collectives``.
     """
-    survey = survey_of(run.parts("collectives", SURVEYED))
-    needed = list(dict.fromkeys((*SURVEYED, "purpose", *columns)))
+    survey = survey_of(run.parts("collectives", OF_PRECOUNT))
+    needed = list(dict.fromkeys((*OF_PRECOUNT, "purpose", *columns)))
     grouped = []
     for part in run.parts("collectives", needed):
         mine = where(part, ["purpose", "op"], lambda its, own: its == purpose and op in (None, own))

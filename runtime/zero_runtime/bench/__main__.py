@@ -10,14 +10,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from zero_runtime.bench import io
-from zero_runtime.bench import message_times as messages
+from zero_runtime.bench import io, message_times
 from zero_runtime.errors import ZeroRuntimeError
 
 Benchmark = Callable[[Sequence[str]], int]
 # Each benchmark's description in one line, and its main function.
 BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
-    "comm": ("how fast collectives are among the ranks of a launcher, by operation and size", messages.main),
+    "comm": (
+        "how fast collectives are among the ranks of a launcher, by operation and size",
+        message_times.main,
+    ),
     "io": ("how fast files of offloaded tensors are read and written", io.main),
 }
 

@@ -18,7 +18,7 @@ from zero_runtime.checkpoint.files import random_state
 from zero_runtime.checkpoint.files.checkpoint_manifest import FILE_NAME, LATEST_UNIVERSAL, read_latest
 from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.opened import OpenCheckpoint
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, parameters, whole_shape
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
@@ -106,7 +106,7 @@ def load(
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     training.settle()
-    checkpoint, error = agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others, opener))
+    checkpoint, error = save_agreement.attempt(lambda: _open(training, load_dir, tag, wanted, others, opener))
     try:
         _agree(group, checkpoint, error, doing)
     except CheckpointError as failure:
@@ -114,14 +114,14 @@ def load(
             raise
         error = failure
     if others is not None:
-        agreement.agree(others.group, error, doing)
+        save_agreement.agree(others.group, error, doing)
     if checkpoint is None:
         return None
     residency = residency_of(training.module)
     if residency is not None:
         residency.release_all()
-    loaded, error = agreement.attempt(lambda: _restore(training, checkpoint, wanted))
-    agreement.agree(group, error, doing)
+    loaded, error = save_agreement.attempt(lambda: _restore(training, checkpoint, wanted))
+    save_agreement.agree(group, error, doing)
     if residency is not None:
         residency.parameters_changed()
     return loaded
@@ -131,7 +131,7 @@ def _agree(
     group: DataParallelGroup, checkpoint: OpenCheckpoint | None, error: Exception | None, doing: str
 ) -> None:
     """Check that all ranks have opened the same checkpoint. Raises CheckpointError on every rank otherwise."""
-    if not agreement.agree_on(group, error, 0 if checkpoint is None else _identity(checkpoint), doing):
+    if not save_agreement.agree_on(group, error, 0 if checkpoint is None else _identity(checkpoint), doing):
         raise CheckpointError(
             f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
             f"{'none' if checkpoint is None else checkpoint.directory}); load one that all of them see, and name its tag"

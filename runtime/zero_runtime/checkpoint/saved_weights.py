@@ -23,7 +23,7 @@ from zero_runtime.checkpoint.files.tensor_file import (
     removed_on_failure,
     sync_directory,
 )
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.sharding.shards import shard_of
@@ -44,20 +44,20 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
     sink: Any = None
     error: Exception | None = None
     if is_writing(training):
-        sink, error = agreement.attempt(lambda: open_sink(path, entries_of(names)))
+        sink, error = save_agreement.attempt(lambda: open_sink(path, entries_of(names)))
     for parameters in _layers(training.module):
         # Gathering is collective, so a rank that cannot write still takes part.
         with _gathered(parameters):
             whole_tensors = joined(training, parameters)
             if sink is not None and error is None:
-                _, error = agreement.attempt(partial(_put, sink, names, whole_tensors))
+                _, error = save_agreement.attempt(partial(_put, sink, names, whole_tensors))
     if sink is not None:
         rest = {buffer: buffer for buffer in buffers(training.module).values()}
         if error is None:
-            _, error = agreement.attempt(lambda: _put(sink, names, rest))
-        _, closing = agreement.attempt(lambda: sink.close(error is None))
+            _, error = save_agreement.attempt(lambda: _put(sink, names, rest))
+        _, closing = save_agreement.attempt(lambda: sink.close(error is None))
         error = error or closing
-    agreement.agree_all([*slices_of(training), training.group], error, doing)
+    save_agreement.agree_all([*slices_of(training), training.group], error, doing)
 
 
 def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
@@ -102,7 +102,7 @@ def joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict
     if training.slices is None:
         return {parameter: parameter for parameter in parameters}
     return {
-        parameter: whole_parameter(parameter, training.slices, agreement.CHECKPOINT)
+        parameter: whole_parameter(parameter, training.slices, save_agreement.CHECKPOINT)
         for parameter in parameters
     }
 

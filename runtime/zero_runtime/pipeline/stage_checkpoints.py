@@ -12,7 +12,7 @@ import torch
 from zero_runtime.checkpoint.files.checkpoint_manifest import part_name, read_latest
 from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.ranks.checkpoint_parts import axes_of_saved
 from zero_runtime.checkpoint.ranks.merged_ranks import open_stages, saved_stages
 from zero_runtime.checkpoint.training import Training, aliases, buffers, parameters
@@ -36,17 +36,17 @@ class StagedSaving(Saving):
         """Load the layers of this stage, whatever number of stages saved them. All ranks must call it."""
         sizes = self.parallelism.model_sizes()
         everyone = DataParallelGroup()
-        cut, error = agreement.attempt(lambda: MODEL in (axes_of_saved(load_dir, tag) or {}))
-        agreement.agree_on(everyone, error, int(bool(cut)), f"loading {load_dir}")
+        cut, error = save_agreement.attempt(lambda: MODEL in (axes_of_saved(load_dir, tag) or {}))
+        save_agreement.agree_on(everyone, error, int(bool(cut)), f"loading {load_dir}")
         if cut or sizes.get(MODEL, 1) > 1:
             return super()._load(training, load_dir, tag, wanted)
         names = self._names(training)
         mine = self.module.stage_id if sizes else None
-        as_saved, error = agreement.attempt(
+        as_saved, error = save_agreement.attempt(
             lambda: _has_same_stages(load_dir, tag, sizes.get(PIPE, 1), mine, set(parameters(training)))
         )
         doing = f"loading {load_dir if tag is None else load_dir / tag}"
-        if agreement.agree_on(everyone, error, int(bool(as_saved)), doing) and as_saved:
+        if save_agreement.agree_on(everyone, error, int(bool(as_saved)), doing) and as_saved:
             return super()._load(training, load_dir, tag, wanted)
         opener = partial(open_stages, names=names)
         loaded = load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)

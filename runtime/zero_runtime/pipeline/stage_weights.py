@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint import saved_weights as weights
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint import saved_weights
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.training import Training
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.pipeline.stage_grid import PipelineGrid
@@ -37,24 +37,24 @@ def save_weights(training: Training, grid: PipelineGrid, path: Path, exclude_fro
         CheckpointError: on every rank, if the first one cannot write it; an existing file is unchanged.
     """
     training.settle()
-    mine = weights.names_of(training.module, exclude_frozen)
+    mine = saved_weights.names_of(training.module, exclude_frozen)
     stages = _listed(grid.pipe, mine)
     sink: Any = None
     error: Exception | None = None
-    if grid.is_first and weights.is_writing(training):
-        entries = [weights.entry(*entry) for stage in stages for entry in stage]
-        sink, error = agreement.attempt(lambda: weights.open_sink(path, entries))
+    if grid.is_first and saved_weights.is_writing(training):
+        entries = [saved_weights.entry(*entry) for stage in stages for entry in stage]
+        sink, error = save_agreement.attempt(lambda: saved_weights.open_sink(path, entries))
 
     def put(entry: WeightEntry, tensor: torch.Tensor) -> None:
         nonlocal error
         if error is None:
-            _, error = agreement.attempt(lambda: sink.put(entry.name, tensor))
+            _, error = save_agreement.attempt(lambda: sink.put(entry.name, tensor))
 
     _bring(training, grid, mine, stages, put)
     if sink is not None:
-        _, closing = agreement.attempt(lambda: sink.close(error is None))
+        _, closing = save_agreement.attempt(lambda: sink.close(error is None))
         error = error or closing
-    agreement.agree_all([grid.model, training.group], error, f"saving {path}")
+    save_agreement.agree_all([grid.model, training.group], error, f"saving {path}")
 
 
 def collected_weights(
@@ -62,7 +62,7 @@ def collected_weights(
 ) -> dict[str, torch.Tensor] | None:
     """The weights of all stages, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
     training.settle()
-    mine = weights.names_of(training.module, exclude_frozen)
+    mine = saved_weights.names_of(training.module, exclude_frozen)
     stages = _listed(grid.pipe, mine)
     collected: dict[str, torch.Tensor] = {}
 
@@ -70,22 +70,23 @@ def collected_weights(
         collected[entry.name] = tensor.cpu().clone()
 
     _bring(training, grid, mine, stages, put)
-    return collected if grid.is_first and weights.is_writing(training) else None
+    return collected if grid.is_first and saved_weights.is_writing(training) else None
 
 
 def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> list[list[WeightEntry]]:
     """The tensors that each stage sends; shared ones are sent by the first. Two all_gathers, of lengths and of JSON."""
     own_entries = [
-        [each.key, str(each.dtype).removeprefix("torch."), each.shape] for each in weights.entries_of(mine)
+        [each.key, str(each.dtype).removeprefix("torch."), each.shape]
+        for each in saved_weights.entries_of(mine)
     ]
     text = json.dumps(own_entries).encode()
     length = torch.tensor([len(text)], dtype=torch.int64, device=stages.device)
     lengths = length.new_empty(stages.world_size)
-    stages.all_gather_single(lengths, length, why=agreement.CHECKPOINT)
+    stages.all_gather_single(lengths, length, why=save_agreement.CHECKPOINT)
     longest = int(lengths.max().item())
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=stages.device)
     everybody = padded.new_empty(stages.world_size * longest)
-    stages.all_gather_single(everybody, padded, why=agreement.CHECKPOINT)
+    stages.all_gather_single(everybody, padded, why=save_agreement.CHECKPOINT)
     listed_names: set[str] = set()
     stages_entries = []
     for row in everybody.view(stages.world_size, longest).cpu():
@@ -110,7 +111,7 @@ def _bring(
 ) -> None:
     """Call ``put`` on the first stage with each tensor of all stages, one at a time."""
     by_name = {name: tensor for tensor, names in mine.items() for name in names}
-    brings = weights.is_writing(training)
+    brings = saved_weights.is_writing(training)
     for stage, listed in enumerate(stages):
         for entry in listed:
             if stage == grid.stage:
@@ -118,18 +119,18 @@ def _bring(
                 if brings and grid.is_first:
                     put(entry, gathered)
                 elif brings and gathered.numel():
-                    grid.pipe.send(_bytes(gathered), 0, why=agreement.CHECKPOINT)
+                    grid.pipe.send(_bytes(gathered), 0, why=save_agreement.CHECKPOINT)
             elif brings and grid.is_first:
                 room = torch.empty(entry.shape, dtype=entry.dtype, device=grid.device)
                 if room.numel():
-                    grid.pipe.receive(_bytes(room), stage, why=agreement.CHECKPOINT)
+                    grid.pipe.receive(_bytes(room), stage, why=save_agreement.CHECKPOINT)
                 put(entry, room)
 
 
 def _whole(training: Training, tensor: torch.Tensor) -> torch.Tensor:
     """The complete ``tensor``, joined from the shards of this stage's tensor-parallel ranks."""
     if isinstance(tensor, torch.nn.Parameter):
-        return weights.joined(training, [tensor])[tensor].detach()
+        return saved_weights.joined(training, [tensor])[tensor].detach()
     return tensor.detach()
 
 

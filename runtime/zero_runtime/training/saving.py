@@ -15,7 +15,7 @@ from commprof import hooks
 from zero_runtime import log
 from zero_runtime.checkpoint.files.checkpoint_writer import save
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.ranks.checkpoint_parts import axes_of_saved, load_parts, load_recut, save_parts
 from zero_runtime.checkpoint.saved_weights import collected_weights, save_weights
 from zero_runtime.checkpoint.training import Training
@@ -149,14 +149,14 @@ class Saving:
 
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
         model, sizes = self.parallelism.model, self.parallelism.model_sizes()
-        saved, error = agreement.attempt(lambda: axes_of_saved(load_dir, tag))
+        saved, error = save_agreement.attempt(lambda: axes_of_saved(load_dir, tag))
         if model is None:
             if not saved:
                 return load(training, load_dir, tag, wanted)
             return self._load_recut(training, load_dir, tag, wanted)
         doing = f"loading {load_dir if tag is None else load_dir / tag}"
         number = 0 if saved is None else zlib.crc32(str(sorted(saved.items())).encode())
-        agreement.agree_on(DataParallelGroup(), error, number, doing)
+        save_agreement.agree_on(DataParallelGroup(), error, number, doing)
         if saved is None or saved == sizes:
             return load_parts(training, model, sizes, load_dir, tag, wanted)
         return self._load_recut(training, load_dir, tag, wanted)

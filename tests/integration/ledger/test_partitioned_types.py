@@ -81,7 +81,7 @@ def train(rank, world, config, whole=None):
 
     import zero_runtime
     from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes, whole_parameters
-    from zero_runtime.sharding import shard_assembly as sharded
+    from zero_runtime.sharding import shard_assembly
     from zero_runtime.startup import assembly
 
     class Module_(torch.nn.Module):  # noqa: N801 - what all modules of the model derive from
@@ -100,7 +100,7 @@ def train(rank, world, config, whole=None):
         pass
 
     if whole is not None:
-        for each in (assembly, sharded):
+        for each in (assembly, shard_assembly):
             each.whole_parameters = lambda module, types: whole_parameters(
                 module, PartitionedTypes(whole=whole)
             )

@@ -240,7 +240,7 @@ def test_a_directory_deleted_under_a_training_changes_nothing(tmp_path, capfd):
 
 def test_a_step_of_the_wall_clock_moves_no_record(tmp_path, monkeypatch):
     from commprof.analysis import api
-    from commprof.recorder.clocks import process_clocks as clocks
+    from commprof.recorder.clocks import process_clocks
 
     true_time = time.time_ns
     shift = [0]
@@ -249,7 +249,7 @@ def test_a_step_of_the_wall_clock_moves_no_record(tmp_path, monkeypatch):
         shift[0] = 0 if step < 4 else -7200_000_000_000 if step < 8 else 86_400_000_000_000
         false_time = lambda: true_time() + shift[0]  # noqa: E731
         monkeypatch.setattr(time, "time_ns", false_time)
-        monkeypatch.setattr(clocks.read_clocks, "__defaults__", (time.perf_counter_ns, false_time, 5))
+        monkeypatch.setattr(process_clocks.read_clocks, "__defaults__", (time.perf_counter_ns, false_time, 5))
 
     for plain, recorded, _ in _compared(tmp_path, lambda place: None, disturb=stepped):
         assert plain == recorded

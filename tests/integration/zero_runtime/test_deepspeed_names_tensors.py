@@ -49,7 +49,7 @@ def expected(world: int) -> dict[str, torch.Tensor]:
 
 def read(rank, world, settings):
     import zero_runtime
-    from zero_runtime import tensor_access as access
+    from zero_runtime import tensor_access
 
     engine, *_ = zero_runtime.initialize(model=model(), config=settings)
     for step in range(STEPS):
@@ -58,11 +58,11 @@ def read(rank, world, settings):
     engine.backward(engine(batch(rank, STEPS)).pow(2).mean())
     found = {}
     for name, parameter in engine.module.named_parameters():
-        found[f"{name} value"] = access.safe_get_full_fp32_param(parameter)
-        found[f"{name} gradient"] = access.safe_get_full_grad(parameter).clone()
-        found[f"{name} exp_avg"] = access.safe_get_full_optimizer_state(parameter, "exp_avg")
-        assert access.safe_get_full_optimizer_state(parameter, "no_such_state") is None
-        local = access.safe_get_local_fp32_param(parameter)
+        found[f"{name} value"] = tensor_access.safe_get_full_fp32_param(parameter)
+        found[f"{name} gradient"] = tensor_access.safe_get_full_grad(parameter).clone()
+        found[f"{name} exp_avg"] = tensor_access.safe_get_full_optimizer_state(parameter, "exp_avg")
+        assert tensor_access.safe_get_full_optimizer_state(parameter, "no_such_state") is None
+        local = tensor_access.safe_get_local_fp32_param(parameter)
         assert local is None or local.dim() == 1
     return {name: tensor.tolist() for name, tensor in found.items()}
 
@@ -88,27 +88,27 @@ def test_full_values_gradients_and_states_are_those_of_plain_torch(settings):
 
 def change(rank, world, settings):
     import zero_runtime
-    from zero_runtime import tensor_access as access
+    from zero_runtime import tensor_access
 
     engine, *_ = zero_runtime.initialize(model=model(), config=settings)
     engine.backward(engine(batch(rank, 0)).pow(2).mean())
     engine.step()
     first = next(engine.module.parameters())
-    access.safe_set_full_fp32_param(first, torch.full((7, 5), 0.5))
-    access.safe_set_full_optimizer_state(first, torch.zeros(7, 5), "exp_avg")
-    access.safe_set_full_optimizer_state(first, torch.ones(7, 5), "exp_avg_sq")
+    tensor_access.safe_set_full_fp32_param(first, torch.full((7, 5), 0.5))
+    tensor_access.safe_set_full_optimizer_state(first, torch.zeros(7, 5), "exp_avg")
+    tensor_access.safe_set_full_optimizer_state(first, torch.ones(7, 5), "exp_avg_sq")
     engine.backward(engine(batch(rank, 1)).pow(2).mean())
-    access.safe_update_full_grad_vectorized(
+    tensor_access.safe_update_full_grad_vectorized(
         list(engine.module.parameters()), lambda gradient, parameter: torch.zeros_like(gradient)
     )
     engine.step()
-    state = access.safe_get_full_optimizer_state(first, "exp_avg_sq")
-    local = access.safe_get_local_fp32_param(first)
+    state = tensor_access.safe_get_full_optimizer_state(first, "exp_avg_sq")
+    local = tensor_access.safe_get_local_fp32_param(first)
     if local is not None:
-        access.safe_set_local_fp32_param(first, torch.full_like(local, 0.25))
+        tensor_access.safe_set_local_fp32_param(first, torch.full_like(local, 0.25))
     with zero_runtime.zero.GatheredParameters([first]):
         used = first.detach().float().clone()
-    return used.tolist(), state.tolist(), access.safe_get_full_fp32_param(first).tolist()
+    return used.tolist(), state.tolist(), tensor_access.safe_get_full_fp32_param(first).tolist()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -123,14 +123,14 @@ def test_what_is_set_is_what_the_next_step_and_the_model_use(stage):
 
 
 def refuse(rank, world):
-    from zero_runtime import tensor_access as access
+    from zero_runtime import tensor_access
     from zero_runtime.errors import UsageError
 
     parameter = torch.nn.Parameter(torch.zeros(3))
-    assert access.safe_get_full_fp32_param(parameter) is None
-    assert access.safe_get_full_grad(parameter) is None
+    assert tensor_access.safe_get_full_fp32_param(parameter) is None
+    assert tensor_access.safe_get_full_grad(parameter) is None
     with pytest.raises(UsageError, match="trained by no engine"):
-        access.safe_set_full_fp32_param(parameter, torch.zeros(3))
+        tensor_access.safe_set_full_fp32_param(parameter, torch.zeros(3))
     return True
 
 
@@ -141,13 +141,15 @@ def test_a_parameter_that_nothing_trains_has_none_of_them():
 def clamp_gradients(rank, world, settings):
     """Norms of the groups before and after a script clamps its part of each gradient, and what the step reports."""
     import zero_runtime
-    from zero_runtime import tensor_access as access
+    from zero_runtime import tensor_access
 
     engine, *_ = zero_runtime.initialize(model=model(), config=settings)
     engine.backward(engine(batch(rank, 0)).pow(2).sum())
     before = torch.stack(engine.optimizer._get_norm_groups()).norm().item()
     for parameter in engine.module.parameters():
-        access.safe_set_local_grad(parameter, access.safe_get_local_grad(parameter).clamp(-0.01, 0.01))
+        tensor_access.safe_set_local_grad(
+            parameter, tensor_access.safe_get_local_grad(parameter).clamp(-0.01, 0.01)
+        )
     after = torch.stack(engine.optimizer._get_norm_groups()).norm().item()
     engine.step()
     return before, after, float(engine.optimizer._global_grad_norm)

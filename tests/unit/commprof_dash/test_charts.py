@@ -5,10 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from commprof_dash.charts import axis_ticks as axes
-from commprof_dash.charts import labels, series, traffic
-from commprof_dash.charts import loss_chart as loss
-from commprof_dash.charts import time_charts as times
+from commprof_dash.charts import axis_ticks, labels, loss_chart, series, time_charts, traffic
 from commprof_dash.measures import COUNT, MEASURES, WIRE
 
 
@@ -103,7 +100,7 @@ def setting_times(rows):
 
 
 def test_step_times_carry_their_interval():
-    figure = times.by_setting(
+    figure = time_charts.by_setting(
         setting_times([("a", 100, 90, 130), ("b", 200, None, None), ("c", None, None, None)]), "light"
     )
     bar = figure.data[0]
@@ -123,7 +120,7 @@ def test_step_times_over_a_run_leave_gaps_out():
         {"step": [0, 1, 2], "duration_ns": [5, None, 7]}
         | {name: [None] * 3 for name in ("exposed_ns", "exposed_low_ns", "exposed_high_ns")}
     ).astype("Int64")
-    figure = times.over_steps(frame, "light")
+    figure = time_charts.over_steps(frame, "light")
     assert [(trace.name, list(trace.x), list(trace.y)) for trace in figure.data] == [
         ("step time, slowest rank", [0, 2], [5.0, 7.0])
     ]
@@ -131,7 +128,7 @@ def test_step_times_over_a_run_leave_gaps_out():
 
 def test_loss_has_a_line_for_each_setting():
     frame = pd.DataFrame({"label": ["a", "a", "b"], "step": [0, 1, 0], "loss": [2.0, 1.0, 3.0]})
-    figure = loss.curves(frame, ["b", "a"], "light")
+    figure = loss_chart.curves(frame, ["b", "a"], "light")
     assert [(trace.name, list(trace.y)) for trace in figure.data] == [("b", [3.0]), ("a", [2.0, 1.0])]
 
 
@@ -144,7 +141,7 @@ def test_text_of_a_trace_is_escaped_and_wrapped():
 
 
 @pytest.mark.parametrize("highest", [1, 3, 999, 1023, 1024, 5e5, 3.3e9, 7e17])
-@pytest.mark.parametrize("ticks", axes.TICKS.values(), ids=["bytes", "ns", "count"])
+@pytest.mark.parametrize("ticks", axis_ticks.TICKS.values(), ids=["bytes", "ns", "count"])
 def test_ticks_are_few_begin_at_zero_and_reach_the_end(ticks, highest):
     values, texts = ticks(highest)
     assert values[0] == 0
@@ -156,12 +153,12 @@ def test_ticks_are_few_begin_at_zero_and_reach_the_end(ticks, highest):
 
 def test_ticks_are_round_in_their_unit():
     mebibyte = 1024.0**2
-    values, texts = axes.bytes_ticks(4 * 1024**2)
+    values, texts = axis_ticks.bytes_ticks(4 * 1024**2)
     assert values == [0, mebibyte, 2 * mebibyte, 3 * mebibyte, 4 * mebibyte]
     assert texts == ["0", "1 MiB", "2 MiB", "3 MiB", "4 MiB"]
-    assert axes.time_ticks(1e6)[1] == ["0", "0.25 ms", "0.50 ms", "0.75 ms", "1.00 ms"]
+    assert axis_ticks.time_ticks(1e6)[1] == ["0", "0.25 ms", "0.50 ms", "0.75 ms", "1.00 ms"]
 
 
 @pytest.mark.parametrize("highest", [0, math.nan, math.inf, -5])
 def test_an_axis_of_nothing_is_still_an_axis(highest):
-    assert axes.axis(highest, "bytes", "Wire bytes")["range"] == [0, 1.0]
+    assert axis_ticks.axis(highest, "bytes", "Wire bytes")["range"] == [0, 1.0]

@@ -12,11 +12,7 @@ from commprof.analysis import api
 from commprof.cli import execute
 from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
-from commprof_dash.charts import alignment_chart as alignment
-from commprof_dash.charts import lateness_chart as lateness
-from commprof_dash.charts import matrix_chart as matrix
-from commprof_dash.charts import rank_charts as ranks
-from commprof_dash.charts import topology_chart as topology
+from commprof_dash.charts import alignment_chart, lateness_chart, matrix_chart, rank_charts, topology_chart
 from commprof_dash.data import Runs
 from commprof_dash.pages.matrix.page import parse_steps
 from commprof_dash.pages.timeline.data import record_text, view_in
@@ -326,14 +322,14 @@ def test_a_hostile_trace_is_text(tmp_path, path):
 
 
 def test_ranks_have_ticks_at_whole_numbers_only():
-    assert list(ranks.rank_axis([0, 1, 2, 3])["tickvals"]) == [0, 1, 2, 3]
-    assert len(ranks.rank_axis(range(1000))["tickvals"]) <= 12
+    assert list(rank_charts.rank_axis([0, 1, 2, 3])["tickvals"]) == [0, 1, 2, 3]
+    assert len(rank_charts.rank_axis(range(1000))["tickvals"]) <= 12
 
 
 def test_cells_of_many_ranks_say_which_they_are():
     frame = pd.DataFrame({"sender": [0, 16], "receiver": [16, 0], "wire_bytes": [8.0, 1024.0]})
     frame.attrs = {"ranks": 30, "ranks_per_cell": 16}
-    figure = matrix.heat(frame, "wire_bytes", "Wire bytes", "reduce", "dark")
+    figure = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", "reduce", "dark")
     assert list(figure.layout.xaxis.ticktext) == ["0-15", "16-29"]
     assert [list(row) for row in figure.data[0].z] == [[None, 3.0], [10.0, None]]
     assert "Rank 0-15 to rank 16-29" in figure.data[0].customdata[0][1]
@@ -342,25 +338,25 @@ def test_cells_of_many_ranks_say_which_they_are():
 def test_equal_cells_have_a_colour_and_a_tick():
     frame = pd.DataFrame({"sender": [0, 1], "receiver": [1, 0], "wire_bytes": [1000.0, 1000.0]})
     frame.attrs = {"ranks": 2, "ranks_per_cell": 1}
-    heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
+    heat = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert heat.zmin < heat.zmax == math.log2(1000)
     assert len(heat.colorbar.tickvals) == 1 and heat.zmin < heat.colorbar.tickvals[0] < heat.zmax
     frame["wire_bytes"] = [1100.0, 2000.0]  # no power of two between them
-    heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
+    heat = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert list(heat.colorbar.ticktext) == ["1.07 KiB", "1.95 KiB"]
 
 
 def test_a_ring_with_a_gap_and_a_tree_with_two_roots_are_drawn():
     broken = pd.DataFrame({"from_rank": [0, 3], "to_rank": [1, 0]})
-    assert set(topology.ring(broken, "light").data[1].text) == {"0", "1", "3"}
+    assert set(topology_chart.ring(broken, "light").data[1].text) == {"0", "1", "3"}
     forest = pd.DataFrame({"from_rank": [0, 2, 4, 5], "to_rank": [1, 3, 5, 4]})
-    assert set(topology.tree(forest, "dark").data[1].text) == {"0", "1", "2", "3", "4", "5"}
+    assert set(topology_chart.tree(forest, "dark").data[1].text) == {"0", "1", "2", "3", "4", "5"}
 
 
 def test_states_and_causes_are_told_apart_without_their_colour():
     for looks in (
-        [hatch for _, hatch in alignment.STATES.values()],
-        [c[2] for c in lateness.CAUSES.values()],
+        [hatch for _, hatch in alignment_chart.STATES.values()],
+        [c[2] for c in lateness_chart.CAUSES.values()],
     ):
         assert len(set(looks)) == len(looks)
 
@@ -378,6 +374,6 @@ def test_report_overview_and_stragglers_say_the_same_verdict(directory, capsys):
 def test_a_matrix_of_few_ranks_shows_the_bytes_in_its_cells(ranks, written):
     frame = pd.DataFrame({"sender": [0], "receiver": [1], "wire_bytes": [3 * 2**20]})
     frame.attrs.update(ranks=ranks, ranks_per_cell=1)
-    heat = matrix.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
+    heat = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert heat.texttemplate == written
     assert heat.text[0][1] == "3.00 MiB" and heat.text[1][0] == ""

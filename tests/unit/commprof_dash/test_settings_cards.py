@@ -13,12 +13,11 @@ from commprof.analysis import api
 from commprof.errors import TraceError
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.background import Background
-from commprof_dash.charts import lane_charts as lanes
-from commprof_dash.charts import setting_charts as settings
+from commprof_dash.charts import lane_charts, setting_charts
 from commprof_dash.charts.exposure_chart import by_purpose
 from commprof_dash.charts.series import Series
 from commprof_dash.data import Runs
-from commprof_dash.pages.compare import data as settings_data
+from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.pages.overview import cards as overview_cards
 from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.overview import page as overview
@@ -119,7 +118,7 @@ def test_one_key_alone_makes_no_grid(tmp_path):
 
 def test_the_levels_of_large_runs_come_from_another_process(tmp_path, monkeypatch):
     path = write(tmp_path / "a")
-    monkeypatch.setattr(settings_data, "MOST_RECORDS", 1)
+    monkeypatch.setattr(compare_data, "MOST_RECORDS", 1)
     asked = []
     monkeypatch.setattr(
         Background, "ask", lambda self, key, answer, argument: asked.append((answer, argument))
@@ -199,15 +198,18 @@ def test_names_are_shown_as_text_in_figures(tmp_path):
 
 
 def drawn(**parts):
-    return lanes.figure(
-        lanes.Lanes(["a", "b"], ["first", "second"], **parts), unit="bytes", title="Bytes", scheme="light"
+    return lane_charts.figure(
+        lane_charts.Lanes(["a", "b"], ["first", "second"], **parts),
+        unit="bytes",
+        title="Bytes",
+        scheme="light",
     )
 
 
 def test_lanes_never_lie_over_each_other():
     series = Series("all_reduce", "#d55e00", "")
-    points = [lanes.Point(i, lane, 10.0, "") for i in range(2) for lane in range(2)]
-    figure = drawn(bars=[lanes.Bars(series, points)])
+    points = [lane_charts.Point(i, lane, 10.0, "") for i in range(2) for lane in range(2)]
+    figure = drawn(bars=[lane_charts.Bars(series, points)])
     places = list(figure.data[0].y)
     assert places == sorted(places)
     gaps = [after - before for before, after in pairwise(places)]
@@ -221,26 +223,26 @@ def test_lanes_never_lie_over_each_other():
 def test_the_axis_reaches_the_end_of_every_bar_mark_and_interval():
     series = Series("all_reduce", "#d55e00", "")
     figure = drawn(
-        bars=[lanes.Bars(series, [lanes.Point(0, 0, 4.0, ""), lanes.Point(0, 0, 5.0, "")])],
-        marks=[lanes.Marks("mark", "#000000", "circle", [lanes.Point(1, 1, 7.0, "")])],
-        spans=[(lanes.Point(0, 1, 1.0, ""), 11.0)],
+        bars=[lane_charts.Bars(series, [lane_charts.Point(0, 0, 4.0, ""), lane_charts.Point(0, 0, 5.0, "")])],
+        marks=[lane_charts.Marks("mark", "#000000", "circle", [lane_charts.Point(1, 1, 7.0, "")])],
+        spans=[(lane_charts.Point(0, 1, 1.0, ""), 11.0)],
     )
     assert figure.layout.xaxis.range[1] >= 11.0
-    assert lanes.highest_of(lanes.Lanes(["a"], ["x"])) == 0.0
+    assert lane_charts.highest_of(lane_charts.Lanes(["a"], ["x"])) == 0.0
 
 
 def test_levels_that_are_not_known_are_said():
     frame = pd.DataFrame(
         {
             "label": "a",
-            "level": list(settings.LEVELS),
+            "level": list(setting_charts.LEVELS),
             "series": [None, "reduce", None, None],
             "wire_bytes_per_step": [None, 8.0, None, None],
             "moved_bytes": [None, None, None, 4096.0],
             "moved_over": [None, None, None, "run"],
         }
     )
-    figure = settings.levels(frame, {"a": "a"}, 8.0, "dark")
+    figure = setting_charts.levels(frame, {"a": "a"}, 8.0, "dark")
     texts = [note.text for note in figure.layout.annotations]
     assert texts.count("not known") == 2
     assert "4.00 KiB in the whole run, all hosts" in texts

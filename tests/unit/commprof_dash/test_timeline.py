@@ -15,7 +15,7 @@ from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
 from commprof_dash.app import create_app, draw_page, find_page
-from commprof_dash.charts import timeline_chart as chart
+from commprof_dash.charts import timeline_chart
 from commprof_dash.data import Runs
 from commprof_dash.pages import index_wait
 from commprof_dash.pages.records import data as records_data
@@ -65,17 +65,17 @@ def draw(directory, path):
 
 def test_bars_are_where_the_frame_says(directory):
     shown = api.timeline(directory / "a", 900_000, 2_100_000)
-    figure = chart.figure(shown, "light")
+    figure = timeline_chart.figure(shown, "light")
     drawn = set()
     for trace in figure.data:
-        if trace.name == chart.EXPOSED:
+        if trace.name == timeline_chart.EXPOSED:
             continue
         for base, length, (key, _) in zip(trace.base, trace.x, trace.customdata, strict=True):
             drawn.add((*key, round(base), round(base + length)))
     names = ("rank", "attempt", "pid", "seq", "begin_ns", "end_ns")
     wanted = set(zip(*(shown.bars[name].tolist() for name in names), strict=True))
     assert drawn == wanted
-    held = next(trace for trace in figure.data if trace.name == chart.EXPOSED)
+    held = next(trace for trace in figure.data if trace.name == timeline_chart.EXPOSED)
     assert sum(held.x) == shown.bars["exposed_ns"].fillna(0).sum()
     assert "all_reduce" in {trace.name for trace in figure.data}
     assert "reduce_scatter as all_gather" in {trace.name for trace in figure.data}
@@ -83,15 +83,15 @@ def test_bars_are_where_the_frame_says(directory):
 
 def test_bars_of_different_ranks_share_no_row(directory):
     shown = api.timeline(directory / "a")
-    rows = chart.rows_of(shown.bars, shown.ranks)
+    rows = timeline_chart.rows_of(shown.bars, shown.ranks)
     by_rank = {row.rank: row for row in rows}
-    for rank, place in zip(shown.bars["rank"], chart.places(shown.bars, rows), strict=True):
+    for rank, place in zip(shown.bars["rank"], timeline_chart.places(shown.bars, rows), strict=True):
         assert by_rank[rank].top < place < by_rank[rank].top + by_rank[rank].height
 
 
 def test_density_holds_the_share_and_the_operation(directory):
     shown = api.timeline(directory / "a", most_bars=0, pixels=40)
-    heatmap = chart.figure(shown, "dark").data[0]
+    heatmap = timeline_chart.figure(shown, "dark").data[0]
     ops = ["all_reduce", "all_gather"]
     width = shown.density["end_ns"][0] - shown.density["begin_ns"][0]
     for row, rank in enumerate(shown.ranks):
@@ -130,7 +130,7 @@ def write_groups(path):
 
 def test_each_group_of_a_rank_has_a_lane(tmp_path):
     shown = api.timeline(write_groups(tmp_path / "groups"), most_bars=0, pixels=40)
-    figure = chart.figure(shown, "light")
+    figure = timeline_chart.figure(shown, "light")
     texts = figure.layout.yaxis.ticktext
     assert texts[:3] == ("<b>rank 0</b> group 0", "data", "&lt;script&gt;ale...")
     heatmap, width = figure.data[0], shown.density["end_ns"][0] - shown.density["begin_ns"][0]
@@ -152,18 +152,18 @@ def test_each_group_of_a_rank_has_a_lane(tmp_path):
 def test_bars_of_several_groups_stand_beside_their_names(tmp_path):
     shown = api.timeline(write_groups(tmp_path / "groups"), 0, 2_000_000)
     assert shown.bars is not None
-    axis = chart.figure(shown, "light").layout.yaxis
+    axis = timeline_chart.figure(shown, "light").layout.yaxis
     assert axis.ticktext[:3] == ("<b>rank 0</b> group 0", "data", "&lt;script&gt;ale...")
     # each name stands in the middle of the bars of its group
     bars = shown.bars[shown.bars["rank"] == 0]
-    of_rank = chart.places(bars, chart.rows_of(shown.bars, shown.ranks))
+    of_rank = timeline_chart.places(bars, timeline_chart.rows_of(shown.bars, shown.ranks))
     for lane, value in enumerate(axis.tickvals[:3]):
         drawn = [place for place, each in zip(of_rank, bars["lane"], strict=True) if each == lane]
         assert value == (min(drawn) + max(drawn)) / 2
 
 
 def test_bars_of_one_group_need_no_names(directory):
-    axis = chart.figure(api.timeline(directory / "a"), "light").layout.yaxis
+    axis = timeline_chart.figure(api.timeline(directory / "a"), "light").layout.yaxis
     assert axis.ticktext == ("rank 0", "rank 1", "rank 2")
 
 
@@ -181,7 +181,7 @@ def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
 
 def test_hover_says_bucket_parameters_bytes_and_purpose_as_text(directory):
     shown = api.timeline(directory / "a")
-    texts = chart.hover_texts(shown.bars, shown.run_begin_ns)
+    texts = timeline_chart.hover_texts(shown.bars, shown.run_begin_ns)
     assert "bucket 3" in " ".join(texts)
     assert "gradient_reduce" in texts[0]
     assert "payload" in texts[0]
@@ -192,7 +192,7 @@ def test_hover_says_bucket_parameters_bytes_and_purpose_as_text(directory):
     ("begin", "end"), [(0, 1), (0, 10**9), (5 * 10**9, 5 * 10**9 + 300), (-50, 70_000), (10**15, 10**15 + 7)]
 )
 def test_ticks_are_within_and_differ(begin, end):
-    values, texts = chart.time_ticks(begin, end)
+    values, texts = timeline_chart.time_ticks(begin, end)
     assert values and all(begin - 1 <= value <= end + 1 for value in values)
     assert len(set(texts)) == len(texts) or end - begin < 2
 

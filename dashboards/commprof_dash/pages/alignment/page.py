@@ -14,8 +14,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import alignment_chart as charts
-from commprof_dash.charts import topology_chart as drawings
+from commprof_dash.charts import alignment_chart, topology_chart
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
@@ -56,7 +55,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         groups = [_word(group) for group in of_rank["pg"].drop_duplicates()]
         default = groups[0] if first is None or _word(first["pg"]) not in groups else _word(first["pg"])
         group = address.one(placed, GROUP, groups, default)
-        state = address.one(placed, STATE, charts.STATES, ALL)
+        state = address.one(placed, STATE, alignment_chart.STATES, ALL)
         of_group = of_rank[_words(of_rank["pg"]) == group].iloc[0]
         at = _position(placed, summary.divergences, state, rank, group)
         window = runs.of_run(
@@ -77,7 +76,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         controls_shown = [
             controls.select(RANK, "Rank", ranks, rank),
             controls.select(GROUP, "Group", groups, group),
-            controls.select(STATE, "State", [ALL, *charts.STATES], state),
+            controls.select(STATE, "State", [ALL, *alignment_chart.STATES], state),
             *topology_controls,
         ]
         return controls_shown, [
@@ -166,7 +165,7 @@ def _tiles(summary: api.AlignmentSummary, communicators: pd.DataFrame) -> Compon
         "ambiguous": "several equal candidates match",
         "torn": "a truncated line",
     }
-    shares = {state: int(totals.get(state, 0)) for state in charts.STATES}
+    shares = {state: int(totals.get(state, 0)) for state in alignment_chart.STATES}
     lines, records, missing, extra = (
         int(communicators[name].fillna(0).sum())
         for name in ("ambiguous", "ambiguous_records", "ambiguous_missing", "ambiguous_extra")
@@ -187,7 +186,7 @@ def _states(frame: pd.DataFrame, scheme: Scheme) -> Component:
         "states",
         "Records and lines of each rank",
         "Every record and every operation line is in exactly one state.",
-        charts.states(frame, scheme),
+        alignment_chart.states(frame, scheme),
         frame,
         [
             Field("rank", "Rank", str, numeric=True),
@@ -297,7 +296,10 @@ def _communicators(frame: pd.DataFrame) -> Component:
             Field("confidence", "Confidence"),
             Field("basis", "What ties them"),
             Field("reason", "Why not"),
-            *[Field(state, state.capitalize(), format_count, numeric=True) for state in charts.STATES],
+            *[
+                Field(state, state.capitalize(), format_count, numeric=True)
+                for state in alignment_chart.STATES
+            ],
             Field("ambiguous_missing", "At least missing among the ambiguous", format_count, numeric=True),
             Field("ambiguous_extra", "At least extra among the ambiguous", format_count, numeric=True),
         ],
@@ -331,7 +333,7 @@ def _edges(frame: pd.DataFrame, kind: str, channel: str, scheme: Scheme) -> Comp
     title = f"The {kind} of channel {channel}"
     if frame.empty:
         return cards.empty_card(f"topology-{kind}", title, f"The log prints no {kind} of this channel.")
-    draw = drawings.ring if kind == "ring" else drawings.tree
+    draw = topology_chart.ring if kind == "ring" else topology_chart.tree
     words = "each rank sends to the next" if kind == "ring" else "parents above their children"
     return cards.figure_card(
         f"topology-{kind}",

@@ -13,7 +13,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import bandwidth_chart as charts
+from commprof_dash.charts import bandwidth_chart
 from commprof_dash.charts.bandwidth_chart import BUSBW, RATES, Rate, format_rate
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
@@ -219,7 +219,7 @@ def _figure(
         title,
         f"{rate.name} of payload bytes ({rate.definition}). Each point is the median of one operation, group and size, from "
         f"the last arrival of its ranks to its end.{ceiling}{left}",
-        charts.against_size(drawn, strange, curve, rate, scheme),
+        bandwidth_chart.against_size(drawn, strange, curve, rate, scheme),
         sizes,
         [
             Field("op", "Operation"),

@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import bucket_charts as charts
+from commprof_dash.charts import bucket_charts
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
@@ -179,10 +179,10 @@ def _drawn(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def _capacity_told(drawn: pd.DataFrame) -> str:
-    capacities = charts.capacities(drawn).dropna()
+    capacities = bucket_charts.capacities(drawn).dropna()
     if capacities.empty:
         return ""
-    if charts.are_drawn(drawn):
+    if bucket_charts.are_drawn(drawn):
         return "; dashes: its capacity"
     return f"; its capacity, {api.format_bytes(capacities.min())}, is far above what is drawn"
 
@@ -195,7 +195,7 @@ def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
         "bucket-sizes",
         "What each bucket holds",
         f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}.{cut}",
-        charts.sizes(drawn, scheme),
+        bucket_charts.sizes(drawn, scheme),
         frame.drop(columns="parameters"),
         [
             Field("label", "Bucket"),
@@ -218,7 +218,7 @@ def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
         title,
         f"{over}: from the first collective of the bucket to its last known end. Exposed: the program was "
         f"blocked on them.{cut}",
-        charts.times(drawn, scheme),
+        bucket_charts.times(drawn, scheme),
         frame[["label", "duration_ns", "exposed_ns"]],
         [
             Field("label", "Bucket"),

@@ -10,12 +10,12 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash.charts import setting_charts as charts
+from commprof_dash.charts import setting_charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.grid import GridCell, grid_card
 from commprof_dash.components.tables import Cell, Field, csv_link, facts, table
 from commprof_dash.measures import COUNT
-from commprof_dash.pages.compare import data as settings_data
+from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.theme import Scheme
 
 _ANSWERS: Final = {
@@ -124,18 +124,20 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
         Field("state", "Ledger"),
         Field("reason", "Remark"),
     ]
-    highest = charts.highest_level(frame)
-    cells = settings_data.grid(settings)
+    highest = setting_charts.highest_level(frame)
+    cells = compare_data.grid(settings)
     if not cells:
         labels = {str(label): str(label) for label in settings["label"]}
-        drawn = charts.levels(frame, labels, highest, scheme)
+        drawn = setting_charts.levels(frame, labels, highest, scheme)
         return cards.figure_card("levels", _REDUCING, subtitle, drawn, frame, fields)
-    costs = settings_data.costs(settings, resources)
+    costs = compare_data.costs(settings, resources)
     drawn_cells = [
         [
             GridCell(
                 ", ".join(words for words in (cell.row, cell.column) if words),
-                charts.levels(frame, dict(cell.settings), highest, scheme, charts.CELL_CHARACTERS)
+                setting_charts.levels(
+                    frame, dict(cell.settings), highest, scheme, setting_charts.CELL_CHARACTERS
+                )
                 if cell.settings
                 else None,
                 _costs(cell.settings, costs),
@@ -148,7 +150,7 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
     return grid_card("levels", _REDUCING, subtitle, drawn_cells, frame, fields)
 
 
-def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, settings_data.Cost]) -> list[Component]:
+def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, compare_data.Cost]) -> list[Component]:
     """Of each setting in a cell of the grid: step time, exposed time, loss, memory, samples per second."""
     children: list[Component] = []
     for label, heading in settings:
@@ -201,7 +203,7 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
         f"Wire bytes per step, modelled for {of}, by source and destination of the data: "
         "a reduce to an owner loads that rank, a "
         f"ring loads all equally. One point per rank; the number is the largest over the mean.{missing}",
-        charts.ranks(frame, shown, scheme, executed),
+        setting_charts.ranks(frame, shown, scheme, executed),
         frame,
         [
             Field("label", "Setting"),
@@ -271,7 +273,7 @@ def memory(frame: pd.DataFrame, scheme: Scheme) -> Component:
         "memory",
         title,
         "The largest rank: bar for the median over the steps, line for the maximum.",
-        charts.memory(frame, scheme),
+        setting_charts.memory(frame, scheme),
         frame[columns],
         [
             Field("label", "Setting"),
@@ -298,7 +300,7 @@ def samples(frame: pd.DataFrame, scheme: Scheme) -> Component:
         title,
         "Samples of a step over its time: median of the steps, with the 95 % interval over repeats. In brackets: the "
         "source of the samples, the program's metric or the batch size of the config.",
-        charts.samples(frame, scheme),
+        setting_charts.samples(frame, scheme),
         frame[columns],
         [
             Field("label", "Setting"),

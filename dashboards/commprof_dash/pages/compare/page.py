@@ -14,16 +14,14 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import loss_chart as loss
-from commprof_dash.charts import time_charts as times
-from commprof_dash.charts import traffic
+from commprof_dash.charts import loss_chart, time_charts, traffic
 from commprof_dash.charts.series import is_reducing
 from commprof_dash.components import cards, controls, messages, pending
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs, Selection, reason
 from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
-from commprof_dash.pages.compare import cards as settings_cards
-from commprof_dash.pages.compare import data as settings_data
+from commprof_dash.pages.compare import cards as compare_cards
+from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of
@@ -60,41 +58,41 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
         return [messages.message("Nothing to compare", "Choose at least one run above that can be read.")]
     settings = runs.comparison(names)
     frame = runs.traffic_by_setting(names)
-    compared = settings_data.compared(runs, names)
+    compared = compare_data.compared(runs, names)
     labels = [str(label) for label in settings["label"]]
     return [
-        settings_cards.advice(compared.advice),
+        compare_cards.advice(compared.advice),
         *_findings(settings),
         _levels(runs, names, scheme),
         _reducing(frame, labels, measure, scheme),
         cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
         _settings_table(settings.merge(compared.resources, on="label", how="left")),
-        *filter(None, [settings_cards.groups(compared.groups)]),
-        settings_cards.weighed(compared.advice),
-        cards.columns([_loss(runs, settings, scheme), settings_cards.ranks(compared.ranks, labels, scheme)]),
+        *filter(None, [compare_cards.groups(compared.groups)]),
+        compare_cards.weighed(compared.advice),
+        cards.columns([_loss(runs, settings, scheme), compare_cards.ranks(compared.ranks, labels, scheme)]),
         cards.columns(
             [
-                settings_cards.samples(compared.resources, scheme),
-                settings_cards.memory(compared.resources, scheme),
+                compare_cards.samples(compared.resources, scheme),
+                compare_cards.memory(compared.resources, scheme),
             ]
         ),
     ]
 
 
 def _levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component:
-    if settings_data.are_large(runs, names) and runs.is_going(names):
-        return settings_cards.levels_to_come(going=True)
+    if compare_data.are_large(runs, names) and runs.is_going(names):
+        return compare_cards.levels_to_come(going=True)
     card = _drawn_levels(runs, names, scheme)
-    return card or pending.pending(LEVELS, settings_cards.levels_to_come(going=False), list(names))
+    return card or pending.pending(LEVELS, compare_cards.levels_to_come(going=False), list(names))
 
 
 def _drawn_levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component | None:
     """The card of the four levels; None while they are being computed."""
-    levels = settings_data.levels(runs, names)
+    levels = compare_data.levels(runs, names)
     if levels is None:
         return None
-    resources = settings_data.compared(runs, names).resources
-    return settings_cards.levels(levels, runs.comparison(names), resources, scheme)
+    resources = compare_data.compared(runs, names).resources
+    return compare_cards.levels(levels, runs.comparison(names), resources, scheme)
 
 
 def _findings(settings: pd.DataFrame) -> list[Component]:
@@ -160,7 +158,7 @@ def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
         title,
         f"Median per step and its 95 % interval over {_over(part)}, without the first step. The recommendation lists "
         "measurable differences.",
-        times.by_setting(part, scheme),
+        time_charts.by_setting(part, scheme),
         part,
         [
             Field("label", "Setting"),
@@ -187,7 +185,7 @@ def _settings_table(settings: pd.DataFrame) -> Component:
         "settings",
         "Settings",
         f"The gradient reduction that each config requests, the issued one, and its cost per step.{also}",
-        settings.assign(exposed=text_column(settings, settings_data.exposed_text)),
+        settings.assign(exposed=text_column(settings, compare_data.exposed_text)),
         [
             Field("label", "Setting"),
             Field("requested_op", "Requested", _op),
@@ -236,7 +234,7 @@ def _loss(runs: Runs, settings: pd.DataFrame, scheme: Scheme) -> Component:
         "loss",
         title,
         "Training loss against step, the first run of each setting.",
-        loss.curves(part, [label for label in shown if label in set(part["label"])], scheme),
+        loss_chart.curves(part, [label for label in shown if label in set(part["label"])], scheme),
         part[["label", "step", "loss"]],
         [
             Field("label", "Setting"),

@@ -14,7 +14,7 @@ from commprof.analysis import api
 from commprof.schema import OPS, PURPOSES
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import matrix_chart as charts
+from commprof_dash.charts import matrix_chart
 from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
@@ -130,7 +130,7 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
     width, ranks = int(frame.attrs["ranks_per_cell"]), int(frame.attrs["ranks"])
 
     def rank(first: int) -> str:
-        return charts.rank_text(first, width, ranks)
+        return matrix_chart.rank_text(first, width, ranks)
 
     blocks = (
         "" if width == 1 else f" Each row and column is {width} neighbouring ranks together, of {ranks:,}."
@@ -141,7 +141,7 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
         f"{measure.name} of the chosen steps together ({measure.definition})."
         + (f" Shown as issued: {reason}." if reason else "")
         + blocks,
-        charts.heat(drawn, measure.column, measure.name, op, scheme),
+        matrix_chart.heat(drawn, measure.column, measure.name, op, scheme),
         drawn.sort_values(measure.column, ascending=False, kind="stable"),
         [
             Field("sender", "From rank", rank, numeric=True),
@@ -179,7 +179,7 @@ def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
         title,
         "Wire bytes, as issued, that each rank receives as the root of reduces. The largest is "
         f"{imbalance:.3g} times the mean.",
-        charts.received_by_owner(frame, scheme),
+        matrix_chart.received_by_owner(frame, scheme),
         frame,
         [
             Field("rank", "Rank", str, numeric=True),

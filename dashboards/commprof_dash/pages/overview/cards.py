@@ -11,8 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash.charts import exposure_chart as charts
-from commprof_dash.charts import resource_charts
+from commprof_dash.charts import exposure_chart, resource_charts
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
@@ -123,7 +122,7 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
         f"Exposed:{spent} The program was blocked on a collective; mean over the ranks, median of {union['steps']:,} warm "
         "steps. Overlapped: collectives were under way and it was blocked on none. Concurrent waits count once; purposes "
         f"overlap, and all is their union, not their sum. {' '.join(unknown)}",
-        charts.by_purpose(frame, scheme),
+        exposure_chart.by_purpose(frame, scheme),
         table,
         [
             Field("purpose", "Purpose"),

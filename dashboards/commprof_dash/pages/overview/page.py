@@ -16,8 +16,7 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import time_charts as times
-from commprof_dash.charts import traffic
+from commprof_dash.charts import time_charts, traffic
 from commprof_dash.components import cards, controls, messages, pending, tables
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
@@ -264,7 +263,7 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
         "step-time",
         title,
         "Exposed: the program was blocked on a collective. Step 0 is a warm-up step.",
-        times.over_steps(frame, scheme),
+        time_charts.over_steps(frame, scheme),
         frame[columns].assign(exposed=text_column(frame, api.exposed_time)),
         [
             Field("step", "Step", str, numeric=True),

@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.charts import lateness_chart as charts
+from commprof_dash.charts import lateness_chart
 from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
@@ -113,7 +113,7 @@ def _boxes(frame: pd.DataFrame, scheme: Scheme) -> Component:
         "lateness",
         "Lateness of each rank",
         "After the first rank of each collective or message: box over the middle half, whiskers from 5 to 95 %.",
-        charts.boxes(frame, scheme),
+        lateness_chart.boxes(frame, scheme),
         frame,
         [
             Field("rank", "Rank", str, numeric=True),
@@ -135,7 +135,7 @@ def _causes(frame: pd.DataFrame, scheme: Scheme) -> Component:
         title,
         "Each collective counts for its longest part, if that is beyond the clock error. Late launches are known only if "
         "device times were recorded.",
-        charts.causes(frame, scheme),
+        lateness_chart.causes(frame, scheme),
         frame,
         [
             Field("rank", "Rank", str, numeric=True),

@@ -14,7 +14,7 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import timeline_chart as chart
+from commprof_dash.charts import timeline_chart
 from commprof_dash.components import cards, messages
 from commprof_dash.components.graph import graph, height_of
 from commprof_dash.data import Runs, reason
@@ -51,7 +51,7 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
     shown = timeline(path, view)
     if not shown.records and (nothing := no_records(runs, name)) is not None:
         return [nothing]
-    figure = chart.figure(shown, scheme, _selected(path, view))
+    figure = timeline_chart.figure(shown, scheme, _selected(path, view))
     return [
         dcc.Store(id=VIEW, data=view.stored() | _extent(shown) | {"drawn": True}),
         dcc.Store(id=RUN, data=name),
@@ -114,7 +114,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         try:
             path = path_of(runs, name)
             shown = timeline(path, view)
-            figure = chart.figure(shown, scheme_of(scheme), _selected(path, view))
+            figure = timeline_chart.figure(shown, scheme_of(scheme), _selected(path, view))
             return figure, height_of(figure), below(path, name, view, shown)
         except KeyError:
             return dash.no_update, dash.no_update, [messages.unknown_runs([name], str(runs.directory))]

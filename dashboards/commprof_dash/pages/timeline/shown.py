@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 from commprof.analysis import api
 from commprof.schema import OPS
 from commprof_dash import address
-from commprof_dash.charts import timeline_chart as chart
+from commprof_dash.charts import timeline_chart
 from commprof_dash.charts.density_chart import OTHER_GROUPS, lane_names
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import tables
@@ -97,7 +97,7 @@ def _legend(shown: api.Timeline) -> Component:
         for name, colour, looks in entries
     ]
     swatch = {"border": f"2px solid {EXPOSED_COLOUR}"}
-    items.append(html.Li([html.Span(className="swatch", style=swatch), chart.EXPOSED]))
+    items.append(html.Li([html.Span(className="swatch", style=swatch), timeline_chart.EXPOSED]))
     if (shown.bands["kind"] == "step").any():
         shade = {"backgroundColor": "var(--line)"}
         items.append(html.Li([html.Span(className="swatch", style=shade), "every second training step"]))
@@ -107,7 +107,7 @@ def _legend(shown: api.Timeline) -> Component:
             [
                 html.Span(
                     className="swatch band",
-                    style={"backgroundColor": chart.PHASE_COLOURS.get(phase, OTHER_COLOUR)},
+                    style={"backgroundColor": timeline_chart.PHASE_COLOURS.get(phase, OTHER_COLOUR)},
                 ),
                 f"{phase} phase",
             ]

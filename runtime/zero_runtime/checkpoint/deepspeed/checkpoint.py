@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.deepspeed import torch_file as file
+from zero_runtime.checkpoint.deepspeed import torch_file
 from zero_runtime.checkpoint.deepspeed.description import (
     client_values,
     counters,
@@ -86,14 +86,14 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
     def verify(self, ranks: Iterable[int]) -> None:
         """Compare the files of these numbers with the checksums in them."""
         for rank in ranks:
-            file.verify(self._folder.files[rank])
+            torch_file.verify(self._folder.files[rank])
 
     # Weights only.
 
     def _weights(self) -> Manifest:
         tensors: dict[str, torch.Tensor] = {}
         for path in self._folder.weights:
-            tensors.update(file.read_weights(path))
+            tensors.update(torch_file.read_weights(path))
         self._take_module(tensors, self._known.buffers if self._known else frozenset())
         return self._manifest({}, {}, None, [], 0)
 
@@ -101,7 +101,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
 
     def _training(self) -> Manifest:
         paths = self._folder.models
-        models = {rank: file.read_dict(path, "module", "global_steps") for rank, path in paths.items()}
+        models = {rank: torch_file.read_dict(path, "module", "global_steps") for rank, path in paths.items()}
         first = models.get(0)
         if first is None or not isinstance(first["module"], dict):
             raise CheckpointError(
@@ -304,7 +304,9 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             # DeepSpeed's exclude_frozen_parameters leaves them out without recording it.
             excluded=sorted(name for name in frozen if name not in self._facts),
             files=tuple(
-                RankFile(str(path.relative_to(self.directory)), path.stat().st_size, file.checksum(path))
+                RankFile(
+                    str(path.relative_to(self.directory)), path.stat().st_size, torch_file.checksum(path)
+                )
                 for path in self._folder.files
             ),
         )

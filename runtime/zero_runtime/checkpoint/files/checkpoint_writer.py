@@ -25,7 +25,7 @@ from zero_runtime.checkpoint.files.checkpoint_manifest import (
 )
 from zero_runtime.checkpoint.files.tensor_file import Entry, Written, discard, entry_of, sync_directory, write
 from zero_runtime.checkpoint.files.values import Encoder
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, facts
 from zero_runtime.errors import CheckpointError
 from zero_runtime.version import VERSION
@@ -57,28 +57,28 @@ def save(
     """
     group = training.group
     training.settle()
-    agreement.barrier(group)
-    agreement.validate_tag(group, tag, tag_validation)
+    save_agreement.barrier(group)
+    save_agreement.validate_tag(group, tag, tag_validation)
     directory = save_dir / tag
     doing = f"saving {directory}"
     more = contents.buffer_entries(training.module, group)
-    draft, error = agreement.attempt(
+    draft, error = save_agreement.attempt(
         lambda: _Draft(training, save_dir, tag, client_state, exclude_frozen, more)
     )
     written = None
     if draft is not None:
-        written, error = agreement.attempt(draft.write_rank_file)
+        written, error = save_agreement.attempt(draft.write_rank_file)
     try:
-        files = agreement.exchange(group, written, error, doing)
+        files = save_agreement.exchange(group, written, error, doing)
         error = None
         if group.rank == 0 and draft is not None:
-            _, error = agreement.attempt(lambda: draft.commit(files, save_latest))
-        agreement.agree(group, error, doing)
+            _, error = save_agreement.attempt(lambda: draft.commit(files, save_latest))
+        save_agreement.agree(group, error, doing)
     except CheckpointError:
         if draft is not None:
             draft.abandon()
         raise
-    agreement.barrier(group)
+    save_agreement.barrier(group)
 
 
 class _Draft:

@@ -30,7 +30,7 @@ from zero_runtime.checkpoint.files.checkpoint_manifest import (
 from zero_runtime.checkpoint.files.checkpoint_writer import save
 from zero_runtime.checkpoint.files.tensor_file import replace_file
 from zero_runtime.checkpoint.loading import Loaded, Others, Wanted, load
-from zero_runtime.checkpoint.ranks import save_agreement as agreement
+from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.ranks.merged_ranks import open_stages, saved_axes
 from zero_runtime.checkpoint.training import Training, parameters
 from zero_runtime.comm import DataParallelGroup
@@ -64,10 +64,10 @@ def save_parts(
         CheckpointError: on every rank, if one of them fails.
     """
     doing = f"saving {save_dir / tag}"
-    _, error = agreement.attempt(lambda: check_tag(tag))
-    agreement.agree(model.group, error, doing)
-    agreement.validate_tag(model.group, tag, tag_validation)
-    _, error = agreement.attempt(
+    _, error = save_agreement.attempt(lambda: check_tag(tag))
+    save_agreement.agree(model.group, error, doing)
+    save_agreement.validate_tag(model.group, tag, tag_validation)
+    _, error = save_agreement.attempt(
         lambda: save(
             training,
             save_dir / tag,
@@ -78,7 +78,7 @@ def save_parts(
             exclude_frozen=exclude_frozen,
         )
     )
-    agreement.agree(model.group, error, doing)
+    save_agreement.agree(model.group, error, doing)
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -86,8 +86,8 @@ def save_parts(
         "counters": dict(training.counters),
     }
     if training.group.rank == 0 and model.group.rank == 0:
-        _, error = agreement.attempt(lambda: _commit(save_dir, tag, content, save_latest))
-    agreement.agree_all([model.group, training.group], error, doing)
+        _, error = save_agreement.attempt(lambda: _commit(save_dir, tag, content, save_latest))
+    save_agreement.agree_all([model.group, training.group], error, doing)
 
 
 def _commit(save_dir: Path, tag: str, content: Mapping[str, Any], save_latest: bool) -> None:
@@ -113,14 +113,14 @@ def load_parts(
     named = read_latest(load_dir) if tag is None else tag
     if named is None:
         return load(training, load_dir, None, wanted)
-    content, error = agreement.attempt(lambda: _read(load_dir / named, sizes))
-    agreement.agree(model.group, error, doing)
+    content, error = save_agreement.attempt(lambda: _read(load_dir / named, sizes))
+    save_agreement.agree(model.group, error, doing)
     assert content is not None
     others = Others(model.group, content["counters"])
-    loaded, error = agreement.attempt(
+    loaded, error = save_agreement.attempt(
         lambda: load(training, load_dir / named, part_name(model.group.rank), wanted, others)
     )
-    agreement.agree(model.group, error, doing)
+    save_agreement.agree(model.group, error, doing)
     return None if loaded is None else loaded._replace(directory=loaded.directory.parent)
 
 
@@ -165,7 +165,7 @@ def load_recut(
             f"parameter {strange[0]!r} was partitioned by the script, so its position in the saved tensor is not known; "
             "load a checkpoint of as many ranks for each model"
         )
-    agreement.agree(everyone, error, f"loading {load_dir}")
+    save_agreement.agree(everyone, error, f"loading {load_dir}")
     opener = partial(open_stages, names=names, cuts=cuts)
     return load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Final
 
-from zero_runtime.pipeline.schedule import pipeline_schedules as schedules
+from zero_runtime.pipeline.schedule import pipeline_schedules
 from zero_runtime.pipeline.schedule.instructions import Action, Instruction
 
 
@@ -145,7 +145,7 @@ class TrainSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions, with the reductions and the update in the last list."""
-        instructions = schedules.one_f_one_b(self.stages, self.micro_batches, self.stage_id)
+        instructions = pipeline_schedules.one_f_one_b(self.stages, self.micro_batches, self.stage_id)
         for number, step in enumerate(instructions, 1):
             last = [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if number == len(instructions) else []
             yield [*map(self._translated, step), *last]
@@ -160,7 +160,7 @@ class InferenceSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions: a list for each of the steps in which any stage computes. Batches are taken first."""
-        instructions = schedules.inference(self.stages, self.micro_batches, self.stage_id)
+        instructions = pipeline_schedules.inference(self.stages, self.micro_batches, self.stage_id)
         for step in instructions[: self.micro_batches + self.stages - 1]:
             ordered = sorted(step, key=lambda each: each.action is not Action.LOAD)
             yield [*map(self._translated, ordered)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from zero_runtime.deepspeed_names.ranks import comm_functions as comm
+from zero_runtime.deepspeed_names.ranks import comm_functions
 from zero_runtime.errors import ConfigError
 from zero_runtime.groups.comm_log import LOG, Sample, figures, shown_size, trimmed_mean
 
@@ -74,24 +74,24 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def _log_summary(show_straggler: bool, return_dict: bool) -> dict[str, Any] | None:
-    comm.barrier()
+    comm_functions.barrier()
     samples = {
         name: {size: list(calls) for size, calls in by_size.items()} for name, by_size in LOG.read().items()
     }
     straggling = _compare(samples) if show_straggler else None
-    if comm.get_rank() == 0:
+    if comm_functions.get_rank() == 0:
         _print(_HEADINGS, {name: _rows(by_size) for name, by_size in samples.items()})
         if straggling is not None:
             _print(_STRAGGLER_HEADINGS, {name: _straggler_rows(calls) for name, calls in straggling.items()})
-    comm.barrier()
+    comm_functions.barrier()
     if not return_dict:
         return None
     return {
         "summary": {name: figures(by_size) for name, by_size in samples.items()},
         "straggler_analysis": straggling,
         "metadata": {
-            "world_size": comm.get_world_size(),
-            "rank": comm.get_rank(),
+            "world_size": comm_functions.get_world_size(),
+            "rank": comm_functions.get_rank(),
             "timestamp": datetime.now().isoformat(),
         },
     }
@@ -127,8 +127,8 @@ def _compare(samples: _Samples) -> dict[str, dict[int, dict[str, Any]]]:
         for name, by_size in samples.items()
         for size, calls in by_size.items()
     }
-    everybody: list[Any] = [None] * comm.get_world_size()
-    comm.all_gather_object(everybody, mine)
+    everybody: list[Any] = [None] * comm_functions.get_world_size()
+    comm_functions.all_gather_object(everybody, mine)
     compared: dict[str, dict[int, dict[str, Any]]] = {}
     for (name, size), own in sorted(mine.items()):
         series = [each[name, size] for each in everybody if (name, size) in each]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_runtime.deepspeed_names.ranks import comm_functions as comm
+from zero_runtime.deepspeed_names.ranks import comm_functions
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.groups.parallelism import Parallelism, current, data_parallel
 from zero_runtime.groups.process_grid import DATA, SEQUENCE
@@ -45,12 +45,12 @@ def _group(*axes: str) -> Any:
 
 def _world_size(*axes: str) -> int:
     group = _group(*axes)
-    return 1 if group is None else comm.get_world_size(group)
+    return 1 if group is None else comm_functions.get_world_size(group)
 
 
 def _rank(*axes: str) -> int:
     group = _group(*axes)
-    return 0 if group is None else comm.get_rank(group)
+    return 0 if group is None else comm_functions.get_rank(group)
 
 
 def get_data_parallel_group() -> Any:
@@ -58,7 +58,7 @@ def get_data_parallel_group() -> Any:
     parallelism = _shared()
     if parallelism.grid is not None:
         return parallelism.grid.group(DATA).group
-    return comm.get_world_group() if parallelism.data is None else parallelism.data
+    return comm_functions.get_world_group() if parallelism.data is None else parallelism.data
 
 
 def get_data_parallel_world_size() -> int:
@@ -73,23 +73,23 @@ def get_data_parallel_rank() -> int:
 
 def get_data_parallel_ranks() -> list[int]:
     """Their global ranks."""
-    return comm.get_all_ranks_from_group(get_data_parallel_group())
+    return comm_functions.get_all_ranks_from_group(get_data_parallel_group())
 
 
 def get_sequence_data_parallel_group() -> Any:
     """The ranks that gradients are summed over."""
     parallelism = _shared()
-    return comm.get_world_group() if parallelism.data is None else parallelism.data
+    return comm_functions.get_world_group() if parallelism.data is None else parallelism.data
 
 
 def get_sequence_data_parallel_world_size() -> int:
     """The number of those."""
-    return comm.get_world_size(get_sequence_data_parallel_group())
+    return comm_functions.get_world_size(get_sequence_data_parallel_group())
 
 
 def get_sequence_data_parallel_rank() -> int:
     """This rank among them."""
-    return comm.get_rank(get_sequence_data_parallel_group())
+    return comm_functions.get_rank(get_sequence_data_parallel_group())
 
 
 def get_sequence_parallel_group() -> Any:
@@ -146,7 +146,7 @@ def get_tensor_model_parallel_rank() -> int:
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of them."""
     tensor = _shared().tensor_group
-    return comm.get_rank() if tensor is None else tensor.global_ranks[0]
+    return comm_functions.get_rank() if tensor is None else tensor.global_ranks[0]
 
 
 def get_single_group() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any
 
-from zero_runtime.deepspeed_names.ranks import comm_functions as comm
+from zero_runtime.deepspeed_names.ranks import comm_functions
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.groups import process_grid as grids
+from zero_runtime.groups import process_grid
 from zero_runtime.groups.process_grid import DATA, MODEL, PIPE
 
 
@@ -22,7 +22,7 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        self.grid = grids.ProcessTopology(tuple(axes), tuple(dims))
+        self.grid = process_grid.ProcessTopology(tuple(axes), tuple(dims))
         self.axes = list(axes)
         self.dims = list(dims)
         make: Any = namedtuple
@@ -113,8 +113,8 @@ class PipelineParallelGrid:
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
-        self.global_rank = comm.get_rank()
-        self.world_size = comm.get_world_size()
+        self.global_rank = comm_functions.get_rank()
+        self.world_size = comm_functions.get_world_size()
         self._topology = topology if topology is not None else _default_topology(self.world_size)
         if not self._is_grid_valid():
             raise UsageError(
@@ -130,7 +130,7 @@ class PipelineParallelGrid:
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         places = self._topology.grid.widened(PIPE, DATA, MODEL)
-        groups = grids.ProcessGrid(places, joined=[(PIPE, MODEL)])
+        groups = process_grid.ProcessGrid(places, joined=[(PIPE, MODEL)])
         replica, self.ds_model_proc_group = self._joined(groups, PIPE, MODEL)
         self.ds_model_world_size = len(replica)
         self.ds_model_rank = replica.index(self.global_rank)
@@ -142,7 +142,7 @@ class PipelineParallelGrid:
         self.slice_group, self.slice_proc_group = self._joined(groups, MODEL)
 
     @staticmethod
-    def _joined(groups: grids.ProcessGrid, *axes: str) -> tuple[list[int], Any]:
+    def _joined(groups: process_grid.ProcessGrid, *axes: str) -> tuple[list[int], Any]:
         """The ranks of this process's group along ``axes``, and the group."""
         group = groups.group(*axes)
         return list(group.global_ranks), group.group

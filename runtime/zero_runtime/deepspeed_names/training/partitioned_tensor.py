@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_runtime.deepspeed_names.ranks import comm_functions as comm
+from zero_runtime.deepspeed_names.ranks import comm_functions
 from zero_runtime.deepspeed_names.training.tiling import bounds
 
 
@@ -25,8 +25,8 @@ class PartitionedTensor:
 
     def __init__(self, tensor: torch.Tensor, group: Any) -> None:
         self.group = group
-        self.num_parts = comm.get_world_size(group)
-        self.rank = comm.get_rank(group)
+        self.num_parts = comm_functions.get_world_size(group)
+        self.rank = comm_functions.get_rank(group)
         self.orig_size = list(tensor.shape)
         self.orig_device = tensor.device
         self.partition = bounds(tensor.numel(), self.num_parts)
@@ -72,7 +72,7 @@ class PartitionedTensor:
         mine = self.local_data.new_zeros(largest)
         mine[: self.local_data.numel()] = self.local_data
         padded = mine.new_empty(largest * self.num_parts)
-        comm.all_gather_into_tensor(padded, mine, group=self.group)
+        comm_functions.all_gather_into_tensor(padded, mine, group=self.group)
         shards = [
             padded[number * largest :][: self.partition[number + 1] - self.partition[number]]
             for number in range(self.num_parts)

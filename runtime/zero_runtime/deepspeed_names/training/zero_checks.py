@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from zero_runtime import comm
-from zero_runtime.deepspeed_names.ranks import comm_functions as messages
+from zero_runtime.deepspeed_names.ranks import comm_functions
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.optimizers import Lamb, Lion, Muon, UncorrectedAdam
 from zero_runtime.sharding.gather_schedule.leaves import is_leaf, set_z3_leaf_module
@@ -36,7 +36,7 @@ def get_lst_from_rank0(lst: Sequence[int]) -> list[int]:
     """The numbers of rank 0; the length must be equal on all ranks."""
     numbers = torch.tensor(list(lst), dtype=torch.int64)
     on_device = numbers.cuda() if torch.cuda.is_available() else numbers
-    messages.broadcast(on_device, src=0)
+    comm_functions.broadcast(on_device, src=0)
     return [int(each) for each in on_device.tolist()]
 
 

@@ -15,8 +15,7 @@ from zero_runtime.activation_checkpointing import checkpoint
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.groups.process_grid import PIPE, ProcessTopology
 from zero_runtime.pipeline import layer_files
-from zero_runtime.pipeline.model import stage_partition as partition
-from zero_runtime.pipeline.model import ties
+from zero_runtime.pipeline.model import stage_partition, ties
 from zero_runtime.pipeline.model.layer_times import layer_seconds
 from zero_runtime.pipeline.model.layers import (
     Layer,
@@ -138,7 +137,7 @@ class PipelineModule(torch.nn.Module):
                 f"loss_fn of a PipelineModule is {self.loss_fn!r}; expected a function of (output, labels), or None"
             )
         if self.partition_method is not None and not isinstance(self.partition_method, str):
-            raise partition.unknown_method(self.partition_method)
+            raise stage_partition.unknown_method(self.partition_method)
         self.set_checkpoint_interval(self.activation_checkpoint_interval)
 
     def _topology(self) -> ProcessTopology:
@@ -199,15 +198,15 @@ class PipelineModule(torch.nn.Module):
         kind, _, pattern = method.partition(":")
         kind = kind.strip().lower()
         if kind == "uniform":
-            return partition.uniform(len(self._layer_specs), stages)
+            return stage_partition.uniform(len(self._layer_specs), stages)
         if kind == "parameters":
-            return partition.balanced([trained_numel(layer) for layer in self._layer_specs], stages)
+            return stage_partition.balanced([trained_numel(layer) for layer in self._layer_specs], stages)
         if kind == "type" and pattern:
-            return partition.balanced(self._matches(pattern), stages)
+            return stage_partition.balanced(self._matches(pattern), stages)
         if kind == "profile":
             sample_input = self.sample_input if self.sample_input is not None else sample
-            return partition.balanced(layer_seconds(self._layer_specs, sample_input), stages)
-        raise partition.unknown_method(method)
+            return stage_partition.balanced(layer_seconds(self._layer_specs, sample_input), stages)
+        raise stage_partition.unknown_method(method)
 
     def _matches(self, pattern: str) -> list[int]:
         try:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.pipeline.schedule import pipeline_schedules as schedules
+from zero_runtime.pipeline.schedule import pipeline_schedules
 from zero_runtime.pipeline.schedule.pipeline_schedules import Schedule
 from zero_runtime.pipeline.schedule.simulation import simulate
 
@@ -50,31 +50,31 @@ class Plan(NamedTuple):
     def training(self, micro_batches: int, stage: int) -> Schedule:
         """The schedule of a training step on the rank of ``stage``."""
         if self.name == INTERLEAVED:
-            return schedules.interleaved(self.stages, micro_batches, stage, self.chunks)
+            return pipeline_schedules.interleaved(self.stages, micro_batches, stage, self.chunks)
         functions = {
-            "1f1b": schedules.one_f_one_b,
-            "gpipe": schedules.gpipe,
-            ZERO_BUBBLE: schedules.zero_bubble,
+            "1f1b": pipeline_schedules.one_f_one_b,
+            "gpipe": pipeline_schedules.gpipe,
+            ZERO_BUBBLE: pipeline_schedules.zero_bubble,
         }
         return functions[self.name](self.stages, micro_batches, stage)
 
     def inference(self, micro_batches: int, stage: int) -> Schedule:
         """What the rank of ``stage`` does in an evaluation."""
         if self.chunks > 1:
-            return schedules.interleaved_inference(self.stages, micro_batches, stage, self.chunks)
-        return schedules.inference(self.stages, micro_batches, stage)
+            return pipeline_schedules.interleaved_inference(self.stages, micro_batches, stage, self.chunks)
+        return pipeline_schedules.inference(self.stages, micro_batches, stage)
 
     def idle_fraction(self, micro_batches: int) -> float:
         """The share of a step in which ranks are idle, where all computations take equal time, and messages none."""
         if self.name == ZERO_BUBBLE:
             return _zero_bubble_idle_fraction(self.stages, micro_batches)
-        return schedules.idle_fraction(self.stages, micro_batches, self.chunks)
+        return pipeline_schedules.idle_fraction(self.stages, micro_batches, self.chunks)
 
 
 @lru_cache(maxsize=8)
 def _zero_bubble_idle_fraction(stages: int, micro_batches: int) -> float:
     """The formula where there are at least as many micro-batches as stages; it does not hold for fewer."""
     if micro_batches >= stages:
-        return schedules.zero_bubble_idle_fraction(stages, micro_batches, 1.0, 1.0, 1.0)
-    ranks = [schedules.zero_bubble(stages, micro_batches, stage) for stage in range(stages)]
+        return pipeline_schedules.zero_bubble_idle_fraction(stages, micro_batches, 1.0, 1.0, 1.0)
+    ranks = [pipeline_schedules.zero_bubble(stages, micro_batches, stage) for stage in range(stages)]
     return simulate(ranks).idle_fraction

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 
-from zero_runtime.sharding.gather_schedule import outside_access as access
+from zero_runtime.sharding.gather_schedule import outside_access
 from zero_runtime.sharding.gather_schedule.leaves import is_leaf
 from zero_runtime.sharding.shards import Shard, shard_of
 
@@ -60,14 +60,14 @@ class Unit:
         self.forward, self.backward = 2 * number, 2 * number + 1
         self.is_leaf = is_leaf(module)
         self.awaited = 0
-        self._external = access.external_parameters(module)
+        self._external = outside_access.external_parameters(module)
         self._shards: list[Shard] = []
         self._seen: tuple[int, int] | None = None  # version of the parameters that ``_shards`` is for
 
     def shards(self) -> list[Shard]:
         """The shards of its parameters, each once, by number."""
         parameters = self.module._parameters
-        if self.is_leaf or not isinstance(parameters, access.WatchedParameters):
+        if self.is_leaf or not isinstance(parameters, outside_access.WatchedParameters):
             return self.find(self.is_leaf)
         now = parameters.version, len(self._external)
         if now != self._seen:

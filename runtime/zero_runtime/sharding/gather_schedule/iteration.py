@@ -15,7 +15,7 @@ from commprof import hooks
 from zero_runtime import log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
-from zero_runtime.sharding.gather_schedule import outside_access as access
+from zero_runtime.sharding.gather_schedule import outside_access
 from zero_runtime.sharding.gather_schedule.gather_units import Unit, tensors_in, watch_outputs
 from zero_runtime.sharding.gather_schedule.module_order import Limits, Planner
 from zero_runtime.sharding.parameter_gathering import Gatherer
@@ -92,7 +92,7 @@ class Iteration:
 
     def before_forward(self, unit: Unit) -> None:
         """Gather the parameters of a module that is about to run."""
-        access.running.append(unit)
+        outside_access.running.append(unit)
         self._enter(unit, unit.forward)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
@@ -101,7 +101,7 @@ class Iteration:
         Returns:
             A replacement of its output; None for ``output``.
         """
-        while access.running and access.running.pop() is not unit:
+        while outside_access.running and outside_access.running.pop() is not unit:
             pass  # modules that an exception has left
         tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         replaced = None
@@ -116,7 +116,7 @@ class Iteration:
 
     def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
         """Register parameters that a module returns with the calling module, which uses them."""
-        caller = access.running[-1] if access.running else None
+        caller = outside_access.running[-1] if outside_access.running else None
         for shard in shards_of(outputs):
             if isinstance(caller, Unit):
                 self._borrow(caller, shard)

@@ -26,8 +26,7 @@ import torch
 from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
-from zero_runtime.sharding.gather_schedule import leaves
-from zero_runtime.sharding.gather_schedule import outside_access as access
+from zero_runtime.sharding.gather_schedule import leaves, outside_access
 from zero_runtime.sharding.gather_schedule.gather_units import Unit, units_of, watch_inputs
 from zero_runtime.sharding.gather_schedule.iteration import Iteration
 from zero_runtime.sharding.gather_schedule.module_order import Limits
@@ -155,7 +154,7 @@ class Residency:
             handle.remove()
         self._handles.clear()
         for module in self._module.modules():
-            access.unwatch(module)
+            outside_access.unwatch(module)
         self._iteration.restart()
         self.shard()
         self._hook()
@@ -174,7 +173,7 @@ class Residency:
         for unit in units:
             self._add_hooks(unit)
         for module in self._module.modules():
-            access.watch(module)
+            outside_access.watch(module)
 
     def _add_hooks(self, unit: Unit) -> None:
         iteration = self._iteration
@@ -233,7 +232,7 @@ class Residency:
         self._handles.clear()
         self.release_all()
         for module in self._module.modules():
-            access.unwatch(module)
+            outside_access.unwatch(module)
         for module in self._flagged:
             leaves.set_z3_leaf_module(module, False)
         make_whole(self._module.parameters())

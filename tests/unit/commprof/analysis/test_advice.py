@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.compare import significance as differences
+from commprof.analysis.compare import significance
 from support.runs import SyntheticRun
 
 REDUCE = {"gradient_reduction": "reduce"}
@@ -194,7 +194,7 @@ def test_settings_that_are_alike_are_seldom_called_different():
     called = 0
     for _ in range(trials):
         medians = {str(name): [rng.gauss(1e6, 5e4) for _ in range(4)] for name in range(6)}
-        called += differences.pairs(medians)["verdict"].isin(["shorter", "longer"]).any()
+        called += significance.pairs(medians)["verdict"].isin(["shorter", "longer"]).any()
     assert called / trials < 0.09  # 5 % are meant
 
 
@@ -205,13 +205,13 @@ def test_a_difference_that_is_there_is_found():
         medians = {
             name: [rng.gauss(mean, 1e4) for _ in range(4)] for name, mean in (("a", 1e6), ("b", 1.1e6))
         }
-        found += differences.pairs(medians)["verdict"].tolist() == ["longer"]
+        found += significance.pairs(medians)["verdict"].tolist() == ["longer"]
     assert found > 95
 
 
 def test_welch_by_hand():
     # Means 2 and 6; variances 1 and 4 of three each: error sqrt(5/3), t = 3.098, degrees (5/3)^2 / (1/18 + 16/18) = 2.941
-    found = differences.welch([1, 2, 3], [4, 6, 8])
+    found = significance.welch([1, 2, 3], [4, 6, 8])
     assert found.value == 4
     assert found.probability == pytest.approx(0.0549, abs=2e-4)
     assert (found.low, found.high) == pytest.approx((-0.155, 8.155), abs=2e-2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.analysis import api
-from commprof.analysis.stragglers import straggler_answers as lateness_sums
+from commprof.analysis.stragglers import straggler_answers
 from commprof.analysis.stragglers.arrivals import arrivals, arrivals_frame
 from commprof.analysis.stragglers.straggling import straggling
 from commprof.errors import UsageError
@@ -295,7 +295,7 @@ def test_the_api_answers_from_a_run_directory(tmp_path):
 def test_a_frame_that_does_not_fit_says_how_to_ask_for_less(monkeypatch):
     run = SyntheticRun(world_size=2)
     collective(run, "all_reduce", [100, 200])
-    monkeypatch.setattr(lateness_sums, "limit_bytes", lambda: 100)
+    monkeypatch.setattr(straggler_answers, "limit_bytes", lambda: 100)
     with pytest.raises(UsageError, match=r"steps=.*arrivals_parts"):
         api.arrivals(run.open())
 

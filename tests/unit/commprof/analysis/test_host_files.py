@@ -9,8 +9,7 @@ import pytest
 
 from commprof.analysis import api
 from commprof.analysis.relations.engine import evaluate
-from commprof.analysis.storage import host_files, summaries
-from commprof.analysis.storage import run_totals as sums
+from commprof.analysis.storage import host_files, run_totals, summaries
 from commprof.cli import execute
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
@@ -142,7 +141,7 @@ def test_a_host_that_cannot_be_evaluated_is_named(tmp_path, capsys):
     keep_all(path)[2].unlink()
     spoil_records(path, "node-2")
     with pytest.raises(TraceError, match=r"host node-2 is missing \(ranks 6, 7, 8\)"):
-        sums.step_times(open_run(path))
+        run_totals.step_times(open_run(path))
     assert execute(["report", str(path)]) == 1
     error = capsys.readouterr().err
     assert "node-2" in error and error.count("\n") == 1

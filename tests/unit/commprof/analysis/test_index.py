@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.analysis import api
-from commprof.analysis.browse import record
-from commprof.analysis.browse import timeline as timeline_module
+from commprof.analysis.browse import record, timeline
 from commprof.analysis.browse.density import binned, folded
 from commprof.analysis.storage import index
 from commprof.analysis.storage.spans import own_parts
@@ -170,7 +169,7 @@ def grouped_run(order=(0, 1, 2, 3)):
 def test_lanes_of_groups_add_up_to_the_rank(tmp_path, monkeypatch, pixels):
     path = grouped_run().write(tmp_path / "run")
     found = api.timeline(path, pixels=pixels, most_bars=0)
-    monkeypatch.setattr(timeline_module, "MOST_LANES", 11)
+    monkeypatch.setattr(timeline, "MOST_LANES", 11)
     whole = api.timeline(path, pixels=pixels, most_bars=0)
     assert (len(found.lanes), found.hidden_lanes, whole.lanes, whole.hidden_lanes) == (12, 0, (), 12)
     assert whole.density["pg"].isna().all() and not whole.density["lane"].any()

@@ -14,7 +14,7 @@ from commprof.analysis import api
 from commprof.analysis.relations.engine import connect
 from commprof.analysis.storage import index
 from commprof.analysis.stragglers import straggling
-from commprof.analysis.time import partitions as whole_collectives
+from commprof.analysis.time import partitions
 from commprof.trace.reader import Scan
 from support.runs import SyntheticRun
 
@@ -75,9 +75,9 @@ def runs(tmp_path, monkeypatch):
     plain = mixed_run(random.Random(seed)).write(tmp_path / "plain")
     indexed = mixed_run(random.Random(seed)).write(tmp_path / "indexed")
     monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)
-    original = whole_collectives.conditions
+    original = partitions.conditions
     monkeypatch.setattr(
-        whole_collectives, "conditions", lambda ask, relation, most_rows=0: original(ask, relation, 50)
+        partitions, "conditions", lambda ask, relation, most_rows=0: original(ask, relation, 50)
     )
     assert api.index(indexed)["in_file"]
     return plain, indexed
@@ -152,7 +152,7 @@ def test_parts_hold_every_record_once_and_whole_collectives(runs):
     whole = api.open_run(plain).table("collectives")
     files = tuple(sorted((plain / "collectives").glob("*.parquet")))
     with connect() as engine:
-        parts = list(whole_collectives.of_scan(Scan(files, whole.slice(0, 0)), whole.column_names, engine))
+        parts = list(partitions.of_scan(Scan(files, whole.slice(0, 0)), whole.column_names, engine))
     assert len(parts) > 5
     every = pa.concat_tables(parts)
     keys = ["rank", "attempt", "pid", "seq"]

@@ -14,7 +14,7 @@ from commprof.analysis.stragglers import slow_paths
 from commprof.analysis.stragglers.arrivals import arrivals
 from commprof.analysis.stragglers.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, TRANSFERS, UNTOLD
 from commprof.analysis.stragglers.straggling import straggling
-from commprof.analysis.time import partitions as whole_collectives
+from commprof.analysis.time import partitions
 from commprof.trace import reader
 from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait
 
@@ -447,7 +447,7 @@ def test_records_that_are_read_file_by_file_have_the_same_attribution(tmp_path, 
     path = job.run().write(tmp_path / "run")
     found, said = api.arrivals(path), api.stragglers(path).attrs
     monkeypatch.setattr(reader, "_MOST_ROWS", 10)
-    monkeypatch.setattr(whole_collectives, "_MOST_SCANNED", 30)  # several parts
+    monkeypatch.setattr(partitions, "_MOST_SCANNED", 30)  # several parts
     again = api.arrivals(path).sort_values(["pg_seq", "rank"], ignore_index=True)
     names = ["rank", "seq", "own_delay_ns", "inherited_ns", "others_waited_own_ns"]
     assert again[names].equals(found.sort_values(["pg_seq", "rank"], ignore_index=True)[names])

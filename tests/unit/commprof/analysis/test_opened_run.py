@@ -10,7 +10,7 @@ import pytest
 import commprof
 from commprof.analysis import api
 from commprof.analysis.browse.notebook import OpenedRun
-from commprof.cli import runs as named_runs
+from commprof.cli import runs
 from commprof.errors import TraceError
 from support.detailed_runs import detailed_run
 
@@ -83,7 +83,7 @@ def replaced(path, name="steps.parquet"):
 
 
 def test_a_run_that_is_finalised_meanwhile_is_asked_again(path, monkeypatch):
-    monkeypatch.setattr(named_runs, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(runs, "_PAUSE_S", 0.0)
     asked = []
 
     def question(found):
@@ -93,7 +93,7 @@ def test_a_run_that_is_finalised_meanwhile_is_asked_again(path, monkeypatch):
             raise TraceError("steps.parquet cannot be read: it is gone")
         return "the answer"
 
-    found, answer = named_runs.asked([str(path)], question)
+    found, answer = runs.asked([str(path)], question)
     assert answer == "the answer"
     assert len(asked) == 3
     assert found is asked[-1]
@@ -104,15 +104,15 @@ def test_an_error_of_a_run_that_is_still_is_told_at_once(path):
         raise TraceError("it is damaged")
 
     with pytest.raises(TraceError, match="it is damaged"):
-        named_runs.asked([str(path)], question)
+        runs.asked([str(path)], question)
 
 
 def test_a_run_whose_files_never_rest_is_one_clear_message(path, monkeypatch):
-    monkeypatch.setattr(named_runs, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(runs, "_PAUSE_S", 0.0)
 
     def question(found):
         replaced(path)
         raise TraceError("steps.parquet cannot be read: it is gone")
 
     with pytest.raises(TraceError, match="being finalised at this moment"):
-        named_runs.asked([str(path)], question)
+        runs.asked([str(path)], question)

@@ -12,7 +12,7 @@ from commprof.cli import rendering
 from commprof.cli.rendering import plain
 from commprof.cli.sections.resources import resource_parts
 from commprof.schema import SAMPLES
-from commprof_dash.charts import resource_charts as charts
+from commprof_dash.charts import resource_charts
 
 MIB = 2**20
 
@@ -83,7 +83,7 @@ def test_nothing_is_said_of_what_is_not_known():
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_chart_draws_what_is_known(scheme):
     steps = times({"rss_bytes": MIB, "cpu_ns": 100}, {"rss_bytes": 3 * MIB, "cpu_ns": 30})
-    figure = charts.over_steps(resource_use(steps, samples()), scheme)
+    figure = resource_charts.over_steps(resource_use(steps, samples()), scheme)
     assert [(trace.name, list(trace.y), trace.yaxis) for trace in figure.data] == [
         ("resident memory, largest rank", [MIB, 3 * MIB], "y"),
         ("cores busy, mean rank", [1.0, 0.3], "y2"),

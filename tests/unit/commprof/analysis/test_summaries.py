@@ -8,8 +8,7 @@ import pandas as pd
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.storage import run_totals as sums
-from commprof.analysis.storage import summaries
+from commprof.analysis.storage import run_totals, summaries
 from commprof.trace.directory import SUMMARIES_DIRECTORY
 from support.detailed_runs import detailed_run
 
@@ -34,7 +33,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
     plain = question(run)
-    assert sums.summarise(run)
+    assert run_totals.summarise(run)
     monkeypatch.setattr(
         "commprof.analysis.traffic.operation_totals.evaluate", None
     )  # nothing is evaluated from the records
@@ -44,16 +43,16 @@ def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
 
 
 def test_summaries_of_changed_files_do_not_count(run):
-    assert sums.summarise(run)
+    assert run_totals.summarise(run)
     step = run / "steps.parquet"
     os.utime(step, ns=(step.stat().st_mtime_ns + 1,) * 2)
     assert not summaries.read(run)
-    assert sums.summarise(run) and summaries.read(run)
+    assert run_totals.summarise(run) and summaries.read(run)
 
 
 def test_a_damaged_summary_does_not_count(run):
     plain = api.traffic(run)
-    assert sums.summarise(run)
+    assert run_totals.summarise(run)
     file = run / SUMMARIES_DIRECTORY / "operations.parquet"
     file.write_bytes(file.read_bytes()[:-20])
     pd.testing.assert_frame_equal(api.traffic(run), plain)
@@ -66,7 +65,7 @@ def test_summaries_that_cannot_be_written_leave_nothing_behind(run, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("commprof.analysis.storage.summaries.write_parquet", full)
-    assert not sums.summarise(run)
+    assert not run_totals.summarise(run)
     assert sorted(path.name for path in run.iterdir()) == before
 
 
@@ -74,17 +73,17 @@ def test_what_a_killed_process_left_is_removed(run):
     left = run / f".{SUMMARIES_DIRECTORY}-abc"
     left.mkdir()
     (left / "operations.parquet").write_bytes(b"half")
-    assert sums.summarise(run)
+    assert run_totals.summarise(run)
     assert not left.exists() and summaries.read(run)
 
 
 def test_a_large_run_of_a_short_job_gets_none(run, monkeypatch):
     monkeypatch.setattr(summaries, "_SMALL", 5)
     monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
-    assert not sums.summarise(run)
+    assert not run_totals.summarise(run)
     assert not (run / SUMMARIES_DIRECTORY).exists()
     monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # so that the job was long enough
-    assert sums.summarise(run)
+    assert run_totals.summarise(run)
 
 
 def test_a_large_run_is_affordable_where_it_takes_half_a_percent_of_the_job():
@@ -94,7 +93,7 @@ def test_a_large_run_is_affordable_where_it_takes_half_a_percent_of_the_job():
 
 
 def test_a_copied_run_is_answered_from_its_records(run, tmp_path):
-    assert sums.summarise(run)
+    assert run_totals.summarise(run)
     copy = tmp_path / "copy"
     shutil.copytree(run, copy, copy_function=shutil.copyfile)
     pd.testing.assert_frame_equal(api.traffic(copy), api.traffic(run))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from commprof.analysis.traffic import moved_bytes as analysis
+from commprof.analysis.traffic import moved_bytes
 from commprof.errors import TraceError
 from commprof.recorder.process.counters import HostReadings, InterfaceCounters, host_readings, parse_net_dev
 from commprof.trace.coverage import uncovered
@@ -165,7 +165,7 @@ def test_all_files_become_one_table_once_and_later_ones_are_added(tmp_path):
 def test_readings_of_two_processes_in_the_wrong_order_do_not_count_a_counter_twice():
     listed = [reading(1, 1_000), reading(5, 1_900, step=0), reading(6, 1_800), reading(9, 2_000)]
     listed += [reading(1, 10, step=-1, host="g"), reading(2, 40, step=0, host="g")]
-    moved = analysis.moved(table_from_rows("wire", listed), {}).set_index("host")["sent_bytes"].to_dict()
+    moved = moved_bytes.moved(table_from_rows("wire", listed), {}).set_index("host")["sent_bytes"].to_dict()
     assert moved == {"g": 30, "h": 1_000}
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from commprof import hooks
-from commprof.recorder.coverage import trial
-from commprof.recorder.coverage import unseen_traffic as beneath
+from commprof.recorder.coverage import trial, unseen_traffic
 from commprof.recorder.dispatcher.cuda_graphs import CapturedGraphs, set_replays
 from commprof.recorder.dispatcher.functional import FUNCTIONAL, WAIT
 from commprof.recorder.dispatcher.operators import C10D, Layout, layout, reduction_name, unknown_operators
@@ -202,23 +201,23 @@ def test_a_newer_torch_without_a_group_to_try_the_layers_on_is_named(monkeypatch
     assert journal._notes[1:] == ["the layers could not be tried: AttributeError: no FakeProcessGroup"]
 
 
-@pytest.mark.parametrize("module", beneath.LOADED)
+@pytest.mark.parametrize("module", unseen_traffic.LOADED)
 def test_what_a_process_has_loaded_that_sends_by_itself_is_named_once(monkeypatch, module):
     notes: list[str] = []
-    watch = beneath.Beneath(notes.append)
+    watch = unseen_traffic.Beneath(notes.append)
     watch.look()
     assert notes == []
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
     watch.look()
     watch.look()
     assert notes == [
-        f"{beneath.LOADED[module]} was loaded: what is sent that way lies beneath c10d and is not among the records"
+        f"{unseen_traffic.LOADED[module]} was loaded: what is sent that way lies beneath c10d and is not among the records"
     ]
 
 
 def test_userbuffers_are_named_when_they_are_in_use(monkeypatch):
     notes: list[str] = []
-    watch = beneath.Beneath(notes.append)
+    watch = unseen_traffic.Beneath(notes.append)
     loaded = ModuleType("transformer_engine.pytorch.module.base")
     loaded._ub_communicators = None
     monkeypatch.setitem(sys.modules, loaded.__name__, loaded)

@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 import commprof
-from commprof.analysis.time import partitions as whole_collectives
+from commprof.analysis.time import partitions
 from commprof.errors import SchemaError
 from commprof.export.csv import export_csv
 from commprof.schema import COLLECTIVES, GROUPS, SCHEMA_VERSION, TABLES
@@ -86,7 +86,7 @@ def test_files_that_are_read_where_they_lie_have_null_there(tmp_path, is_mixed):
     scan = run.scan("collectives", 0)
     assert isinstance(scan, Scan) and not scan.is_current
     with duckdb.connect() as engine:
-        (found,) = whole_collectives.of_scan(scan, COLLECTIVES.names, engine)
+        (found,) = partitions.of_scan(scan, COLLECTIVES.names, engine)
     assert rows_of(found) == rows_of(whole)
     for file in scan.files:
         wanted = ["rank", "seq", *NEWER]

@@ -23,10 +23,8 @@ from zero_runtime.deepspeed_names.configs.schedule_arguments import (
 )
 from zero_runtime.deepspeed_names.devices import accelerator, timers
 from zero_runtime.deepspeed_names.devices.device_context import OnDevice, instrument_w_nvtx
-from zero_runtime.deepspeed_names.ranks import group_names as groups
-from zero_runtime.deepspeed_names.ranks import logging_names as messages
-from zero_runtime.deepspeed_names.training import numerics
-from zero_runtime.deepspeed_names.training import optimizer_names as optimizers
+from zero_runtime.deepspeed_names.ranks import group_names, logging_names
+from zero_runtime.deepspeed_names.training import numerics, optimizer_names
 from zero_runtime.deepspeed_names.training.loss_scaler import DynamicLossScaler, LossScaler, make_loss_scaler
 from zero_runtime.deepspeed_names.training.tiling import TiledLinear, TiledLinearReturnBias
 from zero_runtime.deepspeed_names.training.zero_checks import (
@@ -49,12 +47,15 @@ def parameters():
 @pytest.mark.parametrize(
     ("made", "plain"),
     [
-        (lambda p: optimizers.FusedAdam(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
         (
-            lambda p: optimizers.DeepSpeedCPUAdam(p, lr=0.1, weight_decay=0.1, adamw_mode=False),
+            lambda p: optimizer_names.FusedAdam(p, lr=0.1),
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0),
+        ),
+        (
+            lambda p: optimizer_names.DeepSpeedCPUAdam(p, lr=0.1, weight_decay=0.1, adamw_mode=False),
             lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
         ),
-        (lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+        (lambda p: optimizer_names.DeepSpeedCPUAdagrad(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
     ],
 )
 def test_optimizers_by_deepspeeds_names_step_as_torchs_do(made, plain):
@@ -70,14 +71,14 @@ def test_optimizers_by_deepspeeds_names_step_as_torchs_do(made, plain):
 
 
 def test_names_of_optimizers_can_be_asked_for_and_refuse_what_they_cannot():
-    assert isinstance(optimizers.FusedLion(parameters()), optimizers.DeepSpeedCPULion)
-    assert isinstance(torch.optim.AdamW(parameters()), optimizers.FusedAdam)
-    assert not isinstance(torch.optim.SGD(parameters(), lr=1.0), optimizers.FusedAdam)
-    assert isinstance(optimizers.FusedLamb(parameters(), max_coeff=5.0), optimizers.FusedLamb)
+    assert isinstance(optimizer_names.FusedLion(parameters()), optimizer_names.DeepSpeedCPULion)
+    assert isinstance(torch.optim.AdamW(parameters()), optimizer_names.FusedAdam)
+    assert not isinstance(torch.optim.SGD(parameters(), lr=1.0), optimizer_names.FusedAdam)
+    assert isinstance(optimizer_names.FusedLamb(parameters(), max_coeff=5.0), optimizer_names.FusedLamb)
     with pytest.raises(ConfigError, match="amsgrad"):
-        optimizers.FusedAdam(parameters(), amsgrad=True)
+        optimizer_names.FusedAdam(parameters(), amsgrad=True)
     with pytest.raises(UnsupportedError, match="gradient_clipping"):
-        optimizers.FusedLamb(parameters(), max_grad_norm=1.0)
+        optimizer_names.FusedLamb(parameters(), max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize(("in_splits", "out_splits", "bias"), [(1, 1, True), (2, 3, True), (5, 2, False)])
@@ -165,18 +166,18 @@ def test_the_accelerator_of_a_cpu_answers_everything(monkeypatch):
 
 def test_log_lines_of_some_ranks(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert logging.getLogger("DeepSpeed") is messages.logger
-    assert messages.get_dist_msg("hello", ranks=[0]) is None
-    assert messages.get_dist_msg("hello", ranks=[1]) == "[Rank -1] hello"
-    messages.print_dist("printed", ranks=[1])
-    messages.print_dist("not printed", ranks=[0])
+    assert logging.getLogger("DeepSpeed") is logging_names.logger
+    assert logging_names.get_dist_msg("hello", ranks=[0]) is None
+    assert logging_names.get_dist_msg("hello", ranks=[1]) == "[Rank -1] hello"
+    logging_names.print_dist("printed", ranks=[1])
+    logging_names.print_dist("not printed", ranks=[0])
     assert capsys.readouterr().out == "[Rank -1] printed\n"
-    before = messages.get_current_level()
-    messages.set_log_level_from_string("error")
-    assert not messages.should_log_le("info")
-    messages.logger.setLevel(before)
+    before = logging_names.get_current_level()
+    logging_names.set_log_level_from_string("error")
+    assert not logging_names.should_log_le("info")
+    logging_names.logger.setLevel(before)
     with pytest.raises(ConfigError, match="no log level"):
-        messages.set_log_level_from_string("loud")
+        logging_names.set_log_level_from_string("loud")
 
 
 def test_numbers_and_partitions():
@@ -293,9 +294,9 @@ def test_small_questions():
     view = torch.zeros(1000)[:2]
     kept = clone_tensors_for_torch_save({"w": [view]})["w"][0]
     assert kept.untyped_storage().nbytes() == 8
-    assert groups.get_single_world_size() == 1
+    assert group_names.get_single_world_size() == 1
     with pytest.raises(UnsupportedError, match="ep_size=2"):
-        groups.initialize(ep_size=2)
+        group_names.initialize(ep_size=2)
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -350,9 +351,9 @@ def test_parameters_of_the_backward_pass_under_way_are_counted():
 
 
 def test_messages_before_there_are_ranks():
-    from zero_runtime.deepspeed_names.ranks import comm_functions as comm
+    from zero_runtime.deepspeed_names.ranks import comm_functions
 
     with pytest.raises(
         UsageError, match=r"deepspeed.comm.all_reduce was called before.*deepspeed.init_distributed\(\)"
     ):
-        comm.all_reduce(torch.ones(3))
+        comm_functions.all_reduce(torch.ones(3))

@@ -13,7 +13,7 @@ from zero_runtime.deepspeed_names.configs.block_configurations import (
     DeepSpeedZeroOffloadParamConfig,
     get_bfloat16_config,
 )
-from zero_runtime.deepspeed_names.ranks import group_names as groups
+from zero_runtime.deepspeed_names.ranks import group_names
 from zero_runtime.deepspeed_names.ranks.rank_topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
@@ -65,8 +65,13 @@ def test_blocks_have_their_keys_checked_and_the_rest_at_defaults():
 
 
 def test_groups_answer_for_all_ranks_before_a_training_is_made():
-    assert groups.get_model_parallel_group() is None and groups.get_tensor_model_parallel_world_size() == 1
-    assert groups.get_sequence_parallel_world_size() == 1 and groups.get_sequence_parallel_rank() == 0
+    assert (
+        group_names.get_model_parallel_group() is None
+        and group_names.get_tensor_model_parallel_world_size() == 1
+    )
+    assert (
+        group_names.get_sequence_parallel_world_size() == 1 and group_names.get_sequence_parallel_rank() == 0
+    )
 
 
 def _groups(rank: int, world: int):

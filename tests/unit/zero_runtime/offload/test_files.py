@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from zero_runtime.errors import ConfigError, OffloadError
-from zero_runtime.offload import blocks
-from zero_runtime.offload import tensor_files as files
+from zero_runtime.offload import blocks, tensor_files
 from zero_runtime.offload.folders import new_folder
 from zero_runtime.offload.tensor_files import AsynchronousIO, TensorFiles
 
@@ -247,7 +246,7 @@ def test_a_path_that_cannot_be_made_is_a_configuration_error(tmp_path):
 
 
 def test_the_checksum_of_nothing_changed_costs_no_error_when_unchecked(tmp_path):
-    store = files.TensorFiles(tmp_path, SMALL, checked=False)
+    store = tensor_files.TensorFiles(tmp_path, SMALL, checked=False)
     store.write("state", torch.ones(10_000)).wait()
     target = torch.empty(10_000)
     store.read("state", target).wait()

@@ -9,13 +9,17 @@ import pytest
 
 from support import recorded
 from zero_runtime.errors import ConfigError, UsageError
-from zero_runtime.pipeline.schedule import pipeline_schedules as schedules
+from zero_runtime.pipeline.schedule import pipeline_schedules
 from zero_runtime.pipeline.schedule.instructions import COMPUTATIONS, RECEIVES, SENDS, Action, Instruction
 from zero_runtime.pipeline.schedule.simulation import simulate
 from zero_runtime.pipeline.schedule.step_plan import Plan
 
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 9)]
-FUNCTIONS = {"1f1b": schedules.one_f_one_b, "gpipe": schedules.gpipe, "zero_bubble": schedules.zero_bubble}
+FUNCTIONS = {
+    "1f1b": pipeline_schedules.one_f_one_b,
+    "gpipe": pipeline_schedules.gpipe,
+    "zero_bubble": pipeline_schedules.zero_bubble,
+}
 # What a step of DeepSpeed's schedule calls its instructions.
 THEIRS = {
     Action.LOAD: "LoadMicroBatch",
@@ -76,50 +80,55 @@ def test_idle_share_is_the_formula(name, backward):
     times = {Action.FORWARD: 1.0, Action.BACKWARD: backward}
     for stages, micro_batches in SIZES:
         timeline = simulate(of_all_stages(FUNCTIONS[name], stages, micro_batches), times)
-        assert timeline.idle_fraction == pytest.approx(schedules.idle_fraction(stages, micro_batches))
+        assert timeline.idle_fraction == pytest.approx(
+            pipeline_schedules.idle_fraction(stages, micro_batches)
+        )
 
 
 def test_evaluation_over_virtual_stages():
     for stages, micro_batches in SIZES:
         for chunks in (1, 2, 3):
-            found = of_all_stages(schedules.interleaved_inference, stages, micro_batches, chunks)
+            found = of_all_stages(pipeline_schedules.interleaved_inference, stages, micro_batches, chunks)
             timeline = simulate(found, chunks=chunks, blocking=stages > 1)
             assert timeline.busy(0) == chunks * micro_batches
 
 
 def test_peaks_of_live_activations():
     for stages, micro_batches in SIZES:
-        one = simulate(of_all_stages(schedules.one_f_one_b, stages, micro_batches))
+        one = simulate(of_all_stages(pipeline_schedules.one_f_one_b, stages, micro_batches))
         assert list(one.peaks) == [
-            schedules.live_activations(stages, micro_batches, stage) for stage in range(stages)
+            pipeline_schedules.live_activations(stages, micro_batches, stage) for stage in range(stages)
         ]
         assert (
-            simulate(of_all_stages(schedules.gpipe, stages, micro_batches)).peaks == (micro_batches,) * stages
+            simulate(of_all_stages(pipeline_schedules.gpipe, stages, micro_batches)).peaks
+            == (micro_batches,) * stages
         )
-        assert simulate(of_all_stages(schedules.zero_bubble, stages, micro_batches)).peaks == one.peaks
+        assert (
+            simulate(of_all_stages(pipeline_schedules.zero_bubble, stages, micro_batches)).peaks == one.peaks
+        )
 
 
 def test_zero_bubble_is_the_formula_of_its_paper():
     for stages, micro_batches in SIZES:
         if micro_batches >= stages:
             times = dict.fromkeys(COMPUTATIONS, 1.0)
-            timeline = simulate(of_all_stages(schedules.zero_bubble, stages, micro_batches), times)
-            wanted = schedules.zero_bubble_idle_fraction(stages, micro_batches, 1.0, 1.0, 1.0)
+            timeline = simulate(of_all_stages(pipeline_schedules.zero_bubble, stages, micro_batches), times)
+            wanted = pipeline_schedules.zero_bubble_idle_fraction(stages, micro_batches, 1.0, 1.0, 1.0)
             assert timeline.idle_fraction == pytest.approx(wanted)
             assert Plan("zero_bubble", stages).idle_fraction(micro_batches) == wanted
-            assert wanted < schedules.idle_fraction(stages, micro_batches) or stages == 1
+            assert wanted < pipeline_schedules.idle_fraction(stages, micro_batches) or stages == 1
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_interleaved(stages, chunks):
     for micro_batches in (stages, 2 * stages, 4 * stages):
-        found = of_all_stages(schedules.interleaved, stages, micro_batches, chunks)
+        found = of_all_stages(pipeline_schedules.interleaved, stages, micro_batches, chunks)
         timeline = simulate(found, chunks=chunks)
         for backward in (1.0, 2.0, 3.0):
             times = {Action.FORWARD: 1.0, Action.BACKWARD: backward}
             idle = simulate(found, times, chunks).idle_fraction
-            assert idle == pytest.approx(schedules.idle_fraction(stages, micro_batches, chunks))
+            assert idle == pytest.approx(pipeline_schedules.idle_fraction(stages, micro_batches, chunks))
         everything = list(itertools.product(range(micro_batches), range(chunks)))
         for rank, schedule in enumerate(found):
             for kind in (Action.FORWARD, Action.BACKWARD):
@@ -135,23 +144,23 @@ def test_interleaved(stages, chunks):
 
 
 def test_a_printed_timeline():
-    shown = str(simulate(of_all_stages(schedules.one_f_one_b, 2, 3)))
+    shown = str(simulate(of_all_stages(pipeline_schedules.one_f_one_b, 2, 3)))
     print(shown)
     assert shown.splitlines() == [
         "F0  F1  .   B0  F2  B1  .   B2",
         ".   F0  B0  F1  B1  F2  B2  .",
     ]
-    zero = str(simulate(of_all_stages(schedules.zero_bubble, 2, 2)))
+    zero = str(simulate(of_all_stages(pipeline_schedules.zero_bubble, 2, 2)))
     print(zero)
     assert zero.splitlines() == ["F0  F1  .   B0  W0  B1  W1", ".   F0  B0  F1  B1  W0  W1"]
-    chunked = str(simulate(of_all_stages(schedules.interleaved, 2, 2, 2), chunks=2))
+    chunked = str(simulate(of_all_stages(pipeline_schedules.interleaved, 2, 2, 2), chunks=2))
     print(chunked)
     assert chunked.splitlines()[0].startswith("F0  F1  F0' F1'")
 
 
 def test_inference():
     for stages, micro_batches in SIZES:
-        found = of_all_stages(schedules.inference, stages, micro_batches)
+        found = of_all_stages(pipeline_schedules.inference, stages, micro_batches)
         for blocking in (False, True):
             timeline = simulate(found, blocking=blocking)
             assert timeline.length == micro_batches + stages - 1
@@ -173,14 +182,14 @@ def test_a_deadlock_is_found():
     "arguments", [(0, 1, 0), (2, 0, 0), (2, 2, 2), (2, 2, -1)], ids=lambda arguments: str(arguments)
 )
 def test_impossible_numbers(arguments):
-    for function in (*FUNCTIONS.values(), schedules.inference, schedules.interleaved):
+    for function in (*FUNCTIONS.values(), pipeline_schedules.inference, pipeline_schedules.interleaved):
         with pytest.raises(ConfigError, match="no schedule"):
             function(*arguments)
 
 
 def test_interleaving_needs_a_multiple_of_the_ranks():
     with pytest.raises(ConfigError, match="5 micro-batches and 2 chunks on 2 ranks"):
-        schedules.interleaved(2, 5, 0)
+        pipeline_schedules.interleaved(2, 5, 0)
 
 
 @pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING)
@@ -196,7 +205,7 @@ def test_one_f_one_b_is_deepspeeds():
             buffers = max(2, min(stages - stage, micro_batches))
             mine = [
                 [f"{THEIRS[each.action]}({each.micro_batch % buffers})" for each in step]
-                for step in schedules.one_f_one_b(stages, micro_batches, stage)
+                for step in pipeline_schedules.one_f_one_b(stages, micro_batches, stage)
             ]
             mine[-1] += ["ReduceTiedGrads()", "ReduceGrads()", "OptimizerStep()"]
             assert mine == recorded_steps[str(stage)], json.dumps([case.name, stage])

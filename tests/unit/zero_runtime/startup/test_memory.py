@@ -8,29 +8,29 @@ import pytest
 import torch
 
 from zero_runtime import memory_estimates
-from zero_runtime.startup import memory_status as memory
+from zero_runtime.startup import memory_status
 
 GIB = 2**30
 
 
 def test_memory_in_use_is_printed_only_when_it_is_forced(capsys):
-    memory.see_memory_usage("before")
+    memory_status.see_memory_usage("before")
     assert capsys.readouterr().out == ""
-    memory.see_memory_usage("after", force=True)
+    memory_status.see_memory_usage("after", force=True)
     assert re.fullmatch(
         r"after: (device .*; )?process \d+\.\d\d GiB resident \(peak \d+\.\d\d GiB\); host .* of .*\n",
         capsys.readouterr().out,
     )
-    memory.memory_status("now")
+    memory_status.memory_status("now")
     assert capsys.readouterr().out.startswith("rank 0, now: ")
-    memory.memory_status("now", print_rank=1)
+    memory_status.memory_status("now", print_rank=1)
     assert capsys.readouterr().out == ""
 
 
 def test_what_a_process_holds_is_seen():
-    before = memory.memory_in_use()
+    before = memory_status.memory_in_use()
     held = torch.ones(64 * 2**20 // 4)
-    after = memory.memory_in_use()
+    after = memory_status.memory_in_use()
     assert held.numel() * 4 * 0.9 < after.resident - before.resident < 2 * held.numel() * 4
     assert 0 < after.host_used < after.host
 
