@@ -107,8 +107,8 @@ class Configuration:
         return "multi_rank_all_reduce" if self.use_multi_rank_bucket_allreduce else "reduce_to_owner"
 
     @property
-    def reduces_bands(self) -> bool:
-        """Whether the flat buffers are divided into bands, each reduced to the owners of its rows."""
+    def reduces_chunks(self) -> bool:
+        """Whether the flat buffers are divided into chunks, each reduced to the owners of its rows."""
         return self.stage in (1, 2) and self.reduction == "reduce_scatter"
 
     def reduce_scatter_on(self, backend: str) -> str:

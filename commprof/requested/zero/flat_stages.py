@@ -18,8 +18,8 @@ from commprof.requested.explanation import describe_configuration, requested_op
 from commprof.requested.parameters import Parameter, item_bytes, trained_groups
 from commprof.requested.zero.gradients import (
     GradientMessages,
-    banded_gradients,
     bucketed_gradients,
+    chunked_gradients,
     flat_group_gradients,
     replicated_gradients,
 )
@@ -51,7 +51,7 @@ def flat_expectations(
         backend: backend of the group.
         runtime: whose rules say what is issued.
         unpartitioned: names of parameters that are not partitioned. Their gradients are summed on every rank, in
-            buckets of their own, and the other gradients have no bands.
+            buckets of their own, and the other gradients have no chunks.
     """
     groups = trained_groups(parameters) if configuration.partitions else []
     layout = lay_out(
@@ -61,11 +61,11 @@ def flat_expectations(
         round_robin=configuration.round_robin_gradients,
         align_parameters=configuration.parameter_alignment,
         bucket_size=configuration.reduce_bucket_size
-        if configuration.reduces_bands and not unpartitioned
+        if configuration.reduces_chunks and not unpartitioned
         else None,
     )
     rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
-    # Three cases: stage 0 without shards, one message for each flat buffer, and buckets or bands.
+    # Three cases: stage 0 without shards, one message for each flat buffer, and buckets or chunks.
     if not configuration.partitions:
         gradients = replicated_gradients(configuration, parameters)
         rows += [
@@ -79,8 +79,8 @@ def flat_expectations(
             _parameter_gather(configuration, layout, world_size, runtime),
         ]
     else:
-        if configuration.reduces_bands and not unpartitioned:
-            gradients = banded_gradients(configuration, layout, backend)
+        if configuration.reduces_chunks and not unpartitioned:
+            gradients = chunked_gradients(configuration, layout, backend)
         else:
             gradients = bucketed_gradients(
                 configuration, groups, layout, gradient_order, backend, unpartitioned
@@ -214,20 +214,20 @@ def _parameter_gather(
     for group in layout.groups:
         size = item_bytes(group.dtype)
         if issued == Op.BROADCAST:
-            payloads += [group.row_numel * size] * world_size * group.bands
+            payloads += [group.row_numel * size] * world_size * group.chunks
         else:
             numels = _gathered_parts(group.row_numel, split, world_size)
             sizes = [
                 quantised_bytes(numel, WEIGHT_BITS) if configuration.quantises_weights else numel * size
                 for numel in numels
             ]
-            payloads += [world_size * sent_bytes for sent_bytes in sizes] * group.bands
+            payloads += [world_size * sent_bytes for sent_bytes in sizes] * group.chunks
     gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
     return gathered._replace(requested_op=str(asked))
 
 
 def _gathered_parts(row_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
-    """How much of each rank's row of a band one message gathers: even numbers, ``bucket_size`` at most over all ranks."""
+    """How much of each rank's row of a chunk one message gathers: even numbers, ``bucket_size`` at most over all ranks."""
     if bucket_size is None:
         return [row_numel]
     width = max(2, bucket_size // world_size // 2 * 2)

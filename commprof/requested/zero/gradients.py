@@ -50,17 +50,17 @@ def _split_messages(sizes: Iterable[int]) -> list[Message]:
     return [Message(Op.ALL_REDUCE, numel) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
 
 
-def banded_gradients(configuration: Configuration, layout: Layout, backend: str) -> GradientMessages:
-    """Stages 1 and 2 with ``reduce_scatter``: one message for each band, in any order of gradients.
+def chunked_gradients(configuration: Configuration, layout: Layout, backend: str) -> GradientMessages:
+    """Stages 1 and 2 with ``reduce_scatter``: one message for each chunk, in any order of gradients.
 
-    A parameter that got no gradient sends zeros. An all_to_all leaves out the padding at the end of the last band.
+    A parameter that got no gradient sends zeros. An all_to_all leaves out the padding at the end of the last chunk.
     ``backend`` is that of the group.
     """
     exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
     messages = []
     for group in layout.groups:
-        for start in range(0, group.end, group.band_numel or 1):
-            sent = min(group.band_numel, group.end - start) if exchanges else group.band_numel
+        for start in range(0, group.end, group.chunk_numel or 1):
+            sent = min(group.chunk_numel, group.end - start) if exchanges else group.chunk_numel
             op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
             messages.append(Message(op, sent, group.row_numel))
     return GradientMessages(messages)

@@ -19,9 +19,9 @@ from commprof.requested.parameters import Parameter, item_bytes
 
 ALIGNMENT_ELEMENTS: Final = 2  # of each rank's shard of a flat buffer
 PARAMETER_ALIGNMENT_BYTES: Final = 16  # of each parameter, with parameter_alignment
-BANDS: Final = 8  # bands of a buffer, unless they would get too small or too large
-SMALLEST_BAND: Final = 2**18  # elements, where reduce_bucket_size allows as much
-LARGEST_BAND: Final = 2**23
+CHUNKS: Final = 8  # chunks of a buffer, unless they would get too small or too large
+SMALLEST_CHUNK: Final = 2**18  # elements, where reduce_bucket_size allows as much
+LARGEST_CHUNK: Final = 2**23
 
 
 class OwnedShard(NamedTuple):
@@ -46,24 +46,24 @@ class FlatGroup(NamedTuple):
         end: where the padding begins.
         shard_numel: elements that each rank owns.
         dtype: element type of the model.
-        bands: how many there are.
+        chunks: how many there are.
     """
 
     numel: int
     end: int
     shard_numel: int
     dtype: str
-    bands: int = 1
+    chunks: int = 1
 
     @property
-    def band_numel(self) -> int:
-        """Elements of a band."""
-        return self.numel // self.bands
+    def chunk_numel(self) -> int:
+        """Elements of a chunk."""
+        return self.numel // self.chunks
 
     @property
     def row_numel(self) -> int:
-        """Elements of a band that each rank owns."""
-        return self.shard_numel // self.bands
+        """Elements of a chunk that each rank owns."""
+        return self.shard_numel // self.chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Layout:
         end = start + parameter.numel
         cut = []
         while start < end:
-            band, within_band = divmod(start, flat.band_numel)
-            owner, within_row = divmod(within_band, flat.row_numel)
+            chunk, within_chunk = divmod(start, flat.chunk_numel)
+            owner, within_row = divmod(within_chunk, flat.row_numel)
             stop = min(end, start - within_row + flat.row_numel)
-            cut.append(OwnedShard(owner, stop - start, band * flat.row_numel + within_row))
+            cut.append(OwnedShard(owner, stop - start, chunk * flat.row_numel + within_row))
             start = stop
         return cut
 
@@ -120,7 +120,7 @@ def lay_out(
         model_dtype: element type of the model; None takes that of the group's first parameter.
         round_robin: the key ``round_robin_gradients``.
         align_parameters: the key ``parameter_alignment``: each parameter takes up a multiple of 16 bytes.
-        bucket_size: ``reduce_bucket_size`` where buffers are divided into bands; None where each is a single one.
+        bucket_size: ``reduce_bucket_size`` where buffers are divided into chunks; None where each is a single one.
     """
     flat: list[FlatGroup] = []
     places: dict[str, tuple[int, int]] = {}
@@ -133,15 +133,15 @@ def lay_out(
             end = max(end, offset + parameter.numel)
             offset += padded(parameter.numel, unit)
         unit = ALIGNMENT_ELEMENTS * world_size
-        bands = 1
+        chunks = 1
         if bucket_size is not None and offset:
-            largest = _largest_band(sum(parameter.numel for parameter in group), bucket_size)
-            bands = -(-offset // max(unit, largest // unit * unit))
-        numel = padded(offset, unit * bands)
-        flat.append(FlatGroup(numel, end, numel // world_size, dtype, bands))
+            largest = _largest_chunk(sum(parameter.numel for parameter in group), bucket_size)
+            chunks = -(-offset // max(unit, largest // unit * unit))
+        numel = padded(offset, unit * chunks)
+        flat.append(FlatGroup(numel, end, numel // world_size, dtype, chunks))
     return Layout(tuple(flat), places)
 
 
-def _largest_band(numel: int, bucket_size: int) -> int:
+def _largest_chunk(numel: int, bucket_size: int) -> int:
     """An eighth of a buffer, but at least a size that amortizes the latency of a message; ``bucket_size`` at most."""
-    return min(bucket_size, max(SMALLEST_BAND, min(-(-numel // BANDS), LARGEST_BAND)))
+    return min(bucket_size, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))

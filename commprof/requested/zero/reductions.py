@@ -9,8 +9,8 @@ reduction                 messages                                              
 ``reduce_to_owner``       one reduce to each rank that owns a shard                       (p-1)/p n
 ========================= =============================================================== ===================
 
-They are DeepSpeed's, and see a bucket as the shards of its owners. zero_runtime's own ``reduce_scatter`` uses bands instead
-(:func:`commprof.requested.zero.gradients.banded_gradients`), or :func:`reduce_scatter` where some parameters are not
+They are DeepSpeed's, and see a bucket as the shards of its owners. zero_runtime's own ``reduce_scatter`` uses chunks instead
+(:func:`commprof.requested.zero.gradients.chunked_gradients`), or :func:`reduce_scatter` where some parameters are not
 partitioned.
 """
 

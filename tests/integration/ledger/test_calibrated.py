@@ -23,7 +23,7 @@ OPS = {
 }  # factors of 4 ranks
 CASES = {
     "buckets": (2, {"stage": 2, "reduce_scatter": False}),
-    "bands": (2, {"stage": 2, "gradient_reduction": "reduce_scatter"}),
+    "chunks": (2, {"stage": 2, "gradient_reduction": "reduce_scatter"}),
     "slices": (4, {"stage": 3, "stage3_param_persistence_threshold": 0}),
 }
 QUICK = "buckets"
@@ -102,8 +102,8 @@ def test_every_byte_is_explained(name):
         (QUICK, True),
         pytest.param(QUICK, False, marks=pytest.mark.long),
         pytest.param(
-            "bands", False, marks=pytest.mark.long
-        ),  # bands are so large that all of them go along the axes
+            "chunks", False, marks=pytest.mark.long
+        ),  # chunks are so large that all of them go along the axes
         pytest.param("slices", True, marks=pytest.mark.long),
     ],
 )

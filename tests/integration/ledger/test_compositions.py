@@ -41,13 +41,13 @@ ZERO_ONE = optimizer(
 )
 # Ranks, steps, configuration. No length of the model divides among four ranks.
 QUICK = {
-    "bands along axes": (4, 3, GRID | zero(2, gradient_reduction="reduce_scatter")),
+    "chunks along axes": (4, 3, GRID | zero(2, gradient_reduction="reduce_scatter")),
     "late by 1": (2, 4, {"communication": {"bounded_delay": 1}}),
     "signs in two phases, bf16": (3, 4, SIGNS | {"bf16": {"enabled": True}}),
 }
 # Beside those of QUICK: the steps of each that are kept, of rank 0.
 TRACES = {
-    "bands along axes": ("topology_axes", (-1, 1)),
+    "chunks along axes": ("topology_axes", (-1, 1)),
     "late by 1": ("late_gradients", (-1, 0, 1)),
     "signs in two phases, bf16": ("signs_in_two_phases", (1, 2)),
     "topk": ("compressed_gradients", (0, 1)),
@@ -70,7 +70,7 @@ LONG = {
     "axes, stage 1": (4, 2, GRID | zero(1)),
     "axes, whole buckets": (4, 2, GRID | zero(2, reduce_scatter=False)),
     "axes, whole buckets, bf16": (4, 2, GRID | zero(2, reduce_scatter=False) | {"bf16": {"enabled": True}}),
-    "axes, native bands": (4, 2, GRID | zero(2, **NATIVE)),
+    "axes, native chunks": (4, 2, GRID | zero(2, **NATIVE)),
     "axes, stage 3": (4, 4, GRID | zero(3, stage3_param_persistence_threshold=0)),
     "axes, stage 3, fetched in sums": (
         4,

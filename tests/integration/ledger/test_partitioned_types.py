@@ -39,12 +39,12 @@ CASES = {
     "stage 3": (2, zero(3, NORMS, **SMALL)),
     "stage 1": (2, zero(1, LINEARS)),
     "to owners": (2, zero(2, NORMS, use_multi_rank_bucket_allreduce=False, overlap_comm=True)),
-    "no bands": (3, zero(2, NORMS, gradient_reduction="reduce_scatter")),
-    "no bands, native": (
+    "no chunks": (3, zero(2, NORMS, gradient_reduction="reduce_scatter")),
+    "no chunks, native": (
         3,
         zero(1, LINEARS, gradient_reduction="reduce_scatter", reduce_scatter_impl="native"),
     ),
-    "no bands, one owner": (
+    "no chunks, one owner": (
         2,
         zero(
             2, BOTH, gradient_reduction="reduce_scatter", reduce_scatter_impl="native", reduce_bucket_size=1
@@ -54,7 +54,10 @@ CASES = {
         4,
         zero(2, NORMS, gradient_reduction="reduce_scatter") | {"communication": {"topology": 2}},
     ),
-    "all bands": (2, zero(2, {"zero_allowed_param_types": ["Module_"]}, gradient_reduction="reduce_scatter")),
+    "all chunks": (
+        2,
+        zero(2, {"zero_allowed_param_types": ["Module_"]}, gradient_reduction="reduce_scatter"),
+    ),
     "several micro-batches": (2, zero(3, BOTH, **SMALL) | {"gradient_accumulation_steps": 2}),
     "stage 3, bf16": (
         3,
@@ -141,7 +144,7 @@ def test_every_byte_is_explained(name):
         pytest.param("stage 2", ("Embedding",), marks=pytest.mark.long),
         pytest.param("stage 3", (), marks=pytest.mark.long),
         pytest.param("stage 3", ("Linear",), marks=pytest.mark.long),
-        pytest.param("no bands", (), marks=pytest.mark.long),
+        pytest.param("no chunks", (), marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_partitions_what_should_stay_whole_is_named(name, whole):

@@ -42,7 +42,7 @@ SETTINGS = {
         "gradient_accumulation_steps": 2,
         "zero": {"round_robin_gradients": True, "gradient_reduction": "reduce_scatter"},
     },
-    "stage 2, bands of small buckets": {
+    "stage 2, chunks of small buckets": {
         "stage": 2,
         "precision": "bf16",
         "zero": {"gradient_reduction": "reduce_scatter", "reduce_bucket_size": 100},

@@ -76,7 +76,7 @@ def read(rank, world, settings):
         config(2, gradient_reduction="reduce_scatter"),
         config(3, stage3_param_persistence_threshold=0),
     ],
-    ids=["0", "1", "2", "2-bands", "3"],
+    ids=["0", "1", "2", "2-chunks", "3"],
 )
 def test_full_values_gradients_and_states_are_those_of_plain_torch(settings):
     wanted = expected(2)

@@ -33,7 +33,7 @@ CASES = {
     "stage 1, bf16 accumulated in fp32": (1, {**BF16, **TWICE, "data_types": {"grad_accum_dtype": "fp32"}}, {}),
     "stage 2, bf16": (2, {**BF16, **TWICE, "gradient_clipping": 0.05}, {}),
     "stage 2, fp16 with overflows": (2, FP16, {}),
-    "stage 2, bands": (2, BF16, {"gradient_reduction": "reduce_scatter"}),
+    "stage 2, chunks": (2, BF16, {"gradient_reduction": "reduce_scatter"}),
     "stage 2, gathered while the next pass runs": (2, BF16, {"overlap_parameter_gather": True}),
     "stage 2, parameters travel quantized": (2, BF16, {"zero_quantized_weights": True}),
     "stage 2, Muon": (2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, {"gradient_reduction": "all_reduce"}),

@@ -84,7 +84,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
 CASES = {
     "stage 1": (1, {}, {}, {}),
     "stage 2, clipped, two groups": (2, {"gradient_clipping": 0.05}, {}, {"groups": True}),
-    "stage 2, bands": (2, {}, {"gradient_reduction": "reduce_scatter"}, {}),
+    "stage 2, chunks": (2, {}, {"gradient_reduction": "reduce_scatter"}, {}),
     "stage 2, bf16, accumulated": (2, {**BF16, "gradient_accumulation_steps": 2}, {}, {}),
     "stage 1, bf16 accumulated in fp32": (1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, {}, {}),
     "stage 2, fp16 with overflows": (2, FP16, {}, {}),

@@ -319,7 +319,7 @@ def train_tied_all(rank, world, zero):
     ]
 
 
-@pytest.mark.parametrize("zero", GATHERS, ids=["whole", "bands", "parts"])
+@pytest.mark.parametrize("zero", GATHERS, ids=["whole", "chunks", "parts"])
 def test_parameters_that_come_late_are_waited_for_wherever_they_are_read(zero):
     for plain, unread, *read in run_ranks(2, train_tied_all, zero):
         assert unread[0] == plain[0]
@@ -379,8 +379,8 @@ def train_reentrant(rank, world):
 
 
 def test_a_parameter_may_get_several_gradients_in_one_backward_pass():
-    for plain, banded in run_ranks(2, train_reentrant):
-        assert banded == pytest.approx(plain, rel=1e-5)
+    for plain, chunked in run_ranks(2, train_reentrant):
+        assert chunked == pytest.approx(plain, rel=1e-5)
 
 
 def train_after_an_error(rank, world):

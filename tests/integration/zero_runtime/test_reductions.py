@@ -135,9 +135,9 @@ def test_every_owner_gets_as_much_of_every_message_of_a_reduce_scatter(world):
             continue
         rows = [[call.numel_out // world for call in outcomes[1 + number][1]] for outcomes in trained(world)]
         messages = list(zip(*rows, strict=True))
-        bands = sorted({max(row) for row in messages})
-        assert len(bands) == 1
-        # Only the last band of the flat buffer has padding, which is left out.
+        chunks = sorted({max(row) for row in messages})
+        assert len(chunks) == 1
+        # Only the last chunk of the flat buffer has padding, which is left out.
         uneven = [row for row in messages if max(row) != min(row)]
         assert len(uneven) <= ACCUMULATION
         padding = 2 * world * len(messages)

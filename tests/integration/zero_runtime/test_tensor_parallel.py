@@ -91,7 +91,7 @@ def test_names_say_how_layers_are_cut(alone):
 OTHER_SETTINGS = {
     "accumulated in fp32": (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 1e-3),
     "offloaded": (1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2e-5),
-    "bands": (2, {"zero_optimization": {"stage": 2, "gradient_reduction": "reduce_scatter"}}, 2e-5),
+    "chunks": (2, {"zero_optimization": {"stage": 2, "gradient_reduction": "reduce_scatter"}}, 2e-5),
     "overlapped": (2, {"zero_optimization": {"stage": 2, "overlap_comm": True}}, 2e-5),
     "stage 0 in fp16": (0, {"fp16": {"enabled": True}}, 1e-3),
 }

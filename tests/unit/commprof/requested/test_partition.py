@@ -127,31 +127,31 @@ def test_slices_of_one_owner_travel_together_in_the_order_of_the_first():
 
 @QUICK
 @given(SIZES.filter(any), WORLDS, st.integers(1, 60), st.booleans())
-def test_every_rank_owns_a_row_of_every_band(sizes, world_size, capacity, aligned):
+def test_every_rank_owns_a_row_of_every_chunk(sizes, world_size, capacity, aligned):
     layout = lay_out([named(sizes)], world_size, align_parameters=aligned, bucket_size=capacity)
     flat = layout.groups[0]
-    assert flat.numel == flat.bands * world_size * flat.row_numel
-    assert flat.band_numel <= max(capacity, 2 * world_size)
+    assert flat.numel == flat.chunks * world_size * flat.row_numel
+    assert flat.chunk_numel <= max(capacity, 2 * world_size)
     taken = set()
     for parameter in named(sizes):
         start = layout.places[parameter.name][1]
         for owner, numel, offset in layout.shards(parameter):
             for each in range(numel):
-                band, within = divmod(start, flat.band_numel)
+                chunk, within = divmod(start, flat.chunk_numel)
                 assert (owner, offset + each) == (
                     within // flat.row_numel,
-                    band * flat.row_numel + within % flat.row_numel,
+                    chunk * flat.row_numel + within % flat.row_numel,
                 )
                 taken.add((owner, offset + each))
                 start += 1
     assert len(taken) == sum(sizes)
 
 
-def test_a_buffer_has_eight_bands_unless_they_would_be_too_small_or_too_large():
-    def bands(numel, bucket_size=500_000_000):
-        return lay_out([[Parameter("p", numel)]], 4, bucket_size=bucket_size).groups[0].bands
+def test_a_buffer_has_eight_chunks_unless_they_would_be_too_small_or_too_large():
+    def chunks(numel, bucket_size=500_000_000):
+        return lay_out([[Parameter("p", numel)]], 4, bucket_size=bucket_size).groups[0].chunks
 
-    assert [bands(numel) for numel in (1, 2**18, 2**18 + 8, 2**20, 2**24, 2**26, 2**28)] == [
+    assert [chunks(numel) for numel in (1, 2**18, 2**18 + 8, 2**20, 2**24, 2**26, 2**28)] == [
         1, 1, 2, 4, 8, 8, 32,
     ]  # fmt: skip
-    assert bands(2**20, bucket_size=2**16) == 16
+    assert chunks(2**20, bucket_size=2**16) == 16

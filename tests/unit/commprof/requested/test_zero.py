@@ -76,7 +76,7 @@ def test_stage_2_reduces_in_every_micro_batch_and_stage_1_once_per_step():
 @pytest.mark.parametrize(
     ("keys", "issued", "intended", "count"),
     [
-        # 16,000 of group 0 in pieces of 4,000; 90 of group 1, padded to 96, in pieces of 24. Only bands are per group.
+        # 16,000 of group 0 in pieces of 4,000; 90 of group 1, padded to 96, in pieces of 24. Only chunks are per group.
         ({}, "all_reduce", None, 1),
         ({"reduce_scatter": False}, "all_reduce", None, 1),
         ({"use_multi_rank_bucket_allreduce": False}, "reduce", None, 4),
