@@ -123,7 +123,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             raise UsageError(
                 "train_batch needs an optimizer, and there is none; name one in the config, or pass one to initialize"
             )
-        self._refuse_moved("train_batch", *STATES)
+        self._moved.refuse("train_batch", *STATES)
         source = self._source_of(data_iter, data, targets, self.micro_batches)
         self.train()
         self.tput_timer.start()
@@ -236,7 +236,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output is {reduce_output!r}; expected 'avg' or None")
-        self._refuse_moved("eval_batch", LP_PARAMS)
+        self._moved.refuse("eval_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
         source = self._source_of(data_iter, data, targets, count)
         self.eval()
@@ -266,7 +266,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
         Returns:
             On the last stage the outputs of all micro-batches, joined along the first dimension; None elsewhere.
         """
-        self._refuse_moved("inference_batch", LP_PARAMS)
+        self._moved.refuse("inference_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
         source = self._source_of(data_iter, data, None, count)
         self.eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import UsageError
 from zero_runtime.experimental.delayed_steps import DelayedSteps
 from zero_runtime.groups.timed import clock_of
-from zero_runtime.offload.moves import Moves
 from zero_runtime.optimizer_step.dtypes import autocast
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
 from zero_runtime.sequence_parallel import name_attention, sequence_group
@@ -27,7 +26,7 @@ from zero_runtime.training.accumulation import Window
 from zero_runtime.training.direct_passes import watch
 from zero_runtime.training.engine_settings import Settings
 from zero_runtime.training.input_dtypes import mismatch
-from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, MovedStates
+from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, Movable, MovedStates
 from zero_runtime.training.reporting import Progress, Report
 from zero_runtime.training.saving import Saving
 from zero_runtime.training.step_batches import WholeSteps
@@ -37,7 +36,7 @@ from zero_runtime.training.throughput import ThroughputTimer
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
+class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -88,7 +87,11 @@ class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
         self._delayed = DelayedSteps(assembly.gradients, self.global_rank)
         self._residuals = assembly.residuals
         self._residency = assembly.residency
-        self._moves = Moves()
+        self._moved = MovedStates(
+            Movable(self.module, self.optimizer, self._gradients, self._residency),
+            config.zero.sharding.residency.offload.device != "none",
+            self.global_rank,
+        )
         self._watch = assembly.installed.watch
         efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
         self._linear: Callable[[], AbstractContextManager[None]] = (
@@ -132,7 +135,7 @@ class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. In training mode this begins a micro-batch."""
-        self._refuse_moved("forward", LP_PARAMS)
+        self._moved.refuse("forward", LP_PARAMS)
         training = self._trains() and torch.is_grad_enabled()
         if training:
             self._announce()
@@ -214,7 +217,7 @@ class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
         return loss * self._scale.value
 
     def _begin_backward(self) -> None:
-        self._refuse_moved("backward", *BACKWARD)
+        self._moved.refuse("backward", *BACKWARD)
         hooks.phase("backward")
         self._differentiating = True
         if self._window.passes == 0:
@@ -294,7 +297,7 @@ class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
         try:
             last = self.is_gradient_accumulation_boundary()
             if last:
-                self._refuse_moved("step", *STATES)
+                self._moved.refuse("step", *STATES)
                 hooks.phase("optimizer")
                 with self._clock("optimizer"):
                     self._take_step(lr_kwargs or {})
@@ -418,7 +421,7 @@ class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
             )
         with self._paused_reduction("coalesce_grad_reduction"):
             yield
-        self._refuse_moved("coalesce_grad_reduction", *BACKWARD)
+        self._moved.refuse("coalesce_grad_reduction", *BACKWARD)
         hooks.phase("backward")
         with self._clock("backward"), torch.no_grad():
             self._gradients.reduce_accumulated()
@@ -526,6 +529,46 @@ class Engine(Settings, WholeSteps, MovedStates, Saving, torch.nn.Module):
                     "call save_16bit_model, or save_checkpoint and python -m zero_runtime.checkpoint, or do this within "
                     "zero_runtime.zero.GatheredParameters(list(engine.module.parameters())) on all ranks"
                 )
+
+    def offload_states(
+        self,
+        include: Container[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to host memory, where they stay until :meth:`reload_states`.
+
+        Tensors that are in host memory already stay there, so that on a CPU nothing is copied.
+
+        Args:
+            include: which; default: all. ``optim_states``: of the optimizer; ``hp_params``: the masters; ``lp_params``: the
+                model's parameters, at stage 3 their shards; ``lp_grads``: gradients; ``contiguous_grad_buffer``: the
+                buffers of gradient buckets, which are dropped and allocated again when needed.
+            device: ``cpu``; with ``none`` nothing is moved.
+            pin_memory: use page-locked memory where there is a GPU.
+            non_blocking: do not wait for the copies. Checkpoints wait; other readers of the tensors must wait too.
+
+        Raises:
+            UsageError: there is no optimizer, or ``offload_param`` keeps the shards off the device anyway.
+            ConfigError: another device, or an unknown state.
+        """
+        self._moved.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move everything that :meth:`offload_states` has moved back to the device. The training is not affected.
+
+        Args:
+            non_blocking: start all copies before waiting for the first; this returns when all have ended.
+
+        Raises:
+            UsageError: there is no optimizer.
+        """
+        self._moved.reload(non_blocking)
+
+    def state_devices(self, state: str) -> set[torch.device]:
+        """The devices of the tensors of one state; see :meth:`offload_states`."""
+        return self._moved.devices(state)
 
     @property
     def communication_data_type(self) -> torch.dtype:

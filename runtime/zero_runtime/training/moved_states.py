@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from zero_runtime import log
-from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
 from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.offload.moves import Moves
@@ -25,109 +24,114 @@ STATES: Final = (LP_PARAMS, HP_PARAMS, LP_GRADS, OPTIM_STATES, CONTIGUOUS_GRAD_B
 BACKWARD: Final = (LP_PARAMS, LP_GRADS, CONTIGUOUS_GRAD_BUFFER)  # states that a backward pass uses
 
 
-class MovedStates:
-    """The engine's methods that move states. The attributes are the engine's."""
+class Movable(NamedTuple):
+    """What holds the tensors of an engine's states.
 
-    _config: RuntimeConfig
-    _moves: Moves
-    _gradients: Any
-    _residency: Any
+    Attributes:
+        module: the model.
+        optimizer: the sharded optimizer; None without one.
+        gradients: the reducer of the gradients, with its buffers.
+        residency: of gathered parameters (stage 3); else None.
+    """
+
     module: torch.nn.Module
     optimizer: Any
-    global_rank: int
+    gradients: Any
+    residency: Any
 
-    def offload_states(
-        self,
-        include: Container[str] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
+
+class MovedStates:
+    """Moves the states of one engine, and knows which of them are in host memory.
+
+    Args:
+        movable: the tensors' owners.
+        offloads_parameters: whether ``offload_param`` keeps the shards of parameters off the device.
+        global_rank: this process's rank; rank 0 warns.
+    """
+
+    def __init__(self, movable: Movable, offloads_parameters: bool, global_rank: int) -> None:
+        self._movable = movable
+        self._offloads_parameters = offloads_parameters
+        self._global_rank = global_rank
+        self._moves = Moves()
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The states that are in host memory now."""
+        return self._moves.away
+
+    def settle(self) -> None:
+        """Wait for copies to host memory."""
+        self._moves.settle()
+
+    def offload(
+        self, include: Container[str] | None, device: str, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Move states from the device to host memory, where they stay until :meth:`reload_states`.
-
-        Tensors that are in host memory already stay there, so that on a CPU nothing is copied.
-
-        Args:
-            include: which; default: all. ``optim_states``: of the optimizer; ``hp_params``: the masters; ``lp_params``: the
-                model's parameters, at stage 3 their shards; ``lp_grads``: gradients; ``contiguous_grad_buffer``: the
-                buffers of gradient buckets, which are dropped and allocated again when needed.
-            device: ``cpu``; with ``none`` nothing is moved.
-            pin_memory: use page-locked memory where there is a GPU.
-            non_blocking: do not wait for the copies. Checkpoints wait; other readers of the tensors must wait too.
-
-        Raises:
-            UsageError: there is no optimizer, or ``offload_param`` keeps the shards off the device anyway.
-            ConfigError: another device, or an unknown state.
-        """
-        if self.optimizer is None:
+        """Move states to host memory; see :meth:`zero_runtime.training.engine.Engine.offload_states`."""
+        if self._movable.optimizer is None:
             raise UsageError(
                 "offload_states needs an optimizer, and there is none; move the model itself: engine.module.to('cpu')"
             )
-        if self._config.zero.sharding.residency.offload.device != "none":
+        if self._offloads_parameters:
             raise UsageError(
                 "offload_states was called, and zero_optimization.offload_param keeps the parameters off the device all "
                 "the time; remove that key, or this call"
             )
-        if isinstance(self.optimizer.optimizer, OneBitOptimizer):
+        optimizer = self._movable.optimizer.optimizer
+        if isinstance(optimizer, OneBitOptimizer):
             raise UnsupportedError(
-                f"offload_states with optimizer {type(self.optimizer.optimizer).__name__}, which keeps the errors of its "
+                f"offload_states with optimizer {type(optimizer).__name__}, which keeps the errors of its "
                 "compression apart from its state, is not in this version; use AdamW"
             )
         if str(device) == "none":
-            if self.global_rank == 0:
+            if self._global_rank == 0:
                 log.warning("offload_states moved nothing: device is none; use cpu")
             return
         if str(device) != "cpu":
             raise ConfigError(f"device of offload_states is {str(device)!r}; expected cpu")
         wanted = _wanted(include)
-        if self._residency is not None:
-            self._residency.release_all()
+        if self._movable.residency is not None:
+            self._movable.residency.release_all()
         if CONTIGUOUS_GRAD_BUFFER in wanted:
-            self._gradients.free_buffers()
-        states = {name: list(self._tensors_of(name)) for name in STATES}
+            self._movable.gradients.free_buffers()
+        states = {name: list(self.tensors(name)) for name in STATES}
         self._moves.offload(states, wanted, pin_memory, non_blocking)
 
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move everything that :meth:`offload_states` has moved back to the device. The training is not affected.
-
-        Args:
-            non_blocking: start all copies before waiting for the first; this returns when all have ended.
-
-        Raises:
-            UsageError: there is no optimizer.
-        """
-        if self.optimizer is None:
+    def reload(self, non_blocking: bool) -> None:
+        """Move everything back to the device; see :meth:`zero_runtime.training.engine.Engine.reload_states`."""
+        if self._movable.optimizer is None:
             raise UsageError("reload_states needs an optimizer, and there is none")
         self._moves.reload(non_blocking)
 
-    def state_devices(self, state: str) -> set[torch.device]:
-        """The devices of the tensors of one state; see :meth:`offload_states`."""
-        return {each.device for each in self._tensors_of(_known(state)) if each.numel()}
+    def devices(self, state: str) -> set[torch.device]:
+        """The devices of the tensors of one state."""
+        return {each.device for each in self.tensors(_known(state)) if each.numel()}
 
-    def _tensors_of(self, state: str) -> Iterator[torch.Tensor]:
+    def tensors(self, state: str) -> Iterator[torch.Tensor]:
         """All tensors of a state, including those that share memory."""
+        module, optimizer, gradients, _ = self._movable
         if state == LP_PARAMS:
-            yield from self.optimizer.parameter_tensors()
-            for parameter in self.module.parameters():
+            yield from optimizer.parameter_tensors()
+            for parameter in module.parameters():
                 shard = shard_of(parameter)
                 if shard is None:
                     yield parameter
                 else:
                     yield from shard.tensors()
         elif state == HP_PARAMS:
-            yield from self.optimizer.masters
+            yield from optimizer.masters
         elif state == LP_GRADS:
-            yield from self._gradients.tensors()
-            yield from (each.grad for each in self.module.parameters() if each.grad is not None)
+            yield from gradients.tensors()
+            yield from (each.grad for each in module.parameters() if each.grad is not None)
         elif state == OPTIM_STATES:
-            values = tree_leaves([dict(each) for each in self.optimizer.state.values()])
+            values = tree_leaves([dict(each) for each in optimizer.state.values()])
             yield from (each for each in values if isinstance(each, torch.Tensor))
         else:
-            yield from self._gradients.buffers()
+            yield from gradients.buffers()
 
-    def _refuse_moved(self, doing: str, *states: str) -> None:
+    def refuse(self, doing: str, *states: str) -> None:
         """Raise UsageError if one of ``states``, which ``doing`` needs on the device, is in host memory."""
-        away = [each for each in self._moves.away if each in states]
+        away = [each for each in self.away if each in states]
         if away:
             raise UsageError(
                 f"{doing} was called while {', '.join(away)} {'are' if len(away) > 1 else 'is'} in host memory "
@@ -135,9 +139,10 @@ class MovedStates:
             )
 
 
-def get_state_devices(model: MovedStates, state: str) -> set[torch.device]:
-    """The devices of one state of an engine, under DeepSpeed's name."""
-    return model.state_devices(state)
+def get_state_devices(model: Any, state: str) -> set[torch.device]:
+    """The devices of one state of ``model``, an engine, under DeepSpeed's name."""
+    devices: set[torch.device] = model.state_devices(state)
+    return devices
 
 
 def _wanted(include: Container[str] | None) -> tuple[str, ...]:

@@ -25,11 +25,10 @@ from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.gradient_reduction.loss_scale import LossScale
 from zero_runtime.groups.parallelism import Parallelism
-from zero_runtime.offload.moves import Moves
 from zero_runtime.sharding.gather_schedule.residency import residency_of
 from zero_runtime.tensor_parallel.cuts import own_parts
 from zero_runtime.training.accumulation import Window
-from zero_runtime.training.moved_states import LP_PARAMS, STATES
+from zero_runtime.training.moved_states import LP_PARAMS, STATES, MovedStates
 from zero_runtime.zero import GatheredParameters
 
 
@@ -48,11 +47,10 @@ class Saving:
     _scale: LossScale
     _window: Window
     _residuals: Residuals | None
-    _moves: Moves
+    _moved: MovedStates
     parallelism: Parallelism
     zero_grad: Callable[..., None]
     drain_gradients: Callable[[], int]
-    _refuse_moved: Callable[..., None]
 
     def save_checkpoint(
         self,
@@ -90,7 +88,7 @@ class Saving:
                 exclude_frozen=exclude_frozen_parameters,
             )
             residency = residency_of(self.module)
-            if residency is not None and LP_PARAMS not in self._moves.away:
+            if residency is not None and LP_PARAMS not in self._moved.away:
                 # As after a step, even if a script has released everything.
                 residency.gather_persistent()
         return True
@@ -134,7 +132,7 @@ class Saving:
             self._config.checkpoint_load_universal,
         )
         name = None if tag is None else str(tag)
-        self._refuse_moved("load_checkpoint", *STATES)
+        self._moved.refuse("load_checkpoint", *STATES)
         with self._checkpointing() as training:
             loaded = self._load(training, Path(load_dir), name, wanted)
         if loaded is None:
@@ -233,7 +231,7 @@ class Saving:
             strict: refuse names that differ from the model's.
             custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, instead of loading.
         """
-        self._refuse_moved("load_module_state_dict", *STATES)
+        self._moved.refuse("load_module_state_dict", *STATES)
         with self._checkpointing(), torch.no_grad():
             with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
                 if custom_load_fn is not None:
@@ -246,7 +244,7 @@ class Saving:
     @contextmanager
     def _checkpointing(self) -> Iterator[Training]:
         self.drain_gradients()
-        self._moves.settle()
+        self._moved.settle()
         hooks.phase("checkpoint")
         try:
             yield Training(

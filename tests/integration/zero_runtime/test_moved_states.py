@@ -84,7 +84,9 @@ def values(engine):
     with zero_runtime.zero.GatheredParameters(list(engine.module.parameters())):
         model = [each.detach().clone() for each in engine.module.parameters()]
     return model + [
-        each.detach().clone() for name in ("hp_params", "optim_states") for each in engine._tensors_of(name)
+        each.detach().clone()
+        for name in ("hp_params", "optim_states")
+        for each in engine._moved.tensors(name)
     ]
 
 
@@ -93,7 +95,7 @@ def memory_of(engine, names):
     of = {
         name: {
             each.untyped_storage().data_ptr(): StorageWeakRef(each.untyped_storage())
-            for each in engine._tensors_of(name)
+            for each in engine._moved.tensors(name)
             if each.untyped_storage().nbytes()
         }
         for name in STATES
@@ -261,9 +263,9 @@ def test_what_needs_them_is_refused_while_they_are_away():
 def untouched(rank, world):
     engine = make(2, BF16, {})
     micro_batches(engine, rank, 1)
-    places = [each.data_ptr() for name in STATES[:-1] for each in engine._tensors_of(name)]
+    places = [each.data_ptr() for name in STATES[:-1] for each in engine._moved.tensors(name)]
     engine.offload_states()
-    assert [each.data_ptr() for name in STATES[:-1] for each in engine._tensors_of(name)] == places
+    assert [each.data_ptr() for name in STATES[:-1] for each in engine._moved.tensors(name)] == places
 
 
 def test_on_a_cpu_nothing_is_copied():
