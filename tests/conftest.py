@@ -1,5 +1,6 @@
 """Settings that every test shares. Set before torch is imported anywhere."""
 
+import inspect
 import os
 import signal
 import sys
@@ -21,9 +22,27 @@ settings.register_profile("any pace", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any pace")
 
 
+@pytest.fixture(scope="module")
+def _forgotten_answers() -> None:
+    """What tests of other files asked is forgotten."""
+    _forget_answers()
+
+
 @pytest.fixture(autouse=True)
-def _no_answers_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that asks in its own process works its answers out, and leaves none in the user's cache directory."""
+def _no_answers_of_other_tests(
+    request: pytest.FixtureRequest, _forgotten_answers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that asks in its own process works its answers out, and leaves none in the user's cache directory.
+
+    With the marker ``shared_answers`` the answers stay from test to test of a file, as in a server that draws many pages;
+    not where a test replaces something: what it replaces has to be asked.
+    """
+    replaces = "monkeypatch" in inspect.signature(request.function).parameters
+    if replaces or request.node.get_closest_marker("shared_answers") is None:
+        _forget_answers()
+    monkeypatch.setattr("commprof.analysis.storage.answer_files.cache_directory", lambda: None)
+
+
+def _forget_answers() -> None:
     if "commprof.analysis.storage.answer_cache" in sys.modules:
         sys.modules["commprof.analysis.storage.answer_cache"].answer_cache.clear()
-    monkeypatch.setattr("commprof.analysis.storage.answer_files.cache_directory", lambda: None)

@@ -10,7 +10,7 @@ from support.detailed_runs import aligned_run, detailed_run
 from support.runs import SyntheticRun
 
 pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 LOOKS = [("light", 1280), ("dark", 400)]  # the other two differ from these in nothing that axe looks at

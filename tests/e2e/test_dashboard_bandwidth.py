@@ -15,7 +15,7 @@ from commprof.calibration.results import Calibration, Timing
 from support.browser import Watched, served
 from support.ranks import run_ranks
 
-pytestmark = [pytest.mark.browser, pytest.mark.ranks]
+pytestmark = [pytest.mark.browser, pytest.mark.ranks, pytest.mark.shared_answers]
 
 WORLD = 2
 OPS = ("all_reduce", "broadcast")

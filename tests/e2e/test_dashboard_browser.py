@@ -16,7 +16,7 @@ from support.browser import drawn_bars, served, watched
 from support.ranks import run_ranks
 from support.runs import SyntheticRun
 
-pytestmark = [pytest.mark.browser, pytest.mark.ranks]
+pytestmark = [pytest.mark.browser, pytest.mark.ranks, pytest.mark.shared_answers]
 
 WORLD = 2
 STEPS = 3

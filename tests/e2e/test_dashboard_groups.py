@@ -13,7 +13,7 @@ from commprof.export.csv import export_csv
 from support.browser import served
 from support.runs import SyntheticRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 WORLD, STEPS, STEP_NS = 8, 60, 1_000_000
 GRAPH = "#card-timeline .js-plotly-plot"

@@ -8,7 +8,7 @@ from commprof.analysis import api
 from support.browser import served, watched
 from support.runs import SyntheticRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 STEPS = 5
 SIZE = 1_200_000

@@ -13,7 +13,7 @@ from commprof.analysis import api
 from support.browser import Watched, served
 from support.runs import SyntheticRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 WORLD, STEPS, EACH = 4, 3, 10
 HOSTILE = "<img src=x onerror=alert(1)>"

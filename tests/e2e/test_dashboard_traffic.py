@@ -13,7 +13,7 @@ from commprof_dash.pages.overview import data as overview_data
 from support.browser import served, watched
 from support.detailed_runs import aligned_run, detailed_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 DESKTOP = {"width": 1280, "height": 900}
 TEXT = {"light": "#212529", "dark": "#e4e6e9"}

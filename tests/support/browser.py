@@ -113,7 +113,7 @@ class Watched:
     def open(self, url: str, ready: str = ".page-body > .card, .page-body > .message") -> None:
         """Go there and wait until the page is drawn."""
         self.page.goto(url)
-        self.page.wait_for_selector(ready, timeout=20_000)
+        self.page.wait_for_selector(ready, timeout=60_000)
         self.settle()
 
     def settle(self) -> None:
@@ -124,7 +124,7 @@ class Watched:
                     const plot = graph.querySelector('.js-plotly-plot');
                     return plot && plot.calcdata && plot.querySelector('.main-svg');
                 })""",
-            timeout=20_000,
+            timeout=60_000,
         )
 
 

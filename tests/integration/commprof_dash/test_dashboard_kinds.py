@@ -17,7 +17,7 @@ from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
 from support.kinds_of_runs import KINDS, STEPS, WORLD, going_run, make_kinds
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.shared_answers]
 
 SAID = {  # by kind and page: words that have to be there, besides those of EVERYWHERE
     ("ddp", "/overview"): "Nothing is missing",

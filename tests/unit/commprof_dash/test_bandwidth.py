@@ -22,6 +22,8 @@ from commprof_dash.pages.bandwidth import data as bandwidth_data
 from commprof_dash.theme import OP_COLOURS
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 HOSTILE = "<script>alert(1)</script>"
 SIZES = (1024, 65536, 1_000_000)
 

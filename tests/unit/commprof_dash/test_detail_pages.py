@@ -19,6 +19,8 @@ from commprof_dash.pages.timeline.data import record_text, view_in
 from support.detailed_runs import aligned_run, detailed_run
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 HOSTILE = "<script>alert(1)</script>" + "x" * 10_000
 PATHS = ("/matrix", "/buckets", "/stragglers", "/alignment")
 

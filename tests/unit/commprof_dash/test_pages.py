@@ -14,6 +14,8 @@ from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 HOSTILE = "<script>alert(1)</script>"
 
 

@@ -23,6 +23,8 @@ from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.overview import page as overview
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 HOSTILE = "<script>alert(1)</script>"
 
 

@@ -23,6 +23,8 @@ from commprof_dash.pages.records import page as records
 from commprof_dash.pages.timeline import data as timeline_data
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 HOSTILE = "<script>alert(1)</script>"
 
 
