@@ -11,7 +11,7 @@ import pytest
 from support.ranks import RankError, run_ranks
 from support.recording import record
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.ranks
 ADAM = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
 STAGES = (
     {"stage": 0},
@@ -267,6 +267,7 @@ def sleepy(rank, world, config):
         engine.step()
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.parametrize("topology", [1, [2, 2]])
 def test_a_rank_that_sleeps_is_said_to_keep_the_others_waiting(capfd, topology):

@@ -22,7 +22,7 @@ from support.logged_training import Log, fork, issued, outcome, results, train
 from support.ranks import run_ranks
 from support.recording import calls
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 
 def join(rank: int, world: int, store: Path) -> None:

@@ -17,7 +17,6 @@ from commprof.trace.reader import open_run
 from support.logged_training import fork, outcome
 from support.rank_files import write_rank
 
-pytestmark = pytest.mark.alone
 RANKS, RECORDS = 3, 1_500
 
 

@@ -18,7 +18,7 @@ from support.logged_training import Log, issued, results, train
 from support.ranks import run_ranks
 from support.recording import calls
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 
 def fake_rank(world: int = 1) -> None:
