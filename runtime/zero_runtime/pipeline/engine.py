@@ -303,9 +303,9 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
             batches = micro_batches_of(data, targets, count, self._share())
             return next_of(batches, count, self.batch_fn)
         if data_iter is not None:
-            self._source = self._checked(data_iter)
+            self._source = self._batches.of(data_iter, self.training_dataloader)
         elif self._source is None and (self.is_first_stage() or self.is_last_stage()):
-            self._source = self._own_batches()
+            self._source = self._batches.own(self.training_dataloader)
         return next_of(self._source, count, self.batch_fn)
 
     def _share(self) -> Share:
@@ -314,7 +314,7 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     def set_dataloader(self, loader: Any) -> None:
         """Use the batches of ``loader`` from now on in calls without data."""
         self.training_dataloader = loader
-        self._batches = None
+        self._batches.restart()
         self._source = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:

@@ -23,20 +23,21 @@ from zero_runtime.sharding.linear import memory_efficient_linear
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import Assembly, close
 from zero_runtime.training.accumulation import Window
+from zero_runtime.training.data_loading import TRAIN, RankLoader, rank_loader
 from zero_runtime.training.direct_passes import watch
 from zero_runtime.training.engine_settings import Settings
 from zero_runtime.training.input_dtypes import mismatch
 from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, Movable, MovedStates
 from zero_runtime.training.reporting import Progress, Report
 from zero_runtime.training.saving import Saving
-from zero_runtime.training.step_batches import WholeSteps
+from zero_runtime.training.step_batches import Batches, evaluate_step, train_step
 from zero_runtime.training.step_numbers import StepNumbers
 from zero_runtime.training.throughput import ThroughputTimer
 
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
+class Engine(Settings, Saving, torch.nn.Module):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -65,7 +66,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self.basic_optimizer = assembly.torch_optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = dataloader
-        self.collate_fn = None
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
         self.device = assembly.device
         self.local_rank = comm.get_local_rank()
         self.global_rank = comm.get_rank()
@@ -108,7 +109,7 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         self._direct = ExitStack()  # contexts that end with a loss.backward()
         self._is_direct = False  # loss.backward() is running, not engine.backward(loss)
         self._scaled = False  # scale() was called for that loss
-        self._batches: Iterator[Any] | None = None
+        self._batches = Batches()
         self._clock = clock_of(assembly.group)
         self._clock.read()  # communication before the first step belongs to no step
         self._report = Report(config, self._clock, self.global_rank)
@@ -314,6 +315,31 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
         if last and not self._in_batch:
             hooks.end_step()
 
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
+
+        Args:
+            data_iter: of batches (see :func:`zero_runtime.training.step_batches.loss_of`); default: the training data,
+                repeated.
+
+        Returns:
+            The mean loss of the micro-batches of all ranks, 0-D.
+        """
+        if not self.training:
+            raise UsageError("train_batch was called in eval mode; call engine.train() first")
+        batches = self._batches.of(data_iter, self.training_dataloader)
+        self._in_batch = True
+        try:
+            loss = train_step(self, batches, self._group)
+        finally:
+            self._in_batch = False
+        hooks.end_step()
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model does not change."""
+        return evaluate_step(self, self._batches.of(data_iter, self.training_dataloader), self._group)
+
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         if not self._config.managed_gradient_accumulation and not self._config.zero.stage.shards_gradients:
@@ -449,6 +475,40 @@ class Engine(Settings, WholeSteps, Saving, torch.nn.Module):
     def was_step_applied(self) -> bool:
         """Whether the last call of ``step`` changed the parameters."""
         return self._step_applied
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> RankLoader:
+        """A loader of this rank's share of ``dataset``.
+
+        Args:
+            dataset: the samples.
+            batch_size: samples of a batch; default: those of a micro-batch.
+            route: train shuffles; eval and predict do not.
+            pin_memory: page-locked host memory, where there is a GPU.
+            data_sampler: chooses this rank's samples instead.
+            collate_fn: makes a batch of a list of samples; default: that of ``initialize``.
+            num_local_io_workers: processes that load; default: none.
+        """
+        return rank_loader(
+            dataset,
+            batch_size or self._config.train_micro_batch_size_per_gpu,
+            drop_last=self._config.dataloader_drop_last,
+            shuffle=route == TRAIN,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+            replicas=self.parallelism.replicas,
+            replica=self.parallelism.replica,
+        )
 
     # State of the training.
 

@@ -1,18 +1,16 @@
-"""Whole training and evaluation steps from an iterator of batches, and data loaders of the engine."""
+"""Whole training and evaluation steps from an iterator of batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
 from commprof import hooks
-from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import UsageError
-from zero_runtime.groups.parallelism import Parallelism
-from zero_runtime.training.data_loading import TRAIN, RankLoader, RepeatingLoader, rank_loader
+from zero_runtime.training.data_loading import RankLoader, RepeatingLoader
 
 if TYPE_CHECKING:
     from zero_runtime.comm import DataParallelGroup
@@ -21,13 +19,11 @@ _LOSS: Final = hooks.tag("metric")
 
 
 class Stepping(Protocol):
-    """What whole steps need of the engine (:class:`zero_runtime.training.engine.Engine`), which inherits them."""
+    """What whole steps need of the engine (:class:`zero_runtime.training.engine.Engine`)."""
 
     module: torch.nn.Module
     device: torch.device
     training: bool
-    _group: DataParallelGroup
-    _in_batch: bool
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model forward."""
@@ -47,39 +43,17 @@ class Stepping(Protocol):
     def eval(self) -> Any:
         """Set the model to evaluation mode."""
 
-    def _checked(self, data_iter: Iterator[Any] | None) -> Iterator[Any]: ...
 
+class Batches:
+    """The batches of an engine's whole steps: those of a call, else its training data, repeated."""
 
-class WholeSteps:
-    """The engine's methods for whole steps. The attributes are the engine's."""
+    def __init__(self) -> None:
+        self._own: Iterator[Any] | None = None
 
-    _config: RuntimeConfig
-    parallelism: Parallelism
-    training: bool
-    training_dataloader: RankLoader | None
-    collate_fn: Callable[[list[Any]], Any] | None
-    _batches: Iterator[Any] | None
-
-    def train_batch(self: Stepping, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
-
-        Args:
-            data_iter: of batches (see :func:`loss_of`); default: the training data, repeated.
-
-        Returns:
-            The mean loss of the micro-batches of all ranks, 0-D.
-        """
-        if not self.training:
-            raise UsageError("train_batch was called in eval mode; call engine.train() first")
-        return _train(self, self._checked(data_iter), self._group)
-
-    def eval_batch(self: Stepping, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model does not change."""
-        return _evaluate(self, self._checked(data_iter), self._group)
-
-    def _checked(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+    def of(self, data_iter: Iterator[Any] | None, training_data: RankLoader | None) -> Iterator[Any]:
+        """``data_iter``, checked; None for those of ``training_data``."""
         if data_iter is None:
-            return self._own_batches()
+            return self.own(training_data)
         if not hasattr(data_iter, "__next__"):
             raise UsageError(
                 f"the batches are a {type(data_iter).__name__}; expected an iterator of batches: make one of a loader, "
@@ -87,69 +61,34 @@ class WholeSteps:
             )
         return data_iter
 
-    def _own_batches(self) -> Iterator[Any]:
-        if self._batches is None:
-            if self.training_dataloader is None:
+    def own(self, training_data: RankLoader | None) -> Iterator[Any]:
+        """The batches of ``training_data``, which continue from call to call until :meth:`restart`."""
+        if self._own is None:
+            if training_data is None:
                 raise UsageError(
                     "there is no training data; give an iterator of batches, or training_data to initialize"
                 )
-            self._batches = RepeatingLoader(self.training_dataloader)
-        return self._batches
+            self._own = RepeatingLoader(training_data)
+        return self._own
 
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = TRAIN,
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> RankLoader:
-        """A loader of this rank's share of ``dataset``.
-
-        Args:
-            dataset: the samples.
-            batch_size: samples of a batch; default: those of a micro-batch.
-            route: train shuffles; eval and predict do not.
-            pin_memory: page-locked host memory, where there is a GPU.
-            data_sampler: chooses this rank's samples instead.
-            collate_fn: makes a batch of a list of samples; default: that of ``initialize``.
-            num_local_io_workers: processes that load; default: none.
-        """
-        return rank_loader(
-            dataset,
-            batch_size or self._config.train_micro_batch_size_per_gpu,
-            drop_last=self._config.dataloader_drop_last,
-            shuffle=route == TRAIN,
-            sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
-            workers=num_local_io_workers or 0,
-            pin_memory=pin_memory,
-            replicas=self.parallelism.replicas,
-            replica=self.parallelism.replica,
-        )
+    def restart(self) -> None:
+        """Begin again, with the training data of the next call."""
+        self._own = None
 
 
-def _train(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+def train_step(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """One step: as many micro-batches as are accumulated, and the update. Returns the mean loss of all ranks, 0-D."""
     total = torch.zeros((), device=engine.device)
-    engine._in_batch = True
-    try:
-        for _ in range(engine.gradient_accumulation_steps()):
-            loss = loss_of(engine, _next(batches, engine))
-            engine.backward(loss)
-            total += loss.detach().float()
-            engine.step()
-        mean = _mean(total / engine.gradient_accumulation_steps(), group)
-    finally:
-        engine._in_batch = False
-    hooks.end_step()
-    return mean
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = loss_of(engine, _next(batches, engine))
+        engine.backward(loss)
+        total += loss.detach().float()
+        engine.step()
+    return _mean(total / engine.gradient_accumulation_steps(), group)
 
 
 @torch.no_grad()
-def _evaluate(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
+def evaluate_step(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
     """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model is in eval mode meanwhile."""
     training = engine.training
     engine.eval()
