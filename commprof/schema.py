@@ -223,7 +223,7 @@ COLLECTIVES: Final = Table(
         Column("group_size", "int32", "ranks in the group", source=_G),
         Column("group_rank", "int32", "this rank's number within the group", source=_G),
         Column("peer", "int32", "global rank of root, destination or source; -1 for none or any", source=_S),
-        Column("is_async", "bool", "a handle was asked for", source=_S),
+        Column("is_async", "bool", "the caller requested a handle", source=_S),
         Column("is_p2p", "bool", "send or recv", source=_S),
         Column("coalesce_id", "int32", "calls between the same start and end of coalescing share one number", True, source=_R),
         Column("captured", "bool", "issued while a CUDA graph was being captured", source=_R),
@@ -233,7 +233,7 @@ COLLECTIVES: Final = Table(
         Column("bucket_bytes", "int64", "bytes of that whole bucket", True, unit="bytes", source=_T),
         Column("padding_bytes", "int64", "bytes of payload_bytes that are padding, as the runtime says", True, unit="bytes", source=_T, since=2),
         Column("owner", "int32", "global rank that keeps the result, as the runtime says", True, source=_T),
-        Column("parameters", "string", "names of the parameters that travel, joined by ','", True, source=_T),
+        Column("parameters", "string", "names of the parameters that are sent, joined by ','", True, source=_T),
         Column("module", "string", "qualified name of the module that it is issued for", True, source=_T),
         Column("call_site", "string", "first frame outside torch.distributed: file:line function", True, source=_R),
         Column("thread", "string", "name of the issuing thread", True, source=_R),
@@ -244,7 +244,7 @@ COLLECTIVES: Final = Table(
         Column("wait_begin_ns", "int64", "the program began to wait for the result", True, unit="ns", source=_R),
         Column("wait_end_ns", "int64", "that wait ended", True, unit="ns", source=_R),
         Column("device_begin_ns", "int64", "the device began the operation; asynchronous on a GPU: it could begin", True, unit="ns", source=_R),
-        Column("device_end_ns", "int64", "the operation ended, as a device says or, for a sample, a host backend; asynchronous on a GPU: the stream that waited went on", True, unit="ns", source=_R),
+        Column("device_end_ns", "int64", "the operation ended, as a device says or, for a sample, a host backend; asynchronous on a GPU: the waiting stream continued", True, unit="ns", source=_R),
         Column("exposed_ns", "int64", "time that the program (on a GPU, its stream) was blocked on this operation: until wait_end_ns, from issue_ns or, asynchronous, from wait_begin_ns", True, unit="ns", source=_R),
     ),
     key=("rank", "attempt", "pid", "seq"),
@@ -281,9 +281,9 @@ BUCKETS: Final = Table(
         Column("micro_step", "int32", "micro-batch within the step"),
         Column("bucket", "int32", "number within the step"),
         Column("numel", "int64", "elements in the bucket", unit="elements"),
-        Column("bytes", "int64", "bytes of the bucket as it travels", unit="bytes"),
+        Column("bytes", "int64", "bytes of the bucket in its communication dtype", unit="bytes"),
         Column("capacity", "int64", "elements it may hold", True, unit="elements"),
-        Column("dtype", "string", "element type as it travels"),
+        Column("dtype", "string", "element type in which it is sent"),
         Column("owners", "string", "ranks that own a part of it, in order", True),
         Column("parameters", "string", "names of its parameters in order, joined by ','", True),
         Column("flush_reason", "string", "why it was sent: full, end_of_backward, oversized", True),
@@ -421,7 +421,7 @@ METRICS: Final = Table(
 
 NCCL_OPS: Final = Table(
     "nccl_ops",
-    "One row per operation line of an NCCL log. Glued messages share one line, so (file, line) is no key.",
+    "One row per operation line of an NCCL log. Interleaved messages share one line, so (file, line) is no key.",
     (
         Column("rank", "int32", "rank within the communicator", True),
         Column("global_rank", "int32", "rank in the job, where it can be known", True),
@@ -536,7 +536,7 @@ NCCL_LINKS: Final = Table(
         Column("transport", "string", "as printed: P2P/CUMEM/read, SHM/direct/direct, NET/IB/0/GDRDMA"),
         Column("kind", "string", "its first word: P2P, SHM, NET, COLLNET, ..."),
         Column("direction", "string", "send or receive, where the line says which end it is", True, values=("send", "receive")),
-        Column("lines", "int64", "lines that say the same"),
+        Column("lines", "int64", "number of lines with the same content"),
         Column("file", "string", "log file of the first of them"),
         Column("line", "int64", "its line number, from 1"),
     ),
@@ -600,7 +600,7 @@ MATCHES: Final = Table(
     "matches",
     "Records beside NCCL lines: one row per pair, and one per record or line without its pair.",
     (
-        Column("state", "string", "matched; missing (a record without line); extra (a line without record); ambiguous (a record or a line with several equal partners); torn (a torn line)", values=("matched", "missing", "extra", "ambiguous", "torn")),
+        Column("state", "string", "matched; missing (a record without line); extra (a line without record); ambiguous (a record or a line with several equal partners); torn (a truncated or interleaved line)", values=("matched", "missing", "extra", "ambiguous", "torn")),
         Column("rank", "int32", "global rank of the record", True),
         Column("attempt", "int32", "restart of the job", True),
         Column("record_pid", "int32", "process of the record", True),
@@ -624,7 +624,7 @@ MATCHES: Final = Table(
 
 COMM_MATCHES: Final = Table(
     "comm_matches",
-    "One row per communicator of an NCCL log: the process group that it serves, and how its lines fared in the alignment.",
+    "One row per communicator of an NCCL log: the process group that it serves, and the result of the alignment of its lines.",
     (
         Column("host", "string", "host as printed"),
         Column("pid", "int32", "process id as printed"),
@@ -663,7 +663,7 @@ FLIGHT: Final = Table(
         Column("op_id", "int64", "number within the group of both kinds together", True),
         Column("is_p2p", "bool", "send or recv"),
         Column("name", "string", "as the backend calls it: gloo:all_reduce"),
-        Column("op", "string", "the operation that name stands for", True, values=OPS),
+        Column("op", "string", "the operation that this name denotes", True, values=OPS),
         Column("input_bytes", "int64", "bytes of its inputs", True, unit="bytes"),
         Column("output_bytes", "int64", "bytes of its outputs", True, unit="bytes"),
         Column("state", "string", "as the backend says: scheduled, started, completed", True),

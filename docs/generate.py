@@ -71,18 +71,18 @@ def relations_page() -> str:
         "",
         "Generated from `commprof/analysis/relations/*.sql` by `make docs`; do not edit.",
         "",
-        "A relation is derived from the tables of a run ([schema](schema.md)) by one SQL text. Answers are",
-        "questions to relations. Ask your own:",
+        "A relation is derived from the tables of a run ([schema](schema.md)) by one SQL text. The answers of",
+        "commprof are queries over relations. To run your own query:",
         "",
         '    commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op"',
         "",
-        "In a notebook a relation is lazy: DuckDB evaluates it when its rows are asked for.",
+        "In a notebook a relation is lazy: DuckDB evaluates it when its rows are requested.",
         "",
         '    run = commprof.open("latest")',
         '    run.relation("operations", by=["op", "purpose"]).df()   # or .pl(), .arrow()',
         "",
-        "Relations that are *summed* have one row per combination of the columns that are requested. Request",
-        "few: all of them make nearly one row per call. They are: "
+        "Relations that are *summed* have one row per combination of the columns that are requested. Request as few",
+        "columns as possible: with all of them there is nearly one row per call. The columns are: "
         + ", ".join(f"`{name}`" for name in BY)
         + ".",
     ]
@@ -167,9 +167,9 @@ def config_page() -> str:
         "Where a key means something else than in DeepSpeed, [the differences](deepspeed-differences.md) say so. Sizes are",
         "elements.",
         "",
-        "Status: *implemented*; *no effect*, with the reason: the value is checked, and a line says so where it is not the",
-        "default; *later*: it belongs to the part named, which is not in this version, and whatever switches that part on",
-        "is refused; *refused*, with the reason, mostly as in DeepSpeed.",
+        "Status: *implemented*; *no effect*, with the reason: the value is checked, and a notice reports a value other than",
+        "the default; *later*: the key belongs to the named part, which is not in this version, and values that enable that",
+        "part are refused; *refused*, with the reason, mostly as in DeepSpeed.",
     ]
     for name, table in BLOCKS.items():
         lines += [
@@ -225,7 +225,7 @@ def deepspeed_names_page() -> str:
 
 
 def renewed(name: str, part: str, text: str) -> str:
-    """The page ``name`` with what stands between two marks replaced by ``text``."""
+    """The page ``name`` with the text between two marks replaced by ``text``."""
     before, _, rest = (DOCS / name).read_text().partition(f"<!-- {part} -->\n")
     _, _, after = rest.partition(f"<!-- /{part} -->")
     return f"{before}<!-- {part} -->\n{text}<!-- /{part} -->{after}"

@@ -174,7 +174,9 @@ def _choose(
         return fitting[0]
     if fitting:
         names = ", ".join(stream.group.pg for stream in fitting)
-        one.reason = f"the groups {names} did the same, so which of them it serves is not known"
+        one.reason = (
+            f"the groups {names} issued the same operations, so it is not known which of them it serves"
+        )
     else:
         difference = _first_difference(its, _lines_of(candidates[0], vocabulary))
         one.reason = f"its operations are not those of group {candidates[0].group.pg}: {difference}"

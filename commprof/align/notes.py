@@ -57,7 +57,8 @@ def _of_backends(backends: Collection[str | None], states: Mapping[str, int]) ->
     if not states["matched"]:
         return [f"The run used {', '.join(foreign)}: its collectives leave no line in an NCCL log."]
     return [
-        f"The run used {', '.join(foreign)}, which NCCL never sees: the lines that match come from a generated log, or "
+        f"The run used {', '.join(foreign)}; its collectives do not pass through NCCL: the lines that match come "
+        "from a generated log, or "
         "from another run of the same program."
     ]
 

@@ -22,7 +22,8 @@ from commprof.align.streams import GroupKey, LineStream, LogProcess, RecordStrea
 Streams = Mapping[tuple[RunProcess, GroupKey], RecordStream]
 Confidence = Literal["certain", "likely", "none"]
 TWO_GROUPS: Final = (
-    "groups {groups} have equal ranks and did the same: nothing distinguishes their communicators"
+    "groups {groups} have equal ranks and issued the same operations: nothing distinguishes "
+    "their communicators"
 )
 
 

@@ -42,7 +42,8 @@ def _declared(
     aggregate: Annotated[
         bool,
         typer.Option(
-            "--aggregate", help="Record sums per step instead of each collective, for jobs of weeks."
+            "--aggregate",
+            help="Record sums per step instead of each collective, for jobs that run for weeks.",
         ),
     ] = False,
     max_size: Annotated[
@@ -57,7 +58,7 @@ def _declared(
         bool,
         typer.Option(
             "--complete",
-            help="Record all operators of c10d, those that C++ issues included, from the start. Slower per call.",
+            help="Record all operators of c10d from the start, including those that C++ issues. Each call costs more.",
         ),
     ] = False,
     watchdog: Annotated[
@@ -70,7 +71,9 @@ def _declared(
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option("--sample", metavar="LIST", help=f"Samplers to run beside it: {','.join(SAMPLERS)}."),
+        typer.Option(
+            "--sample", metavar="LIST", help=f"Samplers to run during the job: {','.join(SAMPLERS)}."
+        ),
     ] = None,
     sample_every: Annotated[
         str | None,

@@ -133,7 +133,7 @@ def _verdict(run: Run) -> Iterator[str]:
     try:
         verdict = api.verify(run)
     except CommprofError as error:
-        yield f'<p class="muted">The ledger cannot be told: {_text(error)}</p>\n'
+        yield f'<p class="muted">The ledger is not known: {_text(error)}</p>\n'
         return
     sentences = "".join(f"<li>{_text(sentence)}</li>" for sentence in verdict.sentences)
     yield f"<h3>Ledger: {_text(verdict.state)}</h3><ul>{sentences}</ul>\n"
@@ -151,7 +151,7 @@ def _facts(facts: dict[str, Any]) -> str:
         else "-",
         "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
         "Wire bytes, whole run": api.format_bytes(facts["executed_wire_bytes"] or facts["wire_bytes"]),
-        "Records": f"{facts['records']:,}, {facts['lost']:,} lost, {facts['unseen']:,} unseen",
+        "Records": f"{facts['records']:,}, {facts['lost']:,} dropped, {facts['unseen']:,} unseen",
         "torch": facts["torch"] or "-",
     }
     pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in shown.items())

@@ -267,21 +267,25 @@ def _notes(
 ) -> Iterator[str]:
     if any(each.sum_ms is not None for log in logs for each in log.calls):
         yield (
-            "the comms logger writes the sum of all calls of a name so far as the latency of each; the differences were "
-            "taken, and its bandwidths, which follow from those sums, were not"
+            "as the latency of a call, the comms logger writes the running sum of all calls of that name; the "
+            "differences were "
+            "imported, but not its bandwidths, which are computed from those sums"
         )
     if not any(log.ordered or log.has_sums for log in logs):
-        yield "a summary holds sums of sums only: no latency can be had from it, counts and sizes are right"
+        yield "a summary has only sums of sums: latencies cannot be computed from it; counts and sizes are right"
     elif refused:
-        yield f"no latency is taken of {', '.join(sorted(refused)[:8])}: its numbers are not the running sums of one timer"
+        yield (
+            f"no latency is imported for {', '.join(sorted(refused)[:8])}: its numbers are not the "
+            "running sums of one timer"
+        )
     if len(logs) == 1:
-        yield "the log is that of one rank; the others are not in it"
-    yield "it does not say the group: the whole world stands for it here, which is too much for a subgroup"
+        yield "the log has one rank only; the other ranks are missing"
+    yield "the log does not name the group: all ranks are assumed, which is too many for a subgroup"
     if world is None:
-        yield "the size of the world cannot be told from it: no wire bytes, and gathers count as 0 bytes"
+        yield "the world size cannot be derived from the log: there are no wire bytes, and gathers count as 0 bytes"
     if any(log.approximate for log in logs):
-        yield "sizes were printed with three digits and are as exact as that"
+        yield "sizes were printed with three digits and are exact to three digits only"
     if not any(log.ordered for log in logs):
-        yield "the order between different names is not in it, and times begin at 0"
+        yield "the order of calls with different names is not in the log, and times begin at 0"
     for name, count in sorted(unknown.items())[:8]:
         yield f"{count} calls logged as {name[:60]!r} are no operation that commprof knows and were left out"

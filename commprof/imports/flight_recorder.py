@@ -223,10 +223,11 @@ def _notes(
 ) -> Iterable[str]:
     if any(each.backend == "gloo" for rank in ranks for each in rank.collectives):
         yield (
-            "gloo's entries name what it ran, not what was issued: a reduce_scatter is an all_reduce there, and sends and "
+            "gloo's entries name the executed operation, not the issued one: a reduce_scatter is an all_reduce "
+            "there, and sends and "
             "receives are not listed"
         )
-    yield "the Flight Recorder keeps the newest entries only and knows neither roots nor steps"
+    yield "the Flight Recorder has only the newest entries, and neither roots nor steps"
     issued = sum(_is_retired_at_issue(entry) for _, dump in dumps.values() for entry in dump["entries"])
     if issued:
         yield (

@@ -341,18 +341,18 @@ def _losses(logs: Sequence[tuple[Path, InspectorLog]]) -> Iterator[str]:
 def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: int) -> Iterator[str]:
     yield from _losses(logs)
     if any(messages for _, messages in _dropped(logs, None).values()):
-        yield "messages are paired by their order, so behind a dropped one they may be paired wrongly"
+        yield "messages are paired by their order, so after a dropped message the pairs may be wrong"
     yield (
         "the Inspector leaves out operations below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (8192 by default) and those without a "
-        "kernel time; it says neither root nor element type"
+        "kernel time; it logs neither root nor element type"
     )
     yield "groups are NCCL's communicators; group_rank is the rank in the communicator"
     if not ranks.are_of_job:
         yield "no communicator holds all processes, so the ranks are those within the largest one, or numbers in order"
     if undated:
         yield (
-            f"{undated} operations have no begin of their own (NCCL_INSPECTOR_DUMP_VERBOSE was off): their times "
-            "are that of the dump, less what the operation took"
+            f"{undated} operations have no begin time (NCCL_INSPECTOR_DUMP_VERBOSE was off): their begin "
+            "is the time of the dump minus their duration"
         )
 
 
@@ -373,8 +373,8 @@ def _left_out(
             "operations that a dump announces are not in the files: they are cut, or mixed with other output",
             "absent",
         ),
-        ("operations have lost the dump record that says whose they are, and were left out", "orphans"),
-        ("places are no whole record of the Inspector and were left out", "damaged"),
+        ("operations lack the dump record that names their communicator, and were left out", "orphans"),
+        ("records of the Inspector are incomplete and were left out", "damaged"),
     ):
         count = sum(getattr(log, attribute) for _, log in logs)
         if count:

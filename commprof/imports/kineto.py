@@ -122,15 +122,17 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
         imported.notes.append("the traces hold no collectives: neither record_param_comms nor c10d operators")
     if counts["group"]:
         imported.notes.append(
-            f"of {counts['group']} operators the trace does not say the group (only NCCL's do), and the job has several: "
-            "their group is called '?', and has no wire bytes"
+            f"{counts['group']} operators have no group in the trace (only those of NCCL do), and the job has "
+            "several groups: "
+            "their group is called '?' and has no wire bytes"
         )
     if counts["size"]:
         imported.notes.append(
-            f"of {counts['size']} operators the trace does not say the size (record_shapes was off): 0 bytes stand for it"
+            f"{counts['size']} operators have no size in the trace (record_shapes was off): they count as 0 bytes"
         )
     imported.notes.append(
-        "Kineto misses threads that were started after it, and decomposes what gloo decomposes"
+        "Kineto does not record threads that were started after it, and shows the operations into which gloo "
+        "divides a collective"
     )
     return imported
 
@@ -275,7 +277,7 @@ def _check_identities(ranks: Iterable[ImportedRank]) -> Iterator[str]:
                 each.identity = each.pg_seq = None
             yield (
                 f"group {name} counts messages and collectives together, so its numbers differ between ranks: its "
-                "collectives are joined by their order, which is right where all traces begin at the same one"
+                "collectives are joined by their order, which is right only if all traces begin at the same collective"
             )
 
 

@@ -129,13 +129,13 @@ def own_cost(health: Any) -> str:
 
 
 def counts(health: Any) -> str:
-    """Return the contents of a run as text: ``2 ranks, 1,234 records, 0 lost, 0 unseen``."""
+    """Return the contents of a run as text: ``2 ranks, 1,234 records, 0 dropped, 0 unseen``."""
     ranks = health.ranks_recorded
     number = f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
     if health.ranks_expected and ranks < health.ranks_expected:
         number = f"{ranks} of {health.ranks_expected} ranks"
     records = f"{health.records:,} {'record' if health.records == 1 else 'records'}"
-    text = f"{number}, {records}, {health.lost:,} lost, {health.unseen:,} unseen"
+    text = f"{number}, {records}, {health.lost:,} dropped, {health.unseen:,} unseen"
     return text + "".join(
         f", {value:,} {name}"
         for name, value in (

@@ -211,7 +211,8 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
         (health.torn, "records are truncated"),
         (
             health.summed,
-            "collectives were kept as sums only: number and bytes of each step are compared, no single one",
+            "collectives were recorded as sums only: the number and bytes of each step are compared, but no "
+            "single collective",
         ),
         (health.outside, "collectives were issued outside the steps that were recorded"),
     ):
@@ -292,7 +293,7 @@ def _total(
         text += f"; {extra:,} collective{' has' if extra == 1 else 's have'} no explanation"
     if missing:
         where = "were not issued" if has_all_records else "are not among them"
-        text += f"; {missing:,} bytes that the config asks for {where}"
+        text += f"; {missing:,} bytes that the config requests {where}"
     return text + "."
 
 

@@ -47,6 +47,6 @@ def _complain(error: Exception) -> None:
         from commprof.printable import escaped
 
         what = escaped(f"{type(error).__name__}: {error}")
-        sys.stderr.write(f"commprof: nothing is recorded: {what}. The training goes on\n")
+        sys.stderr.write(f"commprof: nothing is recorded: {what}. The training continues\n")
     except Exception:
         pass

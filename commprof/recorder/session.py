@@ -172,7 +172,7 @@ class Session:
         problems = []
         if reason is not None or lost:
             problems.append(
-                f"recording stopped: {reason}; {lost} collectives were lost, the training was not touched"
+                f"recording stopped: {reason}; {lost} collectives were dropped; the training is not affected"
             )
         if self.journal.faults:
             problems.append(
@@ -273,7 +273,7 @@ class Session:
         self.journal.write("group", group.row())
         if not group.ranks:
             self.journal.note(
-                f"group {group.name} was given other members in place, and torch does not say which ranks they are: its "
+                f"group {group.name} got other members in place, and torch does not report which ranks they are: its "
                 "records have no group_ranks, and roots and peers are unknown"
             )
 
@@ -343,7 +343,9 @@ class Session:
             self.opened = open_files(directory, rank, _first_seq[0], self.sums)
         except OSError as error:
             self._refused = error.strerror or str(error)
-            say(f"rank {rank.rank}: nothing is recorded: {directory}: {self._refused}. The training goes on")
+            say(
+                f"rank {rank.rank}: nothing is recorded: {directory}: {self._refused}. The training continues"
+            )
             return
         self.journal.open(self.opened.records, self.opened.events)
         self.journal.write("begin", begin_row(self.opened.identity, rank.world_size, self.options.changed()))
@@ -416,7 +418,7 @@ def detach() -> None:
         try:
             session.stop()
         except Exception as error:
-            say(f"could not end the recording: {type(error).__name__}: {error}")
+            say(f"the recording could not be closed: {type(error).__name__}: {error}")
 
 
 def _begin(
@@ -440,7 +442,7 @@ def _begin(
         session = Session(out, options, notes, armed=armed, speaks=speaks)
         session.start(forked)
     except Exception as error:
-        say(f"nothing is recorded: {type(error).__name__}: {error}. The training goes on")
+        say(f"nothing is recorded: {type(error).__name__}: {error}. The training continues")
         if session is not None:
             session.abandon()
         return

@@ -20,8 +20,8 @@ class UnsupportedError(RequestedError):
 
     def __init__(self, key: str, value: object, reason: str) -> None:
         super().__init__(
-            f"{key} is {value!r}: {reason}. What that sends cannot be told from the config yet; "
-            f"the recorded collectives of the run are complete all the same."
+            f"{key} is {value!r}: {reason}. commprof has no rules for what this sends; "
+            f"the recorded collectives of the run are complete nevertheless."
         )
         self.key = key
         self.value = value

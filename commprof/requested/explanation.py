@@ -80,7 +80,7 @@ def describe_configuration(configuration: Configuration) -> str:
         )
     if configuration.gradient_reduction != "auto":
         name = configuration.gradient_reduction
-        return f"gradient_reduction: {name} asks for {_article(name)}; zero_runtime sends {REDUCTIONS[name].sent}"
+        return f"gradient_reduction: {name} requests {_article(name)}; zero_runtime sends {REDUCTIONS[name].sent}"
     return _describe_deepspeed_keys(configuration)
 
 
@@ -92,22 +92,22 @@ def _describe_compression(compression: Compression) -> str:
     }[compression.algorithm]
     begin = f", after {compression.warmup_steps} uncompressed steps" if compression.warmup_steps else ""
     return (
-        f"gradient_compression: {compression.algorithm} asks for compressed gradients; zero_runtime has all ranks gather "
+        f"gradient_compression: {compression.algorithm} requests compressed gradients; zero_runtime has all ranks gather "
         f"{what_is_sent} in one all_gather per bucket{begin}"
     )
 
 
 def _describe_deepspeed_keys(configuration: Configuration) -> str:
     if not configuration.reduce_scatter:
-        return "reduce_scatter: false asks for an all_reduce; DeepSpeed 0.19 sends one all_reduce per bucket"
+        return "reduce_scatter: false requests an all_reduce; DeepSpeed 0.19 sends one all_reduce per bucket"
     if not configuration.buffers_are_contiguous:
         return (
-            "reduce_scatter: true asks for a reduce_scatter; contiguous_gradients: false overrides it and "
+            "reduce_scatter: true requests a reduce_scatter; contiguous_gradients: false overrides it and "
             "use_multi_rank_bucket_allreduce, and DeepSpeed 0.19 sends one all_reduce per bucket in its place"
         )
     value = "true" if configuration.use_multi_rank_bucket_allreduce else "false"
     return (
-        f"reduce_scatter: true with use_multi_rank_bucket_allreduce: {value} asks for a reduce_scatter; "
+        f"reduce_scatter: true with use_multi_rank_bucket_allreduce: {value} requests a reduce_scatter; "
         f"DeepSpeed 0.19 sends {REDUCTIONS[configuration.reduction].sent} in its place"
     )
 
@@ -115,10 +115,10 @@ def _describe_deepspeed_keys(configuration: Configuration) -> str:
 def _describe_stage_3(configuration: Configuration) -> str:
     if configuration.reduce_scatter:
         return (
-            "reduce_scatter: true asks for a reduce_scatter; at stage 3 DeepSpeed 0.19 sends one per bucket in "
+            "reduce_scatter: true requests a reduce_scatter; at stage 3 DeepSpeed 0.19 sends one per bucket in "
             "each micro-batch"
         )
-    asked = "reduce_scatter: false asks for an all_reduce; at stage 3"
+    asked = "reduce_scatter: false requests an all_reduce; at stage 3"
     if not configuration.contiguous_gradients:
         return f"{asked} contiguous_gradients: false overrides it, and DeepSpeed 0.19 sends one reduce_scatter per bucket"
     return (

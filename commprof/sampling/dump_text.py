@@ -62,13 +62,13 @@ def _ranks(situation: Situation) -> list[str]:
             lines.append(f"    last    {_call(situation, report, last, last.end_ns)}")
         if unknown is not None:
             issued = _call(situation, report, unknown, unknown.issue_ns)
-            lines.append(f"    issued  {issued}, and whether it is complete does not show")
-    return lines or ["  none has left a file"]
+            lines.append(f"    issued  {issued}, and whether it has completed is not known")
+    return lines or ["  no rank has left a file"]
 
 
 def _state(situation: Situation, report: RankReport) -> str:
     if situation.is_past:
-        return "ended" if report.state is State.ENDED else "ended without saying so"
+        return "ended" if report.state is State.ENDED else "ended without closing its recording"
     return {
         State.RUNS: "runs",
         State.STOPPED: "stopped by a signal",
@@ -102,9 +102,9 @@ def _groups(situation: Situation) -> list[str]:
         lines.append(f"  {situation.label(standing.group)} ({ranks_text(standing.group.ranks)}): {at}")
     if len(even) > _MOST_GROUPS:
         lines.append(
-            f"  and {len(even) - _MOST_GROUPS} more groups, in each of which all ranks have come equally far"
+            f"  and {len(even) - _MOST_GROUPS} more groups, in each of which all ranks are at the same collective"
         )
-    return lines or ["  none has carried a collective"]
+    return lines or ["  no group has carried a collective"]
 
 
 def _uneven(situation: Situation, standing: Standing) -> list[str]:

@@ -76,7 +76,7 @@ def _judged(situation: Situation) -> Verdict:
     if all(report.state is State.ENDED for report in reports) and not failed:
         who = "every rank whose records can be read" if situation.damaged else "every rank"
         damage_notes = _notes(situation) if situation.damaged else ()
-        return Verdict(Kind.ENDED, f"nothing hangs: {who} ended its recording in order", damage_notes)
+        return Verdict(Kind.ENDED, f"nothing hangs: {who} ended its recording normally", damage_notes)
     notes = _notes(situation)
     if not situation.is_past and any(report.moved for report in reports):
         return Verdict(Kind.MOVING, _say_moving(situation), notes)
@@ -123,7 +123,7 @@ def _say_killed(situation: Situation) -> str:
         clauses.append(f"rank {first} failed first{_signal_clause(code)}")
     others = [rank for rank in unended if rank != first]
     if others:
-        clauses.append(f"{ranks_text(others)} ended without saying so (killed, or os._exit)")
+        clauses.append(f"{ranks_text(others)} ended without closing its recording (killed, or os._exit)")
     if absent:
         clauses.append(f"{ranks_text(absent)} left no file: ended before the first process group")
     named = list(dict.fromkeys([*([first] if first is not None else []), *unended]))
@@ -159,7 +159,7 @@ def _last_clause(situation: Situation, report: RankReport) -> str:
             for call in other.calls.calls
         )
     ]
-    return f"{text}, and {ranks_text(further)} went on to the next" if further else text
+    return f"{text}, and {ranks_text(further)} issued a later one" if further else text
 
 
 def _say_missing(situation: Situation, wait: Wait) -> str:
@@ -178,7 +178,9 @@ def _say_parting(situation: Situation, parting: Parting) -> str:
         f"{ranks_text(party.ranks)} issued {party.call.what.op} {situation.describe(party.call)}{_root(party.call)}"
         for party in parting.parties
     ]
-    text = f"at #{parting.pg_seq} of {situation.label(parting.group)} the ranks part: {', but '.join(issued)}"
+    text = (
+        f"at #{parting.pg_seq} of {situation.label(parting.group)} the ranks diverge: {', but '.join(issued)}"
+    )
     waits = [wait for wait in situation.waits if wait.group.pg == parting.group.pg]
     if waits:
         text += f"; now {_waiting_clause(situation, waits[0])}"
@@ -191,27 +193,28 @@ def _root(call: Call) -> str:
 
 def _say_ring(situation: Situation, ring: Sequence[Wait]) -> str:
     clauses = [f"{_waiting_clause(situation, wait)} for {ranks_text(wait.missing)}" for wait in ring]
-    return f"a ring: {', and '.join(clauses)}; none of them can go on"
+    return f"a ring: {', and '.join(clauses)}; none of them can continue"
 
 
 def _say_stuck(situation: Situation, wait: Wait) -> str:
     text = _waiting_clause(situation, wait)
     if wait.absent:
         who = ranks_text(wait.absent)
-        return f"{text}; whether {who} issued it is not known: nothing was left here that can be read"
+        return f"{text}; whether {who} issued it is not known: no file of it can be read here"
     members = [situation.reports[rank] for rank in wait.group.ranks if rank in situation.reports]
     halted = [
         r for r in members if r.state is State.STOPPED or (r.state is State.GONE and not situation.is_past)
     ]
     if halted:
-        return f"{text}; all have issued it, but of {ranks_text([r.rank for r in halted])}: " + "; ".join(
+        return f"{text}; all have issued it; {ranks_text([r.rank for r in halted])}: " + "; ".join(
             situation.whereabouts(report.rank, wait.group.pg) for report in halted[:_MOST_NAMED]
         )
     if wait.finished:
-        return (
-            f"{text}; {ranks_text(wait.finished)} issued it too and went on: the transfer itself does not end"
-        )
-    return f"{text}; every rank has issued it alike: the transfer itself does not end (network, device or backend)"
+        return f"{text}; {ranks_text(wait.finished)} issued it too and continued: the transfer itself does not complete"
+    return (
+        f"{text}; every rank has issued the same collective: the transfer itself does not complete "
+        "(network, device or backend)"
+    )
 
 
 def _say_idle(situation: Situation) -> str:
@@ -231,8 +234,8 @@ def _say_moving(situation: Situation) -> str:
     moved = [report.rank for report in situation.reports.values() if report.moved]
     still = [report.rank for report in situation.reports.values() if report.moved is False]
     text = (
-        f"the job moves: {ranks_text(moved)} issued or completed collectives within the "
-        f"{format_ns(situation.watched_ns)} in which it was watched"
+        f"the job makes progress: {ranks_text(moved)} issued or completed collectives within the "
+        f"{format_ns(situation.watched_ns)} in which it was observed"
     )
     waits = [wait for wait in situation.waits if set(wait.waiting) & set(still)]
     return f"{text}; {_waiting_clause(situation, waits[0])}" if waits else text

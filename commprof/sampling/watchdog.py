@@ -125,7 +125,7 @@ class Watchdog:
             except (CommprofError, OSError):
                 continue  # a directory that is being made, moved or finalised
             except Exception as error:  # after any error the job continues without a watchdog
-                self._say(f"watchdog: it has stopped watching: {type(error).__name__}: {error}")
+                self._say(f"watchdog: it has stopped: {type(error).__name__}: {error}")
                 return
 
     def _look(self) -> None:
@@ -142,4 +142,4 @@ class Watchdog:
             where = f"; {file}"
         except OSError as error:
             where = f" (the dump could not be kept: {error.strerror})"
-        self._say(f"watchdog: nothing has moved for {self._seconds:g} s: {dump.verdict.sentence}{where}")
+        self._say(f"watchdog: no progress for {self._seconds:g} s: {dump.verdict.sentence}{where}")

@@ -100,8 +100,8 @@ def assess(
 
 def _cut_off(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"rank {entry['rank']}: {name} lacked its last part when it was read, which the rank had written: copy the run "
-        "again from where it was recorded"
+        f"rank {entry['rank']}: {name} was truncated when it was read: its last part, which the rank had written, was "
+        "missing. Copy the run again from where it was recorded"
         for entry in entries
         for name in entry.get("cut") or ()
     ]
@@ -133,19 +133,20 @@ def _notes(
     notes = []
     if missing and entries:
         notes.append(
-            f"{_ranks(missing)} of {expected} left no trace: killed before the first process group, or recorded on "
+            f"{_ranks(missing)} of {expected} left no files: killed before the first process group, or recorded on "
             "another host"
         )
     if not entries:
         notes.append(
-            "no rank has recorded anything: the program never initialised torch.distributed, was killed before that, or "
+            "no rank recorded anything: the program never initialised torch.distributed, was killed before that, or "
             "ran on another host"
         )
     unended = [entry["rank"] for entry in entries if not entry.get("ended")]
     if unended and state != RUNNING:
-        extent = "what was kept" if _total(entries, "summed") else "all that was issued"
+        extent = "the recorded sums" if _total(entries, "summed") else "every issued collective"
         notes.append(
-            f"{_ranks(unended)} ended without saying so (killed, or os._exit): the trace holds {extent}, but the last "
+            f"{_ranks(unended)} ended without closing its recording (killed, or os._exit): the trace holds "
+            f"{extent}, but the last "
             "self-check, the totals and the buckets of its last step are missing"
         )
     notes += _parts(entries)
@@ -167,7 +168,9 @@ def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         notes.append(f"only the steps of {words} were recorded; {_outside(members)}")
     summed = _total(entries, "summed")
     if summed:
-        text = f"of {summed:,} collectives only sums by step, phase, operation, group and purpose were kept"
+        text = (
+            f"for {summed:,} collectives only sums by step, phase, operation, group and purpose were recorded"
+        )
         killed = [entry["rank"] for entry in entries if entry.get("summed") and not entry.get("ended")]
         if killed:
             text += f"; those of the last steps before {_ranks(killed)} ended are missing"
@@ -178,7 +181,7 @@ def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 def _outside(entries: Sequence[Mapping[str, Any]]) -> str:
     counted = [entry["outside"] for entry in entries if entry.get("outside") is not None]
     if not counted:
-        return "how many collectives there were outside them is not known"
+        return "the number of collectives outside them is not known"
     number = f"{min(counted):,}" if min(counted) == max(counted) else f"{min(counted):,} to {max(counted):,}"
     least = "" if all(entry.get("ended") for entry in entries) else "at least "
     return f"outside them the groups of a rank counted {least}{number} collectives"
@@ -191,12 +194,12 @@ def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         who = f"rank {entry['rank']}"
         if entry.get("stopped_reason"):
             notes.append(
-                f"{who} stopped recording: {entry['stopped_reason']}; {entry.get('lost') or 0} collectives were lost"
+                f"{who} stopped recording: {entry['stopped_reason']}; {entry.get('lost') or 0} collectives were dropped"
             )
         if entry.get("torn") or entry.get("torn_events"):
             notes.append(
-                f"{who}: {entry.get('torn') or 0} records and {entry.get('torn_events') or 0} lines of events are torn or "
-                "damaged, and were left out"
+                f"{who}: {entry.get('torn') or 0} records and {entry.get('torn_events') or 0} lines of events are "
+                "truncated or damaged, and were left out"
             )
         if entry.get("incomplete"):
             notes.append(
@@ -223,7 +226,7 @@ def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             by_group[key] = max(by_group.get(key, 0), row["unseen"])
     return [
         f"{count} {'collective was' if count == 1 else 'collectives were'} issued unseen in group {desc} (on each of ranks "
-        f"{ranks}): whoever issued them went past every layer that was recorded then"
+        f"{ranks}): the code that issued them bypassed every layer that was active then"
         for (_, desc, ranks), count in by_group.items()
     ]
 

@@ -169,7 +169,7 @@ def _numel(parameter: torch.nn.Parameter) -> int:
 
 def _show(what: str, devices: int, hosts: int, estimates: list[Estimate]) -> None:
     print(
-        f"Memory that the states of {what} need, on {_some(hosts, 'host')} with {_some(devices, 'device')} each:"
+        f"Memory for the model states of {what}, on {_some(hosts, 'host')} with {_some(devices, 'device')} each:"
     )
     print("  per host   | per device | options")
     for each in estimates:

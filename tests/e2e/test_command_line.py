@@ -45,13 +45,13 @@ def test_the_last_line_says_what_to_type_next(recorded):
     directory, done = recorded
     last = done.stderr.strip().splitlines()[-1]
     found = re.fullmatch(
-        r"commprof: (traces/train_gpt-\S+)  2 ranks, ([\d,]+) records, 0 lost, 0 unseen, recording took .+"
+        r"commprof: (traces/train_gpt-\S+)  2 ranks, ([\d,]+) records, 0 dropped, 0 unseen, recording took .+"
         r"  next: commprof (report \S+)",
         last,
     )
     assert found, last
     text = output(directory, *found[3].split())
-    assert f"{found[2]} records, 0 lost, 0 unseen" in text
+    assert f"{found[2]} records, 0 dropped, 0 unseen" in text
     assert "Per training step, of 2 steps after the first" in text
 
 

@@ -399,7 +399,7 @@ COMPARISON: Final = Table(
         ),
         Column("step_time_low_ns", "int64", "95 % interval of step_time_ns, low end", True, "ns"),
         Column("step_time_high_ns", "int64", "95 % interval of step_time_ns, high end", True, "ns"),
-        Column("interval_over", "string", "what the interval is over: repeats or steps", True),
+        Column("interval_over", "string", "basis of the interval: repeats or steps", True),
         Column(
             "final_loss", "float64", "loss of the last step that has one, mean over ranks and repeats", True
         ),
@@ -473,7 +473,7 @@ ARRIVALS: Final = Table(
         Column("lateness_error_ns", "int64", "error bound of lateness_ns; 0 on one clock", True, "ns"),
         Column("from_median_ns", "int64", "after the median arrival (negative: before it)", True, "ns"),
         Column("is_last", "bool", "it arrived last; null if not all ranks were recorded or comparable", True),
-        Column("certain", "bool", "last rank: that it was last is beyond the clock error", True),
+        Column("certain", "bool", "last rank: whether it was last beyond the clock error", True),
         Column("lead_ns", "int64", "last rank: time after the second last, in which it alone was missing", True, "ns"),
         Column("waiting_ns", "int64", "from this arrival to the last", True, "ns"),
         Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
@@ -490,7 +490,8 @@ ARRIVALS: Final = Table(
 
 STRAGGLERS: Final = Table(
     "stragglers",
-    "How often each rank arrives last where all wait for all, and how long the others wait for it.",
+    "How often each rank arrives last in collectives in which every rank waits for every other, and how long the "
+    "others wait for it.",
     (
         Column("rank", "int32", "global rank"),
         Column("collectives", "int64", "collectives of the rank, recorded and comparable on all ranks"),
@@ -500,7 +501,7 @@ STRAGGLERS: Final = Table(
         Column("mean_lateness_ns", "int64", "mean lateness", unit="ns"),
         Column("median_lateness_ns", "int64", "median lateness", unit="ns"),
         Column("error_ns", "int64", "error bound of its times, median", unit="ns"),
-        Column("lead_ns", "int64", "time in which it alone was missing, in all", unit="ns"),
+        Column("lead_ns", "int64", "total time in which it alone was missing", unit="ns"),
         Column("others_waited_ns", "int64", "mean exposed time of the others while it alone was missing; sum", True, "ns"),
         Column("others_waited_per_step_ns", "int64", "the same per training step", True, "ns"),
         Column("others_waited_own_ns", "int64", "part of others_waited_ns for its own delay, if known", True, "ns"),

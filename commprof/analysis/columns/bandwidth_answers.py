@@ -61,7 +61,7 @@ BANDWIDTH: Final = Table(
         *map(_of_schema, ("op", "backend", "group_ranks", "group_size")),
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
         Column("collectives", "int64", "collectives or messages"),
-        Column("timed", "int64", "those that are ok, behind the medians"),
+        Column("timed", "int64", "those with verdict ok, from which the medians are computed"),
         Column("slow", "int64", "outliers that took longer"),
         Column("fast", "int64", "outliers that took less time"),
         Column("impossible", "int64", "no time, or less than the interval of the ceiling allows"),

@@ -261,7 +261,7 @@ LATE_COLLECTIVES: Final = Table(
         Column("spread_ns", "int64", "arrival skew: from the first arrival to the last", unit="ns"),
         Column("error_ns", "int64", "error bound of spread_ns", unit="ns"),
         Column("last_rank", "int32", "last rank; null if not all ranks were recorded", True),
-        Column("certain", "bool", "that it was last is beyond the error"),
+        Column("certain", "bool", "whether it was last beyond the error"),
         Column("pid", "int32", "process of the last record"),
         Column("seq", "int64", "its issue order"),
         Column("lead_ns", "int64", "time in which it alone was missing", True, "ns"),

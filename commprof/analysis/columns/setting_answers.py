@@ -103,7 +103,7 @@ STEP_TIME_PAIRS: Final = Table(
         Column("high_ns", "int64", "95 % interval of difference_ns by Welch's t, high end", True, "ns"),
         Column("probability", "float64", "probability of the difference by chance, with Holm's correction", True),
         Column("verdict", "string", "step time of other relative to that of label", values=VERDICTS),
-        Column("reason", "string", "why it cannot be told", True),
+        Column("reason", "string", "why it is not known", True),
     ),
     key=("label", "other"),
 )
@@ -130,7 +130,7 @@ ADVICE: Final = Table(
         ),
         Column("least_bytes", "bool", "no setting that counts sends less, within 0.1 %"),
         Column("step_time_ns", "int64", "as in compare", True, "ns"),
-        Column("not_slower", "bool", "no other has a measurably shorter step; null if that cannot be told", True),
+        Column("not_slower", "bool", "no other has a measurably shorter step; null if not known", True),
         Column("final_loss", "float64", "as in compare", True),
         Column("repeats", "int64", "runs with this setting"),
         Column("left_out", "string", "why it does not count", True),

@@ -23,7 +23,7 @@ _MEASURES: Final = ("collectives", "payload_bytes", "wire_bytes", *PARTLY_KNOWN,
 _PURPOSE_KEY: Final = ("op", "intended_op", "purpose")
 _GROUP_KEY: Final = ("group_desc", "group_size", "op", "intended_op")
 _NO_PURPOSES: Final = (
-    "no purpose says which collectives reduce gradients, so this lists all of a step that have none"
+    "no collective has the purpose gradient_reduce, so this lists all collectives of a step without a purpose"
 )
 
 

@@ -48,18 +48,21 @@ def _answer(weighed: Weighed) -> str:
     if weighed.shapes:
         shapes = "; ".join(shape or "not at all" for shape in weighed.shapes)
         return (
-            f"Cannot tell: the ranks of these jobs share their models in unlike ways (groups and their sizes: {shapes}). A "
-            "rank's work and the links that its bytes take differ with that, so no sum of bytes says which is better: look "
+            f"Cannot tell: the ranks of these jobs use different model parallelism (groups and their sizes: {shapes}). The "
+            "work of a rank and the links that its bytes use differ, so a sum of bytes does not show which is better: look "
             "at the bytes of each group, and compare settings of one shape."
         )
     if len(counted) < 2:
-        return f"Cannot tell: {len(counted)} setting{'' if len(counted) == 1 else 's'} to choose from; it takes two."
+        return (
+            f"Cannot tell: {len(counted)} setting{'' if len(counted) == 1 else 's'} to choose from; at "
+            "least two are needed."
+        )
     if weighed.answer != "recommended":
         same_bytes = len(weighed.least) == len(counted)
         bytes_text = "all settings send the same bytes on the wire" if same_bytes else "the bytes differ"
         if weighed.answer == NO_DIFFERENCE:
             return f"No measurable difference: {bytes_text}, and their step times differ by no more than repeats do."
-        return f"No difference in bytes: {bytes_text}. Of their step times it cannot be told."
+        return f"No difference in bytes: {bytes_text}. Whether their step times differ is not known."
     return _recommendation(weighed, counted)
 
 
@@ -79,7 +82,7 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
     least = next(one for one in counted if one.label in weighed.least)
     return (
         f"Set {words} if the step time counts: its step is measurably shorter than that of {least.label}, which sends the "
-        f"least, {_bytes(least)}; it sends {_more(best[0], least)}. On a slower network that may turn."
+        f"least, {_bytes(least)}; it sends {_more(best[0], least)}. On a slower network the opposite may hold."
     )
 
 
@@ -119,7 +122,8 @@ def _moved(weighed: Weighed) -> list[str]:
         if one.label in weighed.recommended and less:
             least = min(less, key=lambda other: (other.moved_bytes or 0.0, other.label))
             return [
-                f"But the counters saw more of it: {one.label} moved {format_bytes(one.moved_bytes or 0.0)} a step on all "
+                f"But the counters show more bytes for it: {one.label} moved "
+                f"{format_bytes(one.moved_bytes or 0.0)} a step on all "
                 f"interfaces, {least.label} {format_bytes(least.moved_bytes or 0.0)} (whole run, all programs of a host). "
                 "Look at both ledgers first: commprof verify."
             ]
@@ -146,7 +150,7 @@ def _times(weighed: Weighed) -> list[str]:
         return []
     unsure = verdicts.count(significance.CANNOT_TELL)
     if unsure == len(verdicts):
-        return [f"Nothing can be said of the step times: one repeat does not show how runs vary. {REPEAT}."]
+        return [f"Step times cannot be compared: one repeat does not show how runs vary. {REPEAT}."]
     sentences = []
     different = weighed.pairs[weighed.pairs["verdict"].isin([significance.SHORTER, significance.LONGER])]
     if different.empty:
@@ -168,10 +172,10 @@ def _times(weighed: Weighed) -> list[str]:
         )
         slower_all = [label for label in weighed.recommended if label not in weighed.not_slower]
         if weighed.recommended and not slower_all:
-            sentences.append("No other setting is measurably faster than what is recommended.")
+            sentences.append("No other setting is measurably faster than the recommended one.")
     if unsure:
         sentences.append(
-            f"Of {unsure} of {len(verdicts)} pairs the step times cannot be told apart, for want of repeats."
+            f"Of {unsure} of {len(verdicts)} pairs the step times cannot be compared, because there are too few repeats."
         )
     return sentences
 
@@ -185,7 +189,8 @@ def _losses(weighed: Weighed) -> list[str]:
         return []
     if not known:
         return [
-            "No loss was published, so it is not known whether the settings train alike: commprof.metric('loss', value)."
+            "No loss was published, so it is not known whether the settings train equally well: "
+            "commprof.metric('loss', value)."
         ]
     if len({steps for one in counted if one.losses for steps in one.steps_of_runs}) > 1:
         return ["The runs have different numbers of steps, so their losses are not compared."]
@@ -208,7 +213,7 @@ def _warnings(weighed: Weighed) -> list[str]:
         if one.label not in wanted or None in (one.requested_op, one.issued_op) or meant == one.requested_op:
             continue
         sentences.append(
-            f"Warning: {one.label} asks for {one.requested_op} and issues {one.issued_op}"
+            f"Warning: {one.label} requests {one.requested_op} and issues {one.issued_op}"
             + (f": {one.explanation}." if one.explanation else ".")
         )
     return list(dict.fromkeys(sentences))

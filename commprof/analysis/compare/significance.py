@@ -80,7 +80,7 @@ def pairs(medians: Mapping[str, Sequence[float]]) -> pd.DataFrame:
         few = [name for name in (label, other) if len(medians[name]) < LEAST_REPEATS]
         if few:
             row["reason"] = (
-                f"{_repeats(len(medians[few[0]]))} of {few[0]}; how runs vary takes {LEAST_REPEATS} at least"
+                f"{_repeats(len(medians[few[0]]))} of {few[0]}; at least {LEAST_REPEATS} show how runs vary"
             )
             if all(medians[name] for name in (label, other)):
                 row["difference_ns"] = round(fmean(medians[other]) - fmean(medians[label]))

@@ -1,7 +1,7 @@
 -- Records beside NCCL lines, with what is known of either.
 --
 -- Input:  chosen (number of a row of matches, rank, pg, position), matches (with file_row_number), nccl_ops, collectives
--- Output: one row for each of chosen, in their order. Glued messages share one line: of them the largest values stand for all.
+-- Output: one row for each of chosen, in their order. Interleaved messages share one line: of them the largest values stand for all.
 with shown as (
     select
         c.rank as of_rank, c.pg as of_pg, c.position, m.state, m.op, m.rank, m.attempt, m.record_pid, m.seq, m.part, m.parts,

@@ -20,13 +20,14 @@ from typing import Final, NamedTuple
 
 MADE: Final = {  # what Python makes of the tables: what it is, and what one row is
     "arrivals": (
-        "When each rank came to each collective and message, on one clock, and what the others waited for the last one: see "
+        "When each rank arrived at each collective and message, on one clock, and how long the others waited for "
+        "the last one: see "
         "[clocks](clocks.md).",
         "one row per record that can have partners",
     ),
     "bucket_groups": (
         "The ranks that reduce gradient buckets together. Groups that share a rank are one: a bucket may be reduced along "
-        "several axes one after the other.",
+        "several axes in turn.",
         "one row per attempt and rank whose records carry the number of a bucket",
     ),
     "exposure_of_purposes": (
@@ -42,8 +43,7 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
         "one row per text of group_ranks and rank",
     ),
     "process_exposure": (
-        "How long the program of each process was blocked on collectives, and how long they ran beside it: see "
-        "[times](times.md).",
+        "Exposed and overlapped communication time of each process: see [times](times.md).",
         "one row per process, training step and purpose; step is -1 before the first step, null between steps",
     ),
     "ranks_of_groups": (

@@ -72,8 +72,8 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
     words = set(re.findall(r"\w+", sql.lower()))
     if words & _REFUSED:
         raise UsageError(
-            f"the question cannot be answered: it has the word {min(words & _REFUSED)!r}, and Spark could reach beyond the "
-            "run by it; leave it out"
+            f"the question cannot be answered: with the word {min(words & _REFUSED)!r} Spark could access data outside the "
+            "run; leave it out"
         )
     try:
         named = _named(session, sql)

@@ -192,7 +192,7 @@ def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[
     untimed, total = int(sizes["untimed"].sum()), int(sizes["collectives"].sum())
     if untimed:
         sentences.append(
-            f"{untimed:,} of {total:,} collectives have no time: nobody saw when they ended (asynchronous ones that were "
+            f"{untimed:,} of {total:,} collectives have no time: their end was not observed (asynchronous ones that were "
             "not waited for, GPUs without events), or a rank of them was not recorded."
         )
     if calibration is None:
@@ -200,17 +200,18 @@ def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[
     others = sorted(set(sizes["backend"].dropna()) - {calibration.backend})
     if others:
         sentences.append(
-            f"The calibration is of {calibration.backend}: what {', '.join(others)} sent has no ceiling in it."
+            f"The calibration is for {calibration.backend}: it has no ceiling for {', '.join(others)}."
         )
     if hosts and set(hosts) != set(calibration.hosts):
         sentences.append(
-            f"The calibration was made on {_few(calibration.hosts)}, the run on {_few(sorted(hosts))}: where these machines "
-            "or their links differ, so does the ceiling."
+            f"The calibration was made on {_few(calibration.hosts)}, the run on {_few(sorted(hosts))}: if these "
+            "machines or their links differ, so does the ceiling."
         )
     scaled = sorted(set(sizes.loc[sizes["op"] != Op.SEND, "group_size"]) - {calibration.world_size})
     if scaled and sizes["ceiling_ns"].notna().any():
         sentences.append(
-            f"The calibration has {calibration.world_size} ranks. Groups of {', '.join(map(str, scaled))} are held to the "
+            f"The calibration has {calibration.world_size} ranks. Groups of {', '.join(map(str, scaled))} are "
+            "compared with the "
             "same bus bandwidth and latency, and are not called impossible by it."
         )
     impossible, timed = int(sizes["impossible"].sum()), total - untimed

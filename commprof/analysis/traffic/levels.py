@@ -20,8 +20,8 @@ from commprof.ledger.levels import STEPS, LedgerRow, Verdict
 from commprof.schema import Op, Purpose
 
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
-NOT_REQUESTED: Final = "what the config asks for is not known"
-NOT_EXECUTED: Final = "what the backend ran is not known"
+NOT_REQUESTED: Final = "the operation that the config requests is not known"
+NOT_EXECUTED: Final = "the operation that the backend ran is not known"
 _SUMMED: Final = ("payload_bytes", "wire_bytes", *PARTLY_KNOWN)  # not known unless of all
 
 

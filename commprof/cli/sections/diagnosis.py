@@ -105,9 +105,9 @@ def _entry_point() -> Iterator[Finding]:
 def _compiled_parts() -> Iterator[Finding]:
     from commprof.compiled import COMPILED_VARIABLE
 
-    again = "install commprof again where a C compiler and the headers of this Python are"
+    again = "install commprof again on a machine with a C compiler and the headers of this Python"
     if os.environ.get(COMPILED_VARIABLE) == "0":
-        again = f"{COMPILED_VARIABLE}=0 says so"
+        again = f"because {COMPILED_VARIABLE} is 0"
     if _process_group() is not None:
         from commprof.recorder.process_group import compiled_calls
 

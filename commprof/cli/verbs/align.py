@@ -60,7 +60,7 @@ def align(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,
 ) -> int:
-    """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn.
+    """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn (truncated).
 
     The tables of the log, matches and comm_matches are stored in the run, unless nothing matches. Without LOG, a stored
     alignment is shown. With logs of the NCCL Inspector, collectives are matched by their number, and the algorithms are

@@ -43,7 +43,7 @@ def calibrate(
     sizes: Annotated[
         str,
         typer.Option(
-            "--sizes", metavar="A:B[:FACTOR]", help="Payloads from A to B, or a list A,B,C. With K, M, G."
+            "--sizes", metavar="A:B[:FACTOR]", help="Payloads from A to B, or a list A,B,C; units K, M, G."
         ),
     ] = DEFAULT_SIZES,
     dtype: Annotated[str, typer.Option("--dtype", help=f"Element type: {', '.join(DTYPES)}.")] = "float32",

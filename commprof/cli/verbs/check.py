@@ -30,7 +30,7 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The violations as JSON.")] = False,
 ) -> int:
-    """Check a run against a budget: bytes and operations per step, no new operation, nothing unrequested.
+    """Check a run against a budget: bytes and collectives per step, allowed operations, nothing unrequested.
 
     Exits with 0 if the run meets the budget, and with 1 if it does not.
     """

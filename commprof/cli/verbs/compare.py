@@ -24,7 +24,7 @@ _EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "step_ns",
 _ISSUED: Final = "wire_bytes_per_step"
 _EXECUTED: Final = "executed_wire_bytes_per_step"
 LEGEND: Final = (
-    "requested: the operation that the config asks for to reduce gradients. issued: the operation that was issued for it, "
+    "requested: the operation that the config requests to reduce gradients. issued: the operation that was issued for it, "
     "and the intended operation if that differs. (no purposes): nothing tells which collectives reduce gradients, so all "
     "collectives of a step without a purpose are listed. Bytes and times are per training step. payload: S of nccl-tests, "
     "all groups. wire: modelled bytes that a rank sends, mean over all ranks of the job, for the operations that the "

@@ -36,6 +36,14 @@ _UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the progra
 _PADDING: Final = "padding_bytes"
 _BETWEEN: Final = "between_hosts_bytes"
 _SUMMED: Final = ("collectives", "records", "payload_bytes", _PADDING, "wire_bytes", "host_ns")
+_COUNTS: Final = {
+    "records": "records",
+    "lost": "dropped",
+    "unseen": "unseen",
+    "torn": "truncated",
+    "raised": "raised",
+    "incomplete": "incomplete",
+}
 _OUTSIDE: Final = {"evaluation": "evaluation", "checkpoint": "checkpoint", "other": "after the last step"}
 _OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire", "as issued")
 _EXECUTED: Final = "executed_wire_bytes"
@@ -430,9 +438,7 @@ def health(facts: Mapping[str, Any]) -> str:
         cost = f"{rendering.duration(facts['recorder_ns'])} per rank"
         if not rendering.is_missing(facts["recorder_share"]):
             cost += f", {100 * float(facts['recorder_share']):.3f} % of the run"
-    counts = ", ".join(
-        f"{facts[name]:,} {name}" for name in ("records", "lost", "unseen", "torn", "raised", "incomplete")
-    )
+    counts = ", ".join(f"{facts[name]:,} {label}" for name, label in _COUNTS.items())
     for name, where in (("summed", "in sums"), ("outside", "outside the steps recorded")):
         counts += f", {facts[name]:,} {where}" if facts[name] else ""
     lines = [("recorded", counts), ("own cost", cost), *(("note", str(note)) for note in facts["notes"])]

@@ -19,7 +19,7 @@ from commprof.recorder.process.options import DEFAULTS, Options
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
 NCCL_LOG_HELP = "Have NCCL write its log into the run. auto: if a GPU is visible."
 ENGINE_HELP = (
-    "What `import deepspeed` gives the program: zero_runtime, deepspeed (the installed package), or auto (deepspeed if "
+    "What `import deepspeed` imports: zero_runtime, deepspeed (the installed package), or auto (deepspeed if "
     "installed, else zero_runtime). Default: unchanged."
 )
 WIRE_HELP = "Also read the interface counters at each step, once per host."

@@ -31,7 +31,7 @@ _HEADINGS: Final = (
     Heading(""),
 )
 LEGEND: Final = (
-    "requested: what the config asks for. issued: what the program handed to torch.distributed. executed: what the backend "
+    "requested: what the config requests. issued: what the program handed to torch.distributed. executed: what the backend "
     "ran. payload: S of nccl-tests. wire: modelled; the sum of the bytes that a rank of the group sends on average for each "
     "collective, and of the bytes of each message."
 )
@@ -44,7 +44,7 @@ def verify(
         bool, typer.Option("--json", help="Print JSON with exact bytes and every item.")
     ] = False,
 ) -> int:
-    """Close the ledger of a run: what its config requested, what was issued, executed and moved, and why they differ.
+    """Reconcile the levels of a run: requested by its config, issued, executed and moved, and why they differ.
 
     Exits with 0 if the ledger is closed, 1 if it has a mismatch, and 3 if a part is not known.
     """

@@ -135,7 +135,7 @@ def _losses(user_values: Mapping[str, str]) -> list[str]:
     sentences = []
     if rank < _LEVELS.index("INFO"):
         sentences.append(
-            f"{LEVEL}={user_values[LEVEL]} prints no line of an operation; unset it to have TRACE, which commprof asks for"
+            f"{LEVEL}={user_values[LEVEL]} prints no line of an operation; unset it to have TRACE, which commprof requests"
         )
     elif rank < _LEVELS.index("TRACE"):
         sentences.append(
@@ -155,7 +155,7 @@ def _file_losses(pattern: str) -> list[str]:
         return [f"{FILE}={pattern} is no file, so the log is not kept; unset it to have it in the run"]
     if "%p" not in pattern.replace("%%", ""):
         return [
-            f"{FILE}={pattern} has no %p, so the processes of a host write over each other: lines are lost and torn"
+            f"{FILE}={pattern} has no %p, so the processes of a host write over each other: lines are lost or interleaved"
         ]
     return []
 

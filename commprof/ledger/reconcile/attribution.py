@@ -37,10 +37,10 @@ BESIDE_TRAINING: Final = frozenset(
         *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT),
     }
 )
-UNTAGGED: Final = "no purpose was given, and the config asks for nothing like it"
-NOT_ASKED: Final = "the config's rules ask for none with this purpose"
-OTHER_OP: Final = "the config's rules ask for another operation with this purpose"
-OTHER_GROUP: Final = "the config's rules ask for it in another group"
+UNTAGGED: Final = "no purpose was given, and the config requests nothing like it"
+NOT_ASKED: Final = "the rules of the config predict no collective with this purpose"
+OTHER_OP: Final = "the rules of the config predict another operation with this purpose"
+OTHER_GROUP: Final = "the rules of the config predict it in another group"
 RAISED: Final = "the call raised"
 OF_SCRIPT: Final = "script"
 _MOST_SHOWN: Final = 4
@@ -247,7 +247,8 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     finding.remark = f"{finding.reason}: an estimate, which depends on {depends}"
     if want.in_each_pass and want.most_bytes is None and total > MOST_TIMES * want.payload_bytes > 0:
         finding.doubt = (
-            f"{finding.reason}; modules may have run that often, or other code may have sent a part of it"
+            f"{finding.reason}; modules may have run that often, or other code may have sent a part of "
+            "these bytes"
         )
     return finding
 
@@ -310,9 +311,7 @@ def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
         for finding, own in zip(estimated, sizes, strict=True):
             if own != usual:
                 count, total = sum(n for _, n in usual), sum(size * n for size, n in usual)
-                finding.doubt = (
-                    f"{finding.reason or 'as expected'}, but {count} ({total:,} bytes) in most steps like it"
-                )
+                finding.doubt = f"{finding.reason or 'as expected'}, but {count} ({total:,} bytes) in most comparable steps"
 
 
 def _sizes(messages: Mapping[Message, int]) -> tuple[tuple[int, int], ...]:

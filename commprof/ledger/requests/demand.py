@@ -93,13 +93,13 @@ def _shortened_steps(
 ) -> list[str]:
     """A sentence for each way in which steps sent less than others."""
     ways = (
-        (overflowed, "ended at the overflow check, without norm and without gathering"),
-        (skipped, "a gradient overflowed, as the engine says, and no step was taken"),
+        (overflowed, "ended at the overflow check, without norm and without gathers"),
+        (skipped, "a gradient overflowed, as the engine reports, and the step was skipped"),
         (
             died,
-            "the last one of a program that did not end normally; absent messages are not counted as missing",
+            "the last one of a program that did not end normally; absent messages do not count as missing",
         ),
-        (partial, "did not reach the end; absent messages are not counted as missing"),
+        (partial, "did not reach its end; absent messages do not count as missing"),
     )
     return [f"{step_list(keys)}: {text}." for keys, text in ways if keys]
 

@@ -24,13 +24,15 @@ from commprof.ledger.requests.request import RecordedRun, Request, request_of
 from commprof.schema import Op, Phase, Purpose
 
 OTHER_MODELS: Final = (
-    "the program made several engines, one after the other had trained, and their models have different parameters, of "
-    "which the run keeps those of the first"
+    "the program made several engines, each after the one before it had trained, and their models have different "
+    "parameters, but the run stores only those of the first"
 )
 _SEVERAL_ENGINES: Final = (
     "The program made {count} engines, each after the one before it had trained; they begin at steps {steps}."
 )
-_REFERENCE: Final = "a model that takes no step, as the reference model of DPO, may run in it"
+_REFERENCE: Final = (
+    "an engine that takes no step, such as the reference model of DPO, may have run its model in it"
+)
 _IDLE: Final = "{count} of them took no step."
 _END: Final = 1 << 62
 _OF_A_FORWARD: Final = frozenset(

@@ -64,7 +64,7 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
     communicators = tuple(communicators)
     notes = list(findings.troubles)
     if findings.generated:
-        notes.append("The log says of itself that it was generated: it is not the output of NCCL.")
+        notes.append("The log states that it was generated: it is not output of NCCL.")
     if findings.empty:
         notes.append("The log is empty.")
     if findings.operations == 0:
@@ -79,14 +79,16 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
         )
     if findings.torn:
         notes.append(
-            f"{_torn(findings.torn)} counted and kept, not repaired. Processes that share a stream write into each other's "
+            f"{_torn(findings.torn)} counted and stored, not repaired. Processes that share a stream write into "
+            "each other's "
             "lines, and since 2.13 NCCL does not flush standard output per line; lines at the end of a file may be "
             f"cut: {ASK_FOR_FILES}."
         )
     notes.extend(_unknown_families(communicators))
     if findings.ambiguous and not communicators:
         notes.append(
-            f"{findings.ambiguous} communicators look alike and carry no commId, so which ranks share one is not known."
+            f"{findings.ambiguous} communicators have the same number of ranks and no commId, so it is not known "
+            "which ranks share one."
         )
     if _is_call_only(communicators):
         notes.append(

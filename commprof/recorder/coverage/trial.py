@@ -55,7 +55,7 @@ def silent_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
     """
     if not _OUTCOME:
         if torch._C._len_torch_dispatch_stack():
-            raise RuntimeError("a mode of torch is on, which would take the calls")
+            raise RuntimeError("a torch mode is active, which would intercept the calls")
         _OUTCOME.append(_try_layers(make))
     return _OUTCOME[0]
 
@@ -71,8 +71,8 @@ def newer_torch(version: str) -> str | None:
         return None
     newest = ".".join(map(str, NEWEST_TESTED))
     return (
-        f"torch {version} is newer than {newest}, the newest with which commprof was tested: at its start each layer is "
-        f"tried on a call of its own; {_UNTRIED} are not. The self-check compares all counts with torch's own"
+        f"torch {version} is newer than {newest}, the newest version that commprof was tested with. At the start each layer "
+        f"is tested with one call; {_UNTRIED} are not tested. The self-check compares all counts with those of torch"
     )
 
 

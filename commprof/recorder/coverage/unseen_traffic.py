@@ -75,4 +75,4 @@ class Beneath:
     def _tell(self, what: str) -> None:
         if what not in self._noted:
             self._noted.add(what)
-            self._note(f"{what}: what is sent that way lies beneath c10d and is not among the records")
+            self._note(f"{what}: communication through it is below c10d and is not recorded")

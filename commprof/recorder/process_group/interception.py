@@ -96,7 +96,8 @@ class Interception:
             self._observe_functional()
             if not self._issuers.install():
                 self.journal.note(
-                    "this torch lacks a function by which DDP's reducer is noticed: all of c10d is recorded"
+                    "this torch lacks a function by which the use of DDP's reducer is detected: all operators of "
+                    "c10d are recorded"
                 )
                 self.complete()
             elif live_groups() and reducer_is_alive():
@@ -132,10 +133,10 @@ class Interception:
                 self.journal.note(f"the layers could not be tried: {type(error).__name__}: {error}")
             return
         for layer, records in silent.items():
-            self.journal.note(f"tried on a call of its own, the layer {layer} made {records} records of one")
+            self.journal.note(f"in its trial the layer {layer} made {records} records instead of one")
         if {Layer.PROCESS_GROUP, Layer.FUNCTIONAL} & silent.keys() and Layer.C10D not in silent:
             self._wants_complete = True
-            self.journal.note("so every operator of c10d is recorded in its place")
+            self.journal.note("so every operator of c10d is recorded instead")
 
     def complete(self) -> None:
         """From now on record every operator of c10d that nothing above it records."""

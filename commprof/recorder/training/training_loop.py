@@ -174,9 +174,7 @@ class TrainingLoop:
     def _give_up(self, error: Exception) -> None:
         """Watching does not work with this torch: leave it, and say so in the trace."""
         self.remove()
-        self._journal.note(
-            f"steps and phases are not found by themselves any more: {type(error).__name__}: {error}"
-        )
+        self._journal.note(f"steps and phases are no longer detected: {type(error).__name__}: {error}")
 
     def _begin_pass(self) -> None:
         if self._progress.begin_pass():

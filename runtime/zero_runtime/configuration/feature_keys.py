@@ -110,7 +110,7 @@ FEATURES: Final[Table] = {
         "experiment_name": (_NAME, None, "of this run"),
         "experiment_key": (_NAME, None, "of this run"),
         "online": (optional(boolean), None, "send at once"),
-        "mode": (_NAME, None, "begin a run or go on with one"),
+        "mode": (_NAME, None, "start a run or continue one"),
     }),
     "comms_logger": used(inside({
         "enabled": used(boolean, False, "time messages, for log_summary; `commprof run` records them without waiting"),
@@ -127,7 +127,7 @@ FEATURES: Final[Table] = {
         "detailed": (boolean, True, "print the whole tree"),
         "output_file": (_NAME, None, "where it is printed"),
     }),
-    "activation_checkpointing": used(inside(ACTIVATION_CHECKPOINTING), {}, "how checkpoint() keeps what it saves"),
+    "activation_checkpointing": used(inside(ACTIVATION_CHECKPOINTING), {}, "how checkpoint() stores its inputs"),
     **PIPELINE,
     "aio": used(optional(inside(AIO)), None, "how files of offloaded tensors are read and written"),
     "timers": used(inside({
@@ -142,7 +142,7 @@ FEATURES: Final[Table] = {
         "end_profile_step": (_SIZE, 5, "last step measured"),
         "metric": (text, "throughput", "quantity to optimize"),
         "metric_path": (_NAME, None, "where it is written"),
-        "arg_mappings": (optional(mapping), None, "options of the script that stand for keys"),
+        "arg_mappings": (optional(mapping), None, "options of the script that correspond to keys"),
         "tuner_type": (text, "gridsearch", "order of trials"),
         "tuner_early_stopping": (_SIZE, 5, "trials without gain before it ends"),
         "tuner_num_trials": (_SIZE, 50, "trials at most"),
@@ -201,5 +201,5 @@ FEATURES: Final[Table] = {
     "compress_communication": used(
         boolean, False, "the same with default settings. Not a key of DeepSpeed"
     ),
-    "communication": used(inside(COMMUNICATION), {}, "collectives that know which links are slow. Not a key of DeepSpeed"),
+    "communication": used(inside(COMMUNICATION), {}, "topology-aware collectives. Not a key of DeepSpeed"),
 }  # fmt: skip

@@ -192,7 +192,7 @@ ZERO: Final[Table] = {
         boolean, False, "keep Muon's momentum off NVMe", "Muon's state is never in files"
     ),
     "legacy_stage1": refused(
-        "the old ZeRO stage 1 does not exist any more, in DeepSpeed either; use stage 1",
+        "the old ZeRO stage 1 no longer exists, in DeepSpeed either; use stage 1",
         "an old ZeRO stage 1",
     ),
     "mics_shard_size": refused(

@@ -42,7 +42,7 @@ def huge_pages_state(kernel: Path = _KERNEL) -> str:
     """Whether large tensors of this process are on pages of 2 MiB, and if not, why: one line."""
     setting = _kernel_setting(kernel)
     if setting not in ("always", "madvise"):
-        return "no: the kernel gives none" + (f" ({kernel}: {setting})" if setting else "")
+        return "no: the kernel does not allow them" + (f" ({kernel}: {setting})" if setting else "")
     if huge_pages_in_use():
         return "for tensors of 2 MiB and more"
     value = os.environ.get(VARIABLE)

@@ -85,8 +85,9 @@ def cut(name: str, parameter: torch.Tensor, how: Cut) -> None:
     if before is not None:
         if before != how:
             raise ConfigError(
-                f"{name} is tied to a parameter that is cut along {before.dim} in sections {list(before.sections)}, "
-                f"and the plan cuts it along {how.dim} in sections {list(how.sections)}; cut both alike"
+                f"{name} is tied to a parameter that is partitioned along {before.dim} in sections {list(before.sections)}, "
+                f"and the plan partitions it along {how.dim} in sections {list(how.sections)}; partition both in "
+                "the same way"
             )
         return
     how.check(name)

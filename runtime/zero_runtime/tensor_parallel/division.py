@@ -70,8 +70,8 @@ def divide(
         return
     if any(shard_of(parameter) is not None for parameter in module.parameters()):
         raise ConfigError(
-            f"tp_size is {config.tp_size}, and parameters of the model were sharded as it was made (zero.Init), before they "
-            "could be cut; make the model outside of zero.Init, or set tp_size to 1"
+            f"tp_size is {config.tp_size}, and parameters of the model were sharded when it was constructed "
+            "(zero.Init), before they could be partitioned; make the model outside of zero.Init, or set tp_size to 1"
         )
     plan, lenient = configured_plan(config, getattr(module, "tensor_parallel_plan", None))
     steps = _checked(module, plan, group.world_size, lenient, config.sequence_parallel, is_stage)
@@ -134,22 +134,22 @@ def _checked(
         idle = unused(plan, [name for name in named if name])
         if idle:
             raise ConfigError(
-                f"the tensor-parallel plan names {', '.join(map(repr, idle))}, and no module of the model is called so; the "
+                f"the tensor-parallel plan names {', '.join(map(repr, idle))}, but the model has no such module; the "
                 f"first of its {len(named) - 1} modules are {', '.join(list(named)[1:6])}"
             )
     for name, rule in rules.items():
         if not _fits(named[name], rule):
             wanted = _EXPECTED[rule.how].__name__
             raise ConfigError(
-                f"the tensor-parallel plan has {name!r} cut as {rule.how}, which takes a {wanted}, and it is a "
+                f"the tensor-parallel plan partitions {name!r} as {rule.how}, which needs a {wanted}, but it is a "
                 f"{type(named[name]).__name__}; change the plan"
             )
         _check_shapes(name, named[name], rule, size)
     cut = [name for name, rule in rules.items() if rule.how in _EXPECTED]
     if not cut and not is_stage:
         raise ConfigError(
-            f"tensor parallelism over {size} ranks: no layer of the {type(module).__name__} has a name that says how to cut "
-            'it; name its modules in tensor_parallel.plan, such as {"layers.*.up": "column", "layers.*.down": "row"}'
+            f"tensor parallelism over {size} ranks: no layer of the {type(module).__name__} has a name that determines its "
+            'partition; name its modules in tensor_parallel.plan, such as {"layers.*.up": "column", "layers.*.down": "row"}'
         )
     for name in _attention(rules):
         _check_heads(name, named[name], size)

@@ -119,7 +119,8 @@ def plan_of_specifications(specifications: Mapping[str, Any]) -> Plan:
         how = How.GATHERED if kind == "column" and spec.get("gather_output") else kinds[kind]
         if spec.get("partition_dim") not in (None, 1 if how is How.ROW else 0):
             raise ConfigError(
-                f"{where}.partition_dim is {spec['partition_dim']}; a {kind} layer is cut along {1 if how is How.ROW else 0}"
+                f"{where}.partition_dim is {spec['partition_dim']}; a {kind} layer is partitioned along "
+                f"{1 if how is How.ROW else 0}"
             )
         for pattern in spec.get("patterns", ()):
             try:

@@ -67,7 +67,7 @@ class ColumnParallelLinear(torch.nn.Linear):
         sections = sections or (layer.out_features,)
         if sum(sections) != layer.out_features:
             raise ConfigError(
-                f"{name} has {layer.out_features} outputs, and the plan cuts sections {list(sections)}, which makes "
+                f"{name} has {layer.out_features} outputs, and the plan has the sections {list(sections)}, which makes "
                 f"{sum(sections)}; they must be equal"
             )
         how = Cut(0, sections, ranks.rank, ranks.size)

@@ -258,7 +258,7 @@ class Engine(Settings, Saving, torch.nn.Module):
             return None
         if not self.zero_optimization():
             raise UsageError(
-                "loss.backward() was called at stage 0, where its end cannot be seen; call engine.backward(loss)"
+                "loss.backward() was called at stage 0, where its end cannot be detected; call engine.backward(loss)"
             )
         if self._scale.value != 1.0 and not self._scaled:
             raise UsageError(
@@ -423,7 +423,7 @@ class Engine(Settings, Saving, torch.nn.Module):
         """A context in which gradients only accumulate on each rank. Not at stages 2 and 3, which free them early."""
         if self._config.zero.stage.shards_gradients:
             raise UsageError(
-                f"no_sync means nothing at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
+                f"no_sync has no effect at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
                 "gradients in every micro-batch; use stage 0 or 1"
             )
         with self._paused_reduction("no_sync"):
@@ -458,7 +458,7 @@ class Engine(Settings, Saving, torch.nn.Module):
     def _paused_reduction(self, name: str) -> Iterator[None]:
         if self._window.paused:
             raise UsageError(
-                f"{name} was entered inside another block that holds gradients back; leave one out"
+                f"{name} was entered inside another block that defers the gradient reduction; leave one out"
             )
         self._window.paused = True
         self._gradients.pause(True)

@@ -154,7 +154,7 @@ def test_sums_hold_what_the_records_would(tmp_path):
     comparison = api.compare([whole, summed])
     assert comparison["wire_bytes_per_step"].nunique() == 1
     assert any("only sums by step" in note for note in summed.health.notes)
-    assert "kept as sums only" in " ".join(api.verify(summed).sentences)
+    assert "recorded as sums only" in " ".join(api.verify(summed).sentences)
 
 
 def messages(rank, world):
@@ -302,7 +302,8 @@ def test_options_reach_the_ranks_and_the_exit_code_stays_the_scripts(tmp_path):
     assert done.returncode == 3
     last = done.stderr.splitlines()[-1]
     assert (
-        "1 rank, 0 records, 0 lost, 0 unseen, 2 in sums, 3 outside the steps recorded, recording took" in last
+        "1 rank, 0 records, 0 dropped, 0 unseen, 2 in sums, 3 outside the steps recorded, recording took"
+        in last
     )
 
 

@@ -146,7 +146,7 @@ def test_two_ranks_are_recorded_and_the_last_line_says_so(tmp_path):
     assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
     last = done.stderr.splitlines()[-1]
     assert re.fullmatch(
-        rf"commprof: {name}  2 ranks, 12 records, 0 lost, 0 unseen, recording took [\d.]+ [mu]s of a rank \([\d.]+ %\)"
+        rf"commprof: {name}  2 ranks, 12 records, 0 dropped, 0 unseen, recording took [\d.]+ [mu]s of a rank \([\d.]+ %\)"
         rf"  next: commprof report {name}",
         last,
     )
@@ -183,7 +183,7 @@ def test_torchrun_around_commprof_and_inside_it(tmp_path, inside):
         )
     assert done.returncode == 0, done.stderr
     run_of(tmp_path)  # one for all ranks
-    assert done.stderr.count("2 ranks, 8 records, 0 lost, 0 unseen") == 1
+    assert done.stderr.count("2 ranks, 8 records, 0 dropped, 0 unseen") == 1
 
 
 @pytest.mark.ranks
@@ -297,7 +297,7 @@ def test_what_ddp_issues_in_cpp_is_recorded(tmp_path):
     )
     done = commprof("run", "--nproc", "2", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = re.search(r"2 ranks, (\d+) records, 0 lost, (\d+) unseen", done.stderr.splitlines()[-1])
+    found = re.search(r"2 ranks, (\d+) records, 0 dropped, (\d+) unseen", done.stderr.splitlines()[-1])
     assert found, done.stderr
     assert int(found[1]) >= 4 and int(found[2]) == 0  # each rank reduces its gradients twice
 

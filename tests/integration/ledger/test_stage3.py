@@ -210,7 +210,8 @@ def test_what_a_reference_model_gathers_within_steps_is_doubted(threshold):
     verdict = verify(recorded("inside", "inside", threshold=threshold))
     assert (str(verdict.state), verdict.unexplained) == ("unknown", ()), verdict
     assert any(
-        "a model that takes no step, as the reference model of DPO" in text for text in verdict.sentences
+        "an engine that takes no step, such as the reference model of DPO" in text
+        for text in verdict.sentences
     )
 
 

@@ -329,8 +329,8 @@ def test_what_lies_beneath_c10d_is_named(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, body)
     assert outcomes[0]["result"] == ("RuntimeError", False)
     assert (
-        "ranks 0, 1: torch's symmetric memory was in use: what is sent that way lies beneath c10d and is not among the "
-        "records" in run.health.notes
+        "ranks 0, 1: torch's symmetric memory was in use: communication through it is below c10d and is not "
+        "recorded" in run.health.notes
     )
 
 

@@ -77,7 +77,7 @@ def test_sigkill_at_any_moment_loses_nothing_that_was_issued(tmp_path, attempt):
     assert opened.health.records == len(opened.table("collectives"))
     assert opened.health.lost == opened.health.torn == 0
     assert opened.health.state == "killed"
-    assert any("rank 0 ended without saying so" in note for note in opened.health.notes)
+    assert any("rank 0 ended without closing its recording" in note for note in opened.health.notes)
     assert calls(opened, 0, "pg_seq") == list(range(opened.health.records))
     assert calls(opened, 0, "numel") == [1 + n % 3 for n in range(opened.health.records)]
     assert calls(opened, 0, "step") == [n // 50 for n in range(opened.health.records)]
@@ -149,7 +149,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path, capfd):
 
     assert run_ranks(1, body) == [1]
     errors = capfd.readouterr().err
-    assert "nothing is recorded" in errors and "Not a directory" in errors and "training goes on" in errors
+    assert "nothing is recorded" in errors and "Not a directory" in errors and "training continues" in errors
     assert "Traceback" not in errors and blocked.read_text() == "not a directory"
 
 
@@ -193,7 +193,7 @@ def test_no_room_from_the_beginning(tmp_path, monkeypatch, capfd, number):
     assert run.health.records == 0 and run.health.lost == 30
     assert os.strerror(number) in capfd.readouterr().err
     assert any(
-        "stopped recording" in note and "30 collectives were lost" in note for note in run.health.notes
+        "stopped recording" in note and "30 collectives were dropped" in note for note in run.health.notes
     )
 
 

@@ -129,7 +129,7 @@ def test_a_group_that_is_given_other_members_in_place_is_another_group_of_the_tr
     flights = [row["pg"] for row in run.table("flight").to_pylist() if row["rank"] == 0]
     assert flights == calls(run, 0, "pg")
     assert [note.partition(":")[2] for note in run.health.notes if "clock" not in note] == [
-        f" group {name}@12 was given other members in place, and torch does not say which ranks they are: its "
+        f" group {name}@12 got other members in place, and torch does not report which ranks they are: its "
         "records have no group_ranks, and roots and peers are unknown"
     ]
 

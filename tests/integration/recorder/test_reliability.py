@@ -83,7 +83,9 @@ def _kill_at_a_random_moment(place: Path, seed: int) -> None:
     assert calls(run, 0, "numel", "step") == [(1 + n % 3, n // 50) for n in range(found)]
     assert set(calls(run, 0, "status")[:-1]) <= {"ok"}
     if found:
-        assert run.health.state == "killed" and any("ended without saying so" in n for n in run.health.notes)
+        assert run.health.state == "killed" and any(
+            "ended without closing its recording" in n for n in run.health.notes
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -151,7 +153,7 @@ def test_a_rank_that_ends_is_recorded_until_then_and_changes_nothing(tmp_path, e
         lines = issued(tmp_path / "recorded" / f"log-{rank}")
         assert lines - 1 <= len(calls(run, rank, "op")) <= lines
     assert run.health.lost == run.health.torn == 0 and run.health.state == "killed"
-    assert any("ended without saying so" in note for note in run.health.notes)
+    assert any("ended without closing its recording" in note for note in run.health.notes)
 
 
 # Trouble with the disk and the clock.

@@ -98,7 +98,7 @@ def test_ranks_that_issue_different_collectives_are_named_side_by_side(tmp_path)
     sentence = dump.verdict.sentence
     assert dump.verdict.kind == "different"
     assert sentence.startswith(
-        "at #2 of group default_pg the ranks part: ranks 0, 2 issued all_reduce (4.00 KiB float32,"
+        "at #2 of group default_pg the ranks diverge: ranks 0, 2 issued all_reduce (4.00 KiB float32,"
     )
     assert ", but rank 1 issued broadcast (4.00 KiB float32, issued at" in sentence
     assert "with root 1" in sentence
@@ -169,7 +169,7 @@ def test_ranks_that_wait_for_each_other_are_a_ring(tmp_path):
     assert dump.verdict.kind == "ring"
     assert sentence.startswith("a ring: rank 0 waits in recv #0 from rank 1 of group default_pg")
     assert "for rank 1, and rank 1 waits in recv #0 from rank 0 of group default_pg" in sentence
-    assert sentence.endswith("for rank 0; none of them can go on")
+    assert sentence.endswith("for rank 0; none of them can continue")
 
 
 def subgroup_hangs(rank, world):
@@ -242,7 +242,7 @@ def test_a_job_that_goes_on_is_said_to_move(tmp_path):
         dump = take_dump(run, stacks=False, watch_seconds=2.0)
     assert dump.verdict.kind == "moving" and not dump.verdict.hangs
     assert dump.verdict.sentence.startswith(
-        "the job moves: ranks 0, 1 issued or completed collectives within the "
+        "the job makes progress: ranks 0, 1 issued or completed collectives within the "
     )
 
 
@@ -327,7 +327,7 @@ def test_a_wait_in_cpp_does_not_show_and_the_rank_that_is_behind_does(tmp_path):
     assert dump.verdict.kind == "missing"
     assert dump.verdict.sentence.startswith("rank 0 has issued all_reduce #")
     assert "; rank 1 has not issued it: it is in load_batch (" in dump.verdict.sentence
-    assert "and whether it is complete does not show" in dump_text(dump)
+    assert "and whether it has completed is not known" in dump_text(dump)
 
 
 def await_lead(run, sign):

@@ -303,4 +303,4 @@ def test_a_file_that_was_cut_off_leaves_the_ledger_open(copied, capsys, suffix):
     for _ in ("as it is", "finalised"):
         assert execute(["verify", str(run)]) == 3
         said = " ".join(capsys.readouterr().out.split())
-        assert f"Cannot tell: rank 1: {file.name} lacked its last part when it was read" in said
+        assert f"Cannot tell: rank 1: {file.name} was truncated when it was read" in said

@@ -296,7 +296,7 @@ MISUSE = [
     ),
     (UsageError, "loss of one element", lambda model: _engine(model).backward(torch.ones(2))),
     (UsageError, "found 3.0", lambda model: _engine(model).backward(3.0)),
-    (UsageError, "means nothing at ZeRO stage 2", lambda model: _engine(model).no_sync().__enter__()),
+    (UsageError, "has no effect at ZeRO stage 2", lambda model: _engine(model).no_sync().__enter__()),
     (
         UsageError,
         "call engine.backward",

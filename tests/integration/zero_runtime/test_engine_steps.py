@@ -197,7 +197,7 @@ def test_blocks_that_hold_gradients_back_are_not_mixed():
     (errors,) = run_ranks(1, misuse_of_blocks)
     for error, expected in zip(
         errors,
-        ("works at stages 1 to 3", "inside another block", "step was called inside", "no_sync means nothing"),
+        ("works at stages 1 to 3", "inside another block", "step was called inside", "no_sync has no effect"),
         strict=True,
     ):
         assert expected in error

@@ -126,7 +126,7 @@ def test_outliers_and_impossible_times_are_marked_and_listed(directory):
 def test_the_calibration_nearest_to_the_run_is_taken_and_another_can_be_chosen(directory):
     assert '"value": "sweep/calibration.json"' in text_of(draw(directory))
     other = draw(directory, "run=sweep/a&calibration=calibration-nccl.json")
-    assert "The calibration is of nccl" in text_of(other)
+    assert "The calibration is for nccl" in text_of(other)
     assert [name for name in traces_of(other) if "ceiling" in name] == []
     none = draw(directory, "run=sweep/a&calibration=none")
     assert "No ceiling" in text_of(none) and "commprof calibrate --out" in text_of(none)

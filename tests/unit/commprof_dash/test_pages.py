@@ -196,7 +196,7 @@ def test_a_run_without_anything_is_drawn(tmp_path):
 def test_a_run_that_is_still_going_and_lost_records_says_so(tmp_path):
     write_run(tmp_path / "run", state="running", lost=3, unseen=2)
     page = text_of(draw(tmp_path, "/overview"))
-    assert "3 lost, 2 unseen" in page
+    assert "3 dropped, 2 unseen" in page
 
 
 def test_text_of_a_trace_stays_text(tmp_path):

@@ -156,7 +156,7 @@ def _interval(facts: Mapping[str, Any]) -> str:
 
 
 def _missing(facts: Mapping[str, Any]) -> str:
-    return f"{facts['lost']:,} lost, {facts['unseen']:,} unseen"
+    return f"{facts['lost']:,} dropped, {facts['unseen']:,} unseen"
 
 
 def _share(share: float | None) -> str:
@@ -185,7 +185,7 @@ def _health(facts: Mapping[str, Any]) -> Component:
     ranks = "its one rank" if _ranks(facts) == "1" else f"{_ranks(facts)} ranks"
     return messages.message(
         "Nothing is missing",
-        f"Every record of {ranks} is there: {_missing(facts)}, {facts['torn']:,} torn.",
+        f"Every record of {ranks} is there: {_missing(facts)}, {facts['torn']:,} truncated.",
         severity="good",
     )
 

@@ -51,7 +51,7 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
     _check_count(paths, ranks)
     if shapes is None:
         raise CheckpointError(
-            f"{folder.models[0]} has no 'param_shapes', so nobody can say which parameters {paths[0].name} holds; load it "
+            f"{folder.models[0]} has no 'param_shapes', so it is not known which parameters {paths[0].name} holds; load it "
             "with DeepSpeed and save it again"
         )
     key = _SHARDED if _SHARDED in ranks[0] else _PARTITIONED
@@ -169,7 +169,7 @@ def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> l
         return [0] * count
     if number >= len(paddings) or len(paddings[number]) != count:
         raise CheckpointError(
-            f"{path} tells of the padding of other parameters than its model states have; they are of different saves"
+            f"{path} has the padding of other parameters than its model states; they are of different saves"
         )
     return [int(each) for each in paddings[number]]
 

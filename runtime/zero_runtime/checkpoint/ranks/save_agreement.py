@@ -120,4 +120,4 @@ def _raise(error: Exception | None, failed: int, doing: str) -> None:
     if error is not None:
         raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error}") from error
     if failed >= 0:
-        raise CheckpointError(f"{doing} failed on rank {failed}, whose own message says why")
+        raise CheckpointError(f"{doing} failed on rank {failed}, whose own message gives the reason")

@@ -52,7 +52,7 @@ COMMUNICATION: Final[Table] = {
     "slow_node_tolerance": used(
         optional(Check("number above 0 and below 1", _fraction)),
         None,
-        "say which rank or link keeps the others waiting for more than this fraction of a step",
+        "report the rank or link that delays the others by more than this fraction of a step",
     ),
     "bounded_delay": used(
         integer(0),
@@ -112,7 +112,7 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
     if files is not None and not (files["world"] and files["axes"]):
         raise ConfigError(
             "communication.calibration needs world, a file of commprof calibrate among all ranks, and axes, a list with one "
-            "such file for each axis; give both, or remove the block to have every message go along the axes"
+            "such file for each axis; give both, or remove the block so that every message goes along the axes"
         )
     if files is not None and isinstance(topology, tuple):
         expected = max(1, sum(size > 1 for size in topology))

@@ -16,11 +16,12 @@ TWO_BIT: Final = "2bit"
 NONE: Final = "none"
 
 COMPRESSION: Final[Table] = {
-    "enabled": used(boolean, True, "false is another way to say algorithm none"),
+    "enabled": used(boolean, True, "false is the same as algorithm none"),
     "algorithm": used(
         choice_of_any_case(TOP_K, ONE_BIT, TWO_BIT, NONE),
         TOP_K,
-        "which part of a gradient is sent: its largest elements, signs, signs and one of two magnitudes, or all",
+        "which part of a gradient is sent: the largest elements, the signs, the signs with one of two "
+        "magnitudes, or everything",
     ),
     "topk_ratio": used(fraction, 0.01, "share of the elements that topk sends"),
     "error_feedback": used(boolean, True, "add to the next gradients what was not sent of the last ones"),

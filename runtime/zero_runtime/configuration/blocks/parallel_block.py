@@ -24,9 +24,11 @@ _SIZE: Final = "ranks that share each tensor"
 _TP: Final[Table] = {
     "tp_size": used(integer(1), 1, "the same as autotp_size"),
     "tp_grain_size": inert(integer(1), 1, "of uneven partitions", "tensors are partitioned evenly"),
-    "mpu": refused("an object cannot stand in a configuration; pass mpu to initialize", "model parallelism"),
+    "mpu": refused(
+        "an object cannot be part of a configuration; pass mpu to initialize", "model parallelism"
+    ),
     "tp_group": refused(
-        "a group cannot stand in a configuration; pass mpu to initialize", "a group of ranks"
+        "a group cannot be part of a configuration; pass mpu to initialize", "a group of ranks"
     ),
 }
 
@@ -42,10 +44,10 @@ TENSOR_PARALLEL: Final[Table] = {
     "sequence_parallel": used(
         boolean, False, "shard activations between partitioned modules along the sequence. Not a key of DeepSpeed"
     ),
-    "dtype": inert(anything, None, "of the layers", "bf16 and fp16 say what the model is trained in"),
+    "dtype": inert(anything, None, "of the layers", "bf16 and fp16 set the dtype of the training"),
     "tp_overlap_comm": later(boolean, False, "overlap reductions with computation", "overlap within a layer"),
     "vocab_parallel_lm_head": later(
-        optional(boolean), None, "partition the output layer too", "a key of its own for that",
+        optional(boolean), None, "partition the output layer too", "a separate key for the output layer",
         'name it in tensor_parallel.plan as "column", and the loss as "loss"',
     ),
     "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "of its loss", _PART),

@@ -147,5 +147,6 @@ def note_two_names(block: Mapping[str, Any], notices: list[str]) -> None:
                 f"zero_optimization has {name} {plain!r} and {PREFIX}{name} {prefixed!r}, two names of one key; keep one"
             )
         notices.append(
-            f"zero_optimization.{PREFIX}{name} stands beside {name}, another name of it, which DeepSpeed refuses; keep one"
+            f"zero_optimization.{PREFIX}{name} is given together with {name}, another name of it, which DeepSpeed "
+            "refuses; keep one"
         )

@@ -82,7 +82,7 @@ def parse(text: str, name: str = "config") -> dict[str, Any]:
     repeated = _repeated_key(text)
     if repeated is not None:
         raise ConfigError(
-            f"{_place(text, repeated[0], name)}: key {repeated[1]} stands twice in one object; keep one of them"
+            f"{_place(text, repeated[0], name)}: key {repeated[1]} occurs twice in one object; keep one of them"
         )
     if not isinstance(value, dict):
         raise ConfigError(

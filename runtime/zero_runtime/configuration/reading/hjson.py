@@ -110,7 +110,7 @@ def _members(text: str, at: int, closing: str) -> _Read:
         if text[at : at + 1] != ":":
             raise HjsonError(at, f"expected a colon after the key {key!r}")
         if key in values:
-            raise HjsonError(begin, f"key {json.dumps(key)} stands twice in one object; keep one of them")
+            raise HjsonError(begin, f"key {json.dumps(key)} occurs twice in one object; keep one of them")
         values[key], at = _value(text, _skip(text, at + 1))
 
 

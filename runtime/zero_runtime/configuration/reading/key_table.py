@@ -127,7 +127,7 @@ def _refuse_later(key: Key, full: str, value: Any) -> None:
         return
     instead = f"; {key.instead}" if key.instead else ""
     raise UnsupportedError(
-        f"{full} = {value!r} is not in this version yet: it belongs to {key.note}, a part that is still to come"
+        f"{full} = {value!r} is not in this version yet: it belongs to {key.note}, which is not implemented yet"
         f"{instead}; remove the key"
     )
 

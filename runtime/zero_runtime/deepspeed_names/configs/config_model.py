@@ -62,7 +62,7 @@ class DeepSpeedConfigModel(BaseModel):
         for each in path:
             target = getattr(target, each)
         assert new not in target.model_fields_set, (
-            f"{name} is deprecated and stands beside {rules['new_param']}, which replaces it; keep the latter"
+            f"{name} is deprecated and is given together with {rules['new_param']}, which replaces it; keep the latter"
         )
         convert = rules.get("new_param_fn", lambda value: value)
         value = convert(getattr(self, name))

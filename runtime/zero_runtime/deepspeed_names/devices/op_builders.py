@@ -11,7 +11,7 @@ import torch
 from zero_runtime.deepspeed_names.tables.names import INSTEAD
 from zero_runtime.errors import UnsupportedError
 
-_NOT_BUILT: Final = "there are no kernels of its own to build or inject; torch's are used"
+_NOT_BUILT: Final = "zero_runtime has no kernels of its own to build or inject; it uses torch's"
 
 
 class OpBuilder:

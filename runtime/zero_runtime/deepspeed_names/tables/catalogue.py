@@ -55,10 +55,10 @@ def page() -> str:
     """``docs/deepspeed-names.md`` from its first table on."""
     total = counts()
     lines = [
-        f"{total.works} names work, {total.differs} of them with a difference that is noted below; {total.refused} can be",
-        f"imported and are one error where they are used. {total.modules} modules can be imported,",
-        f"{total.refused_modules} are an error that says what to use instead. The names are those of DeepSpeed {FOLLOWED},",
-        "and some of earlier versions.",
+        f"{total.works} names work, {total.differs} of them with a difference that is listed below; {total.refused} can be",
+        f"imported and raise an error when used. {total.modules} modules can be imported; importing",
+        f"{total.refused_modules} others raises an error that says what to use instead. The names are those of",
+        f"DeepSpeed {FOLLOWED}, and some of earlier versions.",
         "",
         "## What works",
         "",
@@ -71,7 +71,7 @@ def page() -> str:
         if names:
             where.setdefault(", ".join(names), []).append(f"`{_full(inner)}`")
     lines += [f"| {', '.join(modules)} | {names} |" for names, modules in where.items()]
-    lines += ["", "## What works otherwise than in DeepSpeed", "", "| name | how |", "|---|---|"]
+    lines += ["", "## What differs from DeepSpeed", "", "| name | how |", "|---|---|"]
     notes: dict[str, list[str]] = {}
     for inner, module in MODULES.items():
         for name, row in sorted(module.names.items()):

@@ -14,9 +14,9 @@ _UNIVERSAL: Final = (
     "every checkpoint of this runtime loads at any world size and stage, and "
     "`python -m zero_runtime.checkpoint` converts those of DeepSpeed"
 )
-_STAGE_3: Final = "stage 3 keeps its shards beside the parameters, and replaces nothing inside modules"
+_STAGE_3: Final = "stage 3 stores shards beside the parameters and replaces nothing inside modules"
 _QUANTIZED: Final = (
-    "the keys zero_quantized_weights and zero_quantized_gradients quantize messages without it"
+    "the keys zero_quantized_weights and zero_quantized_gradients quantize messages without this function"
 )
 
 # Internals of deepspeed.runtime.zero.partition_parameters and related modules.
@@ -80,13 +80,13 @@ MODULES: Final[dict[str, Module]] = {
     "checkpoint.constants": Module(values(**_CONSTANTS)),
     "runtime.zero.parameter_offload": Module(
         refused(
-            "stage 3 is put together by deepspeed.initialize",
+            "deepspeed.initialize constructs stage 3",
             "DeepSpeedZeRoOffload", "ZeROOrderedDict", "ensure_zero_ordered_dict",
         )
     ),
     "runtime.zero.linear": Module(
         refused(
-            "zero_optimization.memory_efficient_linear chooses how torch's linear layers remember their inputs",
+            "zero_optimization.memory_efficient_linear sets which tensors linear layers save for the backward pass",
             "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap",
         )
     ),
@@ -101,7 +101,7 @@ MODULES: Final[dict[str, Module]] = {
         names_from(
             f"{_HERE}.devices.pin_memory_tracker",
             "pinned_memory_summary", "track_pinned_memory", _fmt_bytes="shown_bytes", _tracker="tracker",
-            note="counts what the script says; torch.cuda.host_memory_stats() counts page-locked memory itself",
+            note="counts only what the script reports; torch.cuda.host_memory_stats() counts all page-locked memory",
         )
     ),
 }  # fmt: skip

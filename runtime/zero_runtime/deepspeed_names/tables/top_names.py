@@ -17,11 +17,11 @@ DUAL_PIPELINE: Final = (
     "pipelines with micro-batches from both ends are not in this version; use schedule zero_bubble"
 )
 TENSOR_PARALLEL: Final = (
-    "tensor_parallel.autotp_size and tensor_parallel.plan in the configuration have initialize cut the model; "
-    "zero_runtime.tensor_parallel has layers that ranks share"
+    "tensor_parallel.autotp_size and tensor_parallel.plan in the configuration make initialize partition the model; "
+    "zero_runtime.tensor_parallel has tensor-parallel layers"
 )
 EXPERTS: Final = "experts (MoE) are not in this version"
-KERNELS: Final = "there are no kernels of its own to build or inject; torch's are used"
+KERNELS: Final = "zero_runtime has no kernels of its own to build or inject; it uses torch's"
 
 LOG: Final = names_from(
     f"{_HERE}.ranks.comm_summary",
@@ -29,7 +29,7 @@ LOG: Final = names_from(
 ) | names_from(
     f"{_HERE}.ranks.comm_summary",
     "log_summary",
-    note="each call is timed by itself, and bandwidths are those of nccl-tests; and nothing is waited for",
+    note="each call is timed separately, bandwidths are those of nccl-tests, and nothing synchronizes with the device",
 )  # fmt: skip
 
 _GROUPS: Final = names_from(
@@ -46,9 +46,9 @@ _MESSAGES: Final = names_from(
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast",
     "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
     "reduce_scatter_tensor", "scatter", "send",
-) | names_from(f"{_HERE}.ranks.comm_functions", "inference_all_reduce", note="an all_reduce like any other") | names_from(
+) | names_from(f"{_HERE}.ranks.comm_functions", "inference_all_reduce", note="an ordinary all_reduce") | names_from(
     f"{_HERE}.ranks.comm_functions",
-        "monitored_barrier", note="names the ranks that are missing on gloo; elsewhere an ordinary barrier"
+        "monitored_barrier", note="on gloo it names the ranks that are missing; on other backends it is an ordinary barrier"
 )  # fmt: skip
 
 _WORDS: Final = values(
@@ -62,9 +62,7 @@ _WORDS: Final = values(
 )
 
 COMM: Final[dict[str, Name]] = {
-    **refused(
-        "init_distributed finds out by itself who has started the ranks", "mpi_discovery", "set_backend"
-    ),
+    **refused("init_distributed detects the launcher", "mpi_discovery", "set_backend"),
     **_GROUPS,
     **_MESSAGES,
     **LOG,
@@ -207,7 +205,7 @@ MODULES: Final[dict[str, Module]] = {
     "linear": Module(refused="OptimizedLinear (LoRA with quantized weights) is not in this version"),
     "nebula": Module(refused="Nebula is a service; save_checkpoint writes files"),
     "compile": Module(refused="DeepCompile is not in this version; engine.compile() compiles the model with torch.compile"),
-    "io": Module(refused="`python -m zero_runtime.bench io` measures disks; save_checkpoint writes files by itself"),
+    "io": Module(refused="`python -m zero_runtime.bench io` measures disks; save_checkpoint writes its own files"),
     "nvme": Module(refused="`python -m zero_runtime.bench io` measures disks"),
     "datastates": Module(refused="checkpoints by DataStates are not in this version"),
     "monitor": Module(refused="monitors are made from the keys csv_monitor and tensorboard of the configuration"),

@@ -9,38 +9,40 @@ from zero_runtime.deepspeed_names.tables.names import Module, Name, live, names_
 from zero_runtime.deepspeed_names.tables.top_names import PIPE, TENSOR_PARALLEL
 
 _HERE: Final = "zero_runtime.deepspeed_names"
-_STAGES: Final = "`isinstance` knows the engine's optimizer by it; deepspeed.initialize makes it"
+_STAGES: Final = (
+    "for `isinstance` checks of the engine's optimizer; deepspeed.initialize creates the instance"
+)
 MICS: Final = (
-    "MiCS shards within groups of ranks, and this runtime over all of them; zero_hpz_partition_size keeps a second slice "
-    "within a host, which saves the same messages"
+    "MiCS partitions within groups of ranks, and this runtime over all ranks; zero_hpz_partition_size keeps a second shard "
+    "within a host, which avoids the same messages"
 )
 _DATA: Final = "curriculum learning, random-LTD and data analysis are not in this version"
 _ONEBIT: Final = (
-    "the 1-bit optimizers have been removed from DeepSpeed; optimizer.type OneBitAdam, OneBitLamb or ZeroOneAdam makes "
-    "ours"
+    "the 1-bit optimizers have been removed from DeepSpeed; optimizer.type OneBitAdam, OneBitLamb or ZeroOneAdam "
+    "selects those of zero_runtime"
 )
 
 _ENGINE: Final[dict[str, Name]] = {
     **names_from("zero_runtime.training.engine", DeepSpeedEngine="Engine"),
     **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
     **refused(
-        "it is a part of how DeepSpeed's engine writes what it knows",
+        "it is an internal part of how DeepSpeed's engine writes metadata",
         "_checkpoint_parallel_metadata",
         "_eigenvalue_summary_events",
     ),
     **refused(
-        "wall_clock_breakdown measures; engine.get_wall_clock_timers() has the figures", "EngineTimers"
+        "wall_clock_breakdown measures times; engine.get_wall_clock_timers() returns them", "EngineTimers"
     ),
 }
 _INIT: Final = names_from(
     f"{_HERE}.training.init_context",
     "Init",
-    note="without a config and a dtype parameters are made as the script makes them",
+    note="without a config and without dtype, parameters keep the dtype in which the script creates them",
 )
 _GATHERED: Final = names_from(
     "zero_runtime.zero",
     "GatheredParameters",
-    note="may be nested, and the optimizer goes on from changed values",
+    note="may be nested, and the optimizer continues from changed values",
 )
 _PARAMETERS: Final[dict[str, Name]] = {
     **_INIT,
@@ -175,7 +177,7 @@ _ZERO_CONFIG: Final[dict[str, Name]] = {
         f"{_HERE}.configs.block_configurations",
         "DeepSpeedZeroConfig",
         "get_zero_config",
-        note="checked as the whole configuration is",
+        note="checked like the whole configuration",
     ),
     **_OFFLOAD_CONFIGS,
 }
@@ -299,7 +301,7 @@ MODULES: Final[dict[str, Module]] = {
         "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads",
         "SendActivation", "SendGrad", "TrainSchedule",
     )),
-    "runtime.pipe.p2p": Module(refused="stages send each other what they need; torch.distributed sends anything else"),
+    "runtime.pipe.p2p": Module(refused="stages exchange their tensors themselves; use torch.distributed for other messages"),
     "runtime.hybrid_engine": Module(refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine")),
     "runtime.data_pipeline": Module(refused=_DATA),
     "runtime.progressive_layer_drop": Module(refused=_DATA),
@@ -321,7 +323,7 @@ MODULES: Final[dict[str, Module]] = {
         | refused("offload is chosen by offload_optimizer and offload_param in the configuration", "SwapBufferPool")
     ),
     "runtime.state_dict_factory": Module(refused="Megatron's checkpoints are not read; load a state dict of the model"),
-    "runtime.checkpoint_engine": Module(refused="checkpoints are written in one way; docs/checkpoints.md describes it"),
+    "runtime.checkpoint_engine": Module(refused="there is only one checkpoint format; docs/checkpoints.md describes it"),
     "runtime.zenflow": Module(refused="ZenFlow is not in this version"),
     "runtime.superoffload": Module(refused="SuperOffload is not in this version"),
 }  # fmt: skip

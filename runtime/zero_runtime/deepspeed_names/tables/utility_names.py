@@ -24,12 +24,12 @@ TENSORS: Final[dict[str, Name]] = names_from(
 ) | names_from(
     "zero_runtime.tensor_access",
     "safe_set_full_fp32_param",
-    note="the model has the value at once, in DeepSpeed at stage 3 after the next step",
+    note="the model has the value at once; in DeepSpeed at stage 3 only after the next step",
 ) | names_from(
     "zero_runtime.tensor_access",
     "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_local_fp32_param",
     "safe_set_local_grad", "safe_set_local_optimizer_state",
-    note="at stages 1 and 2 too",
+    note="also work at stages 1 and 2",
 )  # fmt: skip
 
 LEAVES: Final[dict[str, Name]] = names_from(
@@ -52,7 +52,7 @@ _UNDERLINED: Final = tuple(
 GROUPS: Final[dict[str, Name]] = {
     **names_from(f"{_HERE}.ranks.group_names", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size"),
     **names_from(f"{_HERE}.ranks.group_names",
-        *_OF_AXES, note="of the training initialised last; a group of one rank is None"),
+        *_OF_AXES, note="for the training that was initialized last; None instead of a group of one rank"),
     **names_from(f"{_HERE}.ranks.group_names",
         **{f"_{name}": name for name in (*_UNDERLINED, "get_model_parallel_world_size")}),
     **names_from(
@@ -65,7 +65,7 @@ GROUPS: Final[dict[str, Name]] = {
     ),
     **names_from(
         f"{_HERE}.ranks.group_names",
-        note="one rank: the group is None",
+        note="for one rank only: the group is None",
         _get_expert_model_parallel_world_size="get_single_world_size",
         _get_zero_param_intra_parallel_group="get_single_group",
         _zero_param_parallel_is_initialized="no_secondary_group",
@@ -99,10 +99,10 @@ CONSOLIDATION: Final[dict[str, Name]] = (
         "get_checkpoint_files",
         "get_model_state_file",
         "get_optim_files",
-        note="of checkpoints that DeepSpeed has written; this runtime's have other files",
+        note="for checkpoints that DeepSpeed has written; those of this runtime have other files",
     )
     | refused(
-        "checkpoints of this runtime have other files; get_fp32_state_dict_from_zero_checkpoint reads them, and DeepSpeed's",
+        "checkpoints of this runtime have other files; get_fp32_state_dict_from_zero_checkpoint reads both kinds",
         "convert_zero_checkpoint_to_state_dict",
         "parse_model_states",
         "parse_optim_states",
@@ -126,7 +126,7 @@ _ADAM: Final = names_from(
     f"{_HERE}.training.optimizer_names",
     "DeepSpeedCPUAdam",
     "FusedAdam",
-    note="torch's AdamW or Adam, fused where it can be",
+    note="torch's AdamW or Adam, with the fused kernel where possible",
 )
 _LION: Final = names_from(f"{_HERE}.training.optimizer_names", "DeepSpeedCPULion", "FusedLion")
 _ADAGRAD: Final = names_from(f"{_HERE}.training.optimizer_names", "DeepSpeedCPUAdagrad")
@@ -148,7 +148,7 @@ MODULES: Final[dict[str, Module]] = {
     "utils.logging": Module(LOGGING),
     "utils.tensor_fragment": Module(
         TENSORS
-        | refused("safe_get_* and safe_set_* reach what the optimizer has", "fragment_address", "tensor_fragment")
+        | refused("use safe_get_* and safe_set_* to access the optimizer's values", "fragment_address", "tensor_fragment")
     ),
     "utils.z3_leaf_module": Module(LEAVES),
     "utils.groups": Module(GROUPS),
@@ -164,7 +164,7 @@ MODULES: Final[dict[str, Module]] = {
     "utils.exceptions": Module(names_from("zero_runtime.errors", DeprecatedException="UnsupportedError")),
     "utils.types": Module(refused=KERNELS),
     "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),
-    "utils.debug": Module(refused="commprof records what is sent, and names the parameters"),
+    "utils.debug": Module(refused="commprof records the collectives with the names of their parameters"),
     "ops": Module(names_from(f"{_HERE}.devices.op_builders", __compatible_ops__="COMPATIBLE")),
     "ops.adam": Module(_ADAM | _ZENFLOW),
     "ops.adam.fused_adam": Module(names_from(f"{_HERE}.training.optimizer_names", "FusedAdam")),
@@ -189,5 +189,5 @@ MODULES: Final[dict[str, Module]] = {
         {"AsyncIOBuilder": _BUILDERS["AsyncIOBuilder"]}
         | refused("zero_runtime.offload reads and writes files; `python -m zero_runtime.bench io` measures it", "aio_handle")
     ),
-    "ops.gds": Module(refused="there is no reading from NVMe to the GPU directly; device nvme goes through host memory"),
+    "ops.gds": Module(refused="files are not read from NVMe to the GPU directly; device nvme goes through host memory"),
 }  # fmt: skip

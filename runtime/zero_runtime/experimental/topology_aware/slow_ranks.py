@@ -54,7 +54,7 @@ class Late(NamedTuple):
         share = f"{self.excess_ns / 1e6:.1f} ms of a step of {self.step_ns / 1e6:.1f} ms"
         limit = f"{100 * self.excess_ns / self.step_ns:.0f} %, slow_node_tolerance is {100 * tolerance:g} %"
         if self.axis is None:
-            return f"rank {self.ranks[0]} keeps the others waiting for {share} ({limit})"
+            return f"rank {self.ranks[0]} delays the others by {share} ({limit})"
         among = ", ".join(map(str, self.ranks))
         return f"the links of axis {self.axis} among ranks {among} take {share} longer than the others' ({limit})"
 

@@ -121,7 +121,7 @@ class Watch:
                     if axis is None
                     else f"the links of axis {axis} among ranks {ranks} are"
                 )
-                self._say(f"{who} in time again, step {step}")
+                self._say(f"{who} no longer late, step {step}")
         self._late = now_late
 
     @staticmethod

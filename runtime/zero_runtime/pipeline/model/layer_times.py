@@ -51,7 +51,7 @@ def layer_seconds(layers: Sequence[Layer], sample: Any) -> list[float]:
         raise error
     seconds: list[float] = measured.tolist()
     if min(seconds) < 0:
-        raise ConfigError("partition_method profile failed on rank 0, whose own message says why")
+        raise ConfigError("partition_method profile failed on rank 0, whose own message gives the reason")
     return seconds
 
 

@@ -29,7 +29,7 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
     if not isinstance(model, PipelineModule):
         if config.stages is not None and config.stages > 1:
             raise ConfigError(
-                f"the configuration asks for {config.stages} pipeline stages (pipeline_parallel.pp_size or "
+                f"the configuration requests {config.stages} pipeline stages (pipeline_parallel.pp_size or "
                 f"pipeline.stages), and the model is a {type(model).__name__}; give it as "
                 "zero_runtime.PipelineModule(layers=[...], loss_fn=...), or remove the key"
             )
@@ -48,7 +48,7 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
     if mine is not None and config.stages not in (None, mine):
         verb = "is partitioned into" if model.is_dealt else "was made for"
         raise ConfigError(
-            f"the PipelineModule {verb} {mine} stages, and the configuration asks for {config.stages}; make them "
+            f"the PipelineModule {verb} {mine} stages, and the configuration requests {config.stages}; make them "
             "equal, or leave num_stages out of a new PipelineModule"
         )
     stages = mine or config.stages

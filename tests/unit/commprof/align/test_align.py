@@ -373,7 +373,7 @@ def test_a_log_without_operations_says_what_to_set(tmp_path):
 def test_a_run_on_gloo_is_matched_with_a_word_of_warning(tmp_path):
     _, report = plant_and_align(tmp_path, a_run(6, 20, backend="gloo"))
     assert (report.missing, report.extra) == (0, 0)
-    assert any("gloo, which NCCL never sees" in note for note in report.notes)
+    assert any("its collectives do not pass through NCCL" in note for note in report.notes)
 
 
 def test_empty_sides_are_results(tmp_path):

@@ -118,7 +118,7 @@ def test_groups_that_did_the_same_are_not_guessed(tmp_path, capsys):
         run.add_collective("all_reduce", payload_bytes=LARGE, step=-1, pg=pg)
     found, _ = aligned(tmp_path, capsys, run, {"0.log": log_of(0, [("all_reduce", LARGE)])})
     assert counts(found) == [0, 0, 0, 0, 1]
-    assert "the groups 0, 1 did the same" in found["communicators"][0]["reason"]
+    assert "the groups 0, 1 issued the same operations" in found["communicators"][0]["reason"]
     assert not open_run(tmp_path / "run").table("nccl_algorithms").num_rows
 
 

@@ -225,7 +225,7 @@ def test_another_backend_has_no_ceiling_and_the_notes_say_so():
     collective(run, "all_reduce", [0, 0], [9, 9])
     found = api.bandwidth(run.open(), calibration())
     assert found["ceiling_ns"].isna().all()
-    assert any("calibration is of gloo" in note and "nccl" in note for note in found.attrs["notes"])
+    assert any("calibration is for gloo" in note and "nccl" in note for note in found.attrs["notes"])
 
 
 def test_steps_can_be_chosen():

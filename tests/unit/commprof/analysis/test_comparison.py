@@ -254,6 +254,6 @@ def test_a_program_that_gives_no_purposes_has_all_its_operations_listed(beside):
             run.add_collective("gather", payload_bytes=0, step=step, purpose=beside)
     row = api.compare(opened(run)).iloc[0]
     assert (row["requested_op"], row["issued_op"]) == ("reduce_scatter", "all_reduce, all_gather")
-    assert "no purpose says" in row["issued_reason"]
+    assert "no collective has the purpose gradient_reduce" in row["issued_reason"]
     assert row[["gradient_payload_bytes_per_step", "gradient_wire_bytes_per_step"]].isna().all()
     assert row["wire_bytes_per_step"] == 1000 + 400

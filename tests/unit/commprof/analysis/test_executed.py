@@ -121,7 +121,7 @@ def test_the_counters_speak_up_against_a_recommendation(tmp_path, capsys):
     paths = settings(tmp_path, plain=9 * MIB, owners=9 * MIB, pairs=12 * MIB)
     text = " ".join(shown(capsys, "compare", *paths).split())
     assert (
-        "But the counters saw more of it: reduction=pairs moved 4.00 MiB a step on all interfaces, reduction=owners "
+        "But the counters show more bytes for it: reduction=pairs moved 4.00 MiB a step on all interfaces, reduction=owners "
         "3.00 MiB" in text
     )
 

@@ -90,8 +90,7 @@ def test_jobs_that_share_their_models_in_unlike_ways_get_no_advice():
     found = api.advice(opened(run(FLAT, kind="flat"), run(HALVES, ACTIVATIONS, kind="shared")))
     assert found.answer == "cannot tell"
     assert (
-        "share their models in unlike ways (groups and their sizes: not at all; model 2)."
-        in found.sentences[0]
+        "use different model parallelism (groups and their sizes: not at all; model 2)." in found.sentences[0]
     )
     assert not found.settings["recommended"].any()
     stages = ("send", 200, ((0, 1, 2, 3),), "pipe", "pipeline")
@@ -135,4 +134,4 @@ def test_the_command_names_the_groups(tmp_path, capsys, monkeypatch):
         ["1.46", "KiB", "0", "B", "0", "B"],
         ["0", "B", "500", "B", "300", "B"],
     ]
-    assert "share their models in unlike ways" in text
+    assert "use different model parallelism" in text

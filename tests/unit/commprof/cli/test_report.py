@@ -76,7 +76,7 @@ def test_a_report_tells_initialisation_from_steps(capsys, run):
     assert row(steps, "all_reduce")[:6] == ["all_reduce", "0-1", "1", "4", "B", "4"]
     assert "time per step 20.0 ms" in before
     assert "final loss  0" in before
-    assert "14 records, 0 lost, 0 unseen" in steps
+    assert "14 records, 0 dropped, 0 unseen" in steps
 
 
 def test_per_step_reports_each_step(capsys, run):
@@ -180,7 +180,7 @@ def test_what_is_missing_is_said(capsys, tmp_path, monkeypatch):
     run.write(tmp_path / "run")
     text = printed(capsys, "report", "run")
     assert row(text, "ranks")[1:4] == ["2", "of", "3,"]
-    assert "5 lost" in text
+    assert "5 dropped" in text
     assert "7 unseen" in text
     assert any(line.startswith("note") and "rank 1" in line for line in text.splitlines())
 

@@ -386,7 +386,7 @@ def test_kineto_takes_the_element_type_of_lists_from_the_backend(tmp_path):
         (64, 8, 1),
         (0, 8, 1),
     ]
-    assert any("of 1 operators the trace does not say the size" in note for note in found.notes)
+    assert any("1 operators have no size in the trace" in note for note in found.notes)
 
 
 def identified(name, comms_id, external, ts, linked=None, dur=200.0, **more):
@@ -640,7 +640,7 @@ def test_inspector_logs_that_name_algorithms(tmp_path, capsys, version):
     ]
     assert commprof("report", tmp_path / "run") == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "4 records, 1 lost" in told and "1 events dropped by the inspector" in told
+    assert "4 records, 1 dropped" in told and "1 events dropped by the inspector" in told
 
 
 def test_the_report_of_an_inspector_log_has_algorithms_and_the_bandwidths_of_the_plugin(tmp_path, capsys):
@@ -705,8 +705,8 @@ def test_records_of_a_dump_belong_to_its_communicator_and_no_other(tmp_path, cap
     ]
     text = capsys.readouterr().err
     assert "3 operations that a dump announces are not in the files" in text
-    assert "2 operations have lost the dump record that says whose they are" in text
-    assert "1 places are no whole record" in text
+    assert "2 operations lack the dump record that names their communicator" in text
+    assert "1 records of the Inspector are incomplete" in text
 
 
 def test_ranks_of_a_smaller_communicator_are_those_of_the_job(tmp_path):
@@ -768,7 +768,7 @@ def test_version_4_0_does_not_count_what_it_drops(tmp_path):
         (lambda entry: entry["header"].update(rank=4), "1 operations lack rank"),
         (lambda entry: entry["coll_perf"].update(coll="Invalid"), "1 Invalid"),
         (lambda entry: entry.update(coll_perf=[]), "1 operations lack coll_perf"),
-        (lambda entry: entry.pop("metadata"), "1 operations have lost the dump record"),
+        (lambda entry: entry.pop("metadata"), "1 operations lack the dump record"),
     ],
 )
 def test_an_inspector_log_that_cannot_be_understood_is_an_error_in_one_line(tmp_path, capsys, change, told):
@@ -847,7 +847,7 @@ def test_raw_data_of_the_comms_logger(tmp_path):
     (gathered,) = rows(tmp_path / "run", op="all_gather")
     assert (gathered["payload_bytes"], gathered["input_bytes"]) == (4000, 1000)
     assert [row["return_ns"] for row in rows(tmp_path / "run", op="broadcast")] == [None, None]
-    assert any("no latency is taken of broadcast" in note for note in found.notes)
+    assert any("no latency is imported for broadcast" in note for note in found.notes)
 
 
 def test_printed_lines_of_the_comms_logger(tmp_path):

@@ -289,7 +289,7 @@ def test_the_last_step_of_a_killed_run_lacks_nothing():
     gradients(run, 2)
     verdict = api.verify(run.open())
     assert verdict.state == "closed"
-    assert sentence(verdict, "Step 2").endswith("not counted as missing.")
+    assert sentence(verdict, "Step 2").endswith("do not count as missing.")
 
 
 def test_a_step_ends_at_the_overflow_check():

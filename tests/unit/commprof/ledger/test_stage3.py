@@ -177,7 +177,7 @@ def test_an_estimate_that_one_step_alone_exceeds_cannot_be_told():
     verdict = job.verify()
     assert verdict.state == "unknown"
     assert "Step 3, parameter_gather" in said(verdict, "Cannot tell")
-    assert "in most steps like it" in said(verdict, "Cannot tell")
+    assert "in most comparable steps" in said(verdict, "Cannot tell")
 
 
 def test_ranks_that_send_other_bytes_are_a_mismatch():

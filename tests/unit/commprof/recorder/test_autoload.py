@@ -54,4 +54,4 @@ def test_no_exception_reaches_torch(monkeypatch, capsys):
     monkeypatch.setattr(session, "arm", fails)
     monkeypatch.setenv("COMMPROF", "1")
     autoload.start()
-    assert "nothing is recorded: RuntimeError: broken. The training goes on" in capsys.readouterr().err
+    assert "nothing is recorded: RuntimeError: broken. The training continues" in capsys.readouterr().err

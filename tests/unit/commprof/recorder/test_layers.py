@@ -164,8 +164,8 @@ def test_a_layer_that_does_not_record_makes_way_for_complete_mode_and_is_named(m
     finally:
         interception.remove()
     assert journal._notes == [
-        "tried on a call of its own, the layer functional made 0 records of one",
-        "so every operator of c10d is recorded in its place",
+        "in its trial the layer functional made 0 records instead of one",
+        "so every operator of c10d is recorded instead",
     ]
 
 
@@ -183,7 +183,7 @@ def test_a_torch_that_nobody_has_tested_is_recorded_and_named(monkeypatch, versi
     assert len(journal._notes) == said
     for note in journal._notes:
         assert note.startswith(
-            f"torch {version} is newer than 2.15, the newest with which commprof was tested: "
+            f"torch {version} is newer than 2.15, the newest version that commprof was tested with. "
         )
 
 
@@ -211,7 +211,7 @@ def test_what_a_process_has_loaded_that_sends_by_itself_is_named_once(monkeypatc
     watch.look()
     watch.look()
     assert notes == [
-        f"{unseen_traffic.LOADED[module]} was loaded: what is sent that way lies beneath c10d and is not among the records"
+        f"{unseen_traffic.LOADED[module]} was loaded: communication through it is below c10d and is not recorded"
     ]
 
 

@@ -216,7 +216,7 @@ def test_the_words_of_the_config_name_an_operation(config, asked):
             stage(2),
             (
                 "reduce_scatter: true with use_multi_rank_bucket_allreduce: true",
-                "asks for a reduce_scatter",
+                "requests a reduce_scatter",
                 "one all_reduce per bucket in its place",
             ),
         ),
@@ -224,7 +224,7 @@ def test_the_words_of_the_config_name_an_operation(config, asked):
             stage(2, use_multi_rank_bucket_allreduce=False),
             ("allreduce: false", "one reduce per bucket and owner"),
         ),
-        (stage(1, reduce_scatter=False), ("reduce_scatter: false asks for an all_reduce",)),
+        (stage(1, reduce_scatter=False), ("reduce_scatter: false requests an all_reduce",)),
         (stage(1, contiguous_gradients=False), ("contiguous_gradients: false overrides",)),
         (
             stage(1, gradient_reduction="reduce_scatter"),

@@ -194,7 +194,7 @@ def test_a_reduce_scatter_of_zero_runtime_is_an_exchange_on_gloo():
     ("keys", "parts"),
     [
         ({}, ("reduce_scatter: true", "one per bucket in each micro-batch")),
-        ({"reduce_scatter": False}, ("asks for an all_reduce", "larger than reduce_bucket_size")),
+        ({"reduce_scatter": False}, ("requests an all_reduce", "larger than reduce_bucket_size")),
         (
             {"reduce_scatter": False, "contiguous_gradients": False},
             ("contiguous_gradients: false overrides it", "one reduce_scatter per bucket"),

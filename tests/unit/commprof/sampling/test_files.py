@@ -342,7 +342,7 @@ def test_a_watchdog_that_fails_says_so_and_ends(tmp_path):
 
     with Watchdog(tmp_path, 0.1, said.append, take):
         time.sleep(0.8)
-    assert said == ["watchdog: it has stopped watching: ZeroDivisionError: boom"]
+    assert said == ["watchdog: it has stopped: ZeroDivisionError: boom"]
 
 
 def test_dumps_do_not_overwrite_each_other(tmp_path):

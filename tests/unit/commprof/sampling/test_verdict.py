@@ -121,7 +121,7 @@ def test_different_collectives_in_one_place_are_named_side_by_side():
     verdict = look(*ranks)
     assert verdict.kind == "different"
     assert verdict.sentence.startswith(
-        "at #2 of group default_pg the ranks part: ranks 0, 2 issued all_reduce (4.00 KiB float32, issued at a.py:1 f), "
+        "at #2 of group default_pg the ranks diverge: ranks 0, 2 issued all_reduce (4.00 KiB float32, issued at a.py:1 f), "
         "but rank 1 issued broadcast (4.00 KiB float32, issued at b.py:2 g) with root 1; now ranks 0-2"
         .replace("0-2", "0, 1, 2 wait in")
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_difference_long_ago_is_named_where_a_group_hangs_now():
     ranks[0].issue("all_gather", size=64).issue(numbers=2).issue(stage="inside")
     ranks[1].issue(numbers=2).issue("barrier", size=0, stage="inside")
     assert look(*ranks).sentence.startswith(
-        "at #2 of group default_pg the ranks part: rank 0 issued all_gather"
+        "at #2 of group default_pg the ranks diverge: rank 0 issued all_gather"
     )
 
 
@@ -190,7 +190,7 @@ def test_two_groups_entered_in_different_order_are_a_ring():
         "a ring: rank 0 waits in all_reduce #0 of group a (4.00 KiB float32, issued at train.py:8 step, 98.0 s ago) "
         "for rank 1, and rank 1 waits in all_reduce #0 of group b (4.00 KiB float32, issued at train.py:8 step, 98.0 s ago) "
         "for rank 0; "
-        "none of them can go on"
+        "none of them can continue"
     )
 
 
@@ -199,11 +199,11 @@ def test_all_have_issued_it_and_it_does_not_end():
     verdict = look(*ranks)
     assert verdict.kind == "stuck"
     assert verdict.sentence.endswith(
-        "every rank has issued it alike: the transfer itself does not end (network, device or backend)"
+        "every rank has issued the same collective: the transfer itself does not complete (network, device or backend)"
     )
     verdict = look(*ranks, states={1: State.STOPPED})
     assert verdict.sentence.endswith(
-        "all have issued it, but of rank 1: its process (pid 1001) is stopped by a signal"
+        "all have issued it; rank 1: its process (pid 1001) is stopped by a signal"
     )
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_went_on_is_said_to_have_gone_on():
     ranks[0].issue("broadcast", peer=1, stage="inside")
     ranks[1].issue("broadcast", peer=1)
     assert look(*ranks).sentence.endswith(
-        "; rank 1 issued it too and went on: the transfer itself does not end"
+        "; rank 1 issued it too and continued: the transfer itself does not complete"
     )
 
 
@@ -220,7 +220,7 @@ def test_ranks_without_a_file_are_not_blamed():
     ranks = [Rank(n, 3).issue().issue(stage="inside") for n in range(2)]
     verdict = look(*ranks)
     assert verdict.sentence.endswith(
-        "; whether rank 2 issued it is not known: nothing was left here that can be read"
+        "; whether rank 2 issued it is not known: no file of it can be read here"
     )
     assert verdict.notes == (
         "rank 2 left no file in this run: not started yet, or on a host that writes elsewhere",
@@ -292,7 +292,8 @@ def test_a_job_that_moves_is_no_hang_even_if_a_rank_waits():
     verdict = look(*ranks, moved=(1,))
     assert not verdict.hangs
     assert verdict.sentence.startswith(
-        "the job moves: rank 1 issued or completed collectives within the 500 ms in which it was watched; rank 0 waits in"
+        "the job makes progress: rank 1 issued or completed collectives within the 500 ms in which it was "
+        "observed; rank 0 waits in"
     )
 
 
@@ -398,7 +399,7 @@ def test_of_a_job_that_has_ended_the_killed_rank_is_named_with_the_exit_code():
     verdict = judge(Situation(reports, end=End(137, 1)))
     assert verdict.sentence == (
         "the job has ended with exit code 137; rank 1 failed first, killed by SIGKILL; the last that rank 1 had issued is "
-        "all_reduce #2 of group default_pg at train.py:8 step, and rank 0 went on to the next; no rank was inside a "
+        "all_reduce #2 of group default_pg at train.py:8 step, and rank 0 issued a later one; no rank was inside a "
         "collective"
     )
     assert not verdict.hangs and verdict.notes == ()

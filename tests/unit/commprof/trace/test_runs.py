@@ -198,8 +198,8 @@ def test_missing_and_killed_ranks_are_named(tmp_path):
         os.utime(file, (1, 1))
     health = open_run(run).health
     assert health.missing_ranks == (1, 3) and health.ranks_expected == 4 and health.state == "killed"
-    assert any("ranks 1, 3 of 4 left no trace" in note for note in health.notes)
-    assert any("rank 2 ended without saying so" in note for note in health.notes)
+    assert any("ranks 1, 3 of 4 left no files" in note for note in health.notes)
+    assert any("rank 2 ended without closing its recording" in note for note in health.notes)
     assert any("run.json was missing" in note for note in health.notes)
 
 
@@ -251,7 +251,7 @@ def test_finalise_takes_several_runs_and_may_be_repeated(tmp_path, capsys):
     for _ in range(2):
         assert execute(["finalise", str(tmp_path)]) == 0
         said = capsys.readouterr().err
-        assert said.count("finalised: 2 ranks, 20 records, 0 lost, 0 unseen") == 2
+        assert said.count("finalised: 2 ranks, 20 records, 0 dropped, 0 unseen") == 2
     assert not list(tmp_path.rglob("rank-*.records"))
     assert execute(["finalise", str(tmp_path / "c")]) == 1
 

@@ -99,4 +99,6 @@ def test_true_is_no_loss_scale():
 
 def test_two_names_of_one_key_are_said_at_every_stage():
     both = {"stage": 2, "max_live_parameters": 7, "stage3_max_live_parameters": 7}
-    assert any("stands beside max_live_parameters" in line for line in make(zero_optimization=both).notices)
+    assert any(
+        "is given together with max_live_parameters" in line for line in make(zero_optimization=both).notices
+    )

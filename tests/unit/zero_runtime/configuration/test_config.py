@@ -152,7 +152,7 @@ def test_when_gradients_are_divided(top, zero, scaling):
             "overlap_comm at stage 2 only",
         ),
         ({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "MiCS has been removed"),
-        ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "does not exist any more"),
+        ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "no longer exists"),
         ({"amp": {"enabled": True}}, "Apex AMP has been removed"),
         ({"data_types": {"grad_accum_dtype": "int8"}}, "is 'int8'; expected one of: fp32, fp16, bf16"),
         ({"data_types": {"param_dtype": "bf16"}}, "the model trains in fp32"),

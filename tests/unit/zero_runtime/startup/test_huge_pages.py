@@ -73,11 +73,11 @@ def test_the_kernel_is_asked(tmp_path, setting, set_now):
     use_huge_pages(environment, file)
     assert environment == ({VARIABLE: "1"} if set_now else {})
     if not set_now:
-        assert huge_pages_state(file) == f"no: the kernel gives none ({file}: never)"
+        assert huge_pages_state(file) == f"no: the kernel does not allow them ({file}: never)"
 
 
 def test_a_kernel_without_the_setting(tmp_path):
     environment = {}
     use_huge_pages(environment, tmp_path / "missing")
     assert environment == {}
-    assert huge_pages_state(tmp_path / "missing") == "no: the kernel gives none"
+    assert huge_pages_state(tmp_path / "missing") == "no: the kernel does not allow them"

@@ -66,8 +66,8 @@ def test_rank_0_says_once_who_is_late_and_once_that_it_no_longer_is(monkeypatch,
     assert lines == [
         "",  # the first step only begins the counting
         "",
-        "zero_runtime: rank 2 keeps the others waiting for 78.0 ms of a step of 100.0 ms "
+        "zero_runtime: rank 2 delays the others by 78.0 ms of a step of 100.0 ms "
         "(78 %, slow_node_tolerance is 25 %), step 3",
         "",
-        "zero_runtime: rank 2 is in time again, step 5",
+        "zero_runtime: rank 2 is no longer late, step 5",
     ]
