@@ -60,7 +60,7 @@ def _verify(facts: Mapping[str, Any]) -> str:
 _LATENESS: Final = {
     "late_rank": ("There is a straggler", "warning"),
     "slow_transfer": ("Transfers are slow", "warning"),
-    "transfers": ("Transfers take the time", "note"),
+    "transfers": ("Transfers take most of the time", "note"),
     "untold": ("Cannot tell which rank is late", "note"),
     "nobody": ("No rank stands out", "good"),
 }

@@ -72,7 +72,7 @@ def parse(text: str, name: str = "config") -> dict[str, Any]:
         try:
             value = hjson.parse(text)
         except hjson.HjsonError as other:
-            if "stands twice" in other.what:
+            if "occurs twice" in other.what:
                 position, what = other.position, other.what
         else:
             if isinstance(value, dict) and value:
