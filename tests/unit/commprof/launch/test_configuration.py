@@ -45,7 +45,10 @@ def test_the_slip_is_named_with_its_place(text, line, column, what):
 
 
 @given(
-    st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
+    st.dictionaries(
+        st.text(),
+        st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=20),
+    )
 )
 def test_json_objects_are_read_as_they_are(config):
     assert parse_config(json.dumps(config), "x") == config
