@@ -3,7 +3,7 @@
 Only transfers of one kind are compared: one operation, one group size, payloads within a factor of two. Paths are between
 hosts if the run has several, else between ranks::
 
-    messages, broadcast, scatter    from a sender to a receiver: pairs tell who sends and who receives slowly. gloo
+    messages, broadcast, scatter    from a sender to a receiver: pairs show which end sends or receives slowly. gloo
                                     broadcasts along a tree: receivers of the root that send to nobody are counted
     groups of different members     a host that all slow groups have and no other group
     gloo's rings                    all_reduce receives from the next rank of the group, all_gather from the one before: a

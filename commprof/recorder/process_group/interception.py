@@ -5,7 +5,7 @@ process_group      methods of ProcessGroup: torch.distributed, FSDP, DeepSpeed a
 backend            methods of Backend, for programs that call those themselves
 functional         operators of ``_c10d_functional``: DTensor, compiled code
 c10d               operators of c10d, for what C++ issues: three of them from the first use of DDP's reducer on; all
-                   of them ("complete") when asked for, or from when a group has counted more than was recorded
+                   of them ("complete") when requested, or after a group has counted more than was recorded
 framework          operators of a framework that sends beside c10d
 =================  ==============================================================================================
 
