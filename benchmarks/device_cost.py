@@ -133,7 +133,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=300, help="in one block")
     parser.add_argument("--steps", type=int, default=10, help="in one block")
+    parser.add_argument(
+        "--recorder", action="append", choices=list(RECORDERS), help="repeatable; default: all"
+    )
     options = parser.parse_args()
+    recorders = {name: RECORDERS[name] for name in options.recorder or RECORDERS}
 
     import torch
     import torch.distributed as dist
@@ -156,14 +160,14 @@ def main() -> None:
     rows: list[list[str]] = []
     figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
     for call_name, call in calls.items():
-        pairs = measured(lambda call=call: call_us(call, options.calls), RECORDERS, options.rounds)
+        pairs = measured(lambda call=call: call_us(call, options.calls), recorders, options.rounds)
         for name, values in pairs.items():
             alone = median_interval([off for off, _ in values])
             added = median_interval([on - off for off, on in values])
             rows.append([f"{call_name}, us", name, alone.text(2), added.text(2)])
             figures[f"{call_name}, {name}"] = {"alone": alone, "added": added}
     step = make_step()
-    pairs = measured(lambda: step_ms(step, options.steps), RECORDERS, options.rounds)
+    pairs = measured(lambda: step_ms(step, options.steps), recorders, options.rounds)
     for name, values in pairs.items():
         alone = median_interval([off for off, _ in values])
         ratio = median_interval([on / off for off, on in values])

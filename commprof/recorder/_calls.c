@@ -14,15 +14,15 @@
 #include <string.h>
 
 /* One more for every change of what this module takes or gives: commprof.recorder.process_group.compiled_calls asks for it. */
-#define VERSION 4
+#define VERSION 5
 
 /* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
  * did not run, and the time was not ours. */
-#define LONGEST_NS 10000
+#define LONGEST_NS 30000
 
 static SlotsInterface *records;
 static PyObject *shape_name, *dtype_name, *device_name, *is_cpu_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
-    *place_name, *fault_name, *wait_name;
+    *place_name, *timed_place_name, *base_name, *fault_name, *wait_name;
 static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
 /* How many calls that are recorded run on this thread, one within the other: what has no frame in Python must say by itself
  * that it is there. See commprof.recorder.process_group.reentrancy. */
@@ -522,6 +522,60 @@ count_extra(Call *self, PyObject *group, PyObject *const *args, Py_ssize_t count
 
 typedef int (*Finder)(Call *, PyObject *const *, Py_ssize_t, PyObject *, Known *);
 
+/* Whether there is room for a record at ``name``, an attribute of the journal. What is found belongs to ``place``, which the
+ * caller releases. */
+static int
+find_place(Call *self, PyObject *name, PyObject **place, PyObject **segment, PyObject **tail, PyObject **follow)
+{
+    Py_XSETREF(*place, PyObject_GetAttr(self->held[JOURNAL], name));
+    Py_ssize_t parts = follow == NULL ? 2 : 3;
+    if (*place == NULL || !PyTuple_CheckExact(*place) || PyTuple_GET_SIZE(*place) != parts) {
+        return 0;
+    }
+    *segment = PyTuple_GET_ITEM(*place, 0);
+    *tail = PyTuple_GET_ITEM(*place, 1);
+    if (follow != NULL) {
+        *follow = PyTuple_GET_ITEM(*place, 2);
+    }
+    return PyObject_TypeCheck(*segment, records->type) && PyBytes_CheckExact(*tail) && PyBytes_GET_SIZE(*tail) == TAIL_SIZE
+           && records->has_room(*segment);
+}
+
+/* What the times of a call are written into, a new reference: ``segment``, or what makes events on a device as well. NULL
+ * where the function in Python must do all of it. */
+static PyObject *
+ask_for_times(PyObject *follow, uint32_t signature, PyObject *segment)
+{
+    PyObject *number = PyLong_FromUnsignedLong(signature);
+    PyObject *arguments[3] = {NULL, number, segment};
+    PyObject *times =
+        number == NULL ? NULL : PyObject_Vectorcall(follow, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    Py_XDECREF(number);
+    if (times == Py_False) {
+        Py_SETREF(times, Py_NewRef(segment));
+    }
+    if (times != NULL && !PyObject_TypeCheck(times, records->type)) {
+        Py_CLEAR(times);
+    }
+    return times;
+}
+
+/* Tell ``times`` where the record is. Whether it knows. */
+static int
+set_base(PyObject *times, PyObject *segment, Py_ssize_t base)
+{
+    if (times == segment) {
+        return 1;
+    }
+    PyObject *number = PyLong_FromSsize_t(base);
+    int status = number == NULL ? -1 : PyObject_SetAttr(times, base_name, number);
+    Py_XDECREF(number);
+    if (status < 0) {
+        PyErr_Clear();
+    }
+    return status == 0;
+}
+
 /* Record the call: 1. Where the function in Python must do all of it, and nothing has been counted: 0. Where the program is
  * interrupted: -1. */
 static int
@@ -531,14 +585,16 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
     Known known = {0};
     uint32_t thread = 0, tag = 0;
     int usual = count > 0 && (PyObject *)Py_TYPE(args[0]) == self->held[OWNER] && find(self, args, count, names, &known) && find_thread(self, &thread, &tag);
-    PyObject *place = usual ? PyObject_GetAttr(self->held[JOURNAL], place_name) : NULL;
-    PyObject *segment = NULL, *tail = NULL, *number = NULL;
-    usual = place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2;
+    PyObject *place = NULL, *segment = NULL, *tail = NULL, *number = NULL, *follow = NULL, *times = NULL;
+    int64_t issue_ns = 0;
     if (usual) {
-        segment = PyTuple_GET_ITEM(place, 0);
-        tail = PyTuple_GET_ITEM(place, 1);
-        usual = PyObject_TypeCheck(segment, records->type) && PyBytes_CheckExact(tail)
-                && PyBytes_GET_SIZE(tail) == TAIL_SIZE && records->has_room(segment);
+        usual = find_place(self, place_name, &place, &segment, &tail, NULL)
+                || (!PyErr_Occurred() && find_place(self, timed_place_name, &place, &segment, &tail, &follow));
+    }
+    if (usual && follow != NULL) {
+        issue_ns = records->now_ns(); /* before an event that the device may reach at once */
+        times = ask_for_times(follow, known.signature, segment);
+        usual = times != NULL && records->has_room(segment);
     }
     if (usual) { /* From here on the call is counted. itertools.count runs no other code, so there is still room. */
         number = PyIter_Next(known.counter);
@@ -546,12 +602,13 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
         usual = !PyErr_Occurred() && number != NULL && records->has_room(segment);
         if (usual) {
             uint32_t interned[4] = {known.signature, tag, known.site, thread};
-            record->base = records->take(segment, 0, seq, interned, PyBytes_AS_STRING(tail));
-            record->segment = Py_NewRef(segment);
+            record->base = records->take(segment, issue_ns, seq, interned, PyBytes_AS_STRING(tail));
+            record->segment = Py_NewRef(times != NULL && set_base(times, segment, record->base) ? times : segment);
             record->is_async = known.is_async;
             self->until_sample = record->begin_ns != 0 ? self->sample : self->until_sample - 1;
         }
     }
+    Py_XDECREF(times);
     Py_XDECREF(number);
     Py_XDECREF(place);
     Py_XDECREF(known.counter);
@@ -1034,7 +1091,7 @@ execute(PyObject *module)
         {&shape_name, "shape"},       {&dtype_name, "dtype"},       {&device_name, "device"},
         {&is_cpu_name, "is_cpu"},     {&get_device_name, "get_device"},
         {&state_name, "state"},       {&current_name, "current"},   {&interned_name, "interned"},
-        {&number_name, "recorder_number"}, {&place_name, "place"},  {&fault_name, "fault"},
+        {&number_name, "recorder_number"}, {&place_name, "place"}, {&timed_place_name, "timed_place"}, {&base_name, "base"}, {&fault_name, "fault"},
         {&wait_name, "wait"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

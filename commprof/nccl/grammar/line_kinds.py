@@ -65,7 +65,7 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
         rb"comm 0x[0-9a-f]{1,16} .{1,160}? - (?:Abort|Destroy|Revoke) (?:START|COMPLETE)",
     ),
     "network and plugins": (
-        rb"Bootstrap : ",
+        rb"Bootstrap ?: ",
         rb"(?:NET|ENV|GIN|RMA|TUNER|PROFILER|CollNet|P\dP|IB)/\w{1,20} ?:",
         rb"NET ?:",
         rb"OOB ",
@@ -80,13 +80,15 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
         rb"GPU Direct ",
         rb"socketProgress",
         rb"Could not find: lib",
+        rb"Could not get speed from ",
+        rb"Failed to initialize \S{1,20} plugin",
     ),
     "environment": (
         rb"NCCL_\w{1,60} set (?:by|to)",
         rb"cudaDriverVersion ",
         rb"NCCL git version ",
         rb"NCCL_\w{1,60}: ",
-        rb"comm config ",
+        rb"(?i:comm) config ",
     ),
     "topology search": (
         rb"={3,}",
@@ -101,6 +103,7 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
         rb"Attribute ",
         rb"Affinity ",
         rb"Topology ",
+        rb"TOPO/NET : ",
         rb"=== System",
     ),
     "connections": (
@@ -114,10 +117,13 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
         rb"ncclPollProxy",
         rb"ncclProxy\w",
         rb"resp\.opId",
+        rb"(?:send|recv)Connect ",
+        rb"Queuing opId=",
         rb"Received and initiated",
         rb"Opening channel",
         rb"Check P\dP",
         rb"Duplicating rings",
+        rb"ncclP\dpSchedule: ",
     ),
     "memory": (
         rb"Allocated ",

@@ -58,7 +58,7 @@ class Completions:
         segment, base, is_async = token
         if not self.every or work is None or not is_async or segment is NO_WORDS:
             return
-        if isinstance(segment.words, Operation):
+        if isinstance(segment, Operation):
             return
         self._offered += 1
         if (self._offered - 1) % self.every or self._refused >= _MOST_REFUSALS:

@@ -13,60 +13,53 @@ from typing import Final
 DRIFT: Final = 100e-6
 
 
-class _Bound:
-    """The tightest of several lower bounds of a difference that drifts."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.since = 0
-        self.known = False
-
-    def at(self, host_ns: int) -> float:
-        """The bound as it is worth at ``host_ns``."""
-        return self.value - abs(host_ns - self.since) * DRIFT
-
-    def tighten(self, value: float, host_ns: int) -> None:
-        """Take ``value``, found at ``host_ns``, if it says more."""
-        if not self.known or value >= self.at(host_ns):
-            self.value, self.since, self.known = value, host_ns, True
-
-
 class DeviceClock:
     """Converts times of a device to times of the host.
 
-    Device times are nanoseconds on an axis of the caller's choice.
+    Device times are nanoseconds on an axis of the caller's choice. Of each bound of the offset (host less device) the
+    tightest is kept, with when it was found: at another time it is worth less, by what the clocks may have drifted since.
     """
 
+    __slots__ = ("_high", "_high_known", "_high_since", "_low", "_low_known", "_low_since")
+
     def __init__(self) -> None:
-        self._low = _Bound()
-        self._high = _Bound()  # of the negative difference
+        self._low = self._high = 0.0
+        self._low_since = self._high_since = 0
+        self._low_known = self._high_known = False
 
     def reached_after(self, device_ns: float, host_ns: int) -> None:
         """The device was at ``device_ns`` at ``host_ns`` of the host or later."""
-        self._low.tighten(host_ns - device_ns, host_ns)
-        self._reconcile(self._high, self._low, host_ns)
+        offset = host_ns - device_ns
+        if not self._low_known or offset >= self._low_at(host_ns):
+            self._low, self._low_since, self._low_known = offset, host_ns, True
+            # Where the bounds exclude each other the clocks part faster than assumed: only the new one is believed.
+            if self._high_known and offset > self._high_at(host_ns):
+                self._high_known = False
 
     def reached_before(self, device_ns: float, host_ns: int) -> None:
         """The device was at ``device_ns`` at ``host_ns`` of the host or earlier."""
-        self._high.tighten(device_ns - host_ns, host_ns)
-        self._reconcile(self._low, self._high, host_ns)
+        offset = host_ns - device_ns
+        if not self._high_known or offset <= self._high_at(host_ns):
+            self._high, self._high_since, self._high_known = offset, host_ns, True
+            if self._low_known and offset < self._low_at(host_ns):
+                self._low_known = False
 
-    @staticmethod
-    def _reconcile(older: _Bound, newer: _Bound, host_ns: int) -> None:
-        """Where the bounds exclude each other the clocks part faster than assumed: only the new one is believed."""
-        if older.known and older.at(host_ns) > -newer.at(host_ns):
-            older.known = False
-
-    def host_time(self, device_ns: float, now_ns: int) -> int | None:
-        """The host's time at ``device_ns``, as known at ``now_ns``: the middle of what is possible; None without bounds."""
-        if self._low.known and self._high.known:
-            return round(device_ns + (self._low.at(now_ns) - self._high.at(now_ns)) / 2)
-        if self._low.known:
-            return round(device_ns + self._low.value)
-        return round(device_ns - self._high.value) if self._high.known else None
+    def offset(self, now_ns: int) -> float | None:
+        """What to add to a device time for the host's, as known at ``now_ns``: the middle of what is possible."""
+        if self._low_known and self._high_known:
+            return (self._low_at(now_ns) + self._high_at(now_ns)) / 2
+        if self._low_known:
+            return self._low
+        return self._high if self._high_known else None
 
     def error_ns(self, now_ns: int) -> int | None:
-        """How far :meth:`host_time` may be off; None while only one side is bounded."""
-        if not (self._low.known and self._high.known):
+        """How far :meth:`offset` may be off; None while only one side is bounded."""
+        if not (self._low_known and self._high_known):
             return None
-        return round((-self._high.at(now_ns) - self._low.at(now_ns)) / 2)
+        return round((self._high_at(now_ns) - self._low_at(now_ns)) / 2)
+
+    def _low_at(self, host_ns: int) -> float:
+        return self._low - abs(host_ns - self._low_since) * DRIFT
+
+    def _high_at(self, host_ns: int) -> float:
+        return self._high + abs(host_ns - self._high_since) * DRIFT

@@ -8,6 +8,9 @@ import torch
 
 _MOST_POOLED: Final = 8192
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+# Below torch's own functions in Python, which take 1.5 us for the current stream and 3.5 us to record an event.
+_handle_of_stream: Final = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_record: Final = getattr(getattr(torch._C, "_CudaEventBase", None), "record", None)
 
 
 class Event(Protocol):
@@ -34,18 +37,30 @@ class EventSource(Protocol):
 
 
 class CudaEvents:
-    """Events of CUDA, and of ROCm under the same name."""
+    """Events of CUDA, and of ROCm under the same name. One object serves one device."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Any] = {}  # by handle; torch never destroys a stream
 
     def record(self, event: Any, index: int) -> Event:
         """Put a mark into the current stream of device ``index``: ``event``, or a new one where that is None."""
         if event is None:
             event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(index))
+        if _record is None or _handle_of_stream is None:
+            event.record(torch.cuda.current_stream(index))
+            return event  # type: ignore[no-any-return]
+        handle = _handle_of_stream(index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.current_stream(index)
+        _record(event, stream)
         return event  # type: ignore[no-any-return]
 
     def is_aside(self, index: int) -> bool:
         """Whether the current stream of device ``index`` is not its default one, whose handle is 0."""
-        return bool(torch.cuda.current_stream(index).cuda_stream)
+        if _handle_of_stream is None:
+            return bool(torch.cuda.current_stream(index).cuda_stream)
+        return bool(_handle_of_stream(index))
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a CUDA graph."""

@@ -24,10 +24,13 @@ from commprof.trace.rank_files.segments import (
     RETURN_WORD,
     WAIT_BEGIN_WORD,
     WAIT_END_WORD,
+    Segment,
+    Slots,
     Words,
 )
 
 MOST_OPEN: Final = 4096  # operations of one device whose events the device has not reached yet, at most
+BATCH: Final = 64  # operations that were reached and whose times are read together
 MOST_UNREACHED: Final = 8  # events found unreached, after which one pass gives up: each question costs 1 us
 # There is a new anchor after so many operations or so much time, even if no step has ended: the distance to it is given in
 # single precision.
@@ -50,12 +53,13 @@ class Tally:
 class Anchor:
     """An event that the times of later ones are counted from. Its own time is known once the device has reached it."""
 
-    __slots__ = ("device_ns", "event", "host_ns", "not_before", "previous")
+    __slots__ = ("device_ns", "event", "found_reached", "host_ns", "not_before", "previous")
 
     def __init__(self, event: Event, host_ns: int, previous: Anchor | None) -> None:
         self.event = event
         self.host_ns = host_ns  # read just before the event was made
         self.not_before = host_ns
+        self.found_reached = 0
         self.previous = previous
         self.device_ns: float | None = None
 
@@ -75,51 +79,64 @@ class Anchor:
         return self.device_ns
 
 
-class Operation:
-    """One collective of a device: the words of its record, and the events around it.
+class Operation(Segment):
+    """One collective of a device: where its record is, and the events around it.
 
-    It stands in the place of the record's words, so that whoever writes down when the call returned and when it was waited
+    It stands in the place of the record's segment, so that whoever writes down when the call returned and when it was waited
     for makes the events by the same stroke. Writing never raises.
+
+    Args:
+        target: the words of the record's segment.
+        base: the index of the record's first word there.
+        timeline: None: no events, then this is nothing but the words.
     """
 
     __slots__ = (
         "anchor",
         "base",
-        "begin",
-        "end",
+        "begin_event",
+        "end_event",
+        "found_reached",
         "is_aside",
         "is_async",
         "not_before",
+        "target",
         "timeline",
-        "wait_begin",
-        "words",
+        "wait_event",
     )
 
-    def __init__(self, words: Words, base: int, is_async: bool, timeline: Timeline | None) -> None:
-        self.words = words
+    def __init__(self, target: Words, base: int, is_async: bool, timeline: Timeline | None) -> None:
+        Slots.__init__(self, None, 0)  # it has no room for records
+        self.target = target
         self.base = base
         self.is_async = is_async
         self.is_aside = False
-        self.timeline = timeline  # None: no events, then this is nothing but the words
+        self.timeline = timeline
         self.anchor: Anchor | None = None
-        self.begin: Event | None = None
-        self.wait_begin: Event | None = None
-        self.end: Event | None = None
+        self.begin_event: Event | None = None
+        self.wait_event: Event | None = None
+        self.end_event: Event | None = None
         self.not_before = 0
+        self.found_reached = 0
+
+    @property
+    def words(self) -> Words:  # type: ignore[override]
+        """What a time is written into."""
+        return self
 
     @property
     def last(self) -> Event:
         """What must be reached before this can be resolved."""
-        assert self.end is not None
-        return self.end
+        assert self.end_event is not None
+        return self.end_event
 
     def __getitem__(self, index: int) -> int:
-        return self.words[index]
+        return self.target[index]
 
     def __setitem__(self, index: int, value: int) -> None:
         timeline = self.timeline
         try:
-            self.words[index] = value
+            self.target[index] = value
             if timeline is not None:
                 timeline.follow(self, index - self.base)
         except Exception as error:
@@ -137,13 +154,14 @@ class Timeline:
         self.clock = DeviceClock()
         self.anchor: Anchor | None = None
         self._open: deque[Anchor | Operation] = deque()
+        self._reached: list[Anchor | Operation] = []  # of these the times are not read yet
         self._since_anchor = 0
         self._resolving = threading.Lock()
 
     @property
     def unresolved(self) -> int:
         """Operations whose times are not known yet."""
-        return sum(isinstance(item, Operation) for item in list(self._open))
+        return sum(isinstance(item, Operation) for item in [*self._open, *self._reached])
 
     def begin(self, operation: Operation) -> None:
         """The call of ``operation`` is about to be made."""
@@ -154,7 +172,7 @@ class Timeline:
         self._since_anchor += 1
         operation.anchor = anchor
         operation.not_before = now
-        operation.begin = self.pool.mark()
+        operation.begin_event = self.pool.mark()
 
     def set_anchor(self) -> Anchor:
         """Count the times of what follows from here."""
@@ -172,17 +190,23 @@ class Timeline:
 
     def follow(self, operation: Operation, word: int) -> None:
         """``word`` of the record of ``operation`` was written: the call returned, or a wait for it began or ended."""
-        ends = WAIT_END_WORD if operation.is_async else RETURN_WORD
-        if word == WAIT_BEGIN_WORD and operation.is_async and not self._is_capturing(operation):
-            operation.wait_begin = self.pool.mark()
-        elif word == ends and (operation.wait_begin is not None or not operation.is_async):
-            if not self._is_capturing(operation):
-                operation.is_aside = self.pool.source.is_aside(self.pool.index)
-                operation.end = self.pool.mark()
-                self._open.append(operation)
+        if word == RETURN_WORD:
+            if not operation.is_async:
+                self._end(operation)
+        elif word == WAIT_BEGIN_WORD:
+            if operation.is_async and not self._is_capturing(operation):
+                operation.wait_event = self.pool.mark()
         elif word == WAIT_END_WORD and not self._is_capturing(operation):
-            # Of a synchronous call: a backend that makes the stream wait in Work.wait() only. The later event counts.
-            self._move_end(operation)
+            if not operation.is_async:
+                # A backend that makes the stream wait in Work.wait() only. The later event counts.
+                self._move_end(operation)
+            elif operation.wait_event is not None:
+                self._end(operation)
+
+    def _end(self, operation: Operation) -> None:
+        operation.is_aside = self.pool.source.is_aside(self.pool.index)
+        operation.end_event = self.pool.mark()
+        self._open.append(operation)
 
     def _is_capturing(self, operation: Operation) -> bool:
         """Whether a graph is being captured by now: then ``operation`` is not timed."""
@@ -197,8 +221,8 @@ class Timeline:
         if not self._resolving.acquire(blocking=False):
             return
         try:
-            if operation.end is not None and operation.timeline is not None:
-                earlier, operation.end = operation.end, self.pool.mark()
+            if operation.end_event is not None and operation.timeline is not None:
+                earlier, operation.end_event = operation.end_event, self.pool.mark()
                 self.pool.give(earlier)
         finally:
             self._resolving.release()
@@ -206,7 +230,21 @@ class Timeline:
     @property
     def has_room(self) -> bool:
         """Whether another operation may be followed."""
-        return len(self._open) < MOST_OPEN
+        return len(self._open) + len(self._reached) < MOST_OPEN
+
+    def look(self) -> None:
+        """Note which of the oldest two have been reached by now. Their times are read later, a batch at a time.
+
+        Asking often bounds the difference of the clocks, and asking is cheap; reading the times of an event is not.
+        """
+        if not self._resolving.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            self._ask(1, 2)
+            if len(self._reached) >= BATCH:
+                self._read_times()
+        finally:
+            self._resolving.release()
 
     def resolve(self, most_unreached: int = MOST_UNREACHED) -> None:
         """Write down the times of the operations whose events the device has reached. Does not wait for any."""
@@ -214,66 +252,79 @@ class Timeline:
             return  # another thread is at it
         try:
             if not self.pool.source.is_capturing():
-                self._write(self._take_reached(most_unreached))
+                self._ask(most_unreached, MOST_OPEN)
+                self._read_times()
         finally:
             self._resolving.release()
 
-    def _take_reached(self, most_unreached: int) -> list[Operation]:
-        """The operations that were reached, out of the queue; the clock learns from each answer."""
-        reached: list[Operation] = []
-        ahead: list[Anchor | Operation] = []
-        now = self.tally.clock
-        while self._open and len(ahead) < most_unreached:
-            item = self._open.popleft()
-            asked = now()
-            if (isinstance(item, Operation) and not self._is_placed(item)) or not item.last.query():
-                item.not_before = asked
-                ahead.append(item)
-                if isinstance(item, Anchor):
-                    break  # what follows is counted from it
+    def _ask(self, most_unreached: int, most: int) -> None:
+        """Take what was reached out of the queue, with when it was found so."""
+        waiting, clock, ahead = self._open, self.tally.clock, None
+        for _ in range(most):
+            if not waiting:
+                break
+            item = waiting.popleft()
+            asked = clock()
+            if item.last.query():
+                item.found_reached = clock()
+                self._reached.append(item)
                 continue
-            answered = now()
+            item.not_before = asked
+            if ahead is None:
+                ahead = []
+            ahead.append(item)
+            # What follows an anchor is counted from it.
+            if len(ahead) >= most_unreached or isinstance(item, Anchor):
+                break
+        if ahead is not None:
+            waiting.extendleft(reversed(ahead))
+
+    def _read_times(self) -> None:
+        """Compute the times of what was reached, and write them down."""
+        reached, self._reached = self._reached, []
+        timed: list[tuple[Operation, float, float]] = []
+        clock = self.clock
+        for item in reached:
             if isinstance(item, Anchor):
                 device_ns = item.place()
             else:
-                device_ns = self._device_time(item, item.last)
-                reached.append(item)
-            self.clock.reached_after(device_ns, item.not_before)
-            self.clock.reached_before(device_ns, answered)
-        self._open.extendleft(reversed(ahead))
-        return reached
+                anchor, end = item.anchor, item.end_event
+                assert anchor is not None and end is not None
+                if anchor.device_ns is None:  # another stream was faster than that of the anchor
+                    self._open.appendleft(item)
+                    continue
+                device_ns = anchor.device_ns + _ns(anchor.event, end)
+                timed.append((item, anchor.device_ns, device_ns))
+            clock.reached_after(device_ns, item.not_before)
+            clock.reached_before(device_ns, item.found_reached)
+        offset = clock.offset(self.tally.clock())
+        for operation, anchor_ns, end_ns in timed:
+            self._write(operation, anchor_ns, end_ns, offset)
 
-    @staticmethod
-    def _is_placed(operation: Operation) -> bool:
-        return operation.anchor is not None and operation.anchor.device_ns is not None
-
-    @staticmethod
-    def _device_time(operation: Operation, event: Event) -> float:
-        anchor = operation.anchor
-        assert anchor is not None and anchor.device_ns is not None
-        return anchor.device_ns + _ns(anchor.event, event)
-
-    def _write(self, reached: list[Operation]) -> None:
-        now = self.tally.clock()
-        for operation in reached:
-            begin, wait_begin, end = operation.begin, operation.wait_begin, operation.end
-            assert begin is not None and end is not None
-            exposed = _ns(begin if wait_begin is None else wait_begin, end)
-            words, base = operation.words, operation.base
-            operation.timeline = None
-            try:
-                for word, event in ((DEVICE_BEGIN_WORD, begin), (DEVICE_END_WORD, end)):
-                    time_ns = self.clock.host_time(self._device_time(operation, event), now)
-                    if time_ns is not None:
-                        words[base + word] = time_ns
-                if operation.is_aside:
-                    self.tally.aside += 1
-                else:
-                    words[base + EXPOSED_WORD] = max(1, round(exposed))  # 0 means that it is not known
-                self.tally.timed += 1
-            except ValueError:
-                pass  # recording has ended, and the record's memory is gone
-            self.pool.give(begin, wait_begin, end)
+    def _write(self, operation: Operation, anchor_ns: float, end_ns: float, offset: float | None) -> None:
+        anchor, begin, wait_begin, end = (
+            operation.anchor,
+            operation.begin_event,
+            operation.wait_event,
+            operation.end_event,
+        )
+        assert anchor is not None and begin is not None
+        exposed = _ns(begin if wait_begin is None else wait_begin, end)
+        begin_ns = end_ns - exposed if wait_begin is None else anchor_ns + _ns(anchor.event, begin)
+        words, base = operation.target, operation.base
+        operation.timeline = None
+        try:
+            if offset is not None:
+                words[base + DEVICE_BEGIN_WORD] = round(begin_ns + offset)
+                words[base + DEVICE_END_WORD] = round(end_ns + offset)
+            if operation.is_aside:
+                self.tally.aside += 1
+            else:
+                words[base + EXPOSED_WORD] = max(1, round(exposed))  # 0 means that it is not known
+            self.tally.timed += 1
+        except ValueError:
+            pass  # recording has ended, and the record's memory is gone
+        self.pool.give(begin, wait_begin, end)
 
 
 def _ns(begin: Event, end: Any) -> float:

@@ -13,7 +13,7 @@ from typing import Final
 from commprof.recorder.device import device_timeline
 from commprof.recorder.device.device_events import CudaEvents, EventPool, EventSource
 from commprof.recorder.device.device_timeline import Operation, Tally, Timeline
-from commprof.trace.rank_files.segments import NO_WORDS, Words
+from commprof.trace.rank_files.segments import NO_WORDS, Segment
 
 _MOST_SIGNATURES: Final = 200_000
 _SOURCES: Final[dict[str, Callable[[], EventSource]]] = {"cuda": CudaEvents}
@@ -57,42 +57,67 @@ class DeviceTimes:
             return None
         return Timeline(self.tally, EventPool(source(), int(index or 0)))
 
-    def follow(self, words: Words, base: int, signature: int, captured: bool) -> Words:
-        """What to write the times of a call into that is about to be made: ``words``, or what makes events as well.
+    def follow(self, segment: Segment, base: int, signature: int, captured: bool) -> Segment:
+        """Where to write the times of a call that is about to be made: ``segment``, or what makes events as well.
 
         Never raises.
+
+        Args:
+            base: the index of the first word of the call's record in ``segment``.
+            captured: the call goes into a CUDA graph.
         """
         known = self._signatures.get(signature)
-        if known is None or words is NO_WORDS:
-            return words
+        if known is None or segment is NO_WORDS:
+            return segment
         timeline, is_async = known
-        operation = Operation(words, base, is_async, None)
-        if timeline is None:
-            return operation
-        try:
+        operation = Operation(segment, base, is_async, None)
+        if timeline is not None:
             if captured:
                 self.tally.captured += 1
             elif not timeline.has_room:
                 self.tally.given_up += 1
-                timeline.resolve()
+                self._guarded(timeline.resolve)
             else:
-                timeline.begin(operation)
-                operation.timeline = timeline
-                timeline.resolve(1)  # the oldest: what bounds the difference of the clocks is asking often
+                self._begin(operation, timeline)
+        return operation
+
+    def begin(self, signature: int, segment: Segment) -> Segment | bool | None:
+        """The same for the compiled calls, which take the record's place in ``segment`` next, and say then where it is.
+
+        Returns what to write times into; False: ``segment`` itself; None: it is a case for :meth:`follow`. Never raises.
+        """
+        known = self._signatures.get(signature)
+        if known is None:
+            return False
+        timeline, is_async = known
+        operation = Operation(segment, 0, is_async, None)
+        if timeline is not None:
+            if timeline.pool.source.is_capturing() or not timeline.has_room:
+                return None
+            self._begin(operation, timeline)
+        return operation
+
+    def _begin(self, operation: Operation, timeline: Timeline) -> None:
+        try:
+            timeline.begin(operation)
+            operation.timeline = timeline
+            timeline.look()
         except Exception as error:
             operation.timeline = None
             self.tally.on_fault(error)
-        return operation
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.tally.on_fault(error)
 
     def end_step(self) -> None:
         """A step has ended: resolve what can be, and count from a new anchor. Never raises."""
         for timeline in list(self._timelines.values()):
             if timeline is None:
                 continue
-            try:
-                timeline.end_step()
-            except Exception as error:
-                self.tally.on_fault(error)
+            self._guarded(timeline.end_step)
 
     def finish(self) -> str | None:
         """Resolve what the devices have reached by now; a sentence on what was timed, None when no device was used."""

@@ -61,10 +61,13 @@ class Journal:
         self.events: EventFile | None = None
         self._step, self._micro_step = hooks.position.step, hooks.position.micro_step
         self._phase = _phase_number(hooks.position.phase)
-        self._special: set[str] = set()  # groups with a coalescing block, or with tensors of an accelerator
+        self._coalescing: set[str] = set()  # groups with an open coalescing block
+        self._has_accelerator = False  # some group has carried tensors of one
         # What the hot path needs in one attribute: the open segment, and the tail that all records have now. Replaced as a
         # whole when one of them changes.
         self.place: Place = (NO_WORDS, b"")
+        # Where calls are timed on a device too: the same, and what a compiled call asks for where to write its times.
+        self.timed_place: tuple[Segment, bytes, Callable[[int, Segment], Segment | bool | None]] | None = None
         self.tails: dict[int, bytes] = {}  # by layer: the tail that all records of it have now
         self.faults = 0
         self.first_fault: str | None = None
@@ -99,8 +102,11 @@ class Journal:
         self._notes.clear()
 
     def _refresh(self) -> None:
-        segment = NO_WORDS if self.records is None or self._special else self.records.segment
-        self.place = segment, pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP)
+        segment = NO_WORDS if self.records is None or self._coalescing else self.records.segment
+        tail = pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP)
+        timed = self._has_accelerator
+        self.place = NO_WORDS if timed else segment, tail
+        self.timed_place = (segment, tail, self.device_times.begin) if timed else None
         self.tails = {}
 
     def tail_of(self, layer: int) -> bytes:
@@ -129,8 +135,8 @@ class Journal:
         segment, base = self.records.append(*fields, tail)
         if captured and self.on_captured is not None:
             self.on_captured(segment, base)
-        if group.accelerated and segment is not NO_WORDS:
-            segment = Segment(None, 0, self.device_times.follow(segment, base, fields[2], captured))
+        if group.accelerated:
+            segment = self.device_times.follow(segment, base, fields[2], captured)
         return segment, base
 
     def mark_raised(self, token: Token) -> None:
@@ -143,10 +149,11 @@ class Journal:
 
     def look_closer(self, group: Group) -> None:
         """``group`` has opened or closed a coalescing block, or was seen to carry tensors of an accelerator."""
-        if group.coalesce_id or group.accelerated:
-            self._special.add(group.name)
+        self._has_accelerator = self._has_accelerator or group.accelerated
+        if group.coalesce_id:
+            self._coalescing.add(group.name)
         else:
-            self._special.discard(group.name)
+            self._coalescing.discard(group.name)
         self._refresh()
 
     def move(self, step: int, micro_step: int) -> None:

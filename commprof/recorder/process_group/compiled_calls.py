@@ -9,7 +9,7 @@ from typing import Any, Final
 from commprof.compiled import compiled
 from commprof.trace.rank_files import segments
 
-_VERSION: Final = 4  # of _calls.c, that does what is said here
+_VERSION: Final = 5  # of _calls.c, that does what is said here
 MODULE: Final[ModuleType | None] = (
     compiled("commprof.recorder._calls", _VERSION) if segments.IS_COMPILED else None
 )

@@ -24,7 +24,7 @@ def aligned_empty(size: int, pinned: bool = False) -> torch.Tensor:
 
     An accelerator copies from ``pinned`` memory without an intermediate copy; it needs CUDA.
     """
-    memory = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, aligned(size)).narrow(0, 0, size)
 
 

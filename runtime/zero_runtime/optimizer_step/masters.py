@@ -301,7 +301,7 @@ class Masters:
         if self._files is not None:
             fill = partial(parameters.read, stretch.piece, part=part)
             return self._files.add(number, stretch.numel, dtype, fill)
-        master = torch.empty(stretch.numel, dtype=dtype, pin_memory=placement.pinned)
+        master = torch.empty(stretch.numel, dtype=dtype, device="cpu", pin_memory=placement.pinned)
         parameters.read(stretch.piece, master, part)
         return master.requires_grad_()
 
@@ -315,7 +315,9 @@ class Masters:
             return torch.empty_like(master, requires_grad=False)
         if self._staging is None or self._staging.numel() < master.numel():
             size = max(stretch.numel for stretch in self.stretches if stretch.offloaded)
-            self._staging = torch.empty(size, dtype=master.dtype, pin_memory=self._placement.pinned)
+            self._staging = torch.empty(
+                size, dtype=master.dtype, device="cpu", pin_memory=self._placement.pinned
+            )
         return self._staging[: master.numel()]
 
 

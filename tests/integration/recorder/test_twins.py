@@ -7,11 +7,13 @@ Python learns it, then the compiled wrapper takes it.
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from commprof.recorder.device import device_times
 from commprof.recorder.process_group import compiled_calls
 from commprof.trace.reader import open_run
 from support.ranks import run_ranks
@@ -31,6 +33,7 @@ RUN_TO_RUN = {
     "wait_end_ns",
     "pid",
     "thread",
+    "device_begin_ns",
     "device_end_ns",
     "exposed_ns",
 }
@@ -153,12 +156,42 @@ def twice(work) -> None:
     work.wait()
 
 
-def program(rank, world, run):
+class Mark:
+    """An event of a device that is never behind."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Mark) -> float:
+        return (end.at - self.at) / 1e6
+
+
+class Marks:
+    """Events of tensors without storage, which stand for those of a GPU."""
+
+    def record(self, event: Mark | None, index: int) -> Mark:
+        event = event or Mark()
+        event.at = time.perf_counter_ns()
+        return event
+
+    def is_aside(self, index: int) -> bool:
+        return False
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+def program(rank, world, run, device):
     """Every form, recorded: the names of those that exist here, and those whose last call went through a twin."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import commprof
 
+    torch.set_default_device(device)
+    device_times._SOURCES["meta"] = Marks
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     issued, through_python, name = [], set(), ""
 
@@ -180,7 +213,8 @@ def program(rank, world, run):
                     sys.setprofile(watch if number == TIMES - 1 else None)
                     call()
             except RuntimeError as error:
-                if "support" not in str(error):  # this torch's fake backend does not have them all
+                # This torch's fake backend does not have them all, nor for tensors without storage.
+                if "support" not in str(error) and "Meta tensors" not in str(error):
                     raise
                 continue
             finally:
@@ -191,23 +225,26 @@ def program(rank, world, run):
     return issued, sorted(through_python)
 
 
-def recorded(tmp_path, way):
+def recorded(tmp_path, way, device):
     """What was issued, what went through Python in the end, and the rows without what is of the run itself."""
-    ((issued, through_python),) = run_ranks(1, program, str(tmp_path / way), process_group=False)
+    ((issued, through_python),) = run_ranks(1, program, str(tmp_path / way), device, process_group=False)
     run = open_run(tmp_path / way)
     assert run.health.unseen == 0
     rows = sorted(run.table("collectives").to_pylist(), key=lambda row: row["seq"])
-    times = [
-        [row[name] is not None for name in ("return_ns", "wait_begin_ns", "wait_end_ns")] for row in rows
-    ]
+    # Of calls on the host the times of completion are a sample, which is not the same twice.
+    columns = ["return_ns", "wait_begin_ns", "wait_end_ns"]
+    if device != "cpu":
+        columns += ["device_begin_ns", "device_end_ns", "exposed_ns"]
+    times = [[row[name] is not None for name in columns] for row in rows]
     kept = [{name: value for name, value in row.items() if name not in RUN_TO_RUN} for row in rows]
     return issued, through_python, kept, times
 
 
-def test_every_form_leaves_the_same_record(tmp_path, monkeypatch):
-    issued, through_python, rows, times = recorded(tmp_path, "compiled")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_form_leaves_the_same_record(tmp_path, monkeypatch, device):
+    issued, through_python, rows, times = recorded(tmp_path, "compiled", device)
     monkeypatch.setattr(compiled_calls, "MODULE", None)
-    same, all_through_python, expected, expected_times = recorded(tmp_path, "python")
+    same, all_through_python, expected, expected_times = recorded(tmp_path, "python", device)
     assert issued == same and len(issued) > 80
     assert len(rows) >= TIMES * len(issued)
     for row, other in zip(rows, expected, strict=True):
