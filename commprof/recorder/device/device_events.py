@@ -78,8 +78,9 @@ class EventPool:
 
     def mark(self) -> Event:
         """Put an event into the device's current stream."""
+        free = self._free
         try:
-            event: Event | None = self._free.pop()
+            event: Event | None = free.pop()
         except IndexError:
             event = None
             self.created += 1

@@ -25,11 +25,11 @@ from commprof.trace.rank_files.segments import (
     WAIT_BEGIN_WORD,
     WAIT_END_WORD,
     Segment,
-    Slots,
     Words,
 )
 
 MOST_OPEN: Final = 4096  # operations of one device whose events the device has not reached yet, at most
+ASK_NS: Final = 100_000  # of the host, between two questions whether the oldest was reached
 BATCH: Final = 64  # operations that were reached and whose times are read together
 MOST_UNREACHED: Final = 8  # events found unreached, after which one pass gives up: each question costs 1 us
 # There is a new anchor after so many operations or so much time, even if no step has ended: the distance to it is given in
@@ -86,11 +86,20 @@ class Operation(Segment):
     for makes the events by the same stroke. Writing never raises.
 
     Args:
-        target: the words of the record's segment.
+        target: the record's segment.
         base: the index of the record's first word there.
-        timeline: None: no events, then this is nothing but the words.
+
+    Attributes:
+        timeline: what makes the events; None: none are made, then this is nothing but the words.
+        anchor, begin_event, not_before: set by :meth:`Timeline.begin`.
+        found_reached, is_aside: set when its last event is made, and when that is found reached.
     """
 
+    anchor: Anchor
+    begin_event: Event
+    found_reached: int
+    is_aside: bool
+    not_before: int
     __slots__ = (
         "anchor",
         "base",
@@ -105,19 +114,14 @@ class Operation(Segment):
         "wait_event",
     )
 
-    def __init__(self, target: Words, base: int, is_async: bool, timeline: Timeline | None) -> None:
-        Slots.__init__(self, None, 0)  # it has no room for records
+    def __init__(self, target: Segment, base: int, is_async: bool) -> None:
+        # Not that of Segment: it has no room for records, and one is made for every call.
         self.target = target
         self.base = base
         self.is_async = is_async
-        self.is_aside = False
-        self.timeline = timeline
-        self.anchor: Anchor | None = None
-        self.begin_event: Event | None = None
+        self.timeline: Timeline | None = None
         self.wait_event: Event | None = None
         self.end_event: Event | None = None
-        self.not_before = 0
-        self.found_reached = 0
 
     @property
     def words(self) -> Words:  # type: ignore[override]
@@ -131,12 +135,12 @@ class Operation(Segment):
         return self.end_event
 
     def __getitem__(self, index: int) -> int:
-        return self.target[index]
+        return self.target.words[index]
 
     def __setitem__(self, index: int, value: int) -> None:
         timeline = self.timeline
         try:
-            self.target[index] = value
+            self.target.words[index] = value
             if timeline is not None:
                 timeline.follow(self, index - self.base)
         except Exception as error:
@@ -156,6 +160,7 @@ class Timeline:
         self._open: deque[Anchor | Operation] = deque()
         self._reached: list[Anchor | Operation] = []  # of these the times are not read yet
         self._since_anchor = 0
+        self._asked_ns = 0
         self._resolving = threading.Lock()
 
     @property
@@ -164,7 +169,7 @@ class Timeline:
         return sum(isinstance(item, Operation) for item in [*self._open, *self._reached])
 
     def begin(self, operation: Operation) -> None:
-        """The call of ``operation`` is about to be made."""
+        """The call of ``operation`` is about to be made. Looks after the oldest as well, if that was not done just now."""
         now = self.tally.clock()
         anchor = self.anchor
         if anchor is None or self._since_anchor >= ANCHOR_OPERATIONS or now - anchor.host_ns > ANCHOR_NS:
@@ -173,6 +178,10 @@ class Timeline:
         operation.anchor = anchor
         operation.not_before = now
         operation.begin_event = self.pool.mark()
+        operation.timeline = self
+        if now - self._asked_ns > ASK_NS:
+            self._asked_ns = now
+            self._look()
 
     def set_anchor(self) -> Anchor:
         """Count the times of what follows from here."""
@@ -191,22 +200,23 @@ class Timeline:
     def follow(self, operation: Operation, word: int) -> None:
         """``word`` of the record of ``operation`` was written: the call returned, or a wait for it began or ended."""
         if word == RETURN_WORD:
-            if not operation.is_async:
-                self._end(operation)
+            ends = not operation.is_async
+        elif self._is_capturing(operation):
+            return
         elif word == WAIT_BEGIN_WORD:
-            if operation.is_async and not self._is_capturing(operation):
+            if operation.is_async:
                 operation.wait_event = self.pool.mark()
-        elif word == WAIT_END_WORD and not self._is_capturing(operation):
-            if not operation.is_async:
+            return
+        else:
+            ends = operation.is_async and operation.wait_event is not None
+            if word == WAIT_END_WORD and not operation.is_async:
                 # A backend that makes the stream wait in Work.wait() only. The later event counts.
                 self._move_end(operation)
-            elif operation.wait_event is not None:
-                self._end(operation)
-
-    def _end(self, operation: Operation) -> None:
-        operation.is_aside = self.pool.source.is_aside(self.pool.index)
-        operation.end_event = self.pool.mark()
-        self._open.append(operation)
+        if ends:
+            pool = self.pool
+            operation.is_aside = pool.source.is_aside(pool.index)
+            operation.end_event = pool.mark()
+            self._open.append(operation)
 
     def _is_capturing(self, operation: Operation) -> bool:
         """Whether a graph is being captured by now: then ``operation`` is not timed."""
@@ -232,15 +242,15 @@ class Timeline:
         """Whether another operation may be followed."""
         return len(self._open) + len(self._reached) < MOST_OPEN
 
-    def look(self) -> None:
-        """Note which of the oldest two have been reached by now. Their times are read later, a batch at a time.
+    def _look(self) -> None:
+        """Note which of the oldest have been reached by now. Their times are read later, a batch at a time.
 
         Asking often bounds the difference of the clocks, and asking is cheap; reading the times of an event is not.
         """
         if not self._resolving.acquire(blocking=False):
             return  # another thread is at it
         try:
-            self._ask(1, 2)
+            self._ask(1, BATCH)
             if len(self._reached) >= BATCH:
                 self._read_times()
         finally:
@@ -311,7 +321,7 @@ class Timeline:
         assert anchor is not None and begin is not None
         exposed = _ns(begin if wait_begin is None else wait_begin, end)
         begin_ns = end_ns - exposed if wait_begin is None else anchor_ns + _ns(anchor.event, begin)
-        words, base = operation.target, operation.base
+        words, base = operation.target.words, operation.base
         operation.timeline = None
         try:
             if offset is not None:

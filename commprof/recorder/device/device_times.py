@@ -70,7 +70,7 @@ class DeviceTimes:
         if known is None or segment is NO_WORDS:
             return segment
         timeline, is_async = known
-        operation = Operation(segment, base, is_async, None)
+        operation = Operation(segment, base, is_async)
         if timeline is not None:
             if captured:
                 self.tally.captured += 1
@@ -78,7 +78,7 @@ class DeviceTimes:
                 self.tally.given_up += 1
                 self._guarded(timeline.resolve)
             else:
-                self._begin(operation, timeline)
+                self._guarded(lambda: timeline.begin(operation))
         return operation
 
     def begin(self, signature: int, segment: Segment) -> Segment | bool | None:
@@ -90,21 +90,16 @@ class DeviceTimes:
         if known is None:
             return False
         timeline, is_async = known
-        operation = Operation(segment, 0, is_async, None)
+        operation = Operation(segment, 0, is_async)
         if timeline is not None:
-            if timeline.pool.source.is_capturing() or not timeline.has_room:
-                return None
-            self._begin(operation, timeline)
+            try:
+                if timeline.pool.source.is_capturing() or not timeline.has_room:
+                    return None
+                timeline.begin(operation)
+            except Exception as error:
+                operation.timeline = None
+                self.tally.on_fault(error)
         return operation
-
-    def _begin(self, operation: Operation, timeline: Timeline) -> None:
-        try:
-            timeline.begin(operation)
-            operation.timeline = timeline
-            timeline.look()
-        except Exception as error:
-            operation.timeline = None
-            self.tally.on_fault(error)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

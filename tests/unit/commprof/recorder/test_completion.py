@@ -85,7 +85,7 @@ def test_synchronous_calls_devices_and_lost_records_are_left_alone(segment):
     times, work = Completions(1), Work()
     times.sample((segment, 0, False), work)
     times.sample((NO_WORDS, 0, True), work)
-    times.sample((Operation(segment, 0, True, None), 0, True), work)
+    times.sample((Operation(segment, 0, True), 0, True), work)
     times.sample((segment, 0, True), None)
     assert not work.callbacks and not times.asked
 

@@ -18,6 +18,7 @@ from commprof.trace.rank_files.segments import (
     RETURN_WORD,
     WAIT_BEGIN_WORD,
     WAIT_END_WORD,
+    Segment,
 )
 from support.fake_device import FakeDevice
 
@@ -36,13 +37,14 @@ class Recording:
         self.times.learn(SYNC, "cuda:3", False)
         self.times.learn(ASYNC, "cuda:3", True)
         self.words = array("q", [0] * WORDS * 100_000)
+        self.segment = Segment(None, 0, self.words)
         self.count = 0
 
     def issue(self, signature: int, captured: bool = False):
         """The call begins: the words to write to, and where."""
         base = self.count * WORDS
         self.count += 1
-        return self.times.follow(self.words, base, signature, captured), base
+        return self.times.follow(self.segment, base, signature, captured), base
 
     def write(self, operation, word: int) -> None:
         words, base = operation
@@ -241,7 +243,7 @@ def test_switched_off_it_asks_for_no_event():
     device = FakeDevice()
     times = DeviceTimes(False, pytest.fail, {"cuda": lambda: device}, device.clock)
     times.learn(SYNC, "cuda:0", False)
-    words = times.follow(array("q", [0] * WORDS), 0, SYNC, False)
+    words = times.follow(Segment(None, 0, array("q", [0] * WORDS)), 0, SYNC, False)
     words[RETURN_WORD] = 5
     assert words[RETURN_WORD] == 5 and not device.made
     times.end_step()
@@ -251,7 +253,7 @@ def test_switched_off_it_asks_for_no_event():
 def test_calls_without_a_record_or_of_the_host_are_left_alone():
     run = Recording(FakeDevice())
     assert run.times.follow(NO_WORDS, 0, SYNC, False) is NO_WORDS
-    assert run.times.follow(run.words, 0, 99, False) is run.words
+    assert run.times.follow(run.segment, 0, 99, False) is run.segment
 
 
 def test_a_device_that_fails_costs_times_and_nothing_else():
@@ -273,7 +275,7 @@ def test_a_record_whose_memory_is_gone_is_passed_over():
     device = FakeDevice()
     run = Recording(device)
     memory = memoryview(bytearray(RECORD.size)).cast("q")
-    operation = run.times.follow(memory, 0, SYNC, False)
+    operation = run.times.follow(Segment(None, 0, memory), 0, SYNC, False)
     operation[RETURN_WORD] = 1
     base = run.sync(1_000)
     memory.release()
