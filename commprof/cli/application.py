@@ -19,6 +19,7 @@ VERBS: Final = {
     "align": "align:align",
     "verify": "verify:verify",
     "check": "check:check",
+    "plan": "plan:plan",
     "requested": "requested:requested",
     "query": "query:query",
     "export": "export:export",

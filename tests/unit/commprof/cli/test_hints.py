@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from commprof.cli import execute
-from commprof.cli.verbs import requested
+from commprof.cli.sections import predicted
 from support.runs import SyntheticRun
 
 
@@ -106,7 +106,7 @@ def test_the_memory_that_requested_holds_a_config_to_is_that_of_the_gpu_of_this_
     config, devices = tmp_path / "ds.json", tmp_path / "dev"
     config.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
     devices.mkdir()
-    monkeypatch.setattr(requested, "_DEVICES", devices)
+    monkeypatch.setattr(predicted, "_DEVICES", devices)
     gpu = types.SimpleNamespace(total_memory=40 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {0: gpu}.__getitem__)
     words = ("requested", str(config), "--params", "7e9", "--world", "8")

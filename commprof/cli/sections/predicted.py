@@ -1,0 +1,69 @@
+"""Memory and offload of a predicted setting as tables, and whether it fits a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from commprof.cli import rendering
+from commprof.cli.rendering import Heading, Rows
+from commprof.errors import UsageError
+from commprof.recorder.process.options import parse_size
+
+_DEVICES: Final = Path("/dev")
+
+
+def device_capacity(text: str | None) -> int | None:
+    """Return the memory of a device in bytes: as given, or of this machine's first GPU; None without a GPU.
+
+    Raises:
+        UsageError: ``text`` is not a number of bytes.
+    """
+    if text is not None:
+        try:
+            return parse_size(text)
+        except ValueError as problem:
+            raise UsageError(f"--device-memory is {text!r}: {problem}") from None
+    if not any(any(_DEVICES.glob(name)) for name in ("nvidia[0-9]*", "kfd")):
+        return None  # spares the seconds that importing torch takes
+    try:
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    except (ImportError, RuntimeError, AssertionError):
+        return None
+
+
+def fit_sentence(needed: int, capacity: int) -> str:
+    """Return whether ``needed`` bytes fit in ``capacity`` bytes of a device, as a sentence."""
+    need, there = rendering.number_of_bytes(needed), rendering.number_of_bytes(capacity)
+    if needed > capacity:
+        return f"Does not fit in {there}: a rank needs {need} on its device, before activations."
+    left = rendering.number_of_bytes(capacity - needed)
+    return f"Fits in {there}, before activations: a rank needs {need} on its device, and {left} are left."
+
+
+def memory_rows(rank_memory: Sequence[Any], ranks: int) -> Rows:
+    """Return the table of what a rank holds, and of a host with ``ranks`` ranks."""
+    places = ("device", "host", "disk")
+    rows = [
+        (each.what, *(rendering.number_of_bytes(getattr(each, place)) for place in places), each.note)
+        for each in rank_memory
+    ]
+    totals = [sum(getattr(each, place) for each in rank_memory) for place in places]
+    rows += [(), ("of a rank", *map(rendering.number_of_bytes, totals), "")]
+    if ranks > 1:
+        shared = [rendering.number_of_bytes(total * ranks) for total in totals]
+        rows.append((f"of a host with {ranks} ranks", *shared, ""))
+    headings = [Heading("memory"), *(Heading(place, True) for place in places), Heading("")]
+    return Rows(headings, rows, "memory per rank")
+
+
+def movement_rows(moved: Sequence[Any]) -> Rows:
+    """Return the table of what offload moves per rank and step."""
+    headings = [Heading("what"), Heading("from"), Heading("to"), Heading("bytes", True)]
+    rows = [
+        (each.what, each.source, each.target, rendering.number_of_bytes(each.num_bytes)) for each in moved
+    ]
+    return Rows(headings, rows, "moved per rank and step by offload")

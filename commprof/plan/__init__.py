@@ -1,0 +1,12 @@
+"""Predicts what a training job will send and hold before it runs, for one or many settings of its config.
+
+=================== ==========================================================================
+``models``          the parameters of a model: from its size, a function, or a transformers config
+``predictions``     messages, memory and offload of one setting, by the rules of ``commprof.requested``
+``hosts``           how ranks share hosts, and what crosses from one host to another
+``links``           rates of the links inside a host and between hosts
+``traffic``         the messages per purpose and operation, with sizes and bytes per rank and host
+``keys``            the keys of a config that can change the prediction
+``recommendations`` which of several settings to use, and why
+=================== ==========================================================================
+"""

@@ -1,0 +1,96 @@
+"""How ranks share hosts, and how many bytes each host sends to others.
+
+Ranks are numbered host by host. Rings connect the ranks of a group in rank order, as NCCL's do on a machine with equal
+hosts: each rank sends to the next one, so of a group that spans several hosts one rank of each host sends to another host.
+all_to_all, gather and scatter send to every other rank directly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from commprof.errors import UsageError
+from commprof.schema import Op
+
+USUAL_RANKS: Final = 8  # per host, where the user names no hosts
+_DIRECT: Final = (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER)
+
+
+class Hosts(NamedTuple):
+    """Equal hosts.
+
+    Attributes:
+        count: hosts.
+        ranks: ranks of each host.
+    """
+
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.count} host{'s' * (self.count > 1)} of {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+
+def parse_hosts(text: str | None, world: int) -> Hosts:
+    """Return the hosts of ``world`` ranks: ``128x8`` is 128 hosts of 8 ranks. None means hosts of 8.
+
+    Raises:
+        UsageError: the text has another form, or the hosts do not have ``world`` ranks.
+    """
+    if text is None:
+        ranks = min(USUAL_RANKS, world)
+        if world % ranks:
+            raise UsageError(
+                f"--world {world} is not a multiple of {ranks} ranks per host; give --hosts, such as {world}x1"
+            )
+        return Hosts(world // ranks, ranks)
+    match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise UsageError(f"--hosts is {text!r}; expected hosts x ranks of each, such as 128x8")
+    hosts = Hosts(int(match[1]), int(match[2]))
+    if hosts.count * hosts.ranks != world:
+        raise UsageError(
+            f"--hosts {text} has {hosts.count * hosts.ranks} ranks and --world {world}; change one of them"
+        )
+    return hosts
+
+
+class Sent(NamedTuple):
+    """Bytes that are sent, by the kind of link.
+
+    Attributes:
+        inside: by rank, to ranks of the same host.
+        between: by host, to other hosts.
+    """
+
+    inside: Counter[int]
+    between: Counter[int]
+
+
+def sent_by_link(op: str, groups: Iterable[Sequence[int]], wire_bytes: float, hosts: Hosts) -> Sent:
+    """Return what ranks and hosts send; those that send nothing are missing.
+
+    Args:
+        op: a value of schema.Op.
+        groups: the ranks of each group that sends that.
+        wire_bytes: that each rank of a group sends, on average.
+        hosts: of all ranks.
+    """
+    sent = Sent(Counter(), Counter())
+    for group in groups:
+        places = [rank // hosts.ranks for rank in group]
+        of_host = Counter(places)
+        for rank, host, following in zip(group, places, [*places[1:], places[0]], strict=True):
+            if len(group) < 2:
+                continue
+            share = float(host == following)
+            if op in _DIRECT:
+                share = (of_host[host] - 1) / (len(group) - 1)
+            if share:
+                sent.inside[rank] += round(wire_bytes * share)
+            if share < 1:
+                sent.between[host] += round(wire_bytes * (1 - share))
+    return sent

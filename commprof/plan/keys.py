@@ -1,0 +1,139 @@
+"""The keys of a config that can change a prediction, so that a misspelled ``--set`` is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Final
+
+from commprof.errors import UsageError
+
+_ZERO: Final = (
+    "stage",
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "compute_grad_norm",
+    "contiguous_gradients",
+    "cpu_offload",
+    "cpu_offload_param",
+    "enable_sanity_checks",
+    "gradient_reduction",
+    "hierarchical_compress",
+    "memory_efficient_linear",
+    "mics_shard_size",
+    "overlap_comm",
+    "parameter_alignment",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "reduce_scatter_impl",
+    "round_robin_gradients",
+    "use_multi_rank_bucket_allreduce",
+    "zenflow",
+    "zero_allowed_param_types",
+    "zero_force_param_types",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+    "offload_optimizer.device",
+    "offload_optimizer.ratio",
+    "offload_optimizer.buffer_count",
+    "offload_param.device",
+    "offload_param.buffer_size",
+    "offload_param.buffer_count",
+    "offload_param.max_in_cpu",
+    "offload_params.device",
+    "offload_params.buffer_size",
+    "offload_params.buffer_count",
+    "offload_params.max_in_cpu",
+    "leaf_module.names",
+    "leaf_module.name_suffixes",
+)
+# DeepSpeed reads these with and without the prefix.
+_STAGE_3: Final = (
+    "allgather_sequential",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+    "use_all_reduce_for_fetch_params",
+)
+_OTHERS: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "gradient_clipping",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "disable_allgather",
+    "compress_communication",
+    "sparse_gradients",
+    "fp16_override_modules",
+    "sequence_parallel_size",
+    "tp_size",
+    "bf16.enabled",
+    "bf16.check_grad_overflow",
+    "bf16.bf16_master_weights_and_grads",
+    "bfloat16.enabled",
+    "bfloat16.check_grad_overflow",
+    "bfloat16.bf16_master_weights_and_grads",
+    "fp16.enabled",
+    "fp16.fp16_override_modules",
+    "data_types.grad_accum_dtype",
+    "torch_autocast.enabled",
+    "torch_autocast.dtype",
+    "compile.deepcompile",
+    "expert_parallel.enabled",
+    "communication.topology",
+    "communication.calibration",
+    "communication.bounded_delay",
+    "gradient_compression.algorithm",
+    "gradient_compression.enabled",
+    "gradient_compression.error_feedback",
+    "gradient_compression.hierarchical_compress",
+    "gradient_compression.huffman_coding",
+    "gradient_compression.topk_ratio",
+    "gradient_compression.two_phase",
+    "gradient_compression.warmup_steps",
+    "optimizer.type",
+    "optimizer.params.momentum",
+    "optimizer.params.freeze_step",
+    "optimizer.params.var_freeze_step",
+    "optimizer.params.var_update_scaler",
+    "optimizer.params.local_step_scaler",
+    "optimizer.params.local_step_clipper",
+    "pipeline.stages",
+    "pipeline_parallel.enabled",
+    "pipeline_parallel.pp_size",
+    "pipeline_parallel.micro_batches",
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "tensor_parallel.sequence_parallel",
+)
+
+KNOWN: Final = frozenset(
+    (
+        *_OTHERS,
+        *(f"zero_optimization.{name}" for name in _ZERO),
+        *(f"zero_optimization.{prefix}{name}" for name in _STAGE_3 for prefix in ("", "stage3_")),
+        "zero_optimization.sub_group_size",
+        "zero_optimization.stage3_sub_group_size",
+    )
+)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise UsageError for a dotted key that neither is known nor holds known keys."""
+    for key in keys:
+        if key in KNOWN or any(name.startswith(f"{key}.") for name in KNOWN):
+            continue
+        near = get_close_matches(key, KNOWN, 1, 0.8)
+        by_end = sorted(name for name in KNOWN if name.endswith(f".{key}"))
+        meant = near or by_end[:1]
+        raise UsageError(
+            f"--set {key}: no rule of plan reads this key, so its values could not be compared; "
+            + (f"did you mean {meant[0]}?" if meant else "expected a dotted key of docs/plan.md")
+        )

@@ -1,0 +1,230 @@
+"""The parameters of a model that is never run: from its size, a function, or a transformers config.
+
+Real models are built on torch's meta device, which allocates no memory and reads no weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from commprof.errors import CommprofError, UsageError
+from commprof.requested.memory.models import likely_layers, transformer
+from commprof.requested.parameters import Parameter
+
+if TYPE_CHECKING:
+    import torch
+
+FORMS: Final = "params:175e9, py:module:function or hf:CONFIG_DIR"
+_FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_SHOWN: Final = 200  # characters of the message of somebody else's error
+
+
+class Model(NamedTuple):
+    """A model whose parameters are known or assumed.
+
+    Attributes:
+        parameters: in model order, a tied parameter once.
+        layers: equal layers that were assumed; None for a model that was built.
+        source: where the parameters come from, for the report.
+    """
+
+    parameters: list[Parameter]
+    layers: int | None
+    source: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+def read_model(text: str, layers: int | None = None) -> Model:
+    """Return the model that ``--model text`` names.
+
+    Args:
+        text: ``params:175e9``, ``py:module:function`` or ``hf:CONFIG_DIR``.
+        layers: of a model whose size alone is known; None assumes a typical number.
+
+    Raises:
+        UsageError: the text has another form, or the model cannot be built.
+        CommprofError: torch or transformers is not installed.
+    """
+    kind, colon, rest = text.partition(":")
+    if not colon or not rest or kind not in ("params", "py", "hf"):
+        raise UsageError(f"--model is {text!r}; expected {FORMS}")
+    if kind == "params":
+        return sized_model(parse_number(rest, "--model params:N"), layers)
+    if layers is not None:
+        raise UsageError(f"--layers {layers} is for --model params:N; a {kind}: model has layers of its own")
+    return _from_function(text, rest) if kind == "py" else _from_transformers(text, Path(rest))
+
+
+def sized_model(numel: int, layers: int | None) -> Model:
+    """Return a transformer of ``numel`` parameters in ``layers`` equal layers of four matrices.
+
+    Raises:
+        RequestedError: there are fewer parameters than the layers need.
+    """
+    depth = layers or likely_layers(numel)
+    source = f"{numel:,} parameters, assumed to be {depth} layers of 4 matrices each (--layers)"
+    return Model(transformer(numel, depth), depth, source)
+
+
+def parse_number(text: str, option: str) -> int:
+    """Parse a number of parameters: ``175e9``, ``1.3B`` or ``125M``.
+
+    Raises:
+        UsageError: it is none; ``option`` is named.
+    """
+    stripped = text.strip().replace("_", "").replace(",", "")
+    factor = _FACTORS.get(stripped[-1:].upper(), 1.0)
+    digits = stripped[:-1] if factor > 1.0 else stripped
+    try:
+        numel = float(digits) * factor
+    except ValueError:
+        numel = float("nan")
+    if not 1 <= numel < 1e18:
+        raise UsageError(
+            f"{option} is {text!r}; expected a number of parameters, such as 175e9, 1.3B or 125M"
+        )
+    return round(numel)
+
+
+def parameters_of(module: torch.nn.Module) -> list[Parameter]:
+    """Return the parameters of ``module`` as the recorder publishes those of a run, in one optimizer group."""
+    from commprof.recorder.training import models as recorded
+
+    listed = recorded.parameters_of(module)
+    rows = recorded.parameter_rows(listed, {key: 0 for each in listed for key in each.keys})
+    owners = _owner_types(module)
+    return [
+        Parameter(
+            row["name"],
+            row["numel"],
+            row["dtype"],
+            row["param_group"],
+            row["requires_grad"],
+            row["forward_index"],
+            row["shape"],
+            owner_types=owners.get(row["name"]),
+        )
+        for row in rows
+    ]
+
+
+def _owner_types(module: torch.nn.Module) -> dict[str, str]:
+    """The classes of the modules that own each parameter, as the ``parameters`` table has them."""
+    from torch.nn import Module
+
+    owners: dict[int, list[str]] = {}
+    for child in module.modules():
+        classes = {each.__name__ for each in type(child).__mro__ if issubclass(each, Module)} - {"Module"}
+        for parameter in child.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(",".join(sorted(classes)))
+    return {name: ";".join(owners[id(parameter)]) for name, parameter in module.named_parameters()}
+
+
+def _from_function(text: str, rest: str) -> Model:
+    torch = _torch(text)
+    module_name, colon, function_name = rest.rpartition(":")
+    if not colon or not module_name or not function_name:
+        raise UsageError(f"--model is {text!r}; expected py:module:function, such as py:train:make_model")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as problem:
+        if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
+            raise _failed(text, f"importing {module_name}", problem) from None
+        raise UsageError(
+            f"--model {text}: there is no module {problem.name!r} in {here} or on PYTHONPATH; "
+            "start in the directory of the program, or set PYTHONPATH"
+        ) from None
+    except (Exception, SystemExit) as problem:
+        raise _failed(text, f"importing {module_name}", problem) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        what = "has no such name" if function is None else f"has a {type(function).__name__} of that name"
+        raise UsageError(
+            f"--model {text}: {module_name} {what}; expected a function {function_name}() that returns the model"
+        )
+    try:
+        with torch.device("meta"):
+            model = function()
+    except (Exception, SystemExit) as problem:
+        raise _failed(text, f"{function_name}()", problem) from None
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"--model {text}: {function_name}() returned an object of type {type(model).__name__}; "
+            "expected a torch.nn.Module"
+        )
+    return _built(text, model)
+
+
+def _from_transformers(text: str, directory: Path) -> Model:
+    if not (directory / "config.json").is_file():
+        what = "has no config.json" if directory.is_dir() else "is not a directory"
+        raise UsageError(
+            f"--model {text}: {directory} {what}; name a directory with the config.json of a model"
+        )
+    torch = _torch(text)
+    # Set before the import, which reads them: nothing is downloaded.
+    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError:
+        raise CommprofError(
+            f"--model {text}: transformers is not installed; install it with pip install transformers, or use params:N"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+        with torch.device("meta"):
+            kinds = transformers.AutoModelForCausalLM, transformers.AutoModel
+            kind = kinds[0] if type(config) in kinds[0]._model_mapping else kinds[1]
+            model = kind.from_config(config, trust_remote_code=False)
+    except (Exception, SystemExit) as problem:
+        raise _failed(text, "transformers", problem) from None
+    return _built(text, model)
+
+
+def _built(text: str, module: torch.nn.Module) -> Model:
+    parameters = parameters_of(module)
+    if not parameters:
+        raise UsageError(
+            f"--model {text}: {type(module).__name__} has no parameters; expected a model to train"
+        )
+    frozen = sum(parameter.numel for parameter in parameters if not parameter.requires_grad)
+    numel = sum(parameter.numel for parameter in parameters)
+    source = f"{type(module).__name__}, {numel:,} parameters in {len(parameters):,} tensors of {_units(parameters)} modules"
+    return Model(parameters, None, source + (f", {frozen:,} of them frozen" if frozen else ""))
+
+
+def _units(parameters: Iterable[Parameter]) -> str:
+    return f"{len({parameter.module for parameter in parameters}):,}"
+
+
+def _failed(text: str, what: str, problem: BaseException) -> UsageError:
+    message = " ".join(str(problem).split())
+    if len(message) > _SHOWN:
+        message = message[:_SHOWN] + " ..."
+    return UsageError(
+        f"--model {text}: {what} raised {type(problem).__name__}{': ' if message else ''}{message}; "
+        "a model is built on the meta device, where tensors have no values"
+    )
+
+
+def _torch(text: str) -> Any:
+    try:
+        return import_module("torch")
+    except ImportError:
+        raise CommprofError(
+            f"--model {text}: torch is needed to build a model, and is not installed; install torch, or use params:N"
+        ) from None

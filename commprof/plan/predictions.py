@@ -1,0 +1,145 @@
+"""What one setting of a config sends, holds and moves, by the rules of ``commprof.requested``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import UsageError
+from commprof.plan.models import Model
+from commprof.requested.configuration import read_configuration
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation
+from commprof.requested.memory.models import shared_transformer
+from commprof.requested.memory.states import Holding, Movement, holdings, movements
+from commprof.requested.parallel import grid
+from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
+from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, axes_of_config
+from commprof.requested.parameters import Parameter
+from commprof.requested.zero.stages import expected_in_step, steady_step
+
+NO_ACTIVATIONS: Final = (
+    "activations that ranks send each other are left out: give --sequence to predict their size"
+)
+UNNAMED: Final = "float32 (the config names no type)"
+
+
+class Job(NamedTuple):
+    """What a config is applied to.
+
+    Attributes:
+        model: that is trained.
+        world: ranks.
+        ranks_per_host: ranks that share a host.
+        backend: ``nccl`` or ``gloo``.
+        sequence: tokens of a sequence, for activations that ranks send each other; None leaves them out.
+    """
+
+    model: Model
+    world: int
+    ranks_per_host: int
+    backend: str = "nccl"
+    sequence: int | None = None
+
+
+class Prediction(NamedTuple):
+    """One setting, predicted.
+
+    Attributes:
+        config: the setting.
+        axes: along which the ranks are arranged.
+        precision: element type of the model, as the config sets it.
+        memory: of rank 0, by kind.
+        sent: messages of one step, once all steps send the same.
+        moved: by offload, per rank and step.
+        note: why messages are missing; empty where they are complete.
+    """
+
+    config: Mapping[str, Any]
+    axes: Axes
+    precision: str
+    memory: list[Holding]
+    sent: list[Expectation]
+    moved: list[Movement]
+    note: str
+
+    @property
+    def on_device(self) -> int:
+        """Bytes that a rank holds on its device, before activations."""
+        return sum(each.device for each in self.memory)
+
+
+def predict(config: Mapping[str, Any], job: Job) -> Prediction:
+    """Predict what ``config`` sends, holds and moves in ``job``.
+
+    Raises:
+        UsageError: the config cannot be used as it is. Messages without rules are a note instead.
+    """
+    axes = axes_of_config(config, job.world)
+    model: list[Parameter] = job.model.parameters
+    replicas, of_rank, plain = job.world, model, config
+    if not axes.only_data:
+        if job.model.layers is None:
+            raise UsageError(
+                f"the config arranges the ranks along {axes}, and how a model that was built is divided is not known; "
+                "use --model params:N, or a config with data parallelism alone"
+            )
+        # Rank 0 holds only its pipeline stage and its model-parallel shard of it.
+        model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
+        of_rank = [each for each in model if 0 in each.stage_numbers]
+        replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
+    memory = holdings(plain, of_rank, replicas)
+    sent, note = _sent(config, model, axes, job)
+    # Offload moves states in each step, and also the parameters that stage 3 gathers.
+    gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
+    return Prediction(
+        config,
+        axes,
+        read_configuration(plain).model_dtype or UNNAMED,
+        memory,
+        sent,
+        movements(plain, of_rank, replicas, gathered),
+        note,
+    )
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return the config in the file ``path``.
+
+    Raises:
+        UsageError: it cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UsageError(f"{path} cannot be read: {reason}; name a config file") from None
+    except json.JSONDecodeError as problem:
+        raise UsageError(
+            f"{path} is not valid JSON: {problem.msg} in line {problem.lineno}, column {problem.colno}; correct it"
+        ) from None
+    if not isinstance(config, dict):
+        raise UsageError(
+            f"{path} holds a {type(config).__name__}; expected an object with keys, as in a DeepSpeed config"
+        )
+    return config
+
+
+def _sent(
+    config: Mapping[str, Any], model: list[Parameter], axes: Axes, job: Job
+) -> tuple[list[Expectation], str]:
+    """The messages of a step; where they cannot be predicted, none, and a note that says why."""
+    try:
+        if axes.only_data:
+            hosts = min(job.ranks_per_host, job.world)
+            step = steady_step(config)
+            return expected_in_step(config, model, job.world, step, backend=job.backend, host_ranks=hosts), ""
+        shapes = Shapes(assumed=True)
+        if job.sequence is not None:
+            shapes = assumed_shapes(config, model, job.sequence, axes.size(PIPE), axes.size(SEQUENCE))
+        sent = grid.expected_in_step_on_axes(config, model, axes, shapes, job.backend)
+        return sent, "" if job.sequence else NO_ACTIVATIONS
+    except RequestedError as problem:
+        return [], f"bytes of messages cannot be predicted: {problem}"

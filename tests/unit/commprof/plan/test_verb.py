@@ -1,0 +1,129 @@
+"""``commprof plan`` and its deprecated alias, as a person uses them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commprof.cli import execute
+
+BASE = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+LINKS = "intra=450GB/s,inter=8x50GB/s"
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(BASE))
+
+    def run(*words, code=0, verb="plan"):
+        assert execute([verb, str(path), *words]) == code
+        return capsys.readouterr()
+
+    return run
+
+
+def test_the_json_of_two_settings(plan):
+    words = (
+        "--model",
+        "params:1e6",
+        "--layers",
+        "2",
+        "--world",
+        "16",
+        "--set",
+        "zero_optimization.stage=0,3",
+    )
+    found = json.loads(plan(*words, "--json").out)
+    assert list(found) == ["settings"]
+    for setting, stage in zip(found["settings"], (0, 3), strict=True):
+        assert list(setting) == ["set", "traffic", "memory_bytes_per_rank", "step_ns"]
+        assert setting["set"] == {"zero_optimization.stage": stage}
+        assert setting["step_ns"] == {"least": None, "most": None}
+        memory = setting["memory_bytes_per_rank"]
+        assert list(memory) == ["device", "host", "disk", "parts"]
+        for place in ("device", "host", "disk"):
+            assert memory[place] == sum(part[place] for part in memory["parts"].values())
+    (reduced,) = found["settings"][0]["traffic"]
+    assert reduced == {
+        "purpose": "gradient_reduce",
+        "op": "all_reduce",
+        "group_size": 16,
+        "count": 1,
+        "payload_bytes": 2_000_000,
+        "wire_bytes_per_rank": 3_750_000,
+    }
+
+
+def test_the_tables_of_one_setting(plan):
+    shown = plan("--model", "params:1e9", "--world", "1024", "--hosts", "128x8", "--links", LINKS).out
+    text = " ".join(shown.split())
+    assert "1024 ranks on nccl, 128 hosts of 8 ranks; rings connect ranks in rank order" in text
+    assert "of it to other hosts" in text and "payload of a message" in text
+    assert "The links between hosts saturate first." in text
+    assert "stay inside its host" in " ".join(plan("--model", "params:1e9", "--world", "8").out.split())
+
+
+def test_stage_3_says_how_many_all_gathers_a_step_launches(plan):
+    words = ("--model", "params:1e9", "--layers", "4", "--world", "8", "--set", "zero_optimization.stage=3")
+    text = " ".join(plan(*words).out.split())
+    (setting,) = json.loads(plan(*words, "--json").out)["settings"]
+    (gathered,) = [row["count"] for row in setting["traffic"] if row["purpose"] == "parameter_gather"]
+    assert f"Stage 3 launches {gathered} all-gathers per step because each module is a unit" in text
+
+
+def test_settings_are_compared_and_one_is_recommended(plan):
+    words = ("--model", "params:7e9", "--world", "64", "--set", "zero_optimization.stage=1,2,3")
+    text = " ".join(plan(*words, "--device-memory", "10GiB").out.split())
+    assert "Use stage=3: it is the only setting that fits." in text
+    assert "of the 3 settings, 1 fits in 10.0 GiB" in text
+    assert "No setting fits in 1.00 GiB" in plan(*words, "--device-memory", "1GiB").out
+    per_sample = " ".join(
+        plan(*words, "--set", "train_micro_batch_size_per_gpu=1,4", "--device-memory", "80GiB").out.split()
+    )
+    assert "Use stage=3 train_micro_batch_size_per_gpu=4: its hosts send the fewest bytes" in per_sample
+    assert "to other hosts for each sample." in per_sample
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "7e9"), "--model is '7e9'"),
+        (("--model", "params:7e9", "--world", "16", "--hosts", "3x8"), "--hosts 3x8 has 24 ranks"),
+        (("--model", "params:7e9", "--links", "fast"), "--links is 'fast'"),
+        (
+            ("--model", "params:7e9", "--set", "zero_optimization.stag=1"),
+            "did you mean zero_optimization.stage",
+        ),
+        (("--model", "params:7e9", "--set", "zero_optimization.stage=5"), "stage is 5"),
+        (("--model", "params:7e9", "--set", "stage"), "key=value1,value2 was expected"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(plan, words, message):
+    shown = plan(*words, code=2)
+    assert message in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
+
+
+def test_requested_is_an_alias_that_says_so(plan):
+    shown = plan("--params", "1e9", "--json", verb="requested")
+    assert (
+        shown.err == "commprof: commprof requested is deprecated; use commprof plan CONFIG --model params:N\n"
+    )
+    found = json.loads(shown.out)
+    planned = json.loads(plan("--model", "params:1e9", "--json").out)["settings"][0]
+    assert (
+        sum(each["device"] for each in found["memory_per_rank"]) == planned["memory_bytes_per_rank"]["device"]
+    )
+    assert [row["payload_bytes"] for row in found["messages_per_step"]] == [
+        row["payload_bytes"] for row in planned["traffic"]
+    ]
+
+
+def test_a_built_model_is_not_divided_among_stages(plan, tmp_path, monkeypatch):
+    (tmp_path / "planned_linear.py").write_text(
+        "from torch import nn\n\ndef model(): return nn.Linear(8, 8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ("--model", "py:planned_linear:model", "--world", "8", "--set", "tp_size=2")
+    assert "use --model params:N" in plan(*words, code=2).err
