@@ -6,6 +6,8 @@
 ``hosts``           how ranks share hosts, and what crosses from one host to another
 ``links``           rates of the links inside a host and between hosts
 ``traffic``         the messages per purpose and operation, with sizes and bytes per rank and host
+``blocks``          the blocks of a model, and gathering each as one unit at stage 3
+``latency``         whether messages are latency bound, by a calibration
 ``keys``            the keys of a config that can change the prediction
 ``recommendations`` which of several settings to use, and why
 =================== ==========================================================================

@@ -1,7 +1,7 @@
 """How ranks share hosts, and how many bytes each host sends to others.
 
-Ranks are numbered host by host. Rings connect the ranks of a group in rank order, as NCCL's do on a machine with equal
-hosts: each rank sends to the next one, so of a group that spans several hosts one rank of each host sends to another host.
+Ranks are numbered host by host. Rings are assumed to connect the ranks of a group in rank order: each rank sends to the
+next one, so of a group that spans several hosts one rank of each host sends to another host. NCCL may order them otherwise.
 all_to_all, gather and scatter send to every other rank directly.
 """
 

@@ -120,7 +120,6 @@ KNOWN: Final = frozenset(
         *(f"zero_optimization.{name}" for name in _ZERO),
         *(f"zero_optimization.{prefix}{name}" for name in _STAGE_3 for prefix in ("", "stage3_")),
         "zero_optimization.sub_group_size",
-        "zero_optimization.stage3_sub_group_size",
     )
 )
 

@@ -23,6 +23,7 @@ from commprof.requested.zero.stages import expected_in_step, steady_step
 NO_ACTIVATIONS: Final = (
     "activations that ranks send each other are left out: give --sequence to predict their size"
 )
+_OF_ALL: Final = ("parameters", "gathered parameters", "buffers of files")  # of frozen parameters too
 UNNAMED: Final = "float32 (the config names no type)"
 
 
@@ -90,7 +91,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
-    memory = holdings(plain, of_rank, replicas)
+    memory = _held(plain, of_rank, replicas)
     sent, note = _sent(config, model, axes, job)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
@@ -103,6 +104,20 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         movements(plain, of_rank, replicas, gathered),
         note,
     )
+
+
+def _held(config: Mapping[str, Any], parameters: list[Parameter], replicas: int) -> list[Holding]:
+    """What a rank holds; frozen parameters have neither gradients nor states."""
+    held = holdings(config, parameters, replicas)
+    trained = [each for each in parameters if each.requires_grad]
+    if len(trained) == len(parameters):
+        return held
+    of_trained = {each.what: each for each in holdings(config, trained, replicas)}
+    return [
+        each if each.what in _OF_ALL else of_trained[each.what]
+        for each in held
+        if each.what in {*_OF_ALL, *of_trained}
+    ]
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -15,9 +15,10 @@ from commprof.cli.sections.predicted import device_capacity, fit_sentence, memor
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:
+    from commprof.calibration.results import Calibration
     from commprof.plan.hosts import Hosts
     from commprof.plan.links import Links
-    from commprof.plan.predictions import Prediction
+    from commprof.plan.predictions import Job, Prediction
     from commprof.plan.recommendations import Recommendation
     from commprof.plan.traffic import Totals, Traffic
 
@@ -90,15 +91,26 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of commprof calibrate: is the largest gradient message latency bound?",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
+    from commprof.calibration.file import read_calibration
     from commprof.plan.hosts import parse_hosts
     from commprof.plan.keys import check_keys
     from commprof.plan.links import parse_links
     from commprof.plan.models import read_model
     from commprof.plan.predictions import Job, predict, read_config
+    from commprof.plan.traffic import traffic_of
 
+    measured = None if calibration is None else read_calibration(calibration)
     placed = parse_hosts(hosts, world)
     rates = None if links is None else parse_links(links)
     listed = points(settings or [])
@@ -123,9 +135,13 @@ def plan(
         "",
     )
     if len(found) == 1:
-        _show_one(found[0], placed, rates, capacity)
+        _show_one(found[0], job, placed, rates, capacity, measured)
         return 0
     _show_comparison(listed, found, placed, rates, capacity)
+    if measured is not None:
+        for point, each in zip(listed, found, strict=True):
+            for sentence in _latency(traffic_of(each.sent, placed), measured):
+                rendering.show(rendering.paragraph(f"{label(point)}: {sentence}"))
     return 0
 
 
@@ -154,7 +170,14 @@ def _as_json(point: Setting, found: Prediction, hosts: Hosts) -> dict[str, Any]:
     }
 
 
-def _show_one(found: Prediction, hosts: Hosts, links: Links | None, capacity: int | None) -> None:
+def _show_one(
+    found: Prediction,
+    job: Job,
+    hosts: Hosts,
+    links: Links | None,
+    capacity: int | None,
+    calibration: Calibration | None,
+) -> None:
     from commprof.plan.traffic import histogram, totals_of, traffic_of
 
     rendering.show(
@@ -172,7 +195,11 @@ def _show_one(found: Prediction, hosts: Hosts, links: Links | None, capacity: in
         if bins:
             rendering.show("", _size_rows(bins))
         rendering.show("")
-        for sentence in [*_link_sentences(totals, hosts, links), *_advice(found, traffic)]:
+        for sentence in [
+            *_link_sentences(totals, hosts, links),
+            *_latency(traffic, calibration),
+            *_gathers(found, job),
+        ]:
             rendering.show(rendering.paragraph(sentence))
     if found.note:
         rendering.show(rendering.paragraph(found.note))
@@ -257,20 +284,36 @@ def _link_sentences(totals: Totals, hosts: Hosts, links: Links | None) -> list[s
     return sentences
 
 
-def _advice(found: Prediction, traffic: Sequence[Traffic]) -> list[str]:
+def _latency(traffic: Sequence[Traffic], calibration: Calibration | None) -> list[str]:
+    from commprof.plan.latency import gradient_chunk
+
+    chunk = None if calibration is None else gradient_chunk(traffic, calibration)
+    if chunk is None or calibration is None:
+        return []
+    shown = rendering.number_of_bytes
+    bound = "latency" if chunk.num_bytes < chunk.least_bytes else "bandwidth"
+    return [
+        f"The largest gradient message, {chunk.op} of {shown(chunk.message_bytes)}, is {shown(chunk.num_bytes)} per owner "
+        f"at {chunk.group_size:,} ranks: {bound} bound. Up to {chunk.most_ranks:,} ranks it is bandwidth bound: latency "
+        f"equals the transfer of {shown(chunk.least_bytes)} per owner in the calibration ({calibration.world_size} ranks, "
+        f"{calibration.backend} on {calibration.device})."
+    ]
+
+
+def _gathers(found: Prediction, job: Job) -> list[str]:
+    from commprof.plan.blocks import all_gathers, all_gathers_by_block
     from commprof.requested.configuration import read_configuration
 
     if read_configuration(found.config).stage != 3:
         return []
-    gathers = sum(
-        row.count for row in traffic if row.purpose == "parameter_gather" and row.op == "all_gather"
-    )
+    gathers = all_gathers(found.sent)
     if not gathers:
         return []
-    return [
-        f"Stage 3 launches {gathers:,} all-gathers per step because each module is a unit; "
-        "zero_optimization.leaf_module gathers whole blocks instead."
-    ]
+    sentence = f"Stage 3 launches {gathers:,} all-gathers per step because each module is a unit"
+    by_block = all_gathers_by_block(found, job)
+    if by_block is None or by_block >= gathers:
+        return [f"{sentence}."]
+    return [f"{sentence}; by block it would be {by_block:,} (zero_optimization.leaf_module)."]
 
 
 def _show_comparison(

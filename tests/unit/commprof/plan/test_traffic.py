@@ -104,6 +104,15 @@ def test_known_keys_and_blocks_of_them():
     check_keys([*KNOWN, "zero_optimization", "zero_optimization.offload_optimizer", "bf16"])
 
 
+def test_the_known_keys_are_keys_of_the_runtime():
+    from zero_runtime.configuration.keys import BLOCKS
+
+    theirs = {f"{block}.{name}" if block else name for block, table in BLOCKS.items() for name in table}
+    # Open blocks, an alias, and a block that the runtime refuses as a whole.
+    others = ("optimizer.params.", "zero_optimization.offload_params.", "expert_parallel.")
+    assert sorted(key for key in KNOWN - theirs if not key.startswith(others)) == []
+
+
 def candidate(name, on_device, rank, host, samples=None, complete=True):
     return Candidate(name, on_device, rank, host, samples, complete)
 
