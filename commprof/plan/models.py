@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FORMS: Final = "params:175e9, py:module:function or hf:CONFIG_DIR"
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_ON_META: Final = "a model is built on the meta device, where tensors have no values"
+_CORRECT: Final = "correct the module, or name one that can be imported"
 _SHOWN: Final = 200  # characters of the message of somebody else's error
 
 
@@ -141,13 +143,13 @@ def _from_function(text: str, rest: str) -> Model:
         module = import_module(module_name)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
-            raise _failed(text, f"importing {module_name}", problem) from None
+            raise _failed(text, f"importing {module_name}", problem, _CORRECT) from None
         raise UsageError(
             f"--model {text}: there is no module {problem.name!r} in {here} or on PYTHONPATH; "
             "start in the directory of the program, or set PYTHONPATH"
         ) from None
     except (Exception, SystemExit) as problem:
-        raise _failed(text, f"importing {module_name}", problem) from None
+        raise _failed(text, f"importing {module_name}", problem, _CORRECT) from None
     function = getattr(module, function_name, None)
     if not callable(function):
         what = "has no such name" if function is None else f"has a {type(function).__name__} of that name"
@@ -158,7 +160,7 @@ def _from_function(text: str, rest: str) -> Model:
         with torch.device("meta"):
             model = function()
     except (Exception, SystemExit) as problem:
-        raise _failed(text, f"{function_name}()", problem) from None
+        raise _failed(text, f"{function_name}()", problem, _ON_META) from None
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
             f"--model {text}: {function_name}() returned an object of type {type(model).__name__}; "
@@ -191,7 +193,7 @@ def _from_transformers(text: str, directory: Path) -> Model:
             kind = kinds[0] if type(config) in kinds[0]._model_mapping else kinds[1]
             model = kind.from_config(config, trust_remote_code=False)
     except (Exception, SystemExit) as problem:
-        raise _failed(text, "transformers", problem) from None
+        raise _failed(text, "transformers", problem, f"check {directory / 'config.json'}") from None
     return _built(text, model)
 
 
@@ -211,13 +213,12 @@ def _units(parameters: Iterable[Parameter]) -> str:
     return f"{len({parameter.module for parameter in parameters}):,}"
 
 
-def _failed(text: str, what: str, problem: BaseException) -> UsageError:
+def _failed(text: str, what: str, problem: BaseException, hint: str) -> UsageError:
     message = " ".join(str(problem).split())
     if len(message) > _SHOWN:
         message = message[:_SHOWN] + " ..."
     return UsageError(
-        f"--model {text}: {what} raised {type(problem).__name__}{': ' if message else ''}{message}; "
-        "a model is built on the meta device, where tensors have no values"
+        f"--model {text}: {what} raised {type(problem).__name__}{': ' if message else ''}{message}; {hint}"
     )
 
 

@@ -129,7 +129,7 @@ def plan(
         return 0
     rendering.show(
         rendering.paragraph(
-            f"{trained.source}; {world} rank{'s' * (world > 1)} on {backend}, {placed}; "
+            f"{trained.source}; {world:,} rank{'s' * (world > 1)} on {backend}, {placed}; "
             "rings connect ranks in rank order; activations, the program and libraries are not in the memory"
         ),
         "",
@@ -261,6 +261,8 @@ def _size_rows(bins: Mapping[int, int]) -> Rows:
 
 def _link_sentences(totals: Totals, hosts: Hosts, links: Links | None) -> list[str]:
     shown = rendering.number_of_bytes
+    if not totals.rank_bytes:
+        return ["No rank sends anything to another."]
     if hosts.count == 1:
         sentences = [f"All {shown(totals.rank_bytes)} that a rank sends per step stay inside its host."]
     else:

@@ -59,7 +59,7 @@ def test_the_json_of_two_settings(plan):
 def test_the_tables_of_one_setting(plan):
     shown = plan("--model", "params:1e9", "--world", "1024", "--hosts", "128x8", "--links", LINKS).out
     text = " ".join(shown.split())
-    assert "1024 ranks on nccl, 128 hosts of 8 ranks; rings connect ranks in rank order" in text
+    assert "1,024 ranks on nccl, 128 hosts of 8 ranks; rings connect ranks in rank order" in text
     assert "of it to other hosts" in text and "payload of a message" in text
     assert "The links between hosts saturate first." in text
     assert "stay inside its host" in " ".join(plan("--model", "params:1e9", "--world", "8").out.split())

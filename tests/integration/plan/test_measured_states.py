@@ -1,0 +1,68 @@
+"""The masters and optimizer states of a plan, against the fp32 tensors that real ranks keep, with a frozen layer."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from commprof.plan.models import Model, parameters_of
+from commprof.plan.predictions import Job, predict
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+WORLD = 2
+COUNTERS = 32  # bytes of step counters and norms, which a plan leaves out
+
+
+def make_model():
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64))
+    model[1].requires_grad_(False)
+    return model
+
+
+def config(stage):
+    zero = {"stage": stage, "reduce_bucket_size": 1000}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
+
+
+def wide_bytes(rank, world, stage):
+    """Bytes of all fp32 tensors after two steps in bf16."""
+    import torch
+
+    import zero_runtime
+
+    model = make_model()
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=config(stage)
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 64, dtype=torch.bfloat16)).square().mean())
+        engine.step()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (each.untyped_storage() for each in tensors if each.dtype == torch.float32)
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_keeps_the_states_that_plan_counts(stage):
+    measured = run_ranks(WORLD, wide_bytes, stage)[0]
+    model = Model(parameters_of(make_model()), None, "")
+    held = {
+        each.what: each.device for each in predict(config(stage), Job(model, WORLD, WORLD, "gloo")).memory
+    }
+    assert 0 <= measured - held["masters"] - held["optimizer states"] <= COUNTERS
