@@ -216,7 +216,7 @@ def test_equal_looking_groups_without_id_stay_ambiguous():
             )
     rows = log.result()
     assert {r["family"] for r in rows} == {None}
-    assert all("look alike" in r["reason"] for r in rows)
+    assert all("no commId distinguishes them" in r["reason"] for r in rows)
 
 
 def test_part_of_a_smaller_group_without_id_is_no_family():

@@ -263,7 +263,7 @@ def test_communicators_that_look_alike_are_left_apart_and_said_so(tmp_path):
         (tmp_path / f"{rank}.log").write_text("\n".join(writer.lines))
     parsed = parse_logs(tmp_path)
     assert {c.family for c in parsed.communicators} == {None}
-    assert any("look alike" in note for note in parsed.notes)
+    assert any("no commId distinguishes them" in note for note in parsed.notes)
 
 
 @pytest.mark.parametrize(

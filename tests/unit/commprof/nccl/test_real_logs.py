@@ -188,7 +188,7 @@ def test_groups_that_look_alike_have_no_family_and_say_so():
     rows = parse_logs(log("megatron")).tables["nccl_communicators"].to_pylist()
     assert len(rows) == 16
     assert {(r["family"], r["nranks"]) for r in rows} == {(None, 2)}
-    assert all("look alike" in r["reason"] for r in rows)
+    assert all("no commId distinguishes them" in r["reason"] for r in rows)
 
 
 @pytest.mark.parametrize(
