@@ -135,11 +135,13 @@ def test_what_a_thread_without_python_issues_is_recorded(tmp_path, complete):
             ("_c10d_functional::all_reduce_", (y, "sum", group.group_name), lambda: bool((y == 2).all())),
         ):
             call, _ = torch._C._jit_get_operation(name)
+            number = group._get_sequence_number_for_group()
             _thread.start_new_thread(call, arguments)
-            deadline = time.monotonic() + 20
-            while not is_done() and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60
+            # On the root the value is there before the call: it must have been issued as well.
+            while group._get_sequence_number_for_group() == number or not is_done():
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert is_done()
 
     run, _ = record(tmp_path / "run", 2, body, complete=complete)
     rows = calls(run, 0, "op", "payload_bytes", "call_site")[-2:]
