@@ -92,7 +92,7 @@ class Operation(Segment):
     Attributes:
         timeline: what makes the events; None: none are made, then this is nothing but the words.
         anchor, begin_event, not_before: set by :meth:`Timeline.begin`.
-        found_reached, is_aside: set when its last event is made, and when that is found reached.
+        is_aside, found_reached: set when its last event is made, and when that is found reached.
     """
 
     anchor: Anchor
@@ -201,7 +201,7 @@ class Timeline:
         """``word`` of the record of ``operation`` was written: the call returned, or a wait for it began or ended."""
         if word == RETURN_WORD:
             ends = not operation.is_async
-        elif self._is_capturing(operation):
+        elif word not in (WAIT_BEGIN_WORD, WAIT_END_WORD) or self._is_capturing(operation):
             return
         elif word == WAIT_BEGIN_WORD:
             if operation.is_async:
@@ -209,7 +209,7 @@ class Timeline:
             return
         else:
             ends = operation.is_async and operation.wait_event is not None
-            if word == WAIT_END_WORD and not operation.is_async:
+            if not operation.is_async:
                 # A backend that makes the stream wait in Work.wait() only. The later event counts.
                 self._move_end(operation)
         if ends:

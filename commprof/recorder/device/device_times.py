@@ -84,6 +84,8 @@ class DeviceTimes:
     def begin(self, signature: int, segment: Segment) -> Segment | bool | None:
         """The same for the compiled calls, which take the record's place in ``segment`` next, and say then where it is.
 
+        Not for what goes into a CUDA graph.
+
         Returns what to write times into; False: ``segment`` itself; None: it is a case for :meth:`follow`. Never raises.
         """
         known = self._signatures.get(signature)
@@ -93,7 +95,7 @@ class DeviceTimes:
         operation = Operation(segment, 0, is_async)
         if timeline is not None:
             try:
-                if timeline.pool.source.is_capturing() or not timeline.has_room:
+                if not timeline.has_room:
                     return None
                 timeline.begin(operation)
             except Exception as error:

@@ -106,8 +106,13 @@ class Journal:
         tail = pack_tail(self._step, self._micro_step, 0, self._phase, PROCESS_GROUP)
         timed = self._has_accelerator
         self.place = NO_WORDS if timed else segment, tail
-        self.timed_place = (segment, tail, self.device_times.begin) if timed else None
+        self.timed_place = (segment, tail, self._times_of) if timed else None
         self.tails = {}
+
+    def _times_of(self, signature: int, segment: Segment) -> Segment | bool | None:
+        """What a compiled call writes its times into; None: :meth:`append` has to make its record."""
+        # The tail of a record in a CUDA graph is another one, whether events are made or not.
+        return None if is_capturing() else self.device_times.begin(signature, segment)
 
     def tail_of(self, layer: int) -> bytes:
         """The tail that all records of ``layer`` have now."""

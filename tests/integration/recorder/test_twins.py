@@ -252,3 +252,31 @@ def test_every_form_leaves_the_same_record(tmp_path, monkeypatch, device):
     assert times == expected_times
     assert all_through_python == sorted(issued)
     assert through_python == OTHERWISE_CALLED
+
+
+def capturing_program(rank, world, run):
+    """Two calls in a CUDA graph that is not there, and one after it; no events are made."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import commprof
+    from commprof.recorder.process import journal
+
+    torch.set_default_device("meta")
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    commprof.attach(run, completion_every=0)
+    dist.all_reduce(tensor(2))  # from here on the group is known to carry tensors of a device
+    journal.is_capturing = lambda: True
+    for _ in range(2):
+        dist.all_reduce(tensor(2))
+    journal.is_capturing = lambda: False
+    dist.all_reduce(tensor(2))
+    commprof.detach()
+
+
+@pytest.mark.parametrize("way", ["compiled", "python"])
+def test_a_captured_call_says_so_also_where_no_events_are_made(tmp_path, monkeypatch, way):
+    if way == "python":
+        monkeypatch.setattr(compiled_calls, "MODULE", None)
+    run_ranks(1, capturing_program, str(tmp_path / "run"), process_group=False)
+    rows = sorted(open_run(tmp_path / "run").table("collectives").to_pylist(), key=lambda row: row["seq"])
+    assert [row["captured"] for row in rows] == [False, True, True, False]

@@ -16,6 +16,7 @@ from commprof.trace.rank_files.segments import (
     EXPOSED_WORD,
     NO_WORDS,
     RETURN_WORD,
+    STATE_WORD,
     WAIT_BEGIN_WORD,
     WAIT_END_WORD,
     Segment,
@@ -93,6 +94,17 @@ def test_of_an_asynchronous_call_the_wait_counts():
     device_begin, device_end, exposed = run.times_of(operation[1])
     assert exposed == pytest.approx(3_000_000, abs=1_000)
     assert device_end - device_begin == pytest.approx(8_000_000, abs=1_000)
+
+
+def test_an_operation_whose_wait_raised_ends_once():
+    """Who marks a record as raised writes its state after the wait's end."""
+    run = Recording(FakeDevice())
+    operation = run.issue(ASYNC)
+    for word in (RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, STATE_WORD):
+        run.write(operation, word)
+    run.device.now += 1_000_000
+    run.times.end_step()
+    assert run.times.tally.timed == 1 and not run.faults
 
 
 def test_a_handle_that_nobody_waits_for_has_no_times():
