@@ -37,7 +37,8 @@ class Recommendation(NamedTuple):
     Attributes:
         chosen: position among the candidates; None where none fits or none is complete.
         fitting: candidates whose memory is at most that of a device.
-        decided_by: ``only one fits``, ``between hosts``, ``per rank`` or ``memory``.
+        decided_by: ``only one``, ``only one fits``, ``between hosts``, ``per rank``, ``memory``; ``nothing``: several are
+            equal; empty where none is chosen.
         per_sample: whether bytes of a sample were compared, since steps have different numbers of samples.
     """
 

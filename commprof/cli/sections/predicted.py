@@ -1,10 +1,12 @@
-"""Memory and offload of a predicted setting as tables, and whether it fits a device."""
+"""What ``plan`` and its old name ``requested`` share: options, memory and offload as tables, whether a setting fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+import typer
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
@@ -12,6 +14,30 @@ from commprof.errors import UsageError
 from commprof.recorder.process.options import parse_size
 
 _DEVICES: Final = Path("/dev")
+
+ConfigFile: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")
+]
+World: TypeAlias = Annotated[int, typer.Option(metavar="W", min=1, help="Ranks.")]
+Backend: TypeAlias = Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")]
+SequenceLength: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="S",
+        min=1,
+        help="Sequence length in tokens, for activations that ranks send each other.",
+        show_default=False,
+    ),
+]
+DeviceMemory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
+        show_default=False,
+    ),
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def device_capacity(text: str | None) -> int | None:

@@ -11,7 +11,18 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.sections.predicted import device_capacity, fit_sentence, memory_rows, movement_rows
+from commprof.cli.sections.predicted import (
+    AsJson,
+    Backend,
+    ConfigFile,
+    DeviceMemory,
+    SequenceLength,
+    World,
+    device_capacity,
+    fit_sentence,
+    memory_rows,
+    movement_rows,
+)
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:
@@ -34,7 +45,7 @@ _REASONS: Final = {
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")],
+    config: ConfigFile,
     model: Annotated[
         str,
         typer.Option(
@@ -43,7 +54,7 @@ def plan(
             show_default=False,
         ),
     ],
-    world: Annotated[int, typer.Option(metavar="W", min=1, help="Ranks.")] = 1,
+    world: World = 1,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -73,24 +84,9 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")] = "nccl",
-    sequence: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S",
-            min=1,
-            help="Sequence length in tokens, for activations that ranks send each other.",
-            show_default=False,
-        ),
-    ] = None,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
-            show_default=False,
-        ),
-    ] = None,
+    backend: Backend = "nccl",
+    sequence: SequenceLength = None,
+    device_memory: DeviceMemory = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -99,7 +95,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
     from commprof.calibration.file import read_calibration

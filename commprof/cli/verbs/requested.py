@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,15 +10,26 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.sections.predicted import device_capacity, fit_sentence, memory_rows, movement_rows
+from commprof.cli.sections.predicted import (
+    AsJson,
+    Backend,
+    ConfigFile,
+    DeviceMemory,
+    SequenceLength,
+    World,
+    device_capacity,
+    fit_sentence,
+    memory_rows,
+    movement_rows,
+)
 
 
 def requested(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")],
+    config: ConfigFile,
     params: Annotated[
         str, typer.Option(metavar="N", help="Parameters of the model: 175e9, 1.3B, 125M.", show_default=False)
     ],
-    world: Annotated[int, typer.Option(metavar="W", min=1, help="Ranks.")] = 1,
+    world: World = 1,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -29,25 +39,10 @@ def requested(
     devices_per_host: Annotated[
         int, typer.Option(metavar="D", min=1, help="Ranks per host, which share memory and disk.")
     ] = 8,
-    backend: Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")] = "nccl",
-    sequence: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S",
-            min=1,
-            help="Sequence length in tokens, for activations that ranks send each other.",
-            show_default=False,
-        ),
-    ] = None,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    backend: Backend = "nccl",
+    sequence: SequenceLength = None,
+    device_memory: DeviceMemory = None,
+    as_json: AsJson = False,
 ) -> int:
     """Deprecated: use commprof plan. Predict memory per rank and bytes per step of a config. Nothing is run."""
     from commprof.plan.models import parse_number, sized_model
