@@ -7,6 +7,9 @@
 ``links``           rates of the links inside a host and between hosts
 ``traffic``         the messages per purpose and operation, with sizes and bytes per rank and host
 ``blocks``          the blocks of a model, and gathering each as one unit at stage 3
+``overlap``         which messages can be under way during computation
+``nccl_model``      the time of a collective by NCCL's model
+``durations``       the time of all messages, and the bounds of a step
 ``latency``         whether messages are latency bound, by a calibration
 ``keys``            the keys of a config that can change the prediction
 ``recommendations`` which of several settings to use, and why

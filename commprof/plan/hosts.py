@@ -16,7 +16,7 @@ from commprof.errors import UsageError
 from commprof.schema import Op
 
 USUAL_RANKS: Final = 8  # per host, where the user names no hosts
-_DIRECT: Final = (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER)
+DIRECT: Final = (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER)  # sent to every other rank, not along a ring
 
 
 class Hosts(NamedTuple):
@@ -87,10 +87,38 @@ def sent_by_link(op: str, groups: Iterable[Sequence[int]], wire_bytes: float, ho
             if len(group) < 2:
                 continue
             share = float(host == following)
-            if op in _DIRECT:
+            if op in DIRECT:
                 share = (of_host[host] - 1) / (len(group) - 1)
             if share:
                 sent.inside[rank] += round(wire_bytes * share)
             if share < 1:
                 sent.between[host] += round(wire_bytes * (1 - share))
     return sent
+
+
+class Place(NamedTuple):
+    """Where the ranks of a group are.
+
+    Attributes:
+        ranks: of the group.
+        hosts: that have some of them.
+        local: the most ranks of the group on one host.
+        sharing: groups that send the same at the same time over the links of a host, this one included.
+    """
+
+    ranks: int
+    hosts: int
+    local: int
+    sharing: int
+
+
+def places_of(groups: Iterable[Sequence[int]], hosts: Hosts) -> list[Place]:
+    """Return the place of each of ``groups``, which send the same at the same time."""
+    counts = [Counter(rank // hosts.ranks for rank in group) for group in groups]
+    sharing = Counter(host for each in counts if len(each) > 1 for host in each)
+    return [
+        Place(
+            each.total(), len(each), max(each.values()), max((sharing[host] for host in each), default=1) or 1
+        )
+        for each in counts
+    ]

@@ -60,7 +60,7 @@ def traffic_of(sent: Iterable[Expectation], hosts: Hosts) -> list[Traffic]:
     """Return a row for each purpose, operation and list of groups in ``sent``, with what crosses between ``hosts``."""
     rows: dict[tuple[object, ...], Traffic] = {}
     for each in sent:
-        groups = _groups(each, hosts)
+        groups = groups_of(each, hosts)
         crossing = sent_by_link(each.issued_op, groups, each.wire_bytes, hosts).between
         ranks = sum(map(len, groups))
         sizes = Counter(sum(message) for message in each.payloads)
@@ -102,7 +102,7 @@ def totals_of(sent: Iterable[Expectation], hosts: Hosts) -> Totals:
     sizes: Counter[int] = Counter()
     inside: Counter[int] = Counter()
     for each in sent:
-        groups = _groups(each, hosts)
+        groups = groups_of(each, hosts)
         for group in groups:
             if len(group) > 1:
                 by_rank.update(dict.fromkeys(group, round(each.wire_bytes)))
@@ -147,7 +147,8 @@ def histogram(rows: Iterable[Traffic]) -> dict[int, int]:
     return dict(sorted(bins.items()))
 
 
-def _groups(sent: Expectation, hosts: Hosts) -> Sequence[Sequence[int]]:
+def groups_of(sent: Expectation, hosts: Hosts) -> Sequence[Sequence[int]]:
+    """Return the ranks of each group that sends ``sent``."""
     if sent.groups:
         return sent.groups
     world = hosts.count * hosts.ranks

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.sections.predicted import fit_sentence, memory_rows, movement_rows
+from commprof.cli.sections.step_times import show_missing_times, show_time, time_cells, time_headings
 from commprof.launch.sweeps.points import label
 
 if TYPE_CHECKING:
     from commprof.calibration.results import Calibration
+    from commprof.plan.durations import Timing
     from commprof.plan.hosts import Hosts
     from commprof.plan.links import Links
     from commprof.plan.predictions import Job, Prediction
@@ -36,6 +38,7 @@ def show_one(
     links: Links | None,
     capacity: int | None,
     calibration: Calibration | None,
+    timing: Timing,
 ) -> None:
     """Print memory, messages and sentences of one setting."""
     from commprof.plan.traffic import histogram, totals_of, traffic_of
@@ -61,6 +64,7 @@ def show_one(
             *_gathers(found, job),
         ]:
             rendering.show(rendering.paragraph(sentence))
+        show_time(timing.of(found, hosts), timing)
     if found.note:
         rendering.show(rendering.paragraph(found.note))
     if found.moved:
@@ -185,12 +189,14 @@ def show_comparison(
     hosts: Hosts,
     links: Links | None,
     capacity: int | None,
+    timing: Timing,
 ) -> None:
     """Print a row for each setting, and which one to use."""
     from commprof.plan.recommendations import Candidate, recommend, samples_of
     from commprof.plan.traffic import totals_of
 
     totals = [totals_of(each.sent, hosts) for each in found]
+    times = [timing.of(each, hosts) for each in found]
     candidates = [
         Candidate(
             label(point),
@@ -212,8 +218,9 @@ def show_comparison(
             shown(sum(part.host for part in prediction.memory)),
             rendering.count(total.messages) if each.complete else rendering.MISSING,
             shown(total.median_bytes),
+            *time_cells(time, timing),
         )
-        for each, prediction, total in zip(candidates, found, totals, strict=True)
+        for each, prediction, total, time in zip(candidates, found, totals, times, strict=True)
     ]
     headings = [
         Heading("setting"),
@@ -223,6 +230,7 @@ def show_comparison(
         Heading("host memory", True),
         Heading("messages", True),
         Heading("median message", True),
+        *time_headings(timing),
     ]
     rendering.show(Rows(headings, rows, "per step and rank, by setting"), "")
     for name, each, total in zip((each.name for each in candidates), found, totals, strict=True):
@@ -230,6 +238,7 @@ def show_comparison(
             rendering.show(rendering.paragraph(f"{name}: {each.note}"))
         elif links is not None:
             rendering.show(rendering.paragraph(f"{name}: {_link_sentences(total, hosts, links)[-1]}"))
+    show_missing_times(times, [each.note for each in found], timing)
     rendering.show(rendering.paragraph(_sentence(recommend(candidates, capacity), candidates, capacity)))
 
 

@@ -23,13 +23,14 @@ from commprof.cli.sections.predicted import (
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:
+    from commprof.plan.durations import Timing
     from commprof.plan.hosts import Hosts
     from commprof.plan.predictions import Prediction
 
 Setting = Mapping[str, Any]
 
 
-def plan(
+def plan(  # noqa: PLR0913 - a parameter for each option of the command
     config: ConfigFile,
     model: Annotated[
         str,
@@ -76,7 +77,15 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Of commprof calibrate: is the largest gradient message latency bound?",
+            help="Of commprof calibrate: times of messages, and is the largest gradient message latency bound?",
+            show_default=False,
+        ),
+    ] = None,
+    step_compute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time that a rank computes in a step, without communication: 900ms. Gives bounds of the step.",
             show_default=False,
         ),
     ] = None,
@@ -84,6 +93,7 @@ def plan(
 ) -> int:
     """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
     from commprof.calibration.file import read_calibration
+    from commprof.plan.durations import parse_duration, timing_by
     from commprof.plan.hosts import parse_hosts
     from commprof.plan.keys import check_keys
     from commprof.plan.links import parse_links
@@ -94,6 +104,8 @@ def plan(
     measured = None if calibration is None else read_calibration(calibration)
     placed = parse_hosts(hosts, world)
     rates = None if links is None else parse_links(links)
+    compute_ns = None if step_compute is None else parse_duration(step_compute, "--step-compute")
+    timing = timing_by(measured, rates, backend, compute_ns)
     listed = points(settings or [])
     check_keys(dict.fromkeys(key for point in listed for key in point))
     config_values, capacity = read_config(config), device_capacity(device_memory)
@@ -105,7 +117,7 @@ def plan(
         for note in dict.fromkeys(each.note for each in found if each.note):
             say(note)
         rendering.show_json(
-            {"settings": [_as_json(*pair, placed) for pair in zip(listed, found, strict=True)]}
+            {"settings": [_as_json(*pair, placed, timing) for pair in zip(listed, found, strict=True)]}
         )
         return 0
     rendering.show(
@@ -116,9 +128,9 @@ def plan(
         "",
     )
     if len(found) == 1:
-        show_one(found[0], job, placed, rates, capacity, measured)
+        show_one(found[0], job, placed, rates, capacity, measured, timing)
         return 0
-    show_comparison(listed, found, placed, rates, capacity)
+    show_comparison(listed, found, placed, rates, capacity, timing)
     if measured is not None:
         for point, each in zip(listed, found, strict=True):
             for sentence in latency_sentences(traffic_of(each.sent, placed), measured):
@@ -126,9 +138,12 @@ def plan(
     return 0
 
 
-def _as_json(point: Setting, found: Prediction, hosts: Hosts) -> dict[str, Any]:
+def _as_json(point: Setting, found: Prediction, hosts: Hosts, timing: Timing) -> dict[str, Any]:
+    from commprof.plan.durations import StepTime
     from commprof.plan.traffic import traffic_of
 
+    timed = timing.of(found, hosts)
+    known = timed if isinstance(timed, StepTime) else None
     places = ("device", "host", "disk")
     return {
         "set": dict(point),
@@ -147,5 +162,12 @@ def _as_json(point: Setting, found: Prediction, hosts: Hosts) -> dict[str, Any]:
             **{place: sum(getattr(each, place) for each in found.memory) for place in places},
             "parts": {each.what: {place: getattr(each, place) for place in places} for each in found.memory},
         },
-        "step_ns": {"least": None, "most": None},
+        "step_ns": {"least": known and known.least_ns, "most": known and known.most_ns},
+        "communication_ns": {
+            "all": known and known.communication_ns,
+            "overlapping": known and known.overlapping_ns,
+            "by_purpose": known and known.by_purpose(),
+            "source": timing.source.text if known and timing.source else None,
+            "note": "" if known else timed,
+        },
     }

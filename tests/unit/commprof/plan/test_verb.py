@@ -38,7 +38,7 @@ def test_the_json_of_two_settings(plan):
     found = json.loads(plan(*words, "--json").out)
     assert list(found) == ["settings"]
     for setting, stage in zip(found["settings"], (0, 3), strict=True):
-        assert list(setting) == ["set", "traffic", "memory_bytes_per_rank", "step_ns"]
+        assert list(setting)[:4] == ["set", "traffic", "memory_bytes_per_rank", "step_ns"]
         assert setting["set"] == {"zero_optimization.stage": stage}
         assert setting["step_ns"] == {"least": None, "most": None}
         memory = setting["memory_bytes_per_rank"]

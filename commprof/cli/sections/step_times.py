@@ -1,0 +1,78 @@
+"""The times of a plan: of messages by purpose, and the bounds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from commprof.cli import rendering
+from commprof.cli.rendering import Heading, Rows
+
+if TYPE_CHECKING:
+    from commprof.plan.durations import StepTime, Timing
+
+
+def show_time(timed: StepTime | str, timing: Timing) -> None:
+    """Print the time of the messages of one setting and the bounds of its step, or why they are not known."""
+    if isinstance(timed, str):
+        rendering.show(rendering.paragraph(f"Times of messages are not known: {timed}."))
+        return
+    shown = rendering.duration
+    rows = [
+        (row.purpose, row.op, rendering.count(row.group_size), shown(row.time_ns), shown(row.overlapping_ns))
+        for row in timed.rows
+    ]
+    total = ("all", "", "", shown(timed.communication_ns), shown(timed.overlapping_ns))
+    headings = [
+        Heading("purpose"),
+        Heading("issued"),
+        Heading("ranks", True),
+        Heading("time", True),
+        Heading("of it can overlap", True),
+    ]
+    rendering.show("", Rows(headings, [*rows, (), total], "time of messages per step"), "")
+    for sentence in _time_sentences(timed, timing):
+        rendering.show(rendering.paragraph(sentence))
+
+
+def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
+    shown = rendering.duration
+    source = f"Times are from {timing.source.text}." if timing.source else ""
+    sent = f"{shown(timed.communication_ns)} of communication, of which {shown(timed.overlapping_ns)} can overlap it"
+    if timed.least_ns is None:
+        return [
+            f"A step has {sent.removesuffix('it')}computation. Its time is not predicted without --step-compute.",
+            source,
+        ]
+    return [
+        f"A step takes {shown(timed.least_ns)} to {shown(timed.most_ns)}: {shown(timing.compute_ns)} of computation and "
+        f"{sent}.",
+        source,
+    ]
+
+
+def time_headings(timing: Timing) -> list[Heading]:
+    """Return the headings of the columns with times, beside several settings."""
+    if timing.source is None:
+        return []
+    names = ["communication"] if timing.compute_ns is None else ["communication", "step"]
+    return [Heading(name, True) for name in names]
+
+
+def time_cells(timed: StepTime | str, timing: Timing) -> list[str]:
+    """Return the cells of a setting below :func:`time_headings`."""
+    shown = rendering.duration
+    cells = [rendering.MISSING, rendering.MISSING]
+    if not isinstance(timed, str):
+        cells = [shown(timed.communication_ns), f"{shown(timed.least_ns)} to {shown(timed.most_ns)}"]
+    return cells[: len(time_headings(timing))]
+
+
+def show_missing_times(times: Sequence[StepTime | str], shown: Sequence[str], timing: Timing) -> None:
+    """Print why times are not known, unless that is ``shown`` already, and what the others are taken from."""
+    if timing.source is None:
+        return
+    for problem in dict.fromkeys(each for each in times if isinstance(each, str)):
+        if problem not in shown:
+            rendering.show(rendering.paragraph(f"Times of messages are not known: {problem}."))
+    rendering.show(rendering.paragraph(f"Times are from {timing.source.text}."))

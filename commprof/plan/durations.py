@@ -1,0 +1,278 @@
+"""How long the messages of a step take, and the bounds of the step that follow for a given time of computation.
+
+A rank sends its messages one after another. ``least`` overlaps all messages that can be under way during computation
+(:mod:`commprof.plan.overlap`), ``most`` none. The slowest rank decides both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from commprof.calibration.bandwidths import calibrated_op
+from commprof.calibration.results import Calibration
+from commprof.errors import UsageError
+from commprof.plan.hosts import Hosts, Place, places_of
+from commprof.plan.links import Links
+from commprof.plan.nccl_model import SOURCE, fastest
+from commprof.plan.overlap import exposed_messages
+from commprof.plan.predictions import Prediction
+from commprof.plan.traffic import groups_of
+from commprof.requested.expectation import Expectation
+from commprof.requested.parallel import grid
+from commprof.schema import Op
+
+_UNITS: Final = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
+_DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ns|us|ms|s|min)\s*")
+_BEYOND: Final = 2  # times the largest calibrated size, up to which a fit is used
+_BARRIER_BYTES: Final = 4  # NCCL has no barrier: torch sums one number
+
+
+class UnknownTimeError(Exception):
+    """The time of a message is not known; the text says what would tell it."""
+
+
+class TimeSource(Protocol):
+    """Tells the times of messages."""
+
+    @property
+    def text(self) -> str:
+        """What the times are taken from."""
+
+    def time_ns(self, op: str, payload_bytes: float, place: Place) -> float:
+        """Nanoseconds of a message. Raises UnknownTimeError."""
+
+
+class CalibratedTimes:
+    """Times by the fits of a calibration.
+
+    Args:
+        calibration: of one machine; other numbers of ranks are assumed to have its latency and bus bandwidth.
+    """
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration, self._ceilings = calibration, calibration.ceilings()
+
+    @property
+    def text(self) -> str:
+        """What the times are taken from."""
+        ranks = self._calibration.world_size
+        return (
+            f"the calibration of {ranks} rank{'s' * (ranks > 1)}, {self._calibration.backend} on "
+            f"{self._calibration.device}, whose latency and bus bandwidth other groups are assumed to have"
+        )
+
+    def time_ns(self, op: str, payload_bytes: float, place: Place) -> float:
+        """Nanoseconds of a message. Raises UnknownTimeError for an operation or size that was not calibrated."""
+        name = calibrated_op(Op.ALL_REDUCE if op == Op.BARRIER else op)
+        predicted = self._ceilings.predict(name, payload_bytes, place.ranks)
+        if predicted is None:
+            raise UnknownTimeError(f"the calibration has no times of {name}; measure it with --ops {name}")
+        largest = max(each.payload_bytes for each in self._calibration.timings[name])
+        if payload_bytes > _BEYOND * largest:
+            power = (int(payload_bytes) - 1).bit_length()
+            raise UnknownTimeError(
+                f"the calibration ends at {name} of {largest:,} bytes, and the step sends one of {int(payload_bytes):,}, "
+                f"more than twice as many; measure it with --ops {name} --sizes 1024:{1 << power}:4"
+            )
+        return predicted.time_ns
+
+
+class NcclTimes:
+    """Times by NCCL's model.
+
+    Args:
+        links: rates inside a host and between hosts.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    @property
+    def text(self) -> str:
+        """What the times are taken from."""
+        return SOURCE
+
+    def time_ns(self, op: str, payload_bytes: float, place: Place) -> float:
+        """Nanoseconds of a message. Raises UnknownTimeError where a rate is missing."""
+        cost = fastest(op, payload_bytes, place, self._links)
+        if cost is None:
+            missing = "inter" if self._links.inter is None and place.hosts > 1 else "intra"
+            raise UnknownTimeError(f"--links has no rate {missing}, which {op} needs; add it")
+        return cost.time_ns(payload_bytes)
+
+
+class RowTime(NamedTuple):
+    """The time of the messages of one purpose and operation on one rank, in one step.
+
+    Attributes:
+        purpose, op, group_size: of the messages.
+        time_ns: sum of their times.
+        overlapping_ns: the part of it that can overlap computation.
+    """
+
+    purpose: str
+    op: str
+    group_size: int
+    time_ns: float
+    overlapping_ns: float
+
+
+class StepTime(NamedTuple):
+    """The time of a step.
+
+    Attributes:
+        communication_ns: all messages of the rank whose messages take longest.
+        overlapping_ns: the part of it that can overlap computation.
+        least_ns: of the step, if all of this overlaps; None without a time of computation.
+        most_ns: of the step, if nothing overlaps.
+        rows: of that rank.
+    """
+
+    communication_ns: int
+    overlapping_ns: int
+    least_ns: int | None
+    most_ns: int | None
+    rows: list[RowTime]
+
+    def by_purpose(self) -> dict[str, int]:
+        """Return the time of the messages of each purpose in ns, on that rank."""
+        sums: Counter[str] = Counter()
+        for row in self.rows:
+            sums[row.purpose] += row.time_ns  # type: ignore[assignment]  # a Counter of floats
+        return {purpose: round(total) for purpose, total in sums.items()}
+
+
+class Timing(NamedTuple):
+    """How the times of settings are found.
+
+    Attributes:
+        source: of the times of messages; None where none was given.
+        missing: why there is no source; empty with one.
+        compute_ns: of a rank, in a step; None where it is not known.
+    """
+
+    source: TimeSource | None
+    missing: str
+    compute_ns: int | None
+
+    def of(self, found: Prediction, hosts: Hosts) -> StepTime | str:
+        """Return the time of a step of that setting, or why it is not known."""
+        if self.source is None:
+            return self.missing
+        if found.note:
+            return found.note
+        exposed = exposed_messages(found.config, grid.micro_batches(found.config, found.axes))
+        try:
+            return step_time(found.sent, hosts, self.source, exposed, self.compute_ns)
+        except UnknownTimeError as problem:
+            return str(problem)
+
+
+def timing_by(
+    calibration: Calibration | None, links: Links | None, backend: str, compute_ns: int | None
+) -> Timing:
+    """Return how times are found: by a calibration, or else by NCCL's model at the rates of ``links``."""
+    if calibration is not None:
+        return Timing(CalibratedTimes(calibration), "", compute_ns)
+    if backend != "nccl":
+        return Timing(None, f"there is no model of {backend}; give --calibration", compute_ns)
+    if links is None:
+        return Timing(None, "give --calibration, or --links for NCCL's model", compute_ns)
+    return Timing(NcclTimes(links), "", compute_ns)
+
+
+def parse_duration(text: str, name: str) -> int:
+    """Return the nanoseconds that ``text`` says: ``900ms``, ``1.5s``.
+
+    Raises:
+        UsageError: it says none; ``name`` is the option.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{name} is {text!r}; expected a time with its unit, such as 900ms or 1.5s")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def step_time(
+    sent: Sequence[Expectation],
+    hosts: Hosts,
+    source: TimeSource,
+    exposed: Mapping[str, int],
+    compute_ns: int | None,
+) -> StepTime:
+    """Return the time of a step that sends ``sent``.
+
+    Args:
+        sent: all messages of a step.
+        hosts: of all ranks.
+        source: of the times of messages.
+        exposed: purposes that can overlap, with the messages of each that cannot.
+        compute_ns: of a rank, in a step; None where it is not known.
+
+    Raises:
+        UnknownTimeError: the time of a message is not known.
+    """
+    times: dict[tuple[int, Place], tuple[float, float]] = {}
+    by_rank: dict[int, list[tuple[int, Place]]] = {}
+    for number, each in enumerate(sent):
+        groups = groups_of(each, hosts)
+        for group, place in zip(groups, places_of(groups, hosts), strict=True):
+            if place.ranks < 2:
+                continue
+            key = number, place
+            if key not in times:
+                times[key] = _times(each, place, source)
+            for rank in group:
+                by_rank.setdefault(rank, []).append(key)
+    steps = [
+        _of_rank(sent, messages, times, exposed, compute_ns)
+        for messages in sorted(map(list, {tuple(each) for each in by_rank.values()}))
+    ] or [_of_rank(sent, [], times, exposed, compute_ns)]
+    slowest = max(steps, key=lambda each: each.communication_ns)
+    return slowest._replace(
+        least_ns=None if compute_ns is None else max(each.least_ns or 0 for each in steps),
+        most_ns=None if compute_ns is None else max(each.most_ns or 0 for each in steps),
+    )
+
+
+def _times(sent: Expectation, place: Place, source: TimeSource) -> tuple[float, float]:
+    """The time of all messages, and of the shortest one."""
+    sizes = Counter(sum(each) for each in sent.payloads)
+    if sizes.total() != sent.count:
+        sizes = Counter({round(sent.payload_bytes / max(1, sent.count)): sent.count})
+    if sent.issued_op == Op.BARRIER:
+        sizes = Counter({_BARRIER_BYTES: sent.count})
+    each = {size: source.time_ns(sent.issued_op, size, place) for size in sizes}
+    return sum(each[size] * number for size, number in sizes.items()), min(each.values(), default=0.0)
+
+
+def _of_rank(
+    sent: Sequence[Expectation],
+    messages: Sequence[tuple[int, Place]],
+    times: Mapping[tuple[int, Place], tuple[float, float]],
+    exposed: Mapping[str, int],
+    compute_ns: int | None,
+) -> StepTime:
+    shortest: dict[str, float] = {}
+    for number, place in messages:
+        purpose = sent[number].purpose
+        shortest[purpose] = min(times[number, place][1], shortest.get(purpose, float("inf")))
+    # Which messages are the exposed ones is not known, so as little as possible is: the shortest.
+    left = {purpose: number * shortest.get(purpose, 0.0) for purpose, number in exposed.items()}
+    rows = []
+    for number, place in messages:
+        each, (whole, _) = sent[number], times[number, place]
+        overlapping = 0.0
+        if each.purpose in exposed:
+            overlapping = max(0.0, whole - left[each.purpose])
+            left[each.purpose] -= whole - overlapping
+        rows.append(RowTime(each.purpose, each.issued_op, place.ranks, whole, overlapping))
+    total, overlapping = sum(row.time_ns for row in rows), sum(row.overlapping_ns for row in rows)
+    least = most = None
+    if compute_ns is not None:
+        least = round(max(compute_ns, overlapping) + total - overlapping)
+        most = round(compute_ns + total)
+    return StepTime(round(total), round(overlapping), least, most, rows)
