@@ -5,12 +5,13 @@ Real models are built on torch's meta device, which allocates no memory and read
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from commprof.errors import CommprofError, UsageError
 from commprof.requested.memory.models import likely_layers, transformer
@@ -23,7 +24,12 @@ FORMS: Final = "params:175e9, py:module:function or hf:CONFIG_DIR"
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _ON_META: Final = "a model is built on the meta device, where tensors have no values"
 _CORRECT: Final = "correct the module, or name one that can be imported"
+_PAIR: Final = 2  # (model, inputs)
 _SHOWN: Final = 200  # characters of the message of somebody else's error
+
+# Builds a module on the meta device, for the samples of a micro-batch and the tokens of a sequence or None. Returns it with
+# the inputs of a micro-batch, None where they are not known.
+Builder: TypeAlias = "Callable[[int, int | None], tuple[torch.nn.Module, Any]]"
 
 
 class Model(NamedTuple):
@@ -33,11 +39,13 @@ class Model(NamedTuple):
         parameters: in model order, a tied parameter once.
         layers: equal layers that were assumed; None for a model that was built.
         source: where the parameters come from, for the report.
+        build: builds it again, with inputs; None where its size alone is known.
     """
 
     parameters: list[Parameter]
     layers: int | None
     source: str
+    build: Builder | None = None
 
     @property
     def numel(self) -> int:
@@ -45,12 +53,13 @@ class Model(NamedTuple):
         return sum(parameter.numel for parameter in self.parameters)
 
 
-def read_model(text: str, layers: int | None = None) -> Model:
+def read_model(text: str, layers: int | None = None, sequence: int | None = None) -> Model:
     """Return the model that ``--model text`` names.
 
     Args:
         text: ``params:175e9``, ``py:module:function`` or ``hf:CONFIG_DIR``.
         layers: of a model whose size alone is known; None assumes a typical number.
+        sequence: tokens of a sequence, for a function that asks for them.
 
     Raises:
         UsageError: the text has another form, or the model cannot be built.
@@ -63,7 +72,8 @@ def read_model(text: str, layers: int | None = None) -> Model:
         return sized_model(parse_number(rest, "--model params:N"), layers)
     if layers is not None:
         raise UsageError(f"--layers {layers} is for --model params:N; a {kind}: model has layers of its own")
-    return _from_function(text, rest) if kind == "py" else _from_transformers(text, Path(rest))
+    build = _from_function(text, rest) if kind == "py" else _from_transformers(text, Path(rest))
+    return _built(text, build, sequence)
 
 
 def sized_model(numel: int, layers: int | None) -> Model:
@@ -131,7 +141,7 @@ def _owner_types(module: torch.nn.Module) -> dict[str, str]:
     return {name: ";".join(owners[id(parameter)]) for name, parameter in module.named_parameters()}
 
 
-def _from_function(text: str, rest: str) -> Model:
+def _from_function(text: str, rest: str) -> Builder:
     torch = _torch(text)
     module_name, colon, function_name = rest.rpartition(":")
     if not colon or not module_name or not function_name:
@@ -156,20 +166,35 @@ def _from_function(text: str, rest: str) -> Model:
         raise UsageError(
             f"--model {text}: {module_name} {what}; expected a function {function_name}() that returns the model"
         )
-    try:
-        with torch.device("meta"):
-            model = function()
-    except (Exception, SystemExit) as problem:
-        raise _failed(text, f"{function_name}()", problem, _ON_META) from None
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(
-            f"--model {text}: {function_name}() returned an object of type {type(model).__name__}; "
-            "expected a torch.nn.Module"
-        )
-    return _built(text, model)
+
+    def build(micro_batch: int, sequence: int | None) -> tuple[Any, Any]:
+        sizes = {"micro_batch": micro_batch, "sequence": sequence}
+        expected = inspect.signature(function).parameters
+        if sequence is None and "sequence" in expected:
+            if expected["sequence"].default is inspect.Parameter.empty:
+                raise UsageError(
+                    f"--model {text}: {function_name}() has a parameter sequence; give --sequence"
+                )
+            del sizes["sequence"]
+        try:
+            with torch.device("meta"):
+                made = function(**{name: size for name, size in sizes.items() if name in expected})
+        except (Exception, SystemExit) as problem:
+            raise _failed(text, f"{function_name}()", problem, _ON_META) from None
+        module, inputs = made if isinstance(made, tuple) and len(made) == _PAIR else (made, None)
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(
+                f"--model {text}: {function_name}() returned an object of type {type(module).__name__}; "
+                "expected a torch.nn.Module, or (model, inputs)"
+            )
+        if inputs is None and sequence is not None:
+            inputs = torch.zeros(micro_batch, sequence, dtype=torch.int64, device="meta")
+        return module, inputs
+
+    return build
 
 
-def _from_transformers(text: str, directory: Path) -> Model:
+def _from_transformers(text: str, directory: Path) -> Builder:
     if not (directory / "config.json").is_file():
         what = "has no config.json" if directory.is_dir() else "is not a directory"
         raise UsageError(
@@ -184,20 +209,29 @@ def _from_transformers(text: str, directory: Path) -> Model:
         raise CommprofError(
             f"--model {text}: transformers is not installed; install it with pip install transformers, or use params:N"
         ) from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
-        with torch.device("meta"):
-            kinds = transformers.AutoModelForCausalLM, transformers.AutoModel
-            kind = kinds[0] if type(config) in kinds[0]._model_mapping else kinds[1]
-            model = kind.from_config(config, trust_remote_code=False)
-    except (Exception, SystemExit) as problem:
-        raise _failed(text, "transformers", problem, f"check {directory / 'config.json'}") from None
-    return _built(text, model)
+
+    def build(micro_batch: int, sequence: int | None) -> tuple[Any, Any]:
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+            config.use_cache = False
+            causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+            kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+            with torch.device("meta"):
+                module = kind.from_config(config, trust_remote_code=False)
+        except (Exception, SystemExit) as problem:
+            raise _failed(text, "transformers", problem, f"check {directory / 'config.json'}") from None
+        if sequence is None:
+            return module, None
+        tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64, device="meta")
+        return module, {"input_ids": tokens, **({"labels": tokens} if causal else {})}
+
+    return build
 
 
-def _built(text: str, module: torch.nn.Module) -> Model:
+def _built(text: str, build: Builder, sequence: int | None) -> Model:
+    module, _ = build(1, sequence)
     parameters = parameters_of(module)
     if not parameters:
         raise UsageError(
@@ -206,7 +240,7 @@ def _built(text: str, module: torch.nn.Module) -> Model:
     frozen = sum(parameter.numel for parameter in parameters if not parameter.requires_grad)
     numel = sum(parameter.numel for parameter in parameters)
     source = f"{type(module).__name__}, {numel:,} parameters in {len(parameters):,} tensors of {_units(parameters)} modules"
-    return Model(parameters, None, source + (f", {frozen:,} of them frozen" if frozen else ""))
+    return Model(parameters, None, source + (f", {frozen:,} of them frozen" if frozen else ""), build)
 
 
 def _units(parameters: Iterable[Parameter]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
+from commprof.plan.activations import Activations, activations_of
 from commprof.plan.models import Model
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
@@ -35,7 +36,7 @@ class Job(NamedTuple):
         world: ranks.
         ranks_per_host: ranks that share a host.
         backend: ``nccl`` or ``gloo``.
-        sequence: tokens of a sequence, for activations that ranks send each other; None leaves them out.
+        sequence: tokens of a sequence, for activations; None leaves out those that ranks send each other.
     """
 
     model: Model
@@ -52,10 +53,12 @@ class Prediction(NamedTuple):
         config: the setting.
         axes: along which the ranks are arranged.
         precision: element type of the model, as the config sets it.
-        memory: of rank 0, by kind.
+        memory: of rank 0, by kind, without activations.
         sent: messages of one step, once all steps send the same.
         moved: by offload, per rank and step.
         note: why messages are missing; empty where they are complete.
+        activations: of one micro-batch; None where they cannot be counted.
+        uncounted: why; empty where they are counted.
     """
 
     config: Mapping[str, Any]
@@ -65,11 +68,20 @@ class Prediction(NamedTuple):
     sent: list[Expectation]
     moved: list[Movement]
     note: str
+    activations: Activations | None
+    uncounted: str
+
+    @property
+    def parts(self) -> list[Holding]:
+        """The memory of rank 0 by kind, with activations where they are counted."""
+        if self.activations is None:
+            return self.memory
+        return [*self.memory, Holding("activations", self.activations.most_bytes, note=self.activations.note)]
 
     @property
     def on_device(self) -> int:
-        """Bytes that a rank holds on its device, before activations."""
-        return sum(each.device for each in self.memory)
+        """Bytes of all parts on the device of rank 0."""
+        return sum(each.device for each in self.parts)
 
 
 def predict(config: Mapping[str, Any], job: Job) -> Prediction:
@@ -103,6 +115,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         sent,
         movements(plain, of_rank, replicas, gathered),
         note,
+        *activations_of(config, job.model, axes, job.sequence),
     )
 
 

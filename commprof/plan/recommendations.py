@@ -21,6 +21,7 @@ class Candidate(NamedTuple):
         host_bytes: that a host sends to other hosts per step.
         samples: of a step of all ranks; None where the config names no batch size.
         complete: whether its messages could be predicted.
+        counted: whether ``on_device`` includes activations.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Candidate(NamedTuple):
     host_bytes: int
     samples: int | None
     complete: bool
+    counted: bool
 
 
 class Recommendation(NamedTuple):

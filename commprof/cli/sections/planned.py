@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from commprof.plan.hosts import Hosts
     from commprof.plan.links import Links
     from commprof.plan.predictions import Job, Prediction
-    from commprof.plan.recommendations import Recommendation
+    from commprof.plan.recommendations import Candidate, Recommendation
     from commprof.plan.traffic import Totals, Traffic
 
 Setting = Mapping[str, Any]
@@ -46,11 +46,13 @@ def show_one(
     rendering.show(
         rendering.paragraph(f"The model in {found.precision}."),
         "",
-        memory_rows(found.memory, hosts.ranks),
+        memory_rows(found.parts, hosts.ranks),
         "",
     )
+    if found.uncounted:
+        rendering.show(rendering.paragraph(f"Activations are not counted: {found.uncounted}."), "")
     if capacity is not None:
-        rendering.show(rendering.paragraph(fit_sentence(found.on_device, capacity)), "")
+        rendering.show(rendering.paragraph(fit_sentence(found.on_device, capacity, not found.uncounted)), "")
     if found.sent:
         traffic, totals = traffic_of(found.sent, hosts), totals_of(found.sent, hosts)
         rendering.show(_traffic_rows(traffic, totals))
@@ -205,6 +207,7 @@ def show_comparison(
             total.host_bytes,
             samples_of(each),
             not each.note,
+            not each.uncounted,
         )
         for point, each, total in zip(listed, found, totals, strict=True)
     ]
@@ -239,6 +242,8 @@ def show_comparison(
         elif links is not None:
             rendering.show(rendering.paragraph(f"{name}: {_link_sentences(total, hosts, links)[-1]}"))
     show_missing_times(times, [each.note for each in found], timing)
+    for reason in dict.fromkeys(each.uncounted for each in found if each.uncounted):
+        rendering.show(rendering.paragraph(f"Activations are not counted: {reason}."))
     rendering.show(rendering.paragraph(_sentence(recommend(candidates, capacity), candidates, capacity)))
 
 
@@ -249,7 +254,7 @@ def _sentence(chosen: Recommendation, candidates: Sequence[Any], capacity: int |
             return "No recommendation: the messages of no setting can be predicted."
         least = min((each for each in candidates if each.complete), key=lambda each: each.on_device)
         return (
-            f"No setting fits in {shown(capacity)}, before activations: {least.name} needs the least, "
+            f"No setting fits in {shown(capacity)}{_before(least)}: {least.name} needs the least, "
             f"{shown(least.on_device)} per rank."
         )
     best = candidates[chosen.chosen]
@@ -261,6 +266,10 @@ def _sentence(chosen: Recommendation, candidates: Sequence[Any], capacity: int |
     compared = " for each sample" if chosen.per_sample else ""
     return (
         f"Use {best.name}: {_REASONS[chosen.decided_by]}{compared}. It sends {shown(best.host_bytes)} per host to other "
-        f"hosts and {shown(best.rank_bytes)} per rank in a step, and holds {shown(best.on_device)} on each device before "
-        f"activations; {fits}."
+        f"hosts and {shown(best.rank_bytes)} per rank in a step, and holds {shown(best.on_device)} on each device"
+        f"{_before(best)}; {fits}."
     )
+
+
+def _before(candidate: Candidate) -> str:
+    return "" if candidate.counted else ", before activations"

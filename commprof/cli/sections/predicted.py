@@ -25,7 +25,7 @@ SequenceLength: TypeAlias = Annotated[
     typer.Option(
         metavar="S",
         min=1,
-        help="Sequence length in tokens, for activations that ranks send each other.",
+        help="Sequence length in tokens, for activations.",
         show_default=False,
     ),
 ]
@@ -61,13 +61,14 @@ def device_capacity(text: str | None) -> int | None:
         return None
 
 
-def fit_sentence(needed: int, capacity: int) -> str:
-    """Return whether ``needed`` bytes fit in ``capacity`` bytes of a device, as a sentence."""
+def fit_sentence(needed: int, capacity: int, counted: bool = False) -> str:
+    """Return whether ``needed`` bytes, activations ``counted`` or not, fit in ``capacity`` bytes, as a sentence."""
+    before = "" if counted else ", before activations"
     need, there = rendering.number_of_bytes(needed), rendering.number_of_bytes(capacity)
     if needed > capacity:
-        return f"Does not fit in {there}: a rank needs {need} on its device, before activations."
+        return f"Does not fit in {there}: a rank needs {need} on its device{before}."
     left = rendering.number_of_bytes(capacity - needed)
-    return f"Fits in {there}, before activations: a rank needs {need} on its device, and {left} are left."
+    return f"Fits in {there}{before}: a rank needs {need} on its device, and {left} are left."
 
 
 def memory_rows(rank_memory: Sequence[Any], ranks: int) -> Rows:

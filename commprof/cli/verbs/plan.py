@@ -110,11 +110,12 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     check_keys(dict.fromkeys(key for point in listed for key in point))
     config_values, capacity = read_config(config), device_capacity(device_memory)
     configs = [derive(config_values, point) for point in listed]
-    trained = read_model(model, layers)
+    trained = read_model(model, layers, sequence)
     job = Job(trained, world, placed.ranks, backend, sequence)
     found = [predict(each, job) for each in configs]
     if as_json:
-        for note in dict.fromkeys(each.note for each in found if each.note):
+        missing = [f"activations are not counted: {each.uncounted}" for each in found if each.uncounted]
+        for note in dict.fromkeys([*(each.note for each in found if each.note), *missing]):
             say(note)
         rendering.show_json(
             {"settings": [_as_json(*pair, placed, timing) for pair in zip(listed, found, strict=True)]}
@@ -123,7 +124,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     rendering.show(
         rendering.paragraph(
             f"{trained.source}; {world:,} rank{'s' * (world > 1)} on {backend}, {placed}; "
-            "rings connect ranks in rank order; activations, the program and libraries are not in the memory"
+            "rings connect ranks in rank order; the program and libraries are not in the memory"
         ),
         "",
     )
@@ -159,8 +160,8 @@ def _as_json(point: Setting, found: Prediction, hosts: Hosts, timing: Timing) ->
             for row in traffic_of(found.sent, hosts)
         ],
         "memory_bytes_per_rank": {
-            **{place: sum(getattr(each, place) for each in found.memory) for place in places},
-            "parts": {each.what: {place: getattr(each, place) for place in places} for each in found.memory},
+            **{place: sum(getattr(each, place) for each in found.parts) for place in places},
+            "parts": {each.what: {place: getattr(each, place) for place in places} for each in found.parts},
         },
         "step_ns": {"least": known and known.least_ns, "most": known and known.most_ns},
         "communication_ns": {

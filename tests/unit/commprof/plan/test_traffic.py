@@ -114,7 +114,7 @@ def test_the_known_keys_are_keys_of_the_runtime():
 
 
 def candidate(name, on_device, rank, host, samples=None, complete=True):
-    return Candidate(name, on_device, rank, host, samples, complete)
+    return Candidate(name, on_device, rank, host, samples, complete, True)
 
 
 def test_recommendations():

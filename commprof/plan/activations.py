@@ -1,0 +1,107 @@
+"""The activations of a rank: traced for a model that was built, by a formula for one whose size alone is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from commprof.plan.models import Builder, Model
+from commprof.requested.configuration import autocast_dtype, read_configuration
+from commprof.requested.memory.models import MATRICES
+from commprof.requested.parallel import grid
+from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes
+from commprof.requested.parameters import item_bytes
+
+NO_MICRO_BATCH: Final = "the config sets no train_micro_batch_size_per_gpu"
+NO_SEQUENCE: Final = "give --sequence"
+NO_INPUTS: Final = "give --sequence if its input is token ids, or let the function return (model, inputs)"
+# Of a token in a transformer's layer, in widths (Korthikanti et al. 2022, equation 1, without the terms of a s / h): the
+# values that attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts.
+_VALUES: Final = 16
+_MASKS: Final = 2
+_SHARED_VALUES: Final = (
+    12  # of these values, those that tensor-parallel ranks share (equation 2: 24 / t of 34 bytes)
+)
+
+
+class Activations(NamedTuple):
+    """The tensors of one forward and backward pass, without parameters and their gradients.
+
+    Attributes:
+        spans: most bytes until the gradient of each parameter in turn, and its name; the last one has none.
+        note: how they were found.
+    """
+
+    spans: tuple[tuple[int, str], ...]
+    note: str
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that are alive at once."""
+        return max(num_bytes for num_bytes, _ in self.spans)
+
+
+def activations_of(
+    config: Mapping[str, Any], model: Model, axes: Axes, sequence: int | None
+) -> tuple[Activations | None, str]:
+    """Return the activations of rank 0; where they cannot be known, None and the reason.
+
+    Args:
+        config: the setting.
+        model: that is trained.
+        axes: along which the ranks are arranged.
+        sequence: tokens of a sequence; None where that is not given.
+    """
+    configuration = read_configuration(config)
+    micro_batch = configuration.micro_batch_size
+    if micro_batch is None and configuration.train_batch_size is not None:
+        of_replica = configuration.train_batch_size // axes.size(DATA)
+        micro_batch = max(of_replica // grid.micro_batches(config, axes), 1)
+    if micro_batch is None:
+        return None, NO_MICRO_BATCH
+    computed = autocast_dtype(config)
+    if model.build is not None:
+        return _traced(model.build, micro_batch, sequence, configuration.model_dtype, computed)
+    if sequence is None:
+        return None, NO_SEQUENCE
+    item = item_bytes(computed or configuration.model_dtype or "float32")
+    tokens = micro_batch * -(-sequence // axes.size(SEQUENCE))
+    return _by_formula(model, tokens, item, axes.size(MODEL), axes.size(PIPE)), ""
+
+
+def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages: int) -> Activations:
+    """Layers keep values until their backward pass; the first pipeline stage has as many micro-batches as stages."""
+    names = [parameter.name for parameter in model.parameters]
+    of_layer = len(MATRICES)
+    layers = len(names) // of_layer
+    width = math.sqrt(model.numel / layers / sum(MATRICES.values()))
+    own = (_VALUES - _SHARED_VALUES) * item + _MASKS + _SHARED_VALUES * item / tensor_ranks
+    per_layer = tokens * width * own
+    own_layers = -(-layers // stages)
+    alive = own_layers * (stages - 1)  # of micro-batches that wait for their backward pass
+    spans = [
+        (round((alive + number // of_layer + 1) * per_layer), names[number])
+        for number in reversed(range(own_layers * of_layer))
+    ]
+    return Activations((*spans, (round(alive * per_layer), "")), "by a formula, without checkpointing")
+
+
+@lru_cache(maxsize=16)
+def _traced(
+    build: Builder, micro_batch: int, sequence: int | None, model_dtype: str | None, computed: str | None
+) -> tuple[Activations | None, str]:
+    import torch
+
+    from commprof.plan.traced_pass import TraceError, trace
+
+    module, inputs = build(micro_batch, sequence)
+    if inputs is None:
+        return None, NO_INPUTS
+    dtypes = [None if name is None else getattr(torch, name) for name in (model_dtype, computed)]
+    try:
+        spans = trace(module, inputs, *dtypes)
+    except TraceError as problem:
+        return None, f"{problem}; let the function return (model, inputs)"
+    return Activations(tuple((each.num_bytes, each.parameter) for each in spans), "of one traced pass"), ""
