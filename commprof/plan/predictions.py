@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -82,6 +82,35 @@ class Prediction(NamedTuple):
     def on_device(self) -> int:
         """Bytes of all parts on the device of rank 0."""
         return sum(each.device for each in self.parts)
+
+
+class Refusal(NamedTuple):
+    """A setting that cannot be used as it is.
+
+    Attributes:
+        reason: why, with what was expected.
+    """
+
+    reason: str
+
+
+def predict_each(configs: Sequence[Mapping[str, Any]], job: Job) -> list[Prediction | Refusal]:
+    """Predict each of ``configs`` in ``job``; those that cannot be used as they are do not stop the others.
+
+    Raises:
+        UsageError: none of them can be used.
+    """
+    found: list[Prediction | Refusal] = []
+    problems: list[UsageError] = []
+    for config in configs:
+        try:
+            found.append(predict(config, job))
+        except UsageError as problem:
+            problems.append(problem)
+            found.append(Refusal(str(problem)))
+    if problems and len(problems) == len(found):
+        raise problems[0]
+    return found
 
 
 def predict(config: Mapping[str, Any], job: Job) -> Prediction:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from commprof.plan.predictions import Prediction
 from commprof.requested.configuration import read_configuration
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import DATA
+
+_EQUAL_TIMES: Final = 1.01  # times the shortest
 
 
 class Candidate(NamedTuple):
@@ -22,6 +24,7 @@ class Candidate(NamedTuple):
         samples: of a step of all ranks; None where the config names no batch size.
         complete: whether its messages could be predicted.
         counted: whether ``on_device`` includes activations.
+        time_ns: of its step, the middle of its bounds, or of its messages; None where it is not known.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Candidate(NamedTuple):
     samples: int | None
     complete: bool
     counted: bool
+    time_ns: float | None = None
 
 
 class Recommendation(NamedTuple):
@@ -39,9 +43,9 @@ class Recommendation(NamedTuple):
     Attributes:
         chosen: position among the candidates; None where none fits or none is complete.
         fitting: candidates whose memory is at most that of a device.
-        decided_by: ``only one``, ``only one fits``, ``between hosts``, ``per rank``, ``memory``; ``nothing``: several are
-            equal; empty where none is chosen.
-        per_sample: whether bytes of a sample were compared, since steps have different numbers of samples.
+        decided_by: ``only one``, ``only one fits``, ``time``, ``time and bytes`` (several take as long), ``between hosts``,
+            ``per rank``, ``memory``; ``nothing``: several are equal; empty where none is chosen.
+        per_sample: whether samples were compared, since steps have different numbers of samples.
     """
 
     chosen: int | None
@@ -62,9 +66,10 @@ def samples_of(prediction: Prediction) -> int | None:
 
 
 def recommend(candidates: Sequence[Candidate], capacity: int | None) -> Recommendation:
-    """Return the candidate that fits ``capacity`` (bytes of a device; None: all fit) and sends the fewest bytes.
+    """Return the candidate that fits ``capacity`` (bytes of a device; None: all fit) and is the best one.
 
-    Bytes between hosts decide, then bytes per rank, then memory on the device, then the order given.
+    The time of a step decides where that of all is known. Where it is not, or differs by 1 % at most, bytes between hosts
+    decide, then bytes per rank, then memory on the device, then the order given.
     """
     complete = [number for number, each in enumerate(candidates) if each.complete]
     fitting = [number for number in complete if capacity is None or candidates[number].on_device <= capacity]
@@ -73,14 +78,23 @@ def recommend(candidates: Sequence[Candidate], capacity: int | None) -> Recommen
     if not fitting:
         return Recommendation(None, 0, "", False)
 
+    def divisor(number: int) -> int:
+        return (candidates[number].samples or 1) if per_sample else 1
+
     def cost(number: int) -> tuple[float, float, int]:
         each = candidates[number]
-        divisor = (each.samples or 1) if per_sample else 1
-        return each.host_bytes / divisor, each.rank_bytes / divisor, each.on_device
+        return each.host_bytes / divisor(number), each.rank_bytes / divisor(number), each.on_device
 
-    best, *others = sorted(fitting, key=cost)
-    if not others:
+    times = [(candidates[number].time_ns, number) for number in fitting]
+    timed = {number: time / divisor(number) for time, number in times if time is not None}
+    fast = fitting
+    if len(timed) == len(fitting):
+        fast = [number for number in fitting if timed[number] <= _EQUAL_TIMES * min(timed.values())]
+    best, *others = sorted(fast, key=cost)
+    if len(fitting) == 1:
         reason = "only one fits" if len(complete) > 1 else "only one"
+    elif len(fast) < len(fitting):
+        reason = "time and bytes" if others else "time"
     else:
         nearest = cost(others[0])
         first = next((place for place in range(3) if cost(best)[place] != nearest[place]), None)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.sections.predicted import fit_sentence, memory_rows, movement_rows
-from commprof.cli.sections.step_times import show_missing_times, show_time, time_cells, time_headings
+from commprof.cli.sections.step_times import (
+    show_missing_times,
+    show_time,
+    time_cells,
+    time_headings,
+    typical_time,
+)
 from commprof.launch.sweeps.points import label
 
 if TYPE_CHECKING:
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
     from commprof.plan.durations import Timing
     from commprof.plan.hosts import Hosts
     from commprof.plan.links import Links
-    from commprof.plan.predictions import Job, Prediction
+    from commprof.plan.predictions import Job, Prediction, Refusal
     from commprof.plan.recommendations import Candidate, Recommendation
     from commprof.plan.traffic import Totals, Traffic
 
@@ -24,6 +30,8 @@ Setting = Mapping[str, Any]
 _REASONS: Final = {
     "only one": "it is the only setting",
     "only one fits": "it is the only setting that fits",
+    "time": "its {timed} the least time",
+    "time and bytes": "its {timed} the least time; of those within 1 % of it, bytes and then memory decide",
     "between hosts": "its hosts send the fewest bytes to other hosts",
     "per rank": "its ranks send the fewest bytes, and hosts send equally many to other hosts",
     "memory": "it needs the least memory, and sends as many bytes as the next one",
@@ -187,16 +195,21 @@ def _gathers(found: Prediction, job: Job) -> list[str]:
 
 def show_comparison(
     listed: Sequence[Setting],
-    found: Sequence[Prediction],
+    outcomes: Sequence[Prediction | Refusal],
     hosts: Hosts,
     links: Links | None,
     capacity: int | None,
     timing: Timing,
 ) -> None:
-    """Print a row for each setting, and which one to use."""
+    """Print a row for each setting, those that are refused with the reason, and which one to use."""
+    from commprof.plan.predictions import Refusal
     from commprof.plan.recommendations import Candidate, recommend, samples_of
     from commprof.plan.traffic import totals_of
 
+    usable = [
+        (point, each) for point, each in zip(listed, outcomes, strict=True) if not isinstance(each, Refusal)
+    ]
+    found = [each for _, each in usable]
     totals = [totals_of(each.sent, hosts) for each in found]
     times = [timing.of(each, hosts) for each in found]
     candidates = [
@@ -208,8 +221,9 @@ def show_comparison(
             samples_of(each),
             not each.note,
             not each.uncounted,
+            typical_time(time),
         )
-        for point, each, total in zip(listed, found, totals, strict=True)
+        for (point, each), total, time in zip(usable, totals, times, strict=True)
     ]
     shown = rendering.number_of_bytes
     rows = [
@@ -235,7 +249,15 @@ def show_comparison(
         Heading("median message", True),
         *time_headings(timing),
     ]
+    refused = [
+        (label(point), each.reason)
+        for point, each in zip(listed, outcomes, strict=True)
+        if isinstance(each, Refusal)
+    ]
+    rows += [(name, "refused", *[rendering.MISSING] * (len(headings) - 2)) for name, _ in refused]
     rendering.show(Rows(headings, rows, "per step and rank, by setting"), "")
+    for name, reason in refused:
+        rendering.show(rendering.paragraph(f"{name} is refused: {reason}"))
     for name, each, total in zip((each.name for each in candidates), found, totals, strict=True):
         if each.note:
             rendering.show(rendering.paragraph(f"{name}: {each.note}"))
@@ -244,10 +266,12 @@ def show_comparison(
     show_missing_times(times, [each.note for each in found], timing)
     for reason in dict.fromkeys(each.uncounted for each in found if each.uncounted):
         rendering.show(rendering.paragraph(f"Activations are not counted: {reason}."))
-    rendering.show(rendering.paragraph(_sentence(recommend(candidates, capacity), candidates, capacity)))
+    rendering.show(
+        rendering.paragraph(_sentence(recommend(candidates, capacity), candidates, capacity, timing))
+    )
 
 
-def _sentence(chosen: Recommendation, candidates: Sequence[Any], capacity: int | None) -> str:
+def _sentence(chosen: Recommendation, candidates: Sequence[Any], capacity: int | None, timing: Timing) -> str:
     shown = rendering.number_of_bytes
     if chosen.chosen is None:
         if not any(each.complete for each in candidates):
@@ -263,9 +287,11 @@ def _sentence(chosen: Recommendation, candidates: Sequence[Any], capacity: int |
         if capacity is not None
         else "whether a setting fits is not known without --device-memory"
     )
+    timed = "messages take" if timing.compute_ns is None else "step takes"
     compared = " for each sample" if chosen.per_sample else ""
+    reason = _REASONS[chosen.decided_by].format(timed=timed)
     return (
-        f"Use {best.name}: {_REASONS[chosen.decided_by]}{compared}. It sends {shown(best.host_bytes)} per host to other "
+        f"Use {best.name}: {reason}{compared}. It sends {shown(best.host_bytes)} per host to other "
         f"hosts and {shown(best.rank_bytes)} per rank in a step, and holds {shown(best.on_device)} on each device"
         f"{_before(best)}; {fits}."
     )

@@ -25,7 +25,7 @@ from commprof.launch.sweeps.points import derive, label, points
 if TYPE_CHECKING:
     from commprof.plan.durations import Timing
     from commprof.plan.hosts import Hosts
-    from commprof.plan.predictions import Prediction
+    from commprof.plan.predictions import Prediction, Refusal
 
 Setting = Mapping[str, Any]
 
@@ -98,7 +98,8 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     from commprof.plan.keys import check_keys
     from commprof.plan.links import parse_links
     from commprof.plan.models import read_model
-    from commprof.plan.predictions import Job, predict, read_config
+    from commprof.plan.predictions import Job, Prediction, predict_each, read_config
+    from commprof.plan.recommendations import samples_of
     from commprof.plan.traffic import traffic_of
 
     measured = None if calibration is None else read_calibration(calibration)
@@ -112,13 +113,22 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     configs = [derive(config_values, point) for point in listed]
     trained = read_model(model, layers, sequence)
     job = Job(trained, world, placed.ranks, backend, sequence)
-    found = [predict(each, job) for each in configs]
+    outcomes = predict_each(configs, job)
+    usable = [
+        (point, each) for point, each in zip(listed, outcomes, strict=True) if isinstance(each, Prediction)
+    ]
+    found = [each for _, each in usable]
+    if compute_ns is not None and len({samples_of(each) for each in found}) > 1:
+        say(
+            "--step-compute is not used: steps have different numbers of samples, so ranks compute for different times"
+        )
+        timing = timing._replace(compute_ns=None)
     if as_json:
         missing = [f"activations are not counted: {each.uncounted}" for each in found if each.uncounted]
         for note in dict.fromkeys([*(each.note for each in found if each.note), *missing]):
             say(note)
         rendering.show_json(
-            {"settings": [_as_json(*pair, placed, timing) for pair in zip(listed, found, strict=True)]}
+            {"settings": [_as_json(*pair, placed, timing) for pair in zip(listed, outcomes, strict=True)]}
         )
         return 0
     rendering.show(
@@ -128,21 +138,25 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         ),
         "",
     )
-    if len(found) == 1:
+    if len(outcomes) == 1:
         show_one(found[0], job, placed, rates, capacity, measured, timing)
         return 0
-    show_comparison(listed, found, placed, rates, capacity, timing)
+    show_comparison(listed, outcomes, placed, rates, capacity, timing)
     if measured is not None:
-        for point, each in zip(listed, found, strict=True):
+        for point, each in usable:
             for sentence in latency_sentences(traffic_of(each.sent, placed), measured):
                 rendering.show(rendering.paragraph(f"{label(point)}: {sentence}"))
     return 0
 
 
-def _as_json(point: Setting, found: Prediction, hosts: Hosts, timing: Timing) -> dict[str, Any]:
+def _as_json(point: Setting, found: Prediction | Refusal, hosts: Hosts, timing: Timing) -> dict[str, Any]:
     from commprof.plan.durations import StepTime
+    from commprof.plan.predictions import Refusal
     from commprof.plan.traffic import traffic_of
 
+    if isinstance(found, Refusal):
+        nothing: dict[str, Any] = {"set": dict(point), "traffic": [], "memory_bytes_per_rank": None}
+        return {**nothing, "step_ns": {"least": None, "most": None}, "refused": found.reason}
     timed = timing.of(found, hosts)
     known = timed if isinstance(timed, StepTime) else None
     places = ("device", "host", "disk")

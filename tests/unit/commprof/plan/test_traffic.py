@@ -129,3 +129,13 @@ def test_recommendations():
     assert recommend([candidate("a", 1, 1, 1), candidate("b", 1, 0, 0, complete=False)], None)[0] == 0
     batches = [candidate("a", 1, 10, 10, samples=8), candidate("b", 2, 10, 10, samples=32)]
     assert recommend(batches, None) == (1, 2, "between hosts", True)
+
+
+def test_times_decide_where_all_are_known():
+    bytes_of = [candidate("a", 1, 30, 30), candidate("b", 1, 10, 10), candidate("c", 1, 20, 20)]
+    timed = [each._replace(time_ns=time) for each, time in zip(bytes_of, (100.0, 200.0, 100.5), strict=True)]
+    assert recommend(timed, None)[::2] == (2, "time and bytes")
+    assert recommend(timed[:2], None)[::2] == (0, "time")
+    assert recommend([*timed[:2], bytes_of[2]], None)[::2] == (1, "between hosts")
+    samples = [timed[0]._replace(samples=8), timed[1]._replace(samples=32)]
+    assert recommend(samples, None) == (1, 2, "time", True)

@@ -86,6 +86,40 @@ def test_settings_are_compared_and_one_is_recommended(plan):
     assert "to other hosts for each sample." in per_sample
 
 
+def test_a_refused_setting_does_not_stop_the_others(plan):
+    words = ("--model", "params:7e9", "--world", "64", "--set", "zero_optimization.stage=1,5")
+    shown = " ".join(plan(*words).out.split())
+    assert "stage=5 refused - - - - -" in shown
+    assert "stage=5 is refused: zero_optimization.stage is 5; expected 0, 1, 2 or 3" in shown
+    assert "Use stage=1: it is the only setting." in shown
+    usable, refused = json.loads(plan(*words, "--json").out)["settings"]
+    assert usable["traffic"] and "refused" not in usable
+    assert refused == {
+        "set": {"zero_optimization.stage": 5},
+        "traffic": [],
+        "memory_bytes_per_rank": None,
+        "step_ns": {"least": None, "most": None},
+        "refused": "zero_optimization.stage is 5; expected 0, 1, 2 or 3",
+    }
+    none = ("--model", "params:7e9", "--world", "64", "--set", "zero_optimization.stage=5,6")
+    assert "stage is 5" in plan(*none, code=2).err
+
+
+def test_the_time_of_a_step_decides_where_it_is_known(plan):
+    """Stage 3 sends the fewest bytes, in so many messages that NCCL's latencies make it the slowest."""
+    words = ("--model", "params:7e9", "--world", "1024", "--set", "zero_optimization.stage=1,3")
+    text = " ".join(plan(*words, "--links", LINKS, "--step-compute", "900ms").out.split())
+    assert "Use stage=1: its step takes the least time." in text
+    assert "Use stage=3: its hosts send the fewest bytes" in " ".join(plan(*words).out.split())
+    batches = ("--set", "train_micro_batch_size_per_gpu=1,4")
+    shown = plan(*words[:4], *batches, "--links", LINKS, "--step-compute", "900ms")
+    assert "--step-compute is not used: steps have different numbers of samples" in shown.err
+    assert (
+        "Use train_micro_batch_size_per_gpu=4: its messages take the least time for each sample."
+        in " ".join(shown.out.split())
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
