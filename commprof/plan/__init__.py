@@ -13,5 +13,6 @@
 ``latency``         whether messages are latency bound, by a calibration
 ``keys``            the keys of a config that can change the prediction
 ``recommendations`` which of several settings to use, and why
+``api``             what the command line and the dashboard ask
 =================== ==========================================================================
 """

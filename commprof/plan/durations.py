@@ -137,6 +137,13 @@ class StepTime(NamedTuple):
     most_ns: int | None
     rows: list[RowTime]
 
+    @property
+    def typical_ns(self) -> float:
+        """The middle of the bounds of the step, or the time of its messages where these are not known."""
+        if self.least_ns is None or self.most_ns is None:
+            return self.communication_ns
+        return (self.least_ns + self.most_ns) / 2
+
     def by_purpose(self) -> dict[str, int]:
         """Return the time of the messages of each purpose in ns, on that rank."""
         sums: Counter[str] = Counter()

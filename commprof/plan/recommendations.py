@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from commprof.analysis.api import format_bytes
 from commprof.plan.predictions import Prediction
 from commprof.requested.configuration import read_configuration
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import DATA
 
 _EQUAL_TIMES: Final = 1.01  # times the shortest
+_REASONS: Final = {
+    "only one": "it is the only setting",
+    "only one fits": "it is the only setting that fits",
+    "time": "its {timed} the least time",
+    "time and bytes": "its {timed} the least time; of those within 1 % of it, bytes and then memory decide",
+    "between hosts": "its hosts send the fewest bytes to other hosts",
+    "per rank": "its ranks send the fewest bytes, and hosts send equally many to other hosts",
+    "memory": "it needs the least memory, and sends as many bytes as the next one",
+    "nothing": "it is the first of several that send and hold the same",
+}
 
 
 class Candidate(NamedTuple):
@@ -100,3 +111,40 @@ def recommend(candidates: Sequence[Candidate], capacity: int | None) -> Recommen
         first = next((place for place in range(3) if cost(best)[place] != nearest[place]), None)
         reason = "nothing" if first is None else ("between hosts", "per rank", "memory")[first]
     return Recommendation(best, len(fitting), reason, per_sample)
+
+
+def advice(candidates: Sequence[Candidate], capacity: int | None, of_steps: bool) -> tuple[int | None, str]:
+    """Return the position of the setting to use, None without one, and a sentence with the reason.
+
+    Args:
+        candidates: at least one.
+        capacity: bytes of a device; None where that is not known.
+        of_steps: times are those of steps, not of messages alone.
+    """
+    chosen = recommend(candidates, capacity)
+    complete = [each for each in candidates if each.complete]
+    if not complete:
+        return None, "No recommendation: the messages of no setting can be predicted."
+    if chosen.chosen is None:
+        least = min(complete, key=lambda each: each.on_device)
+        return None, (
+            f"No setting fits in {format_bytes(capacity or 0)}{_before(least)}: {least.name} needs the least, "
+            f"{format_bytes(least.on_device)} per rank."
+        )
+    best = candidates[chosen.chosen]
+    fits = (
+        f"of the {len(candidates)} settings, {chosen.fitting} fit{'s' * (chosen.fitting == 1)} in {format_bytes(capacity)}"
+        if capacity is not None
+        else "whether a setting fits is not known without --device-memory"
+    )
+    compared = " for each sample" if chosen.per_sample else ""
+    reason = _REASONS[chosen.decided_by].format(timed="step takes" if of_steps else "messages take")
+    return chosen.chosen, (
+        f"Use {best.name}: {reason}{compared}. It sends {format_bytes(best.host_bytes)} per host to other "
+        f"hosts and {format_bytes(best.rank_bytes)} per rank in a step, and holds {format_bytes(best.on_device)} on each "
+        f"device{_before(best)}; {fits}."
+    )
+
+
+def _before(candidate: Candidate) -> str:
+    return "" if candidate.counted else ", before activations"

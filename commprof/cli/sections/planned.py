@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.sections.predicted import fit_sentence, memory_rows, movement_rows
-from commprof.cli.sections.step_times import (
-    show_missing_times,
-    show_time,
-    time_cells,
-    time_headings,
-    typical_time,
-)
-from commprof.launch.sweeps.points import label
+from commprof.cli.sections.step_times import show_missing_times, show_time, time_cells, time_headings
 
 if TYPE_CHECKING:
     from commprof.calibration.results import Calibration
-    from commprof.plan.durations import Timing
+    from commprof.plan.api import Plan
     from commprof.plan.hosts import Hosts
     from commprof.plan.links import Links
-    from commprof.plan.predictions import Job, Prediction, Refusal
-    from commprof.plan.recommendations import Candidate, Recommendation
+    from commprof.plan.predictions import Job, Prediction
     from commprof.plan.traffic import Totals, Traffic
 
-Setting = Mapping[str, Any]
-_REASONS: Final = {
-    "only one": "it is the only setting",
-    "only one fits": "it is the only setting that fits",
-    "time": "its {timed} the least time",
-    "time and bytes": "its {timed} the least time; of those within 1 % of it, bytes and then memory decide",
-    "between hosts": "its hosts send the fewest bytes to other hosts",
-    "per rank": "its ranks send the fewest bytes, and hosts send equally many to other hosts",
-    "memory": "it needs the least memory, and sends as many bytes as the next one",
-    "nothing": "it is the first of several that send and hold the same",
-}
 
-
-def show_one(
-    found: Prediction,
-    job: Job,
-    hosts: Hosts,
-    links: Links | None,
-    capacity: int | None,
-    calibration: Calibration | None,
-    timing: Timing,
-) -> None:
-    """Print memory, messages and sentences of one setting."""
+def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> None:
+    """Print memory, messages and sentences of the only setting of ``plan``."""
     from commprof.plan.traffic import histogram, totals_of, traffic_of
 
+    hosts, capacity = plan.hosts, plan.capacity
     rendering.show(
         rendering.paragraph(f"The model in {found.precision}."),
         "",
@@ -69,12 +42,12 @@ def show_one(
             rendering.show("", _size_rows(bins))
         rendering.show("")
         for sentence in [
-            *_link_sentences(totals, hosts, links),
+            *_link_sentences(totals, hosts, plan.links),
             *latency_sentences(traffic, calibration),
-            *_gathers(found, job),
+            *_gathers(found, plan.job),
         ]:
             rendering.show(rendering.paragraph(sentence))
-        show_time(timing.of(found, hosts), timing)
+        show_time(plan.timing.of(found, hosts), plan.timing)
     if found.note:
         rendering.show(rendering.paragraph(found.note))
     if found.moved:
@@ -193,51 +166,24 @@ def _gathers(found: Prediction, job: Job) -> list[str]:
     return [f"{sentence}; by block it would be {by_block:,} (zero_optimization.leaf_module)."]
 
 
-def show_comparison(
-    listed: Sequence[Setting],
-    outcomes: Sequence[Prediction | Refusal],
-    hosts: Hosts,
-    links: Links | None,
-    capacity: int | None,
-    timing: Timing,
-) -> None:
+def show_comparison(plan: Plan) -> None:
     """Print a row for each setting, those that are refused with the reason, and which one to use."""
-    from commprof.plan.predictions import Refusal
-    from commprof.plan.recommendations import Candidate, recommend, samples_of
-    from commprof.plan.traffic import totals_of
+    from commprof.plan.api import compare, recommendation
 
-    usable = [
-        (point, each) for point, each in zip(listed, outcomes, strict=True) if not isinstance(each, Refusal)
-    ]
-    found = [each for _, each in usable]
-    totals = [totals_of(each.sent, hosts) for each in found]
-    times = [timing.of(each, hosts) for each in found]
-    candidates = [
-        Candidate(
-            label(point),
-            each.on_device,
-            total.rank_bytes,
-            total.host_bytes,
-            samples_of(each),
-            not each.note,
-            not each.uncounted,
-            typical_time(time),
-        )
-        for (point, each), total, time in zip(usable, totals, times, strict=True)
-    ]
+    compared = compare(plan)
     shown = rendering.number_of_bytes
     rows = [
         (
-            each.name,
-            shown(each.rank_bytes) if each.complete else rendering.MISSING,
-            shown(each.host_bytes) if each.complete else rendering.MISSING,
-            shown(each.on_device),
-            shown(sum(part.host for part in prediction.memory)),
-            rendering.count(total.messages) if each.complete else rendering.MISSING,
-            shown(total.median_bytes),
-            *time_cells(time, timing),
+            each.label,
+            shown(each.totals.rank_bytes) if not each.prediction.note else rendering.MISSING,
+            shown(each.totals.host_bytes) if not each.prediction.note else rendering.MISSING,
+            shown(each.prediction.on_device),
+            shown(sum(part.host for part in each.prediction.memory)),
+            rendering.count(each.totals.messages) if not each.prediction.note else rendering.MISSING,
+            shown(each.totals.median_bytes),
+            *time_cells(each.timed, plan.timing),
         )
-        for each, prediction, total, time in zip(candidates, found, totals, times, strict=True)
+        for each in compared
     ]
     headings = [
         Heading("setting"),
@@ -247,55 +193,20 @@ def show_comparison(
         Heading("host memory", True),
         Heading("messages", True),
         Heading("median message", True),
-        *time_headings(timing),
+        *time_headings(plan.timing),
     ]
-    refused = [
-        (label(point), each.reason)
-        for point, each in zip(listed, outcomes, strict=True)
-        if isinstance(each, Refusal)
-    ]
-    rows += [(name, "refused", *[rendering.MISSING] * (len(headings) - 2)) for name, _ in refused]
+    rows += [(name, "refused", *[rendering.MISSING] * (len(headings) - 2)) for name, _ in plan.refused]
     rendering.show(Rows(headings, rows, "per step and rank, by setting"), "")
-    for name, reason in refused:
+    for name, reason in plan.refused:
         rendering.show(rendering.paragraph(f"{name} is refused: {reason}"))
-    for name, each, total in zip((each.name for each in candidates), found, totals, strict=True):
-        if each.note:
-            rendering.show(rendering.paragraph(f"{name}: {each.note}"))
-        elif links is not None:
-            rendering.show(rendering.paragraph(f"{name}: {_link_sentences(total, hosts, links)[-1]}"))
-    show_missing_times(times, [each.note for each in found], timing)
-    for reason in dict.fromkeys(each.uncounted for each in found if each.uncounted):
+    for each in compared:
+        if each.prediction.note:
+            rendering.show(rendering.paragraph(f"{each.label}: {each.prediction.note}"))
+        elif plan.links is not None:
+            sentence = _link_sentences(each.totals, plan.hosts, plan.links)[-1]
+            rendering.show(rendering.paragraph(f"{each.label}: {sentence}"))
+    notes = [each.prediction.note for each in compared]
+    show_missing_times([each.timed for each in compared], notes, plan.timing)
+    for reason in dict.fromkeys(each.prediction.uncounted for each in compared if each.prediction.uncounted):
         rendering.show(rendering.paragraph(f"Activations are not counted: {reason}."))
-    rendering.show(
-        rendering.paragraph(_sentence(recommend(candidates, capacity), candidates, capacity, timing))
-    )
-
-
-def _sentence(chosen: Recommendation, candidates: Sequence[Any], capacity: int | None, timing: Timing) -> str:
-    shown = rendering.number_of_bytes
-    if chosen.chosen is None:
-        if not any(each.complete for each in candidates):
-            return "No recommendation: the messages of no setting can be predicted."
-        least = min((each for each in candidates if each.complete), key=lambda each: each.on_device)
-        return (
-            f"No setting fits in {shown(capacity)}{_before(least)}: {least.name} needs the least, "
-            f"{shown(least.on_device)} per rank."
-        )
-    best = candidates[chosen.chosen]
-    fits = (
-        f"of the {len(candidates)} settings, {chosen.fitting} fit{'s' * (chosen.fitting == 1)} in {shown(capacity)}"
-        if capacity is not None
-        else "whether a setting fits is not known without --device-memory"
-    )
-    timed = "messages take" if timing.compute_ns is None else "step takes"
-    compared = " for each sample" if chosen.per_sample else ""
-    reason = _REASONS[chosen.decided_by].format(timed=timed)
-    return (
-        f"Use {best.name}: {reason}{compared}. It sends {shown(best.host_bytes)} per host to other "
-        f"hosts and {shown(best.rank_bytes)} per rank in a step, and holds {shown(best.on_device)} on each device"
-        f"{_before(best)}; {fits}."
-    )
-
-
-def _before(candidate: Candidate) -> str:
-    return "" if candidate.counted else ", before activations"
+    rendering.show(rendering.paragraph(recommendation(plan, compared)[1]))

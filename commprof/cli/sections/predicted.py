@@ -10,8 +10,6 @@ import typer
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
-from commprof.errors import UsageError
-from commprof.recorder.process.options import parse_size
 
 _DEVICES: Final = Path("/dev")
 
@@ -47,10 +45,9 @@ def device_capacity(text: str | None) -> int | None:
         UsageError: ``text`` is not a number of bytes.
     """
     if text is not None:
-        try:
-            return parse_size(text)
-        except ValueError as problem:
-            raise UsageError(f"--device-memory is {text!r}: {problem}") from None
+        from commprof.plan.api import parse_capacity
+
+        return parse_capacity(text)
     if not any(any(_DEVICES.glob(name)) for name in ("nvidia[0-9]*", "kfd")):
         return None  # spares the seconds that importing torch takes
     try:

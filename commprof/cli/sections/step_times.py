@@ -68,15 +68,6 @@ def time_cells(timed: StepTime | str, timing: Timing) -> list[str]:
     return cells[: len(time_headings(timing))]
 
 
-def typical_time(timed: StepTime | str) -> float | None:
-    """Return the middle of the bounds of a step in ns, or the time of its messages; None where it is not known."""
-    if isinstance(timed, str):
-        return None
-    if timed.least_ns is None or timed.most_ns is None:
-        return timed.communication_ns
-    return (timed.least_ns + timed.most_ns) / 2
-
-
 def show_missing_times(times: Sequence[StepTime | str], shown: Sequence[str], timing: Timing) -> None:
     """Print why times are not known, unless that is ``shown`` already, and what the others are taken from."""
     if timing.source is None:

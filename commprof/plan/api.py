@@ -1,0 +1,267 @@
+"""What others ask of plan: the outcomes of settings, which one to use, and how one scales with the number of ranks.
+
+The command line and the dashboard's Plan page give the same answers, since both ask here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from commprof.errors import UsageError
+from commprof.launch.sweeps.configuration import parse_config
+from commprof.launch.sweeps.points import derive, label, points
+from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
+from commprof.plan.hosts import Hosts, parse_hosts
+from commprof.plan.keys import check_keys
+from commprof.plan.links import Links, parse_links
+from commprof.plan.models import Model, read_model
+from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
+from commprof.plan.recommendations import Candidate, advice, samples_of
+from commprof.plan.traffic import Totals, totals_of, traffic_of
+from commprof.recorder.process.options import parse_size
+
+if TYPE_CHECKING:
+    from commprof.calibration.results import Calibration
+
+__all__ = [
+    "Plan",
+    "Question",
+    "Row",
+    "WorldOutcome",
+    "as_json",
+    "compare",
+    "make_plan",
+    "over_worlds",
+    "parse_capacity",
+    "parse_config",
+    "recommendation",
+]
+
+PLACES: Final = ("device", "host", "disk")
+UNUSED_COMPUTE: Final = (
+    "--step-compute is not used: steps have different numbers of samples, "
+    "so ranks compute for different times"
+)
+
+
+class Question(NamedTuple):
+    """A config and what to predict of it; texts are those of the options of ``commprof plan``.
+
+    Attributes:
+        config: as DeepSpeed reads it.
+        model: ``params:175e9``, ``py:module:function`` or ``hf:CONFIG_DIR``.
+        world: ranks.
+        hosts, links, settings, layers, backend, sequence, step_compute: of the options; settings are those of ``--set``.
+        capacity: bytes of a device; None where that is not known.
+        calibration: for the times of messages.
+    """
+
+    config: Mapping[str, Any]
+    model: str
+    world: int = 1
+    hosts: str | None = None
+    links: str | None = None
+    settings: tuple[str, ...] = ()
+    layers: int | None = None
+    backend: str = "nccl"
+    sequence: int | None = None
+    step_compute: str | None = None
+    capacity: int | None = None
+    calibration: Calibration | None = None
+
+
+class Plan(NamedTuple):
+    """The outcomes of all settings of a question.
+
+    Attributes:
+        job: what the config is applied to.
+        hosts: of all ranks.
+        links: between them; None where they are not given.
+        timing: how times are found.
+        capacity: bytes of a device; None where that is not known.
+        settings: the dotted keys and values of each setting.
+        configs: the config of each setting.
+        outcomes: of each setting.
+        remarks: what was given and is not used.
+    """
+
+    job: Job
+    hosts: Hosts
+    links: Links | None
+    timing: Timing
+    capacity: int | None
+    settings: list[dict[str, Any]]
+    configs: list[dict[str, Any]]
+    outcomes: list[Prediction | Refusal]
+    remarks: list[str]
+
+    @property
+    def model(self) -> Model:
+        """The model that is trained."""
+        return self.job.model
+
+    @property
+    def usable(self) -> list[tuple[dict[str, Any], Prediction]]:
+        """The settings that are not refused, with their predictions."""
+        pairs = zip(self.settings, self.outcomes, strict=True)
+        return [(setting, each) for setting, each in pairs if isinstance(each, Prediction)]
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        """The labels of the settings that are refused, with the reasons."""
+        pairs = zip(self.settings, self.outcomes, strict=True)
+        return [(label(setting), each.reason) for setting, each in pairs if isinstance(each, Refusal)]
+
+
+class Row(NamedTuple):
+    """A setting that is not refused, beside the others.
+
+    Attributes:
+        label: the setting as text.
+        prediction: of it.
+        totals: its traffic.
+        timed: the time of its step, or why that is not known.
+    """
+
+    label: str
+    prediction: Prediction
+    totals: Totals
+    timed: StepTime | str
+
+
+class WorldOutcome(NamedTuple):
+    """One setting at one number of ranks.
+
+    Attributes:
+        world: ranks.
+        wire_bytes: that a rank sends per step, by purpose.
+        memory: bytes on the device of rank 0, by kind.
+        reason: why the setting cannot be used, or its messages not be predicted, at that number; empty where they can.
+    """
+
+    world: int
+    wire_bytes: dict[str, int]
+    memory: dict[str, int]
+    reason: str
+
+
+def make_plan(question: Question) -> Plan:
+    """Predict every setting of ``question``. Nothing is run.
+
+    Raises:
+        UsageError: a text cannot be used, or no setting can.
+    """
+    hosts = parse_hosts(question.hosts, question.world)
+    links = None if question.links is None else parse_links(question.links)
+    compute = question.step_compute
+    compute_ns = None if compute is None else parse_duration(compute, "--step-compute")
+    timing = timing_by(question.calibration, links, question.backend, compute_ns)
+    settings = points(question.settings)
+    check_keys(dict.fromkeys(key for setting in settings for key in setting))
+    configs = [derive(question.config, setting) for setting in settings]
+    model = read_model(question.model, question.layers, question.sequence)
+    job = Job(model, question.world, hosts.ranks, question.backend, question.sequence)
+    plan = Plan(
+        job, hosts, links, timing, question.capacity, settings, configs, predict_each(configs, job), []
+    )
+    if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
+        return plan
+    return plan._replace(timing=timing._replace(compute_ns=None), remarks=[UNUSED_COMPUTE])
+
+
+def compare(plan: Plan) -> list[Row]:
+    """Return the settings that are not refused, with their totals and times."""
+    return [
+        Row(label(setting), each, totals_of(each.sent, plan.hosts), plan.timing.of(each, plan.hosts))
+        for setting, each in plan.usable
+    ]
+
+
+def recommendation(plan: Plan, rows: Iterable[Row]) -> tuple[int | None, str]:
+    """Return which of ``rows`` to use, None where none can be recommended, and a sentence with the reason."""
+    candidates = [
+        Candidate(
+            row.label,
+            row.prediction.on_device,
+            row.totals.rank_bytes,
+            row.totals.host_bytes,
+            samples_of(row.prediction),
+            not row.prediction.note,
+            not row.prediction.uncounted,
+            None if isinstance(row.timed, str) else row.timed.typical_ns,
+        )
+        for row in rows
+    ]
+    return advice(candidates, plan.capacity, plan.timing.compute_ns is not None)
+
+
+def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) -> list[WorldOutcome]:
+    """Predict ``config`` of a setting of ``plan`` for each number of ranks, on hosts of as many ranks as in the plan."""
+    outcomes = []
+    for world in worlds:
+        job = plan.job._replace(world=world, ranks_per_host=min(plan.hosts.ranks, world))
+        try:
+            found = predict(config, job)
+        except UsageError as problem:
+            outcomes.append(WorldOutcome(world, {}, {}, str(problem)))
+            continue
+        wire: Counter[str] = Counter()
+        for each in found.sent:
+            wire[each.purpose] += round(each.wire_bytes)
+        memory = {each.what: each.device for each in found.parts}
+        outcomes.append(WorldOutcome(world, dict(wire), memory, found.note))
+    return outcomes
+
+
+def parse_capacity(text: str) -> int | None:
+    """Return the bytes of a device that ``text``, such as ``80GiB``, says.
+
+    Raises:
+        UsageError: it is not a number of bytes.
+    """
+    try:
+        return parse_size(text)
+    except ValueError as problem:
+        raise UsageError(f"--device-memory is {text!r}: {problem}") from None
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return ``plan`` as docs/plan.md describes its JSON: bytes and nanoseconds as integers."""
+    pairs = zip(plan.settings, plan.outcomes, strict=True)
+    return {"settings": [_setting_json(setting, each, plan) for setting, each in pairs]}
+
+
+def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan: Plan) -> dict[str, Any]:
+    if isinstance(found, Refusal):
+        nothing: dict[str, Any] = {"set": dict(setting), "traffic": [], "memory_bytes_per_rank": None}
+        return {**nothing, "step_ns": {"least": None, "most": None}, "refused": found.reason}
+    timed = plan.timing.of(found, plan.hosts)
+    known = timed if isinstance(timed, StepTime) else None
+    return {
+        "set": dict(setting),
+        "traffic": [
+            {
+                "purpose": row.purpose,
+                "op": row.op,
+                "group_size": row.group_size,
+                "count": row.count,
+                "payload_bytes": row.payload_bytes,
+                "wire_bytes_per_rank": row.wire_bytes_per_rank,
+            }
+            for row in traffic_of(found.sent, plan.hosts)
+        ],
+        "memory_bytes_per_rank": {
+            **{place: sum(getattr(each, place) for each in found.parts) for place in PLACES},
+            "parts": {each.what: {place: getattr(each, place) for place in PLACES} for each in found.parts},
+        },
+        "step_ns": {"least": known and known.least_ns, "most": known and known.most_ns},
+        "communication_ns": {
+            "all": known and known.communication_ns,
+            "overlapping": known and known.overlapping_ns,
+            "by_purpose": known and known.by_purpose(),
+            "source": plan.timing.source.text if known and plan.timing.source else None,
+            "note": "" if known else timed,
+        },
+    }
