@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commprof.align.ranks.agreement import unshifted
+from commprof.align.ranks.agreement import ranks_text, unshifted
 from commprof.exit_codes import State, decide
 from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
 from commprof.ledger.reconcile import attribution, sentences
@@ -36,7 +36,7 @@ from commprof.ledger.records.precount import Survey
 from commprof.ledger.records.readings import StepReadings
 from commprof.ledger.records.sendings import COLUMNS as OF_SENDINGS
 from commprof.ledger.records.sendings import Sendings, sendings
-from commprof.ledger.requests.demand import COMPLETE, RUNNING, demands
+from commprof.ledger.requests.demand import COMPLETE, RUNNING, demands, of_recorded_groups
 from commprof.ledger.requests.engine_sequence import Turn, before_steps, demands_in_turn, turns_of
 from commprof.ledger.requests.request import RecordedRun, Request, WholeRun, last_attempt, request_of
 from commprof.trace.config_copy import config_note
@@ -78,6 +78,8 @@ def verify(recorded: WholeRun) -> Verdict:
     else:
         request, requests = request_of(run), []
         wanted, partial, notes = demands(run, request, steps)
+    wanted, unheard = of_recorded_groups(wanted, run.health.missing_ranks)
+    notes = [*notes, *unheard]
     findings = attribution.attribute(
         steps,
         wanted,
@@ -220,7 +222,7 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
             clauses.append(f"{number:,} {text}")
     clauses += health.damaged
     if health.missing_ranks:
-        clauses.append(f"ranks {', '.join(map(str, health.missing_ranks))} left no records")
+        clauses.append(f"{ranks_text(health.missing_ranks)} left no records")
     return clauses
 
 

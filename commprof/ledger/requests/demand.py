@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,11 +16,12 @@ from commprof.ledger.requests.message_classes import Class, Want, wants
 from commprof.ledger.requests.module_orders import Pass, passes_of
 from commprof.ledger.requests.request import RecordedRun, Request
 from commprof.requested.expectation import Expectation
-from commprof.schema import Op, Purpose
+from commprof.schema import Op, Purpose, parse_ranks
 
 COMPLETE: Final = "complete"
 RUNNING: Final = "running"
-_AFTER_OVERFLOW: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GATHER})
+_AFTER_CHECK: Final = frozenset({Purpose.GRADIENT_NORM, Purpose.PARAMETER_GATHER})
+_AFTER_NORM: Final = frozenset({Purpose.PARAMETER_GATHER})
 
 
 def demands(
@@ -43,7 +44,9 @@ def demands(
     last_attempt = max(attempts)
     wanted: dict[StepKey, dict[Class, Want]] = {}
     known: dict[tuple[int, ...], tuple[list[Expectation], dict[Class, Want]]] = {}
-    partial, died, overflowed, skipped = set(), [], [], []
+    partial, died = set(), []
+    overflowed: list[StepKey] = []
+    skipped: list[StepKey] = []
     try:
         for attempt in sorted(attempts):
             before = StepKey(attempt, -1)
@@ -58,12 +61,19 @@ def demands(
                 died.append(StepKey(attempt, -1))
             passes = _passes(request, messages, [steps.get(key, {}) for key in keys])
             for ordinal, key in enumerate(keys):
-                expectations = request.expectations(key, ordinal, passes=passes[ordinal])
-                if request.skips(key):
+                after_skip = bool(ordinal) and keys[ordinal - 1] in {*overflowed, *skipped}
+                expectations = request.expectations(
+                    key, ordinal, passes=passes[ordinal], after_skip=after_skip
+                )
+                dropped = _not_sent_after_overflow(key, request, steps)
+                if request.skips(key) or dropped == _AFTER_NORM:
                     skipped.append(key)
-                if _overflowed(key, request, steps):
+                elif dropped:
                     overflowed.append(key)
-                    expectations = [row for row in expectations if row.purpose not in _AFTER_OVERFLOW]
+                if dropped:
+                    expectations = [
+                        row for row in expectations if row.when != "step" or row.purpose not in dropped
+                    ]
                 elif not ended[key] or (
                     key == keys[-1] and _unfinished(expectations, steps.get(key, {}), key in updated)
                 ):
@@ -83,6 +93,32 @@ def demands(
     remarks += _shortened_steps(overflowed, skipped, died, sorted(partial))
     partial.update(died)
     return wanted, frozenset(partial), remarks
+
+
+def of_recorded_groups(
+    wanted: dict[StepKey, dict[Class, Want]], missing_ranks: Collection[int]
+) -> tuple[dict[StepKey, dict[Class, Want]], list[str]]:
+    """Leave out what groups send whose ranks all left no records; a remark says how many groups these are.
+
+    A collective is recorded by each rank of its group, so one of them is enough to know what the group sent.
+    """
+    if not missing_ranks:
+        return wanted, []
+    missing = frozenset(missing_ranks)
+    unheard: dict[str, bool] = {}
+    kept: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
+    for classes in wanted.values():
+        if id(classes) in kept:
+            continue
+        for kind in classes:
+            if kind.group_ranks not in unheard:
+                unheard[kind.group_ranks] = missing.issuperset(parse_ranks(kind.group_ranks))
+        kept[id(classes)] = {kind: want for kind, want in classes.items() if not unheard[kind.group_ranks]}
+    number = sum(unheard.values())
+    remark = (
+        f"{number:,} group{'s' * (number > 1)} of ranks that left no records: what they send is not judged."
+    )
+    return {key: kept[id(classes)] for key, classes in wanted.items()}, [remark] if number else []
 
 
 def _shortened_steps(
@@ -220,12 +256,21 @@ def _add(wants: dict[Class, Want], more: Mapping[Class, Want]) -> None:
         both.most_bytes = None if most == (None, None) else sum(each or 0 for each in most)
 
 
-def _overflowed(key: StepKey, request: Request, steps: Issued) -> bool:
-    """Whether the step went as far as the overflow check and no further."""
-    if request.configuration is None or not request.configuration.check_overflow:
-        return False
+def _not_sent_after_overflow(key: StepKey, request: Request, steps: Issued) -> frozenset[Purpose]:
+    """The purposes that the end of a skipped step leaves out; empty for other steps.
+
+    With an overflow check the messages tell that the step went no further. Without one the norm tells the engine, which
+    says so.
+    """
+    configuration = request.configuration
+    if configuration is None or not configuration.partitions:
+        return frozenset()
     purposes = {message.purpose for message in steps.get(key, {})}
-    return Purpose.OVERFLOW_CHECK in purposes and not purposes & _AFTER_OVERFLOW
+    if configuration.check_overflow and Purpose.OVERFLOW_CHECK in purposes:
+        # At stage 3 parameters are gathered before the check, too.
+        after = _AFTER_CHECK if configuration.stage < 3 else _AFTER_CHECK - _AFTER_NORM
+        return frozenset() if purposes & after else _AFTER_CHECK
+    return _AFTER_NORM if key in request.overflows.steps else frozenset()
 
 
 def _updated(steps: pa.Table) -> set[StepKey]:

@@ -106,6 +106,7 @@ class _Asked(NamedTuple):
     iteration: int | None
     zero_init: bool | Construction
     scale: Fraction = USUAL
+    after_skip: bool = False
 
 
 @dataclass
@@ -154,6 +155,7 @@ class Request:
         *,
         zero_init: bool = False,
         passes: Sequence[Pass] | None = None,
+        after_skip: bool = False,
     ) -> list[Expectation]:
         """What step ``key`` should send; the time before the first step is step -1.
 
@@ -162,6 +164,7 @@ class Request:
             zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3. Where the engine
                 says how each parameter was made, that counts.
             passes: what each micro-batch does about the order of modules, where an evaluation has changed that.
+            after_skip: the step before was skipped since a gradient overflowed.
 
         Raises:
             CommprofError: the rules do not cover the config.
@@ -181,11 +184,12 @@ class Request:
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
             number = ordinal * self.micro_steps + micro
+            is_after = after_skip and not micro
             if of_kind is None and passes is not None:
-                expected += self._of_pass(passes[micro], order, number)
+                expected += self._of_pass(passes[micro], order, number, is_after)
                 continue
             iteration = self._alike(number) if of_kind is None else of_kind
-            expected += self._of_micro_batch(order, iteration)
+            expected += self._of_micro_batch(order, iteration, is_after)
         if self.skips(key):
             expected = stages.up_to_overflow(expected, self.config, self._counted(key))
         return expected
@@ -195,11 +199,15 @@ class Request:
         rows = self._of_micro_batch(None, STEADY)
         return sum(row.count for row in rows if row.purpose == Purpose.TRACE_CHECK)
 
-    def _of_micro_batch(self, order: tuple[str, ...] | None, iteration: int) -> list[Expectation]:
-        rows = self._expected(_Asked(order, iteration, False))
+    def _of_micro_batch(
+        self, order: tuple[str, ...] | None, iteration: int, after_skip: bool = False
+    ) -> list[Expectation]:
+        rows = self._expected(_Asked(order, iteration, False, after_skip=after_skip))
         return [row for row in rows if row.when == "micro_step"]
 
-    def _of_pass(self, does: Pass, order: tuple[str, ...] | None, number: int) -> list[Expectation]:
+    def _of_pass(
+        self, does: Pass, order: tuple[str, ...] | None, number: int, after_skip: bool
+    ) -> list[Expectation]:
         """What micro-batch ``number`` sends, by what it ``does`` about the order of modules."""
         is_first = not number
         opens_step = not number % self.micro_steps and not is_first
@@ -213,13 +221,14 @@ class Request:
             Pass.COMPARES_AND_DEPARTS: (0, 1),
             Pass.DEPARTS: (0, steady),
         }[does]
-        key = order, gathers, checks, is_first
+        key = order, gathers, checks, is_first, after_skip
         if key not in self._estimates:
             check = Purpose.TRACE_CHECK
             rows = [row for row in self._of_micro_batch(order, checks) if row.purpose == check]
-            others = [row for row in self._of_micro_batch(order, gathers) if row.purpose != check]
+            rows_of_pass = self._of_micro_batch(order, gathers, after_skip)
+            others = [row for row in rows_of_pass if row.purpose != check]
             # What stays gathered from an earlier step need not be gathered by those that follow no order.
-            there = 0 if gathers or is_first else self._kept_gather_bytes(order)
+            there = 0 if gathers or is_first or after_skip else self._kept_gather_bytes(order)
             self._estimates[key] = rows + [_as_estimate(row, there) for row in others]
         return self._estimates[key]
 
@@ -301,6 +310,7 @@ class Request:
                 runtime=self.runtime,
                 iteration=asked.iteration,
                 zero_init=asked.zero_init,
+                after_skip=asked.after_skip,
             )
         return stages.expected(
             self.config,
@@ -311,6 +321,7 @@ class Request:
             self.runtime,
             iteration=asked.iteration,
             zero_init=asked.zero_init,
+            after_skip=asked.after_skip,
             host_ranks=self.host_ranks,
             grid=self.grid,
             costs=self.costs,

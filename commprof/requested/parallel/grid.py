@@ -65,6 +65,7 @@ def expected_on_axes(
     *,
     iteration: int | None = None,
     zero_init: bool | Construction = False,
+    after_skip: bool = False,
 ) -> list[Expectation]:
     """What ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
 
@@ -90,7 +91,15 @@ def expected_on_axes(
         lines = axes.lines(DATA, SEQUENCE, **({PIPE: stage} if PIPE in axes.names else {}))
         order = gradient_order if stages == 1 else None
         sent = expected(
-            plain, own, len(lines[0]), order, backend, runtime, iteration=iteration, zero_init=zero_init
+            plain,
+            own,
+            len(lines[0]),
+            order,
+            backend,
+            runtime,
+            iteration=iteration,
+            zero_init=zero_init,
+            after_skip=after_skip,
         )
         rows += [on_lines(each, lines) for each in sent]
         rows += _along_model(config, own, axes, shapes, stage)

@@ -75,6 +75,8 @@ def gathers_of(
     micro_steps: int,
     iteration: int,
     unpartitioned: Set[str] = frozenset(),
+    *,
+    after_skip: bool = False,
 ) -> Gathers:
     """What micro-batch number ``iteration`` of a training gathers.
 
@@ -85,6 +87,7 @@ def gathers_of(
         micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
         iteration: number of the micro-batch since training started, from 0.
         unpartitioned: those of ``persistent`` that are gathered before the first micro-batch.
+        after_skip: the step before was skipped, which released all parameters and gathered none again.
     """
     model = module_tree(parameters, configuration.is_leaf)
     visits = training_visits(model)
@@ -95,9 +98,10 @@ def gathers_of(
         return Gathers(tuple(_recording(visits, unpartitioned)), False, False, len(calls), len(order))
     known = _KnownOrder(configuration, calls, order, persistent)
     # Parameters that stay gathered are so from the end of the first step, or else from the second micro-batch on.
-    gathers, exact = known.run(visits, set(persistent) if micro_steps == 1 else set(unpartitioned))
-    if iteration > 1 and micro_steps > 1:
-        gathers, exact = known.run(visits, set(persistent))
+    present = set(persistent) if micro_steps == 1 else set(unpartitioned)
+    gathers, exact = known.run(visits, set() if after_skip and iteration == 1 else present)
+    if iteration > 1 and (after_skip or micro_steps > 1):
+        gathers, exact = known.run(visits, set() if after_skip else set(persistent))
     numel = sum(parameter.numel for parameter in parameters)
     gathered = [parameter.name for gather in gathers for parameter in gather.parameters]
     each_once = REPEATED_USES * numel <= configuration.max_reuse_distance and len(set(gathered)) == len(

@@ -55,6 +55,7 @@ class Training(NamedTuple):
         exchanges: whether a reduce_scatter is issued as an all_to_all and a local sum, as by zero_runtime on gloo.
         unpartitioned: names of parameters that are not partitioned: gathered at the start and after each step.
             Their gradients are summed on every rank.
+        after_skip: whether the micro-batch follows a step that was skipped.
     """
 
     parameters: Sequence[Parameter]
@@ -65,6 +66,7 @@ class Training(NamedTuple):
     zero_init: bool | Construction
     exchanges: bool = False
     unpartitioned: Set[str] = frozenset()
+    after_skip: bool = False
 
 
 def stage3_expectations(
@@ -146,6 +148,7 @@ def _micro_step(
         training.micro_steps,
         training.iteration,
         training.unpartitioned,
+        after_skip=training.after_skip,
     )
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
     buckets, exact, notes = gradient_buckets(configuration, gathering, trained, order, training.unpartitioned)

@@ -40,6 +40,21 @@ CASES = {
     "no signs": (2, optimizer("AdamW") | FP16),
     "no signs, autocast": (2, optimizer("AdamW") | AUTOCAST),
 }
+# Stages with shards. All parameters of this model stay gathered at stage 3, unless the threshold is 0.
+PARTITIONED = {
+    f"stage {stage}, {name}": (
+        2,
+        optimizer("AdamW") | precision | {"zero_optimization": {"stage": stage, **zero}},
+    )
+    for stage, zero in ((1, {}), (2, {}), (3, {}), (3, {"stage3_param_persistence_threshold": 0}))
+    for name, precision in (
+        ("fp32", {}),
+        ("fp16", FP16),
+        ("fp16, two", FP16 | {"gradient_accumulation_steps": 2}),
+    )
+    for name in [f"{name}, nothing stays" if zero else name]
+}
+QUICK_PARTITIONED = ("stage 1, fp32", "stage 3, fp16", "stage 3, fp16, two, nothing stays")
 QUICK = "signs, fp16"
 QUICK_FIRST = [pytest.param(name, marks=[] if name == QUICK else pytest.mark.long) for name in CASES]
 
@@ -74,7 +89,7 @@ def train(rank, world, config, begin=0, folder=None, late=0):
 
 @functools.cache
 def recorded(name, *args):
-    world, config = CASES[name]
+    world, config = {**CASES, **PARTITIONED}[name]
     run, outcomes = record(Path(tempfile.mkdtemp()) / "run", world, train, config, *args)
     assert {each["result"] for each in outcomes} == {len(BAD)}
     return run
@@ -85,6 +100,17 @@ def test_every_byte_is_explained(name):
     verdict = verify(recorded(name))
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict.sentences
     assert any("Steps 0,2,5: a gradient overflowed" in sentence for sentence in verdict.sentences)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK_PARTITIONED else pytest.mark.long) for name in PARTITIONED],
+)
+def test_a_skipped_step_gathers_nothing_at_its_end_and_the_next_one_more(name):
+    verdict = verify(recorded(name))
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict.sentences
+    ended = "Steps 0,2,5: " + ("a gradient overflowed" if "fp32" in name else "ended at the overflow check")
+    assert any(sentence.startswith(ended) for sentence in verdict.sentences), verdict.sentences
 
 
 def test_signs_that_come_later_than_asked_for_are_named():

@@ -216,7 +216,7 @@ def test_with_records_missing_nothing_can_be_told(what):
 def test_a_rank_without_records_cannot_be_told():
     verdict = api.verify(zero2(recorded_ranks=(0, 1, 2)).open())
     assert verdict.exit_code == 3
-    assert "ranks 3 left no records" in sentence(verdict, "Cannot tell")
+    assert "rank 3 left no records" in sentence(verdict, "Cannot tell")
 
 
 @pytest.mark.parametrize(
