@@ -20,6 +20,7 @@ VERBS: Final = {
     "verify": "verify:verify",
     "check": "check:check",
     "plan": "plan:plan",
+    "predict": "predict:predict",
     "requested": "requested:requested",
     "query": "query:query",
     "export": "export:export",

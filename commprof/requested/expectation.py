@@ -32,6 +32,7 @@ class Expectation(NamedTuple):
         most_bytes: upper bound of ``payload_bytes`` where it is an estimate; None without a bound.
         estimate: what the bytes depend on where they are an estimate; empty for the order in which modules run.
         payloads: bytes of each message; of one with a row for each rank that may differ in length, those of every row.
+        arrived: of gradients: how many have arrived when each message is sent; empty where that is not stated.
     """
 
     when: When
@@ -51,6 +52,7 @@ class Expectation(NamedTuple):
     most_bytes: int | None = None
     estimate: str = ""
     payloads: tuple[tuple[int, ...], ...] = ()
+    arrived: tuple[int, ...] = ()
 
 
 def row(
@@ -109,6 +111,7 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             least_bytes=before.least_bytes + each.least_bytes,
             most_bytes=_most(before, each),
             payloads=before.payloads + each.payloads,
+            arrived=before.arrived + each.arrived,
             note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
         )
     return list(sums.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from commprof.requested.parameters import Parameter
 from commprof.requested.zero.partition import Layout, OwnedShard
@@ -27,6 +28,22 @@ def buckets_within(parameters: Iterable[Parameter], capacity: int) -> list[Bucke
         buckets[-1].append(parameter)
         numel += parameter.numel
     return buckets
+
+
+def arrived_for_buckets(buckets: Sequence[Bucket], in_backward_order: bool) -> list[int]:
+    """How many gradients have arrived when each of ``buckets`` is sent.
+
+    The gradient that would exceed a bucket sends it, and the end of the backward pass the last one. If gradients do not
+    enter buckets as they arrive, all buckets are sent at the end.
+
+    >>> a, b, c = (Parameter(name, 4) for name in "abc")
+    >>> arrived_for_buckets([[a, b], [c]], True)
+    [3, 3]
+    """
+    total = sum(map(len, buckets))
+    if not in_backward_order:
+        return [total] * len(buckets)
+    return [min(total, end + 1) for end in accumulate(map(len, buckets))]
 
 
 def runs_past(sizes: Iterable[int], capacity: int) -> list[int]:

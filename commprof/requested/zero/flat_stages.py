@@ -80,7 +80,7 @@ def flat_expectations(
         ]
     else:
         if configuration.reduces_chunks and not unpartitioned:
-            gradients = chunked_gradients(configuration, layout, backend)
+            gradients = chunked_gradients(configuration, groups, layout, gradient_order, backend)
         else:
             gradients = bucketed_gradients(
                 configuration, groups, layout, gradient_order, backend, unpartitioned
@@ -129,7 +129,7 @@ def _gradient_reduce(
     lists = [each for each in gradients.messages if each.op == Op.REDUCE_SCATTER and each.rows]
     if lists and len(lists) < len(gradients.messages):
         alike = [each for each in gradients.messages if not each.rows]
-        batches = (gradients._replace(messages=each) for each in (alike, lists))
+        batches = (gradients._replace(messages=each, arrived=()) for each in (alike, lists))
         return [row for each in batches for row in _gradient_reduce(configuration, each, world_size, backend)]
     if not gradients.messages:
         return []
@@ -167,6 +167,7 @@ def _gradient_reduce(
             intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
             exact=gradients.exact,
             payloads=tuple(message.row_bytes(size, world_size) for message in gradients.messages),
+            arrived=gradients.arrived,
         )
     ]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
-from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
+from commprof.requested.zero.buckets import arrived_for_buckets, buckets_within, owned_slices, runs_past
 from commprof.requested.zero.partition import Layout
 from commprof.requested.zero.reductions import REDUCTIONS, Message, Terms
 from commprof.schema import Op
@@ -22,11 +23,13 @@ class GradientMessages(NamedTuple):
         messages: in the order of issue.
         exact: False where the split depends on an unknown order of gradients.
         notes: remarks for the report.
+        arrived: how many gradients have arrived when each message is sent; empty if all have.
     """
 
     messages: list[Message]
     exact: bool = True
     notes: tuple[str, ...] = ()
+    arrived: tuple[int, ...] = ()
 
 
 def replicated_gradients(configuration: Configuration, parameters: Sequence[Parameter]) -> GradientMessages:
@@ -50,20 +53,51 @@ def _split_messages(sizes: Iterable[int]) -> list[Message]:
     return [Message(Op.ALL_REDUCE, numel) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
 
 
-def chunked_gradients(configuration: Configuration, layout: Layout, backend: str) -> GradientMessages:
+def chunked_gradients(
+    configuration: Configuration,
+    groups: Sequence[Sequence[Parameter]],
+    layout: Layout,
+    gradient_order: Sequence[str] | None,
+    backend: str,
+) -> GradientMessages:
     """Stages 1 and 2 with ``reduce_scatter``: one message for each chunk, in any order of gradients.
 
     A parameter that got no gradient sends zeros. An all_to_all leaves out the padding at the end of the last chunk.
-    ``backend`` is that of the group.
+    The arguments are those of :func:`bucketed_gradients`.
     """
     exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
-    messages = []
+    messages: list[Message] = []
+    first_chunks: list[int] = []
     for group in layout.groups:
+        first_chunks.append(len(messages))
         for start in range(0, group.end, group.chunk_numel or 1):
             sent = min(group.chunk_numel, group.end - start) if exchanges else group.chunk_numel
             op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
             messages.append(Message(op, sent, group.row_numel))
-    return GradientMessages(messages)
+    arrived, _, _ = _bucket_order(configuration, groups, gradient_order)
+    counts = [len(arrived)] * len(messages)
+    if configuration.reduces_in_backward_order:
+        counts = _arrived_for_chunks(arrived, layout, first_chunks, len(messages))
+    return GradientMessages(messages, arrived=tuple(counts))
+
+
+def _arrived_for_chunks(
+    arrived: Sequence[Parameter], layout: Layout, first_chunks: Sequence[int], chunks: int
+) -> list[int]:
+    """How many gradients have arrived when each chunk is sent: chunks are sent from the last one to the first.
+
+    ``first_chunks`` has the number of the first chunk of each group.
+    """
+    fills = [0] * chunks  # number of the gradient that fills each chunk
+    for position, parameter in enumerate(arrived, 1):
+        number, start = layout.places[parameter.name]
+        width = layout.groups[number].chunk_numel
+        end = start + max(1, parameter.numel) - 1
+        for chunk in range(start // width, end // width + 1):
+            if first_chunks[number] + chunk < chunks:
+                fills[first_chunks[number] + chunk] = position
+    counts = list(accumulate((each or len(arrived) for each in reversed(fills)), max))
+    return counts[::-1]
 
 
 def bucketed_gradients(
@@ -89,15 +123,22 @@ def bucketed_gradients(
     reduction = "all_reduce" if configuration.compression else configuration.reduction
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
     arrived = [each for each in arrived if each.name not in left_out]
-    buckets = [owned_slices(bucket, layout) for bucket in buckets_within(arrived, capacity)]
+    contents = buckets_within(arrived, capacity)
+    buckets = [owned_slices(bucket, layout) for bucket in contents]
     terms = Terms(
         capacity,
         ranks=layout.groups[0].numel // layout.groups[0].shard_numel if layout.groups else 1,
         exchanges=configuration.reduce_scatter_on(backend) == "all_to_all",
     )
     reduce = REDUCTIONS[reduction].messages
-    messages = [message for shards in buckets for message in reduce(shards, terms)]
-    return GradientMessages(messages, exact, notes)
+    messages = [reduce(shards, terms) for shards in buckets]
+    counts = arrived_for_buckets(contents, configuration.reduces_in_backward_order)
+    return GradientMessages(
+        [message for each in messages for message in each],
+        exact,
+        notes,
+        tuple(number for number, each in zip(counts, messages, strict=True) for _ in each),
+    )
 
 
 def _bucket_order(

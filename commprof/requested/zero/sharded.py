@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from commprof.requested.communication.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order, item_bytes
-from commprof.requested.zero.buckets import Bucket, buckets_within
+from commprof.requested.zero.buckets import Bucket, arrived_for_buckets, buckets_within
 from commprof.requested.zero.gather_configuration import GatherConfiguration
 from commprof.requested.zero.gathering import Gathers
 from commprof.requested.zero.partition import padded
@@ -40,6 +40,7 @@ class Sent(NamedTuple):
         least_bytes: what that sum is at least, whatever the order; None where it is exact.
         group_size: as of an Expectation.
         rows: of each message the bytes of every rank's row, where they may differ.
+        arrived: as of an Expectation.
     """
 
     op: Op
@@ -50,6 +51,7 @@ class Sent(NamedTuple):
     least_bytes: int | None = None
     group_size: int | None = None
     rows: tuple[tuple[int, ...], ...] = ()
+    arrived: tuple[int, ...] = ()
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
@@ -231,7 +233,8 @@ def reduced_gradients(
     dtype = configuration.communication_dtype
     payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
     rows: dict[Op, list[tuple[int, ...]]] = {Op.ALL_TO_ALL: []}
-    for bucket in buckets:
+    arrived: dict[Op, list[int]] = {op: [] for op in payloads}
+    for bucket, count in zip(buckets, arrived_for_buckets(buckets, in_backward_order=True), strict=True):
         numel = sum(parameter.numel for parameter in bucket)
         if quantises:
             row = sum(padded(parameter.numel, world_size) for parameter in bucket) // world_size
@@ -244,8 +247,11 @@ def reduced_gradients(
         else:
             padded_sum = sum(padded_bytes(parameter, world_size, dtype) for parameter in bucket)
             payloads[Op.REDUCE_SCATTER].append(padded_sum)
+        for op, counts in arrived.items():
+            if len(counts) < len(payloads[op]):
+                counts.append(count)
     return [
-        Sent(op, tuple(each), exact, tuple(notes), rows=tuple(rows.get(op, ())))
+        Sent(op, tuple(each), exact, tuple(notes), rows=tuple(rows.get(op, ())), arrived=tuple(arrived[op]))
         for op, each in payloads.items()
         if each
     ]

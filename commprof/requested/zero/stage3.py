@@ -97,6 +97,7 @@ def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size:
                     least_bytes=least,
                     group_size=each.group_size,
                     payloads=each.rows or line.payloads,
+                    arrived=each.arrived,
                 )
             )
     return rows

@@ -1,0 +1,182 @@
+"""``commprof predict``: the step time of a recorded run with other settings, with an interval and the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+
+from commprof.cli import rendering
+from commprof.cli.console import say
+from commprof.cli.extras import needed
+from commprof.cli.rendering import Heading, Rows
+from commprof.cli.runs import RunArgument, opened
+from commprof.launch.sweeps.points import derive, label, points
+
+if TYPE_CHECKING:
+    from commprof.prediction.predictions import Predicted, Prediction
+
+_RECORDED: Final = "as recorded"
+
+
+def predict(
+    run: RunArgument,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=V1,V2",
+            help="A dotted key of the config and its values. Several --set: every combination.",
+            show_default=False,
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Rate of a rank's link: 10Gbit, 1.25GB/s, or x4 of what it is.",
+            show_default=False,
+        ),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Added to each message: 50us. Not validated.", show_default=False),
+    ] = None,
+    comm: Annotated[
+        Literal["free"] | None, typer.Option(help="free: messages take no time.", show_default=False)
+    ] = None,
+    no_straggler: Annotated[
+        bool, typer.Option("--no-straggler", help="All ranks compute as long as their mean.")
+    ] = False,
+    world: Annotated[
+        int | None,
+        typer.Option(metavar="W", min=2, help="Ranks. Default: those of the run.", show_default=False),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of commprof calibrate on the same hosts, for messages that the run does not have.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run."""
+    with needed("analysis", "to predict"):
+        from commprof.calibration.file import read_calibration
+        from commprof.prediction.assumptions import Assumptions, parse_link
+        from commprof.prediction.predictions import predict as predicted
+
+        link = parse_link(bandwidth, latency)
+        measured = None if calibration is None else read_calibration(calibration)
+        listed = points(settings or [])
+        source = opened(run)
+        config = source.manifest.config or source.manifest.effective_config
+        answer = predicted(
+            source,
+            [(point, derive(config, point) if config is not None and point else None) for point in listed],
+            Assumptions(link, world, comm == "free", no_straggler),
+            measured,
+        )
+    if as_json:
+        rendering.show_json(_as_json(answer))
+        return 0
+    _show(answer)
+    return 0
+
+
+def _as_json(answer: Prediction) -> dict[str, Any]:
+    return {
+        "recorded": {
+            "step_ns": round(answer.recorded_ns),
+            "exposed_ns": {purpose: round(ns) for purpose, ns in answer.recorded_exposed_ns.items()},
+            "steps": answer.steps,
+        },
+        "replay": {"step_ns": round(answer.replay_ns), "error": round(answer.replay_error, 6)},
+        "settings": [_setting_as_json(each) for each in answer.settings],
+        "notes": answer.notes,
+    }
+
+
+def _setting_as_json(each: Any) -> dict[str, Any]:
+    from commprof.prediction.predictions import Predicted
+
+    if not isinstance(each, Predicted):
+        return {"set": dict(each[0]), "refused": each[1]}
+    return {
+        "set": dict(each.setting),
+        "step_ns": {
+            "median": round(each.median_ns),
+            "low": round(each.low_ns),
+            "high": round(each.high_ns),
+        },
+        "exposed_ns": {purpose: round(ns) for purpose, ns in each.exposed_ns.items()},
+        "why": each.why,
+        "memory_bytes_per_rank": each.memory_bytes,
+        "messages": each.messages,
+        "comm_free_ns": round(each.comm_free_ns),
+        "no_straggler_ns": round(each.no_straggler_ns),
+        "critical_path": [
+            {"what": what, "rank": rank, "ns": round(ns)} for (what, rank), ns in each.path.items()
+        ],
+    }
+
+
+def _show(answer: Prediction) -> None:
+    from commprof.prediction.predictions import Predicted
+
+    shown = rendering.duration
+    rendering.show(
+        rendering.paragraph(
+            f"Recorded: {shown(answer.recorded_ns)} per step (median of {answer.steps} steps, mean over ranks). Replayed "
+            f"from its compute and message times of other steps: {shown(answer.replay_ns)} ({answer.replay_error:+.1%})."
+        ),
+        "",
+    )
+    predicted = [each for each in answer.settings if isinstance(each, Predicted)]
+    headings = [
+        Heading("setting"),
+        Heading("step", True),
+        Heading("80 % interval", True),
+        Heading("exposed", True),
+        Heading("messages", True),
+        Heading("memory", True),
+        Heading("without messages", True),
+        Heading("without stragglers", True),
+    ]
+    rows = [
+        (
+            label(each.setting) if each.setting else _RECORDED,
+            shown(each.median_ns),
+            f"{shown(each.low_ns)} to {shown(each.high_ns)}",
+            shown(sum(each.exposed_ns.values())),
+            rendering.count(each.messages),
+            rendering.number_of_bytes(each.memory_bytes)
+            if each.memory_bytes is not None
+            else rendering.MISSING,
+            shown(each.comm_free_ns),
+            shown(each.no_straggler_ns),
+        )
+        for each in predicted
+    ]
+    rendering.show(Rows(headings, rows, "predicted, per step and rank"), "")
+    for each in answer.settings:
+        if not isinstance(each, Predicted):
+            say(f"{label(each[0])}: {each[1]}")
+            continue
+        name = label(each.setting) if each.setting else _RECORDED
+        rendering.show(rendering.paragraph(f"{name}: {'; '.join(each.why)}."))
+        rendering.show(rendering.paragraph(f"  Critical path: {_path(each)}."))
+    for note in answer.notes:
+        rendering.show(rendering.paragraph(note))
+
+
+def _path(each: Predicted) -> str:
+    parts = [
+        f"{rendering.duration(ns)} {what} on rank {rank}"
+        for (what, rank), ns in sorted(each.path.items(), key=lambda pair: -pair[1])
+        if ns > 0
+    ]
+    return ", ".join(parts[:5])

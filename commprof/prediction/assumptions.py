@@ -1,0 +1,78 @@
+"""What is changed in a prediction beside the config: the links, the ranks, and the two bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from commprof.errors import UsageError
+from commprof.prediction.durations import UNCHANGED, Link
+
+_RATE: Final = re.compile(r"(?P<number>\d+(\.\d+)?(e\d+)?)\s*(?P<prefix>[kKMGT]?)(?P<unit>bit(/s)?|B/s)")
+_PREFIXES: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_TIME: Final = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>ns|us|ms|s)")
+_UNITS: Final = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+
+
+class Assumptions(NamedTuple):
+    """What differs from the run beside the config.
+
+    Attributes:
+        link: bandwidth and latency.
+        world: ranks; None for those of the run.
+        comm_free: messages take no time.
+        no_straggler: in each span all ranks compute as long as the mean of the ranks.
+    """
+
+    link: Link = UNCHANGED
+    world: int | None = None
+    comm_free: bool = False
+    no_straggler: bool = False
+
+
+AS_RECORDED: Final = Assumptions()
+
+
+def parse_link(bandwidth: str | None, latency: str | None) -> Link:
+    """Return the link of ``--bandwidth`` (``x4``, ``10Gbit`` or ``1.25GB/s``) and ``--latency`` (``50us``, added).
+
+    >>> parse_link("x0.5", None).factor, parse_link("10Gbit", "50us").rate, parse_link(None, "50us").added_ns
+    (0.5, 1250000000.0, 50000.0)
+
+    Raises:
+        UsageError: the text has another form.
+    """
+    link = Link()
+    if bandwidth is not None:
+        if bandwidth.startswith("x"):
+            link = link._replace(factor=_factor(bandwidth))
+        else:
+            matched = _RATE.fullmatch(bandwidth)
+            rate = 0.0
+            if matched:
+                rate = float(matched["number"]) * _PREFIXES[matched["prefix"]]
+                rate /= 8 if matched["unit"].startswith("bit") else 1
+            if not 0 < rate < 1e18:
+                raise UsageError(
+                    f"--bandwidth is {bandwidth!r}; expected the rate of a rank's link, such as 10Gbit or 1.25GB/s, or a "
+                    "factor such as x4"
+                )
+            link = link._replace(rate=rate)
+    if latency is not None:
+        matched = _TIME.fullmatch(latency)
+        if not matched:
+            raise UsageError(
+                f"--latency is {latency!r}; expected the time to add to each message, such as 50us"
+            )
+        link = link._replace(added_ns=float(matched["number"]) * _UNITS[matched["unit"]])
+    return link
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text[1:])
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1e6:
+        raise UsageError(f"--bandwidth is {text!r}; expected a factor such as x4 or x0.5")
+    return factor

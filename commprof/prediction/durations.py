@@ -1,0 +1,288 @@
+"""How long a message takes, from the messages of a run, or from a calibration where the run has none of its size.
+
+The time of a message counts from the moment when all of its ranks have issued it and the one before it in its group has
+ended: neither waiting for a late rank nor waiting in the queue belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from commprof.calibration.bandwidths import bus_factor, calibrated_op
+from commprof.calibration.results import Calibration
+from commprof.errors import UsageError
+from commprof.prediction.program import Floats, Groups, Message
+from commprof.prediction.recorded import Recorded
+from commprof.printable import command_line
+
+REACH: Final = 2.0  # a size this many times beyond the measured ones is still predicted
+_NEAR: Final = 1.2
+_LATENCY_BYTES: Final = 65_536  # whose transfer takes about as long as the latency of a message
+_FEW: Final = 5  # times, below which those of other sizes say more about the spread
+Key = tuple[str, int]  # operation, ranks of the group
+
+
+class Sample(NamedTuple):
+    """Times that a message took, in ns, on each rank of its group: (times, ranks); and where they are from.
+
+    Attributes:
+        times: measured ones, or scaled from those of other sizes. One rank may have its result long before another.
+        source: ``run`` or ``calibration``.
+    """
+
+    times: Floats
+    source: str
+
+
+class Link(NamedTuple):
+    """A change of the links.
+
+    Attributes:
+        factor: of the bandwidth: 4.0 for links four times as fast.
+        rate: of a rank's link in bytes/s, instead of a factor.
+        added_ns: added to the latency of each message.
+    """
+
+    factor: float = 1.0
+    rate: float | None = None
+    added_ns: float = 0.0
+
+
+UNCHANGED: Final = Link()
+
+
+def message_times(
+    recorded: Recorded, steps: Sequence[int] | None = None
+) -> dict[tuple[str, int, int], Floats]:
+    """Return the observed times of messages by operation, ranks of the group and payload bytes: ns, (times, ranks).
+
+    Args:
+        recorded: the run.
+        steps: positions in ``recorded.steps`` that are used; all by default.
+    """
+    times: dict[tuple[str, int, int], list[Floats]] = defaultdict(list)
+    queues: dict[Groups, list[int]] = defaultdict(list)
+    for index, message in enumerate(recorded.program.messages):
+        queues[message.groups].append(index)
+    for place in range(len(recorded.steps)) if steps is None else steps:
+        for groups, queue in queues.items():
+            for group in groups:
+                _times_of_queue(recorded, place, queue, list(group), times)
+    return {key: np.array(each) for key, each in times.items()}
+
+
+def _times_of_queue(
+    recorded: Recorded,
+    place: int,
+    queue: Sequence[int],
+    ranks: Sequence[int],
+    times: dict[tuple[str, int, int], list[Floats]],
+) -> None:
+    """Add the times of the messages of one group in one step.
+
+    A backend may run messages of one group beside each other (gloo has two threads). So messages that are issued before
+    those before them have ended share the time of all of them, in proportion to their bytes.
+    """
+    together: list[int] = []
+    begins, ended, known = 0.0, -np.inf, True
+    ends: Floats = np.zeros(len(ranks))
+    for index in queue:
+        arrived = float(recorded.arrivals[place, index, ranks].max())
+        if together and arrived >= ended:
+            if known:
+                _share_time(recorded, together, ends - begins, times)
+            together = []
+        if not together:
+            begins = max(arrived, ended)
+        together.append(index)
+        seen = recorded.finishes[place, index, ranks]
+        known = bool((~np.isnan(seen)).any())
+        if known:
+            # A rank that does not wait long enough to see the end has the result when the first of the others has it.
+            ends = np.where(np.isnan(seen), np.nanmin(seen), seen)
+            ended = float(ends.max())
+        else:  # it had ended when a rank asked for it
+            waits = recorded.waits[place, index, ranks]
+            ended = float(waits[~np.isnan(waits)].min(initial=np.inf))
+    if together and known:
+        _share_time(recorded, together, ends - begins, times)
+
+
+def _share_time(
+    recorded: Recorded,
+    together: Sequence[int],
+    taken: Floats,
+    times: dict[tuple[str, int, int], list[Floats]],
+) -> None:
+    messages = [recorded.program.messages[index] for index in together]
+    weights = [message.payload_bytes + _LATENCY_BYTES for message in messages]
+    for message, weight in zip(messages, weights, strict=True):
+        key = message.op, message.group_size, message.payload_bytes
+        times[key].append(np.maximum(taken, 0.0) * (weight / sum(weights)))
+
+
+class Durations:
+    """The times of messages of any size.
+
+    Args:
+        times: of :func:`message_times`.
+        calibration: of the machine, for operations and sizes that the run does not have; None without one.
+        link: how the links differ from the run's.
+    """
+
+    def __init__(
+        self,
+        times: Mapping[tuple[str, int, int], Floats],
+        calibration: Calibration | None = None,
+        link: Link = UNCHANGED,
+    ) -> None:
+        self._sizes: dict[Key, dict[int, Floats]] = defaultdict(dict)
+        for (op, ranks, size), each in times.items():
+            self._sizes[op, ranks][size] = each
+        self._calibration = calibration
+        self._link = link
+        self._known: dict[tuple[str, int, int], Sample] = {}
+
+    def of(self, message: Message) -> Sample:
+        """Return the times that ``message`` may take.
+
+        Raises:
+            UsageError: neither the run nor the calibration has such messages; it says what to calibrate.
+        """
+        key = message.op, message.group_size, message.payload_bytes
+        if key not in self._known:
+            sample = self._measured(*key) or self._from_run(*key) or self._from_calibration(*key)
+            if sample is None:
+                raise UsageError(self._refusal(*key))
+            self._known[key] = sample._replace(times=self._on_links(sample.times, *key))
+        return self._known[key]
+
+    def _measured(self, op: str, ranks: int, size: int) -> Sample | None:
+        times = self._sizes.get((op, ranks), {}).get(size)
+        return Sample(times, "run") if times is not None and len(times) >= _FEW else None
+
+    def _from_run(self, op: str, ranks: int, size: int) -> Sample | None:
+        """Between sizes of the run, or a little beyond; the spread is that of the size that is nearest."""
+        sizes = {each: times for each, times in self._sizes.get((op, ranks), {}).items() if each > 0}
+        if not sizes or not size or not min(sizes) / REACH <= size <= max(sizes) * REACH:
+            return None
+        medians = {each: typical(times) for each, times in sizes.items()}
+        nearest = min(sizes, key=lambda each: (abs(np.log(each / size)), each))
+        time = interpolated(medians, size)
+        return Sample(sizes[nearest] * (time / medians[nearest]), "run")
+
+    def _from_calibration(self, op: str, ranks: int, size: int) -> Sample | None:
+        """The calibrated time of that bus bandwidth, times how much slower the run's messages are than calibrated ones."""
+        if self._calibration is None:
+            return None
+        time = self._calibrated(op, ranks, size)
+        if time is None:
+            return None
+        ratios = self._slower_than_calibrated(op, ranks, size)
+        return Sample(time * ratios, "calibration")
+
+    def _calibrated(self, op: str, ranks: int, size: int) -> float | None:
+        assert self._calibration is not None
+        name = calibrated_op(op)
+        timings = self._calibration.timings.get(name, ())
+        known, wanted = bus_factor(name, self._calibration.world_size), bus_factor(name, ranks)
+        if not timings or known is None or wanted is None or not size:
+            return None
+        of_size = size * wanted / known
+        medians = {each.payload_bytes: float(each.time_ns) for each in timings}
+        if not min(medians) / REACH <= max(of_size, min(medians) / REACH) <= max(medians) * REACH:
+            return None
+        return interpolated(medians, of_size)
+
+    def _slower_than_calibrated(self, op: str, ranks: int, size: int) -> Floats:
+        """Measured by calibrated time of the run's messages of that operation, else of all; of sizes that are near first."""
+        ratios: list[tuple[float, Floats]] = []
+        for (other, group), sizes in self._sizes.items():
+            for each, times in sizes.items():
+                calibrated = self._calibrated(other, group, each)
+                if calibrated:
+                    distance = abs(np.log(each / size)) + (0.0 if other == op and group == ranks else 3.0)
+                    ratios.append((distance, times / calibrated))
+        if not ratios:
+            return np.ones((1, ranks))
+        return min(ratios, key=lambda each: each[0])[1]
+
+    def _on_links(self, times: Floats, op: str, ranks: int, size: int) -> Floats:
+        """``times`` on the changed links: latency is what the smallest messages take, the rest is transfer."""
+        link = self._link
+        if link == UNCHANGED:
+            return times
+        latency = min(self._latency(op, ranks), typical(times))
+        transfer = typical(times) - latency
+        if link.rate is not None:
+            factor = bus_factor(calibrated_op(op), ranks) or 0.0
+            changed = size * factor / link.rate * 1e9
+        else:
+            changed = transfer / link.factor
+        return np.maximum(0.0, times - transfer + changed + link.added_ns)
+
+    def _latency(self, op: str, ranks: int) -> float:
+        """The median time of the smallest messages of the group, in ns."""
+        sizes = self._sizes.get((op, ranks)) or {}
+        others = [
+            (size, times)
+            for (_, group), each in self._sizes.items()
+            if group == ranks
+            for size, times in each.items()
+        ]
+        small = [typical(times) for size, times in [*sizes.items(), *others] if size <= 4096]
+        return min(small, default=0.0)
+
+    def _refusal(self, op: str, ranks: int, size: int) -> str:
+        sizes = sorted(each for each in self._sizes.get((op, ranks), {}) if each)
+        run = (
+            f"the run has messages of {sizes[0]:,} to {sizes[-1]:,} bytes of it"
+            if sizes
+            else "the run has no such message"
+        )
+        command = command_line(
+            *("calibrate", "--nproc", ranks, "--ops", calibrated_op(op), "--sizes", _sizes_around(size)),
+            *("--out", "calibration.json"),
+        )
+        have = "" if self._calibration is None else ", and the calibration none of that size"
+        return (
+            f"how long {op} of {size:,} bytes takes among {ranks} ranks is not known: {run}{have}. Measure it on the same "
+            f"hosts, and give the file with --calibration: {command}"
+        )
+
+
+def typical(times: Floats) -> float:
+    """The median over messages of the time until the last rank has its result; ``times`` is (messages, ranks)."""
+    return float(np.median(times.max(axis=1)))
+
+
+def _sizes_around(size: int) -> str:
+    return f"{max(1, size // 4)}:{size * 2}:2"
+
+
+def interpolated(medians: Mapping[int, float], size: float) -> float:
+    """The time of ``size`` bytes: a straight line between its neighbors in ``medians``, or through the last two beyond them.
+
+    Sizes that differ by less than a fifth are one point, since a line through them would follow their noise.
+
+    >>> interpolated({10: 5.0, 20: 7.0}, 15)
+    6.0
+    """
+    points: list[list[tuple[float, float]]] = []
+    for known in sorted(medians):
+        if points and known <= _NEAR * points[-1][0][0]:
+            points[-1].append((known, medians[known]))
+        else:
+            points.append([(known, medians[known])])
+    sizes = [float(np.mean([each for each, _ in point])) for point in points]
+    times = [float(np.mean([time for _, time in point])) for point in points]
+    if len(points) == 1 or size <= sizes[0]:
+        # A smaller message takes no less: what it takes is mostly latency. A larger one takes longer in proportion.
+        return times[0] * max(1.0, size / sizes[0])
+    place = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    slope = (times[place] - times[place - 1]) / (sizes[place] - sizes[place - 1])
+    return max(times[place - 1] + slope * (size - sizes[place - 1]), min(times))

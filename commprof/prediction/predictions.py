@@ -1,0 +1,394 @@
+"""The step time of a recorded run with other settings: median, 80 % interval, exposed communication, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from commprof.calibration.results import Calibration
+from commprof.errors import CommprofError, UsageError
+from commprof.ledger.requests.request import Request, request_of
+from commprof.prediction.assumptions import AS_RECORDED, Assumptions
+from commprof.prediction.changes import Changed, Sent, change, sent_by
+from commprof.prediction.durations import UNCHANGED, Durations, message_times
+from commprof.prediction.program import Floats, Program, Step
+from commprof.prediction.recorded import Recorded, recorded_steps
+from commprof.prediction.simulation import Simulated, on_critical_path, quiet_steps, replayed, simulate
+from commprof.requested.configuration import read_configuration
+from commprof.requested.memory.states import holdings
+from commprof.schema import Purpose
+from commprof.trace.reader import Run
+
+Setting = Mapping[str, Any]
+
+# Keys whose effect is on messages alone. Others change what is computed, which one run does not tell.
+KEYS: Final = (
+    *(
+        f"zero_optimization.{name}"
+        for name in (
+            *("stage", "reduce_bucket_size", "gradient_reduction", "reduce_scatter", "reduce_scatter_impl"),
+            *(
+                "use_multi_rank_bucket_allreduce",
+                "overlap_comm",
+                "round_robin_gradients",
+                "contiguous_gradients",
+            ),
+            *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm"),
+        )
+    ),
+    *("communication_data_type", "disable_allgather"),
+)
+REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
+_WIDE_ERROR: Final = 0.02  # above which a note says so
+SLOWDOWN: Final = 1.3  # of compute beside a gloo message; measured: docs/predict.md
+_SLOWDOWNS: Final = (1.0, 1.6)  # between which it is uncertain
+_Z: Final = 1.2816  # an 80 % interval of a normal distribution
+# Standard deviations relative to the step, measured on the development runs: docs/predict.md.
+_BETWEEN_RUNS: Final = 0.04  # of two runs with the same messages
+_OF_CALIBRATION: Final = 0.03
+_OF_LINKS: Final = 0.05
+_OF_WORLD: Final = 0.08
+_OF_A_MESSAGE_NS: Final = 5e5  # what one message more or less costs beside its own time
+
+
+class Predicted(NamedTuple):
+    """One setting.
+
+    Attributes:
+        setting: what is set.
+        median_ns, low_ns, high_ns: the step, with its 80 % interval.
+        exposed_ns: by purpose: mean over ranks.
+        memory_bytes: on the device of a rank, without activations; None where it is not known.
+        messages: of a step.
+        why: sentences.
+        path: the critical path of the median step: ns by purpose, or compute, and rank.
+        comm_free_ns: the step if messages took no time.
+        no_straggler_ns: the step if all ranks computed equally long.
+    """
+
+    setting: Setting
+    median_ns: float
+    low_ns: float
+    high_ns: float
+    exposed_ns: dict[str, float]
+    memory_bytes: int | None
+    messages: int
+    why: list[str]
+    path: dict[tuple[str, int], float]
+    comm_free_ns: float
+    no_straggler_ns: float
+
+
+class Prediction(NamedTuple):
+    """All settings.
+
+    Attributes:
+        recorded_ns: median step of the run, mean over ranks.
+        replay_ns: the same, computed from its compute and message times of other steps.
+        settings: in the order given; a text says why a setting is not predicted.
+        steps: that were replayed.
+        notes: remarks.
+    """
+
+    recorded_ns: float
+    replay_ns: float
+    recorded_exposed_ns: dict[str, float]
+    settings: list[Predicted | tuple[Setting, str]]
+    steps: int
+    notes: list[str]
+
+    @property
+    def replay_error(self) -> float:
+        """Relative to the recorded step."""
+        return self.replay_ns / self.recorded_ns - 1.0
+
+
+class _Base(NamedTuple):
+    """What all settings start from."""
+
+    recorded: Recorded
+    request: Request
+    times: Mapping[tuple[str, int, int], Floats]
+    calibration: Calibration | None
+    replay: Simulated
+    plain: Simulated
+
+
+def predict(
+    run: Run,
+    settings: Sequence[tuple[Setting, Mapping[str, Any] | None]],
+    assumptions: Assumptions = AS_RECORDED,
+    calibration: Calibration | None = None,
+) -> Prediction:
+    """Predict the step of ``run`` with each of ``settings``.
+
+    Args:
+        run: a finished training of equal steps.
+        settings: what is set, and the config with it; None for the config of the run.
+        assumptions: what else differs.
+        calibration: of the run's hosts, for messages that the run does not have.
+
+    Raises:
+        UsageError: the run cannot be replayed, or no setting can be predicted; it says what to record.
+    """
+    recorded = recorded_steps(run)
+    request = request_of(run)
+    times = message_times(recorded)
+    replay = replayed(recorded, quiet_steps(recorded, SLOWDOWN), SLOWDOWN)
+    step_ns = float(np.median(recorded.step_ns))
+    error = replay.median_ns / step_ns - 1.0
+    if abs(error) > REFUSED_ERROR:
+        raise UsageError(
+            f"the replay of the recorded setting takes {replay.median_ns / 1e6:.1f} ms per step, and the run "
+            f"{step_ns / 1e6:.1f} ms ({error:+.0%}), so other settings cannot be predicted: {_misfit(recorded, replay)}"
+        )
+    plain = simulate(
+        recorded.program, quiet_steps(recorded, SLOWDOWN), Durations(times, calibration), SLOWDOWN
+    )
+    base = _Base(recorded, request, times, calibration, replay, plain)
+    answers: list[Predicted | tuple[Setting, str]] = []
+    for setting, config in settings:
+        try:
+            answers.append(_predicted(base, setting, config, assumptions))
+        except UsageError as problem:
+            answers.append((setting, str(problem)))
+    if answers and all(isinstance(each, tuple) and not isinstance(each, Predicted) for each in answers):
+        raise UsageError(str(answers[0][1]))
+    notes = []
+    if abs(error) > _WIDE_ERROR:
+        notes.append(
+            f"the replay of the recorded setting differs by {error:+.1%} from the run: intervals are wider by it"
+        )
+    if assumptions.link.added_ns:
+        notes.append("--latency is not validated: no link with another latency was measured")
+    return Prediction(step_ns, replay.median_ns, recorded.exposed_ns, answers, len(recorded.steps), notes)
+
+
+def _misfit(recorded: Recorded, replay: Simulated) -> str:
+    """Which purpose fits the least."""
+    differences = {
+        purpose: replay.exposed_ns.get(purpose, 0.0) - ns for purpose, ns in recorded.exposed_ns.items()
+    }
+    if not differences:
+        return "its steps have no messages"
+    worst = max(differences, key=lambda purpose: abs(differences[purpose]))
+    return (
+        f"{worst} is exposed for {replay.exposed_ns.get(worst, 0.0) / 1e6:.1f} ms in the replay and "
+        f"{recorded.exposed_ns[worst] / 1e6:.1f} ms in the run; record more steps on a quiet machine"
+    )
+
+
+def _predicted(
+    base: _Base, setting: Setting, config: Mapping[str, Any] | None, assumptions: Assumptions
+) -> Predicted:
+    recorded, request = base.recorded, base.request
+    world = assumptions.world or recorded.world_size
+    quiet = quiet_steps(recorded, SLOWDOWN)
+    changes_config = config is not None and bool(setting)
+    after: Sent | None = None
+    if changes_config or world != recorded.world_size:
+        _refuse_unknown(request, setting)
+        before = sent_by(request, request.config, recorded.world_size)
+        used = config if config is not None else request.config
+        _refuse_stage(request.config, used)
+        after = sent_by(request, used, world)
+        shrinks = _shard(used, world) / _shard(request.config, recorded.world_size)
+        changed = change(
+            recorded.program,
+            [_on_ranks(each, world) for each in quiet],
+            before,
+            after,
+            shrinks_optimizer=shrinks,
+        )
+    else:
+        changed = Changed(recorded.program, quiet)
+    durations = Durations(base.times, base.calibration, assumptions.link)
+    answer = _simulated(changed, durations, assumptions, SLOWDOWN)
+    scale = float(np.median(recorded.step_ns)) / base.plain.median_ns
+    median = answer.median_ns * scale
+    sources = {durations.of(message).source for message in changed.program.messages}
+    spread = _spread(base, changed, durations, assumptions, answer, "calibration" in sources)
+    bounds = [
+        _simulated(changed, durations, bound, SLOWDOWN).median_ns * scale
+        for bound in (assumptions._replace(comm_free=True), assumptions._replace(no_straggler=True))
+    ]
+    path = on_critical_path(changed.program, changed.steps, answer)
+    return Predicted(
+        setting,
+        median,
+        max(0.0, median - _Z * spread),
+        median + _Z * spread,
+        answer.exposed_ns,
+        _memory(request, config, world),
+        len(changed.program.messages),
+        _why(base, changed, answer, after, sources),
+        path,
+        min(bounds[0], median),
+        min(bounds[1], median),
+    )
+
+
+def _refuse_unknown(request: Request, setting: Setting) -> None:
+    if request.reason is not None or not request.config:
+        raise UsageError(
+            f"what this run requested is not known ({request.reason or 'no config of DeepSpeed was recorded'}), so no key "
+            "of a config can be changed; --bandwidth, --latency, --comm free and --no-straggler need none"
+        )
+    if request.shared is not None:
+        raise UsageError(
+            "the ranks of this run share the model (tensor, sequence or pipeline parallelism), which is not predicted yet"
+        )
+    unknown = [key for key in setting if key not in KEYS]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} cannot be predicted: it changes what is computed, or no rule reads it. These keys can: "
+            f"{', '.join(KEYS)}"
+        )
+
+
+def _refuse_stage(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    try:
+        stages_of = [read_configuration(each).stage for each in (before, after)]
+    except CommprofError as problem:
+        raise UsageError(str(problem)) from None
+    if 3 in stages_of and stages_of != [3, 3]:
+        raise UsageError(
+            f"from stage {stages_of[0]} to stage {stages_of[1]} is not predicted yet: stage 3 gathers parameters within the "
+            "passes; record a run of that stage"
+        )
+
+
+def _shard(config: Mapping[str, Any], world: int) -> float:
+    """The part of the parameters that each rank updates."""
+    return 1.0 / world if read_configuration(config).partitions else 1.0
+
+
+def _on_ranks(step: Step, world: int) -> Step:
+    """``step`` of other ranks: each computes what a recorded one does, in turn."""
+    ranks = np.arange(world) % step.spans.shape[1]
+    return step._replace(spans=step.spans[:, ranks], calls=step.calls[:, ranks])
+
+
+def _simulated(
+    changed: Changed, durations: Durations, assumptions: Assumptions, slowdown: float
+) -> Simulated:
+    steps = changed.steps
+    if assumptions.no_straggler:
+        steps = [
+            step._replace(spans=np.broadcast_to(step.spans.mean(axis=1, keepdims=True), step.spans.shape))
+            for step in steps
+        ]
+    return simulate(changed.program, steps, None if assumptions.comm_free else durations, slowdown)
+
+
+def _spread(
+    base: _Base,
+    changed: Changed,
+    durations: Durations,
+    assumptions: Assumptions,
+    answer: Simulated,
+    calibrated: bool,
+) -> float:
+    """The standard deviation of the predicted step in ns."""
+    step_ns = base.recorded.step_ns
+    median = answer.median_ns
+    parts = [
+        _BETWEEN_RUNS,
+        abs(base.replay.median_ns / float(np.median(step_ns)) - 1.0),
+        # of a median of that many steps, for a normal distribution
+        1.2533 * float(_deviation(step_ns)) / np.sqrt(len(step_ns)) / float(np.median(step_ns)),
+    ]
+    more = abs(len(changed.program.messages) - len(base.recorded.program.messages))
+    parts.append(more * _OF_A_MESSAGE_NS / median)
+    if calibrated:
+        parts.append(_OF_CALIBRATION)
+    if assumptions.link != UNCHANGED:
+        parts.append(_OF_LINKS)
+    if assumptions.world not in (None, base.recorded.world_size):
+        parts.append(_OF_WORLD)
+    if any(not message.blocks for message in changed.program.messages):
+        ends = [_simulated(changed, durations, assumptions, each).median_ns for each in _SLOWDOWNS]
+        parts.append((max(ends) - min(ends)) / 2 / _Z / median)
+    return float(np.sqrt(sum(part**2 for part in parts))) * median
+
+
+def _deviation(values: Floats) -> float:
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+def _memory(request: Request, config: Mapping[str, Any] | None, world: int) -> int | None:
+    if request.reason is not None or not request.config or request.shared is not None:
+        return None
+    try:
+        held = holdings(config if config is not None else request.config, list(request.parameters), world)
+    except CommprofError:
+        return None
+    return sum(each.device for each in held)
+
+
+def _why(
+    base: _Base, changed: Changed, answer: Simulated, after: Sent | None, sources: set[str]
+) -> list[str]:
+    sentences = []
+    if after is not None:
+        sentences += _other_messages(base.recorded.program, changed.program)
+        sentences += _overlap(base.plain, base.recorded.program, answer, changed.program)
+    for purpose, ns in answer.exposed_ns.items():
+        before = base.plain.exposed_ns.get(purpose, 0.0)
+        if abs(ns - before) >= 0.01 * base.plain.median_ns:
+            sentences.append(
+                f"{purpose} is exposed for {ns / 1e6:.1f} ms instead of {before / 1e6:.1f} ms per step"
+            )
+    for purpose in base.plain.exposed_ns.keys() - answer.exposed_ns.keys():
+        sentences.append(
+            f"{purpose} is not sent: {base.plain.exposed_ns[purpose] / 1e6:.1f} ms less are exposed"
+        )
+    if "calibration" in sources and base.calibration is not None:
+        calibration = base.calibration
+        sentences.append(
+            f"times of messages that the run does not have are from the calibration of {', '.join(calibration.hosts[:3])} "
+            f"({calibration.world_size} ranks, {calibration.backend} on {calibration.device})"
+        )
+    return sentences or ["nothing that is sent changes"]
+
+
+def _other_messages(before: Program, after: Program) -> list[str]:
+    texts = []
+    for purpose in dict.fromkeys(each.purpose for each in (*before.messages, *after.messages)):
+        old, new = (_summary(program, purpose) for program in (before, after))
+        if old != new:
+            texts.append(f"{purpose}: {new} instead of {old}")
+    return texts
+
+
+def _summary(program: Program, purpose: str) -> str:
+    messages = [each for each in program.messages if each.purpose == purpose]
+    if not messages:
+        return "nothing"
+    parts = []
+    for (op, ranks), count in Counter((each.op, each.group_size) for each in messages).items():
+        sizes = sorted(each.payload_bytes for each in messages if (each.op, each.group_size) == (op, ranks))
+        middle = sizes[len(sizes) // 2]
+        parts.append(f"{count} {op} among {ranks} ranks (median {middle:,} bytes)")
+    return " and ".join(parts)
+
+
+def _overlap(before: Simulated, recorded: Program, after: Simulated, program: Program) -> list[str]:
+    """Which gradient messages hide behind compute."""
+    shares = []
+    for simulated, messages in ((before, recorded.messages), (after, program.messages)):
+        gradients = [
+            number for number, each in enumerate(messages) if each.purpose == Purpose.GRADIENT_REDUCE
+        ]
+        exposed = sum(float(simulated.exposed_by_message[number]) for number in gradients)
+        taken = sum(
+            float(np.median([(each.finishes - each.starts)[number].mean() for each in simulated.timelines]))
+            for number in gradients
+        )
+        shares.append(max(0.0, 1.0 - exposed / taken) if taken else 0.0)
+    if abs(shares[1] - shares[0]) < 0.05:
+        return []
+    return [f"{shares[1]:.0%} of the gradients' transfer overlaps with compute instead of {shares[0]:.0%}"]

@@ -1,0 +1,372 @@
+"""The steps of a run as a program: which events all ranks run in each of them, and what they compute in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+
+from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.analysis import api
+from commprof.errors import UsageError
+from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
+from commprof.schema import Status
+from commprof.trace.reader import Run
+
+LEAST_STEPS: Final = 6
+MOST_STEPS: Final = 200  # the last ones: more do not make a median more certain
+_COLUMNS: Final = (
+    *("rank", "attempt", "step", "seq", "micro_step", "phase", "op", "purpose", "bucket", "payload_bytes"),
+    *("group_ranks", "is_async", "is_p2p", "captured", "device", "status"),
+    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
+)
+_ISSUE: Final = 0
+_WAIT: Final = 1
+
+
+class Recorded(NamedTuple):
+    """The steps of a run that send the same.
+
+    Attributes:
+        program: their common program.
+        steps: the compute of each of them.
+        numbers: of these steps.
+        step_ns: how long each took, mean over ranks: that of the slowest rank also has what ranks gain on each other.
+        exposed_ns: that were recorded in a step, by purpose: mean over ranks, median over steps.
+        world_size: ranks.
+        arrivals: when each rank issued each message, in ns of one clock: (steps, messages, ranks).
+        finishes: when it ended there, where that was observed; else nan.
+        waits: when the rank began to wait for it; nan where it did not.
+    """
+
+    program: Program
+    steps: list[Step]
+    numbers: list[int]
+    step_ns: Floats
+    exposed_ns: dict[str, float]
+    world_size: int
+    arrivals: Floats
+    finishes: Floats
+    waits: Floats
+
+
+class _Rank(NamedTuple):
+    """One rank's events of one step: parallel arrays in program order, and their messages by position."""
+
+    begin_ns: int
+    end_ns: int
+    kinds: npt.NDArray[np.int64]
+    messages: npt.NDArray[np.int64]
+    reached: npt.NDArray[np.int64]
+    left: npt.NDArray[np.int64]
+    calls: npt.NDArray[np.int64]
+    rows: pd.DataFrame
+    finishes: Floats
+    waits: Floats
+
+
+def recorded_steps(run: Run) -> Recorded:
+    """Return the training steps of ``run`` that send the same, with the compute of each.
+
+    The first step of the last attempt warms up and is left out, as are steps with an evaluation or a checkpoint in them.
+
+    Raises:
+        UsageError: the run lacks what a prediction needs; it says what to record.
+    """
+    world = run.manifest.world_size or run.health.ranks_expected or 0
+    _refuse_unpredictable(run, world)
+    steps = _last_attempt(run.table("steps").to_pandas())
+    if not len(steps):
+        raise UsageError(
+            f"{run.path} has no training steps, so there is nothing to predict; record a training whose steps are marked"
+        )
+    usable = _usable_steps(steps, world, str(run.path))
+    attempt = int(steps["attempt"].iloc[0])
+    records = _records(run, attempt, usable)
+    _refuse_records(records, str(run.path))
+    waits = _waits_in_cpp(run, attempt)
+    by_place = {
+        (int(rows["step"].iloc[0]), int(rows["rank"].iloc[0])): rows
+        for _, rows in records.groupby(["step", "rank"], sort=False)
+    }
+    times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns"]]
+    ranks = [
+        [
+            _rank_of(
+                by_place.get((step, rank), records.iloc[:0]),
+                times.loc[(step, rank)],
+                waits.get((step, rank), []),
+            )
+            for rank in range(world)
+        ]
+        for step in usable
+    ]
+    return _with_most_common_program(ranks, usable, world, str(run.path))
+
+
+def _refuse_unpredictable(run: Run, world: int) -> None:
+    if run.table("aggregates").num_rows:
+        raise UsageError(
+            f"{run.path} was recorded as sums (--aggregate), which have no single times; record it without --aggregate"
+        )
+    recorded = {entry["rank"] for entry in run.manifest.ranks if entry["records"]}
+    missing = sorted(set(range(world)) - recorded)
+    if missing:
+        few = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise UsageError(
+            f"{run.path} has no records of {len(missing)} of {world} ranks ({few}); record all ranks of the job"
+        )
+    if world < 2:
+        raise UsageError(
+            f"{run.path} is of {world} rank, which sends nothing; record a training of several ranks"
+        )
+
+
+def _last_attempt(steps: pd.DataFrame) -> pd.DataFrame:
+    last: pd.DataFrame = steps[steps["attempt"] == steps["attempt"].max()]
+    return last
+
+
+def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
+    """The numbers of the steps that ended on all ranks, without the first and those with something else in them."""
+    whole = steps[steps["end_ns"].notna() & (steps["outside_ns"].fillna(0) == 0)]
+    counts = Counter(whole["step"].tolist())
+    first = int(steps["step"].min())
+    usable = sorted(step for step, ranks in counts.items() if ranks == world and step > first)
+    if len(usable) < LEAST_STEPS:
+        raise UsageError(
+            f"{path} has {len(usable)} complete steps after the first; a prediction needs at least {LEAST_STEPS}: record "
+            "more steps"
+        )
+    return usable[-MOST_STEPS:]
+
+
+def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
+    parts = [
+        part.filter(
+            pa.compute.and_(
+                pa.compute.equal(part["attempt"], attempt), pa.compute.greater_equal(part["step"], usable[0])
+            )
+        )
+        for part in run.parts("collectives", list(_COLUMNS))
+    ]
+    frame = pa.concat_tables(parts).to_pandas() if parts else pd.DataFrame(columns=list(_COLUMNS))
+    frame = frame[frame["step"].isin(set(usable)) & (frame["status"] == str(Status.OK))]
+    # Only ranks of one clock, or of clocks that were compared, have arrivals that can be compared.
+    arrived = api.arrivals(run)
+    arrived = arrived.loc[arrived["attempt"] == attempt, ["rank", "seq", "arrived_ns"]]
+    frame = frame.merge(arrived, on=["rank", "seq"], how="left")
+    frame["arrived_ns"] = frame["arrived_ns"].fillna(frame["issue_ns"]).astype("int64")
+    return frame.sort_values(["step", "rank", "seq"], kind="stable", ignore_index=True)
+
+
+def _refuse_records(records: pd.DataFrame, path: str) -> None:
+    devices = sorted({str(each).partition(":")[0] for each in records["device"].dropna()} - {"cpu"})
+    if devices:
+        raise UsageError(
+            f"{path} trained on {devices[0]}, and only runs on CPUs can be predicted: the compute of a GPU's streams is not "
+            "recorded"
+        )
+    if records["is_p2p"].any():
+        raise UsageError(
+            f"{path} sends messages between single ranks (send and recv), as pipelines do; only collectives are predicted"
+        )
+
+
+def _waits_in_cpp(run: Run, attempt: int) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    """Where C++ waited for messages: step and rank -> since when it issued them, when it began to wait, and when it ended.
+
+    When the wait began is known between two bounds, and the middle is used.
+    """
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for row in run.table("stalls").to_pylist():
+        if row["attempt"] != attempt:
+            continue
+        exposed = (row["exposed_low_ns"] + row["exposed_high_ns"]) // 2
+        begin = max(row["begin_ns"], row["end_ns"] - exposed)
+        found.setdefault((row["step"], row["rank"]), []).append((row["since_ns"], begin, row["end_ns"]))
+    return found
+
+
+def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, int]]) -> _Rank:
+    issue = rows["issue_ns"].to_numpy(np.int64)
+    returned = rows["return_ns"].fillna(rows["issue_ns"]).to_numpy(np.int64)
+    waited = rows["wait_begin_ns"].notna().to_numpy()
+    sync = ~rows["is_async"].to_numpy(bool)
+    # A blocking call without a wait of its own contains it; its cost without the wait is not known, and small.
+    calls = np.where(sync & ~waited, 0, returned - issue)
+    wait_begin = np.where(waited, rows["wait_begin_ns"].fillna(0).to_numpy(np.int64), issue)
+    wait_end = np.where(waited, rows["wait_end_ns"].fillna(0).to_numpy(np.int64), returned)
+    has_wait = waited | sync
+    for since, begin, end in stalls:
+        inside = ~has_wait & (issue >= since) & (issue <= end)
+        wait_begin, wait_end = np.where(inside, begin, wait_begin), np.where(inside, end, wait_end)
+        has_wait = has_wait | inside
+    count = len(rows)
+    numbers = np.arange(count)
+    kinds = np.concatenate([np.full(count, _ISSUE), np.full(int(has_wait.sum()), _WAIT)])
+    messages = np.concatenate([numbers, numbers[has_wait]])
+    reached = np.concatenate([issue, np.maximum(wait_begin, issue + calls)[has_wait]])
+    left = np.concatenate([issue + calls, wait_end[has_wait]])
+    order = np.lexsort((messages, kinds, reached))
+    blocked = has_wait & (wait_end - wait_begin > REAL_WAIT_NS)
+    finishes = np.where(blocked | (sync & ~waited), wait_end, np.nan)
+    sampled = rows["device_end_ns"].to_numpy(np.float64, na_value=np.nan)
+    return _Rank(
+        int(times["begin_ns"]),
+        int(times["end_ns"]),
+        kinds[order],
+        messages[order],
+        reached[order],
+        left[order],
+        calls,
+        rows,
+        np.where(np.isnan(sampled), finishes, sampled),
+        np.where(has_wait, wait_begin, np.nan),
+    )
+
+
+def _with_most_common_program(
+    ranks: Sequence[Sequence[_Rank]], numbers: Sequence[int], world: int, path: str
+) -> Recorded:
+    keys = [{_signature(each) for each in of_step} for of_step in ranks]
+    uniform = [next(iter(each)) if len(each) == 1 else None for each in keys]
+    known = Counter(each for each in uniform if each is not None)
+    if not known:
+        raise UsageError(
+            f"the ranks of {path} issue different messages, or in different orders; only trainings whose ranks all do the "
+            "same can be predicted"
+        )
+    common, count = known.most_common(1)[0]
+    if count < LEAST_STEPS or 2 * count < len(numbers):
+        raise UsageError(
+            f"only {count} of {len(numbers)} steps of {path} send the same; a prediction needs at least {LEAST_STEPS}, and "
+            "half of them: record more steps of one kind"
+        )
+    chosen = [place for place, each in enumerate(uniform) if each == common]
+    program = _program(ranks[chosen[0]], world)
+    steps = [
+        _step(ranks[place], program, follows=place > 0 and place - 1 in set(chosen[:number]))
+        for number, place in enumerate(chosen)
+    ]
+    took = [np.mean([each.end_ns - each.begin_ns for each in ranks[place]]) for place in chosen]
+    return Recorded(
+        program,
+        steps,
+        [numbers[place] for place in chosen],
+        np.array(took, np.float64),
+        _exposed([ranks[place] for place in chosen]),
+        world,
+        *_on_one_clock([ranks[place] for place in chosen]),
+    )
+
+
+def _on_one_clock(steps: Sequence[Sequence[_Rank]]) -> tuple[Floats, Floats, Floats]:
+    """Arrivals, finishes and waits of all steps: (steps, messages, ranks) each."""
+    shifts = [
+        [
+            rank.rows["arrived_ns"].to_numpy(np.float64) - rank.rows["issue_ns"].to_numpy(np.float64)
+            for rank in ranks
+        ]
+        for ranks in steps
+    ]
+    arrivals = [[rank.rows["arrived_ns"].to_numpy(np.float64) for rank in ranks] for ranks in steps]
+    finishes, waits = (
+        [
+            [getattr(rank, name) + shift for rank, shift in zip(ranks, of_step, strict=True)]
+            for ranks, of_step in zip(steps, shifts, strict=True)
+        ]
+        for name in ("finishes", "waits")
+    )
+    return tuple(np.array(each, np.float64).swapaxes(1, 2) for each in (arrivals, finishes, waits))  # type: ignore[return-value]
+
+
+def _signature(rank: _Rank) -> tuple[Any, ...]:
+    rows = rank.rows
+    return (
+        tuple(rank.kinds.tolist()),
+        tuple(rank.messages.tolist()),
+        tuple(rows["op"]),
+        tuple(rows["payload_bytes"]),
+        tuple(rows["purpose"].fillna("")),
+    )
+
+
+def _program(ranks: Sequence[_Rank], world: int) -> Program:
+    groups: dict[tuple[str, ...], Groups] = {}
+    messages = []
+    per_rank = [each.rows for each in ranks]
+    listed = [each["group_ranks"].tolist() for each in per_rank]
+    first = per_rank[0]
+    columns = zip(
+        *(
+            first[name]
+            for name in ("op", "payload_bytes", "purpose", "is_async", "bucket", "micro_step", "phase")
+        ),
+        strict=True,
+    )
+    for number, (op, payload, purpose, is_async, bucket, micro, phase) in enumerate(columns):
+        texts = tuple(each[number] for each in listed)
+        if texts not in groups:
+            groups[texts] = tuple(sorted({_ranks_of(text) for text in texts}))
+        messages.append(
+            Message(
+                str(op),
+                int(payload),
+                str(purpose),
+                groups[texts],
+                not bool(is_async),
+                None if pd.isna(bucket) else int(bucket),
+                int(micro),
+                str(phase),
+            )
+        )
+    kinds = ranks[0].kinds
+    events = tuple(
+        Event("wait" if kind == _WAIT else "issue", int(message))
+        for kind, message in zip(kinds, ranks[0].messages, strict=True)
+    )
+    return Program(tuple(messages), events)
+
+
+def _ranks_of(text: str) -> tuple[int, ...]:
+    """``"0-2,5"`` as numbers."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def _step(ranks: Sequence[_Rank], program: Program, follows: bool) -> Step:
+    spans = np.zeros((len(program.events) + 1, len(ranks)))
+    for number, rank in enumerate(ranks):
+        starts = np.concatenate([[rank.begin_ns], rank.left])
+        ends = np.concatenate([rank.reached, [rank.end_ns]])
+        spans[:, number] = np.maximum(ends - starts, 0)
+    calls = np.array([each.calls for each in ranks], np.float64).T.reshape(len(program.messages), len(ranks))
+    return Step(spans, calls, follows)
+
+
+def _exposed(steps: Sequence[Sequence[_Rank]]) -> dict[str, float]:
+    """Recorded exposed time of a step by purpose, as the program has it: mean over ranks, median over steps."""
+    rows = []
+    for ranks in steps:
+        sums: Counter[str] = Counter()
+        for rank in ranks:
+            waits = rank.kinds == _WAIT
+            blocked = (rank.left - rank.reached)[waits]
+            of = rank.messages[waits]
+            begun = np.where(rank.rows["is_async"].to_numpy(bool)[of], 0, rank.calls[of])
+            for purpose, ns in zip(rank.rows["purpose"].to_numpy()[of], blocked + begun, strict=True):
+                sums[str(purpose)] += int(ns)
+        rows.append({purpose: ns / len(ranks) for purpose, ns in sums.items()})
+    purposes = {purpose for row in rows for purpose in row}
+    return {
+        purpose: float(np.median([row.get(purpose, 0.0) for row in rows])) for purpose in sorted(purposes)
+    }

@@ -1,0 +1,191 @@
+"""When a step's messages begin and end, and how long ranks wait for them: one pass over its events. Pure.
+
+A message begins when the last rank of its group has issued it and the one before it in the same group has ended. Messages
+of different groups that a rank has in flight at once share its link equally (max-min fairness of flows on one link). A
+rank that waits continues when the message has ended. What a rank computes while a message of its own is in flight takes
+``slowdown`` times as long, since the backend uses the same processors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from commprof.prediction.program import Floats, Groups, Message, Program, Step
+
+COMPUTE: Final = "compute"
+
+
+class Timeline(NamedTuple):
+    """One step; times are ns on one clock.
+
+    Attributes:
+        begins: when each rank began the step.
+        ends: when each rank ended it.
+        issued, starts, finishes: of each message on each rank: (messages, ranks).
+        exposed: ns that each rank was blocked on each message: (messages, ranks).
+        arrived: when each rank reached each event: (events, ranks).
+        overlapped: ns of each span in which a message of the rank was in flight: (events + 1, ranks).
+    """
+
+    begins: Floats
+    ends: Floats
+    issued: Floats
+    starts: Floats
+    finishes: Floats
+    exposed: Floats
+    arrived: Floats
+    overlapped: Floats
+
+
+def play(
+    program: Program,
+    step: Step,
+    durations: Floats,
+    begins: Floats,
+    busy_until: dict[Groups, Floats],
+    slowdown: float = 1.0,
+) -> Timeline:
+    """Run one step.
+
+    Args:
+        program: its events.
+        step: what the ranks compute between them.
+        durations: ns from the beginning of each message until each rank has its result: (messages, ranks).
+        begins: when each rank begins, in ns.
+        busy_until: when the last message of each list of groups ended on each rank; updated.
+        slowdown: of compute while a message is in flight, at least 1.
+    """
+    ranks, count = len(begins), len(program.messages)
+    issued, starts, finishes, exposed = (np.zeros((count, ranks)) for _ in range(4))
+    arrived = np.zeros((len(program.events), ranks))
+    overlapped = np.zeros((len(program.events) + 1, ranks))
+    now = begins.copy()
+    flying: list[int] = []
+    for number, (kind, index) in enumerate(program.events):
+        now, overlapped[number] = advance(now, step.spans[number], starts[flying], finishes[flying], slowdown)
+        arrived[number] = now
+        if kind == "issue":
+            groups = program.messages[index].groups
+            issued[index] = now
+            starts[index] = latest_of_groups(now, groups)
+            if groups in busy_until:
+                starts[index] = np.maximum(starts[index], busy_until[groups])
+            finishes[index] = starts[index] + durations[index]
+            beside = [each for each in flying if program.messages[each].groups != groups]
+            for other in beside:
+                _share_link(finishes, other, index, starts[index], durations[index])
+            busy_until[groups] = finishes[index]
+            flying.append(index)
+            now = now + step.calls[index]
+        else:
+            ready = np.maximum(now, finishes[index])
+            exposed[index] += ready - (issued[index] if program.messages[index].blocks else now)
+            now = ready
+            flying = [each for each in flying if bool((finishes[each] > now).any())]
+    now, overlapped[-1] = advance(now, step.spans[-1], starts[flying], finishes[flying], slowdown)
+    return Timeline(begins, now, issued, starts, finishes, exposed, arrived, overlapped)
+
+
+def latest_of_groups(times: Floats, groups: Groups) -> Floats:
+    """For each rank the latest of ``times`` in its group."""
+    if len(groups) == 1 and len(groups[0]) == len(times):
+        return np.full_like(times, times.max())
+    latest = times.copy()
+    for group in groups:
+        members = list(group)
+        latest[members] = times[members].max()
+    return latest
+
+
+def _share_link(finishes: Floats, other: int, index: int, start: Floats, duration: Floats) -> None:
+    """Two transfers share a link: each takes longer by what of the other is left meanwhile."""
+    shared = np.minimum(np.maximum(finishes[other] - start, 0.0), duration)
+    finishes[other] += shared
+    finishes[index] += shared
+
+
+def advance(
+    now: Floats, work: Floats, starts: Floats, finishes: Floats, slowdown: float
+) -> tuple[Floats, Floats]:
+    """Compute ``work`` from ``now`` on: when each rank has done it, and for how long of that a message was in flight.
+
+    Args:
+        now: ns, for each rank.
+        work: ns of compute, for each rank.
+        starts, finishes: of the messages in flight: (messages, ranks).
+        slowdown: of compute beside a message.
+
+    >>> ends, beside = advance(np.array([0.0]), np.array([10.0]), np.array([[2.0]]), np.array([[8.0]]), 2.0)
+    >>> float(ends[0]), float(beside[0])
+    (13.0, 6.0)
+    """
+    left, beside = work.copy(), np.zeros_like(now)
+    for place in np.argsort(starts.min(axis=1), kind="stable") if len(starts) else ():
+        alone = np.minimum(left, np.maximum(starts[place] - now, 0.0))
+        now, left = now + alone, left - alone
+        window = np.where(left > 0, np.maximum(finishes[place] - np.maximum(now, starts[place]), 0.0), 0.0)
+        done = np.minimum(left, window / slowdown)
+        now, left, beside = now + done * slowdown, left - done, beside + done * slowdown
+    return now + left, beside
+
+
+def critical_path(program: Program, step: Step, timeline: Timeline) -> Counter[tuple[str, int]]:
+    """What the end of the step waited for: ns by purpose, or ``compute``, and rank.
+
+    Followed backwards from the rank that ended last: a rank that was blocked waited for the message, and the message for
+    the rank that issued it last or for the message before it in its group. The rank of a message is the one that waited.
+    """
+    path: Counter[tuple[str, int]] = Counter()
+    issue_places = {index: place for place, (kind, index) in enumerate(program.events) if kind == "issue"}
+    rank, place, until = int(np.argmax(timeline.ends)), len(program.events), float(timeline.ends.max())
+    while place > 0:
+        kind, index = program.events[place - 1]
+        arrived = float(timeline.arrived[place - 1, rank])
+        message = program.messages[index]
+        ready = float(timeline.finishes[index, rank])
+        if kind != "wait" or ready <= arrived:
+            path[COMPUTE, rank] += round(until - arrived)
+            place, until = place - 1, arrived
+            continue
+        path[COMPUTE, rank] += round(until - ready)
+        index, message, until = _through_queue(program.messages, timeline, index, rank, ready, path)
+        rank = _last_to_issue(timeline, index, message, rank)
+        place = issue_places[index]
+        until = float(timeline.issued[index, rank])
+        path[COMPUTE, rank] += round(until - float(timeline.arrived[place, rank]))
+    path[COMPUTE, rank] += round(until - float(timeline.begins[rank]))
+    return path
+
+
+def _through_queue(
+    messages: Sequence[Message],
+    timeline: Timeline,
+    index: int,
+    rank: int,
+    until: float,
+    path: Counter[tuple[str, int]],
+) -> tuple[int, Message, float]:
+    """Follow a message to the first of those that it waited for in its group."""
+    while True:
+        message, start = messages[index], float(timeline.starts[index, rank])
+        path[message.purpose, rank] += round(until - start)
+        last = _last_to_issue(timeline, index, message, rank)
+        if start <= float(timeline.issued[index, last]):
+            return index, message, start
+        before = [
+            number
+            for number in range(index)
+            if messages[number].groups == message.groups and float(timeline.finishes[number, rank]) == start
+        ]
+        if not before:  # that of the step before
+            return index, message, start
+        index, until = before[-1], start
+
+
+def _last_to_issue(timeline: Timeline, index: int, message: Message, rank: int) -> int:
+    group = next(each for each in message.groups if rank in each)
+    return max(group, key=lambda member: float(timeline.issued[index, member]))
