@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from commprof.errors import UsageError
 from commprof.plan.activations import Activations, activations_of
 from commprof.plan.models import Model
+from commprof.plan.peak import Peak, peak_of
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
@@ -59,6 +60,7 @@ class Prediction(NamedTuple):
         note: why messages are missing; empty where they are complete.
         activations: of one micro-batch; None where they cannot be counted.
         uncounted: why; empty where they are counted.
+        peak: the most that rank 0 holds at once; None where activations are not counted.
     """
 
     config: Mapping[str, Any]
@@ -70,6 +72,7 @@ class Prediction(NamedTuple):
     note: str
     activations: Activations | None
     uncounted: str
+    peak: Peak | None
 
     @property
     def parts(self) -> list[Holding]:
@@ -80,8 +83,8 @@ class Prediction(NamedTuple):
 
     @property
     def on_device(self) -> int:
-        """Bytes of all parts on the device of rank 0."""
-        return sum(each.device for each in self.parts)
+        """Bytes that rank 0 needs on its device: at the peak, or of all parts where activations are not counted."""
+        return sum(each.device for each in self.memory) if self.peak is None else self.peak.device
 
 
 class Refusal(NamedTuple):
@@ -136,6 +139,8 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     sent, note = _sent(config, model, axes, job)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
+    activations, uncounted = activations_of(config, job.model, axes, job.sequence)
+    peak = activations and peak_of(config, axes, of_rank, memory, activations, job.backend)
     return Prediction(
         config,
         axes,
@@ -144,7 +149,9 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         sent,
         movements(plain, of_rank, replicas, gathered),
         note,
-        *activations_of(config, job.model, axes, job.sequence),
+        activations,
+        uncounted,
+        peak,
     )
 
 
