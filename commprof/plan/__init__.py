@@ -11,6 +11,7 @@
 ``nccl_model``      the time of a collective by NCCL's model
 ``durations``       the time of all messages, and the bounds of a step
 ``latency``         whether messages are latency bound, by a calibration
+``memory``          activations, and the peak of what is alive at once
 ``keys``            the keys of a config that can change the prediction
 ``recommendations`` which of several settings to use, and why
 ``api``             what the command line and the dashboard ask

@@ -255,6 +255,7 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
         "memory_bytes_per_rank": {
             **{place: sum(getattr(each, place) for each in found.parts) for place in PLACES},
             "parts": {each.what: {place: getattr(each, place) for place in PLACES} for each in found.parts},
+            "peak": None if found.peak is None else found.peak._asdict(),
         },
         "step_ns": {"least": known and known.least_ns, "most": known and known.most_ns},
         "communication_ns": {

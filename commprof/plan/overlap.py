@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from commprof.requested.communication import sign_optimizers
-from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.configuration import read_configuration, zero_section
 from commprof.requested.keys import count, flag, section
+from commprof.requested.memory.states import reduces_beside_backward
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.schema import Purpose
@@ -42,9 +43,7 @@ def exposed_messages(config: Mapping[str, Any], micro_batches: int) -> dict[str,
     found: dict[str, int] = {}
     if count(section(config, "communication"), "bounded_delay", 0, least=0):
         found[Purpose.GRADIENT_REDUCE] = 0
-    elif (
-        _reduces_beside_backward(configuration, zero) and optimizer_type(config) not in sign_optimizers.NAMES
-    ):
+    elif reduces_beside_backward(config) and optimizer_type(config) not in sign_optimizers.NAMES:
         found[Purpose.GRADIENT_REDUCE] = micro_batches if configuration.reduces_every_micro_step else 1
     if configuration.stage == 3:
         prefetches = read_gather_configuration(zero).prefetch_bucket_size > 0
@@ -55,14 +54,3 @@ def exposed_messages(config: Mapping[str, Any], micro_batches: int) -> dict[str,
     if section(config, "pipeline_parallel").get("schedule") in ("interleaved", "zero_bubble"):
         found[Purpose.PIPELINE] = 0
     return found
-
-
-def _reduces_beside_backward(configuration: Configuration, zero: Mapping[str, Any]) -> bool:
-    if not configuration.partitions or configuration.reduces_flat_groups:
-        return False
-    if zero.get("overlap_comm") is None:
-        # zero_runtime's default beyond DeepSpeed's, for a reduction that DeepSpeed does not have.
-        return configuration.overlap_comm or (
-            configuration.stage == 2 and configuration.reduction == "reduce_scatter"
-        )
-    return configuration.overlap_comm

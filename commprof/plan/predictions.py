@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
-from commprof.plan.activations import Activations, activations_of
+from commprof.plan.memory.activations import activations_of
+from commprof.plan.memory.peak import Peak, peak_of
+from commprof.plan.memory.spans import Activations
 from commprof.plan.models import Model
-from commprof.plan.peak import Peak, peak_of
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
@@ -135,12 +136,13 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
-    memory = _held(plain, of_rank, replicas)
+    memory = _held(plain, of_rank, replicas, job.backend)
     sent, note = _sent(config, model, axes, job)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
     activations, uncounted = activations_of(config, job.model, axes, job.sequence)
-    peak = activations and peak_of(config, axes, of_rank, memory, activations, job.backend)
+    steps = grid.micro_batches(config, axes)
+    peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend)
     return Prediction(
         config,
         axes,
@@ -155,13 +157,15 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     )
 
 
-def _held(config: Mapping[str, Any], parameters: list[Parameter], replicas: int) -> list[Holding]:
+def _held(
+    config: Mapping[str, Any], parameters: list[Parameter], replicas: int, backend: str
+) -> list[Holding]:
     """What a rank holds; frozen parameters have neither gradients nor states."""
-    held = holdings(config, parameters, replicas)
+    held = holdings(config, parameters, replicas, backend)
     trained = [each for each in parameters if each.requires_grad]
     if len(trained) == len(parameters):
         return held
-    of_trained = {each.what: each for each in holdings(config, trained, replicas)}
+    of_trained = {each.what: each for each in holdings(config, trained, replicas, backend)}
     return [
         each if each.what in _OF_ALL else of_trained[each.what]
         for each in held

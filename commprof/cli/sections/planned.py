@@ -32,6 +32,10 @@ def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> 
     )
     if found.uncounted:
         rendering.show(rendering.paragraph(f"Activations are not counted: {found.uncounted}."), "")
+    if found.peak is not None:
+        most = rendering.number_of_bytes(found.peak.device)
+        sentence = f"A rank needs most in the {found.peak.phase}: {most} on its device. Not all parts are alive at once."
+        rendering.show(rendering.paragraph(sentence), "")
     if capacity is not None:
         rendering.show(rendering.paragraph(fit_sentence(found.on_device, capacity, not found.uncounted)), "")
     if found.sent:

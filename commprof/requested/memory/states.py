@@ -16,6 +16,7 @@ from commprof.requested.parameters import Parameter, check_parameters, in_model_
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
+from commprof.requested.zero.partition import lay_out
 
 # fp32 numbers that an optimizer keeps for each parameter.
 _STATES: Final[Mapping[str, int]] = {
@@ -38,8 +39,8 @@ class Holding(NamedTuple):
     """What one rank holds of one kind, in bytes.
 
     Attributes:
-        what: ``parameters``, ``gathered parameters``, ``gradients``, ``reduced gradients``, ``left-over gradients``,
-            ``gradient buckets``, ``masters``, ``optimizer states`` or ``buffers of files``.
+        what: ``parameters``, ``gathered parameters``, ``updated shards``, ``gradients``, ``reduced gradients``,
+            ``left-over gradients``, ``gradient buckets``, ``masters``, ``optimizer states`` or ``buffers of files``.
         device: on the accelerator; on a machine without one this is host memory too.
         host: in host memory.
         disk: in files.
@@ -74,7 +75,8 @@ class _Sizes(NamedTuple):
 
     Attributes:
         numel: elements of all parameters.
-        share: elements that a rank has where they are partitioned.
+        share: elements that a rank has where they are partitioned, padding included.
+        chunk: elements of the largest chunk of a flat buffer; 0 where it has one alone.
         item: bytes of an element in the model.
         master: bytes of an element of the master copy; 0 where the optimizer updates the parameter itself.
         state: bytes of the optimizer's state for an element.
@@ -83,26 +85,53 @@ class _Sizes(NamedTuple):
 
     numel: int
     share: int
+    chunk: int
     item: int
     master: int
     state: int
     gradient: int
 
 
-def holdings(config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int) -> list[Holding]:
+def holdings(
+    config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, backend: str = "nccl"
+) -> list[Holding]:
     """What the rank with the most holds while it trains with ``config``.
 
     Args:
         config: the config file as DeepSpeed reads it.
-        parameters: all parameters of the model.
+        parameters: all parameters of the model. Where the config names no type, they have their own.
         world_size: ranks that train on different data.
+        backend: ``gloo`` means CPUs, where buffers stay allocated, a reduce_scatter is an all_to_all, and fp32 parameters
+            are their own masters with ``offload_optimizer`` too.
 
     Raises:
         RequestedError: the config or the parameters cannot be used as they are.
     """
-    configuration, offload, sizes = _read(config, parameters, world_size)
+    check_parameters(parameters)
+    by_type: dict[str, list[Parameter]] = {}
+    named = read_configuration(config).model_dtype
+    for parameter in parameters:
+        by_type.setdefault(named or parameter.dtype, []).append(parameter)
+    listed = [each for own in by_type.values() for each in _of_one_type(config, own, world_size, backend)]
+    if len(by_type) == 1:
+        return listed
+    totals: dict[str, Holding] = {}
+    for each in listed:
+        sums = totals.get(each.what, Holding(each.what, 0, note=each.note))
+        totals[each.what] = sums._replace(
+            device=sums.device + each.device, host=sums.host + each.host, disk=sums.disk + each.disk
+        )
+    return list(totals.values())
+
+
+def _of_one_type(
+    config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, backend: str
+) -> list[Holding]:
+    configuration, offload, sizes = _read(config, parameters, world_size, backend)
     listed = _parameters(config, configuration, offload, sizes, parameters)
-    listed += _gradients(configuration, sizes)
+    if sizes.chunk or configuration.quantises_weights:
+        listed.append(Holding("updated shards", sizes.share * sizes.item, note="before they are shared"))
+    listed += _gradients(config, configuration, sizes, backend)
     away = round(sizes.share * offload.ratio) if offload.optimizer != "none" else 0
     for what, item in (("masters", sizes.master), ("optimizer states", sizes.state)):
         there = away * item
@@ -164,29 +193,41 @@ def movements(
 
 
 def _read(
-    config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int
+    config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, backend: str = "nccl"
 ) -> tuple[Configuration, Offload, _Sizes]:
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
     configuration = read_configuration(config)
     offload = read_offload(zero_section(config), configuration.stage)
-    numel = sum(parameter.numel for parameter in parameters)
+    numel = share = sum(parameter.numel for parameter in parameters)
+    chunk = 0
     if configuration.stage == 3:
         share = sum(-(-parameter.numel // world_size) for parameter in parameters)
-    else:
-        share = -(-numel // world_size) if configuration.partitions else numel
-    item = item_bytes(configuration.model_dtype or "float32")
+    elif configuration.partitions:
+        layout = lay_out(
+            [parameters] if parameters else [],
+            world_size,
+            configuration.model_dtype,
+            round_robin=configuration.round_robin_gradients,
+            align_parameters=configuration.parameter_alignment,
+            bucket_size=configuration.reduce_bucket_size if configuration.reduces_chunks else None,
+        )
+        share = sum(each.shard_numel for each in layout.groups)
+        chunk = max((each.chunk_numel for each in layout.groups if each.chunks > 1), default=0)
+    dtype = parameters[0].dtype if parameters else "float32"
+    item = item_bytes(configuration.model_dtype or dtype)
     wide = item if _narrow_masters(config) else _WIDE
     # A parameter as wide as a master needs none. One in files is read for its update, one in host memory is not.
     apart = offload.parameters != "none" and not _in_files(offload, share)
-    own = item == wide and offload.optimizer == "none" and not apart
+    stays = offload.optimizer == "none" or (offload.optimizer == "cpu" and backend == "gloo")
+    own = item == wide and stays and not apart
     accumulation = configuration.accumulation_dtype
     gradient = item_bytes(accumulation) if accumulation else item
     return (
         configuration,
         offload,
-        _Sizes(numel, share, item, 0 if own else wide, wide * _states(config), gradient),
+        _Sizes(numel, share, chunk, item, 0 if own else wide, wide * _states(config), gradient),
     )
 
 
@@ -243,25 +284,58 @@ def _parameters(
     return [shards, Holding("gathered parameters", gathered_numel * sizes.item, note=note)]
 
 
-def _gradients(configuration: Configuration, sizes: _Sizes) -> list[Holding]:
+def _gradients(
+    config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str
+) -> list[Holding]:
     if configuration.stage < 2:
         listed = [
             Holding("gradients", sizes.numel * sizes.item, note="whole on every rank until they are reduced")
         ]
         if configuration.partitions:
-            listed.append(Holding("reduced gradients", sizes.share * sizes.gradient))
-        bucket = sizes.numel if not configuration.partitions else configuration.reduce_bucket_size
+            reduced = sizes.numel if configuration.reduces_flat_groups else sizes.share
+            listed.append(Holding("reduced gradients", reduced * sizes.gradient))
     else:
         listed = [Holding("gradients", sizes.share * sizes.gradient)]
-        bucket = configuration.reduce_bucket_size
-    under_way = _BUCKETS_UNDER_WAY if configuration.overlap_comm else 1
-    numel = min(bucket * under_way, sizes.numel)
-    item = item_bytes(configuration.communication_dtype)
     compression = configuration.compression
     if compression is not None and compression.error_feedback:
         left = Holding("left-over gradients", sizes.numel * _WIDE, note="what compression has not sent yet")
         listed.append(left)
-    return [*listed, Holding("gradient buckets", numel * item, note="at most, in the backward pass")]
+    item = item_bytes(configuration.communication_dtype)
+    buckets = _in_buckets(config, configuration, sizes, backend) * item
+    return [*listed, Holding("gradient buckets", buckets, note="at most, in the backward pass")]
+
+
+def _in_buckets(config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str) -> int:
+    """Most elements of the buffers of gradient buckets at once."""
+    if not configuration.partitions:
+        return sizes.numel
+    if configuration.reduces_flat_groups:
+        return 0 if configuration.communication_dtype == configuration.accumulation_dtype else sizes.numel
+    numel = min(configuration.reduce_bucket_size, sizes.numel)
+    overlaps = reduces_beside_backward(config)
+    if configuration.reduces_chunks:
+        # One is filled; of those that are sent there is also what arrives, where that is not a shard alone.
+        sent = _BUCKETS_UNDER_WAY if overlaps else 1
+        arrives = configuration.reduce_scatter_on(backend) != "native"
+        return (sizes.chunk or numel) * (1 + sent * (1 + arrives))
+    if not overlaps:
+        return numel
+    # Buffers take turns, and on CPUs both stay allocated however few buckets a step has.
+    filled = _BUCKETS_UNDER_WAY if backend == "gloo" else -(-sizes.numel // max(numel, 1))
+    return numel * min(_BUCKETS_UNDER_WAY, filled)
+
+
+def reduces_beside_backward(config: Mapping[str, Any]) -> bool:
+    """Whether gradient buckets are reduced while the backward pass goes on."""
+    configuration = read_configuration(config)
+    if not configuration.partitions or configuration.reduces_flat_groups:
+        return False
+    if zero_section(config).get("overlap_comm") is None:
+        # zero_runtime's default beyond DeepSpeed's, for a reduction that DeepSpeed does not have.
+        return configuration.overlap_comm or (
+            configuration.stage == 2 and configuration.reduction == "reduce_scatter"
+        )
+    return configuration.overlap_comm
 
 
 def _in_files(offload: Offload, share: int) -> int:

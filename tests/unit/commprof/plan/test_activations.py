@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from commprof.cli import execute
-from commprof.plan.activations import activations_of
+from commprof.plan.memory.activations import activations_of
 from commprof.plan.models import read_model, sized_model
 from commprof.requested.parallel.axes import axes_of_config
 
@@ -75,7 +75,7 @@ def layer_bytes(item, tokens=64, width=32):
 def test_what_a_pass_keeps_by_hand(source):
     activations, reason = found("layers")
     assert reason == ""
-    spans = {name: size for size, name in activations.spans}
+    spans = {each.parameter: each.most for each in activations.spans}
     # All four layers; the last output, its gradient and that of the last tanh; the gradient of the bias; two sums.
     output, inner, bias, sums = 64 * 32 * 4, 64 * 4 * 32 * 4, 32 * 4, 2 * 4
     assert spans["layers.3.2.bias"] == 4 * layer_bytes(4) + 2 * output + inner + bias + sums
@@ -149,6 +149,8 @@ def test_they_are_a_part_of_the_memory(source, tmp_path, capsys):
     assert execute([*words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["settings"][0]["memory_bytes_per_rank"]
     assert memory["parts"]["activations"]["device"] == found("layers")[0].most_bytes
+    # 33,408 parameters, two states of Adam, gradients and the buffer that they are sent in.
+    assert memory["peak"] == {"device": 33_408 * 4 * 5, "phase": "gradient reduction"}
     assert execute([*words[:2], "--model", "params:1e6", "--set", "zero_optimization.stage=1,2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Activations are not counted: give --sequence." in shown and "before activations" in shown

@@ -42,7 +42,7 @@ def test_the_json_of_two_settings(plan):
         assert setting["set"] == {"zero_optimization.stage": stage}
         assert setting["step_ns"] == {"least": None, "most": None}
         memory = setting["memory_bytes_per_rank"]
-        assert list(memory) == ["device", "host", "disk", "parts"]
+        assert list(memory) == ["device", "host", "disk", "parts", "peak"] and memory["peak"] is None
         for place in ("device", "host", "disk"):
             assert memory[place] == sum(part[place] for part in memory["parts"].values())
     (reduced,) = found["settings"][0]["traffic"]

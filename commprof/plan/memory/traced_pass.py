@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from commprof.plan.memory.spans import Span
+
 _SHOWN: Final = 200  # characters of the message of somebody else's error
-
-
-class Span(NamedTuple):
-    """The time between the gradients of two parameters; the first span includes the forward pass.
-
-    Attributes:
-        num_bytes: most bytes alive at once, without parameters and the gradients of earlier spans.
-        parameter: whose gradient is complete at the end; empty for the last span.
-    """
-
-    num_bytes: int
-    parameter: str
 
 
 class TraceError(Exception):
@@ -72,7 +62,7 @@ def trace(
     except Exception as problem:
         message = " ".join(str(problem).split())[:_SHOWN]
         raise TraceError(f"{type(module).__name__} raised {type(problem).__name__}: {message}") from None
-    return [*spans, Span(live.take_most(), "")]
+    return [*spans, live.take_span("")]
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,10 +87,10 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do not count the storage of ``tensor``, as long as it exists."""
         self._see(tensor, counted=False)
 
-    def take_most(self) -> int:
-        """Return the most bytes since the last call."""
+    def take_span(self, parameter: str) -> Span:
+        """Return the span since the last call, which ends with the gradient of ``parameter``."""
         most, self._most = self._most, self._now
-        return most
+        return Span(most, self._now, parameter)
 
     def _see(self, value: Any, counted: bool = True) -> None:
         if not isinstance(value, torch.Tensor):
@@ -123,9 +113,9 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _arrival(live: _Live, spans: list[Span], name: str) -> Callable[[torch.Tensor], None]:
     def arrive(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        spans.append(Span(live.take_most(), name))
+        spans.append(live.take_span(name))
         parameter.grad = None
-        live.take_most()
+        live.take_span("")
 
     return arrive
 

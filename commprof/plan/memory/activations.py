@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from commprof.plan.memory.spans import Activations, Span
 from commprof.plan.models import Builder, Model
 from commprof.requested.configuration import autocast_dtype, read_configuration
 from commprof.requested.memory.models import MATRICES
@@ -24,23 +25,6 @@ _MASKS: Final = 2
 _SHARED_VALUES: Final = (
     12  # of these values, those that tensor-parallel ranks share (equation 2: 24 / t of 34 bytes)
 )
-
-
-class Activations(NamedTuple):
-    """The tensors of one forward and backward pass, without parameters and their gradients.
-
-    Attributes:
-        spans: most bytes until the gradient of each parameter in turn, and its name; the last one has none.
-        note: how they were found.
-    """
-
-    spans: tuple[tuple[int, str], ...]
-    note: str
-
-    @property
-    def most_bytes(self) -> int:
-        """Most bytes that are alive at once."""
-        return max(num_bytes for num_bytes, _ in self.spans)
 
 
 def activations_of(
@@ -81,11 +65,12 @@ def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages:
     per_layer = tokens * width * own
     own_layers = -(-layers // stages)
     alive = own_layers * (stages - 1)  # of micro-batches that wait for their backward pass
-    spans = [
-        (round((alive + number // of_layer + 1) * per_layer), names[number])
-        for number in reversed(range(own_layers * of_layer))
-    ]
-    return Activations((*spans, (round(alive * per_layer), "")), "by a formula, without checkpointing")
+    spans = []
+    for number in reversed(range(own_layers * of_layer)):
+        most = round((alive + number // of_layer + 1) * per_layer)
+        spans.append(Span(most, most, names[number]))
+    end = round(alive * per_layer)
+    return Activations((*spans, Span(end, end, "")), "by a formula, without checkpointing")
 
 
 @lru_cache(maxsize=16)
@@ -94,7 +79,7 @@ def _traced(
 ) -> tuple[Activations | None, str]:
     import torch
 
-    from commprof.plan.traced_pass import TraceError, trace
+    from commprof.plan.memory.traced_pass import TraceError, trace
 
     module, inputs = build(micro_batch, sequence)
     if inputs is None:
@@ -104,4 +89,4 @@ def _traced(
         spans = trace(module, inputs, *dtypes)
     except TraceError as problem:
         return None, f"{problem}; let the function return (model, inputs)"
-    return Activations(tuple((each.num_bytes, each.parameter) for each in spans), "of one traced pass"), ""
+    return Activations(tuple(spans), "of one traced pass"), ""

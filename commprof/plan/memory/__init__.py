@@ -1,0 +1,1 @@
+"""The memory of a rank beside its states: activations and the peak."""

@@ -1,0 +1,137 @@
+"""The moment of a training step at which a rank holds the most, from what is alive in each of its phases.
+
+The phases are those of zero_runtime. docs/plan.md compares them with measurements, of DeepSpeed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from commprof.plan.memory.spans import Activations
+from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.memory.states import Holding, reduces_beside_backward
+from commprof.requested.parameters import Parameter, item_bytes
+
+PASSES: Final = "forward and backward pass"
+REDUCTION: Final = "gradient reduction"
+STEP: Final = "optimizer step"
+
+
+class Peak(NamedTuple):
+    """The most that a rank holds at once.
+
+    Attributes:
+        device: bytes on its device.
+        phase: of a training step.
+    """
+
+    device: int
+    phase: str
+
+
+class _Gradients(NamedTuple):
+    """How gradients leave a backward pass.
+
+    Attributes:
+        whole: bytes of all of them, where they stay until the pass has ended; 0 where they enter buckets in it.
+        accumulate: they are there from the beginning, of earlier micro-batches.
+        limit: elements of a bucket.
+        copied: bytes of an element that are allocated to send a bucket, beside it.
+        overlap: a bucket is sent while the pass goes on.
+    """
+
+    whole: int
+    accumulate: bool
+    limit: int
+    copied: int
+    overlap: bool
+
+
+def peak_of(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    memory: Sequence[Holding],
+    activations: Activations,
+    micro_batches: int,
+    backend: str,
+) -> Peak:
+    """Return the peak of a rank.
+
+    Args:
+        config: the setting, without axes other than that of the data.
+        parameters: of the rank.
+        memory: of the rank, without activations.
+        activations: of one micro-batch.
+        micro_batches: of a step.
+        backend: ``gloo`` means CPUs, where the buffers of buckets stay allocated in the optimizer step.
+    """
+    configuration = read_configuration(config)
+    held = {each.what: each.device for each in memory}
+    whole = held.get("gradients", 0) if configuration.stage < 2 else 0
+    buckets, gathered = held.get("gradient buckets", 0), held.get("gathered parameters", 0)
+    lasting = sum(held.values()) - whole - buckets - gathered
+    numels = {each.name: each.numel for each in parameters if each.requires_grad}
+    in_passes = configuration.reduces_in_backward_order
+    own_buffers = configuration.partitions and not configuration.reduces_flat_groups
+    stays = buckets if backend == "gloo" and own_buffers and not configuration.reduces_chunks else 0
+    gradients = _Gradients(
+        0 if in_passes else whole,
+        micro_batches > 1,
+        configuration.reduce_bucket_size,
+        _copied(configuration) if in_passes else 0,
+        reduces_beside_backward(config),
+    )
+    trained = sum(
+        each.numel * item_bytes(configuration.model_dtype or each.dtype)
+        for each in parameters
+        if each.requires_grad
+    )
+    # Optimizers read gradients in the masters' type: a copy where they are accumulated in another one.
+    copies = 0 if configuration.accumulation_dtype == "float32" else held.get("masters", 0)
+    kept = whole if not configuration.partitions or configuration.reduces_chunks else 0
+    phases = {
+        PASSES: lasting
+        + (buckets if in_passes else stays)
+        + max(_alive(activations, numels, gradients, gathered, trained)),
+        REDUCTION: lasting + buckets + (0 if configuration.reduces_flat_groups else whole),
+        STEP: lasting + stays + kept + copies,
+    }
+    phase = max(phases, key=lambda each: phases[each])
+    return Peak(phases[phase], phase)
+
+
+def _alive(
+    activations: Activations, numels: Mapping[str, int], gradients: _Gradients, gathered: int, trained: int
+) -> Iterator[int]:
+    """What only a pass keeps, in each span and at the end of those that send a bucket.
+
+    Args:
+        activations: of the pass.
+        numels: elements of the trained parameters by name.
+        gradients: how they leave the pass.
+        gathered: most bytes of gathered parameters.
+        trained: bytes of all trained parameters.
+    """
+    total = sum(numels.values()) or 1
+    arrived = filled = sent = 0
+    for span in activations.spans:
+        done = arrived / total
+        rest = gradients.whole if gradients.accumulate else round(gradients.whole * done)
+        # A gathered parameter is released when its gradient is complete: this step does not use it again.
+        rest += min(gathered, round(trained * (1 - done)))
+        yield span.most + rest + (sent if gradients.overlap else 0)
+        numel = numels.get(span.parameter, 0)
+        if filled and (filled + numel > gradients.limit or not span.parameter):
+            sent = filled * gradients.copied
+            yield span.last + rest + sent
+            filled = 0
+        filled += numel
+        arrived += numel
+
+
+def _copied(configuration: Configuration) -> int:
+    """Bytes of an element of a bucket that its message needs beside it: a reduce_scatter of stage 3 arranges rows."""
+    if configuration.stage == 3 and configuration.reduction == "reduce_scatter":
+        return item_bytes(configuration.communication_dtype)
+    return 0

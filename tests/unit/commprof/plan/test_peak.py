@@ -1,0 +1,77 @@
+"""Phases of a step and what is alive in them, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from commprof.plan.memory.peak import PASSES, REDUCTION, STEP, Peak, peak_of
+from commprof.plan.memory.spans import Activations, Span
+from commprof.requested.memory.states import holdings
+from commprof.requested.parameters import Parameter
+
+N = 1_000_000  # elements of each of four parameters
+MODEL = [Parameter(f"{number}.weight", N) for number in range(4)]
+# Four layers keep one unit each; the last one's gradient comes first.
+ORDER = ("3.weight", "2.weight", "1.weight", "0.weight", "")
+
+
+def activations(unit):
+    sizes = [unit * (4 - number) for number in range(5)]
+    return Activations(tuple(Span(size, size, name) for size, name in zip(sizes, ORDER, strict=True)), "")
+
+
+def peak(stage, unit, world=4, micro_batches=1, backend="nccl", **keys):
+    zero = {"stage": stage, "reduce_bucket_size": N, **keys.pop("zero", {})}
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero, **keys}
+    memory = holdings(config, MODEL, world, backend)
+    return peak_of(config, MODEL, memory, activations(unit), micro_batches, backend)
+
+
+@pytest.mark.parametrize(
+    ("stage", "unit", "expected"),
+    [
+        # In millions of bytes: parameters 8, masters 16, states 32; four units of activations, no gradient yet.
+        (0, 100 * N, Peak((8 + 16 + 32 + 400) * N, PASSES)),
+        # Masters' gradients in fp32 beside those in bf16.
+        (0, N // 2, Peak((8 + 16 + 32 + 8 + 16) * N, STEP)),
+        # A quarter of masters, states and reduced gradients, and whole gradients that arrive as activations go.
+        (1, 100 * N, Peak((8 + 4 + 8 + 2 + 400) * N, PASSES)),
+        (1, N // 2, Peak((8 + 4 + 8 + 2 + 8 + 2) * N, REDUCTION)),
+        # A bucket is filled in the backward pass.
+        (2, 100 * N, Peak((8 + 4 + 8 + 2 + 2 + 400) * N, PASSES)),
+        (2, N // 4, Peak((8 + 4 + 8 + 2 + 4) * N, STEP)),
+        # A quarter of the parameters, all of them gathered, and two buckets; nothing has been sent yet.
+        (3, 100 * N, Peak((2 + 4 + 8 + 2 + 8 + 4 + 400) * N, PASSES)),
+    ],
+)
+def test_a_phase_decides(stage, unit, expected):
+    assert peak(stage, unit) == expected
+
+
+def test_gradients_of_earlier_micro_batches_are_there_from_the_beginning():
+    assert peak(1, 100 * N, micro_batches=2).device - peak(1, 100 * N).device == 8 * N
+
+
+def test_gathered_parameters_go_as_their_gradients_are_complete():
+    """The first bucket leaves with the third gradient: then two units, half the parameters, and a copy of the bucket."""
+    small = peak(3, N, zero={"overlap_comm": False})
+    assert small == Peak((2 + 4 + 8 + 2 + 8 + 2 + 4) * N, PASSES)
+    # With large buckets that are sent during the pass the copy counts beside what is left.
+    assert peak(3, N).device == (2 + 4 + 8 + 2 + 8 + 4 + 4) * N
+
+
+def test_buffers_of_buckets_stay_on_cpus():
+    freed, kept = (peak(2, N // 4, backend=backend) for backend in ("nccl", "gloo"))
+    assert (freed.phase, kept.phase) == (STEP, STEP) and kept.device - freed.device == 2 * N
+
+
+def test_states_that_are_offloaded_are_not_on_the_device():
+    offloaded = peak(2, 100 * N, zero={"offload_optimizer": {"device": "cpu"}})
+    assert offloaded == Peak((8 + 2 + 2 + 400) * N, PASSES)
+
+
+def test_gradients_accumulated_in_fp32_need_no_copy():
+    keys = {"data_types": {"grad_accum_dtype": "fp32"}}
+    # The flat fp32 gradients of stage 1 are whole on every rank, and bf16 ones arrive beside them.
+    assert peak(1, 100 * N, **keys) == Peak((8 + 4 + 8 + 16 + 400) * N, PASSES)
+    assert peak(2, N // 4, **keys).device == (8 + 4 + 8 + 4 + 2 + 1) * N
