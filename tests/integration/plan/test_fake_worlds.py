@@ -1,6 +1,9 @@
 """What one rank of a large world issues on torch's fake process group, against the plan for that world.
 
-The runtime and the recorder are the real ones; the fake group sends nothing, so values are not those of training.
+The runtime and the recorder are the real ones; the fake group sends nothing, so values are not those of training. What
+depends on values is scripted: in one step the input is infinite, and the fake group answers that a gradient overflowed and
+that the norm is infinite; clipping else takes the norm of the rank's own shard; stages receive the shape that others send,
+and zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from commprof.ledger.verification import verify
 from commprof.plan.hosts import Hosts
 from commprof.plan.models import Model, parameters_of
 from commprof.plan.predictions import Job, predict
@@ -21,7 +25,21 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+STEPS_WITH_OVERFLOW, OVERFLOWS = 6, 3
 STEPS = 4  # the messages of stage 3 repeat from the third micro-batch on
+
+PRECISIONS = {
+    "fp32": {"gradient_clipping": 0.1},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}},
+}
+STAGES, MICRO_BATCHES, WIDTH = 4, 4, 8
+PIPELINE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "pipeline_parallel": {"pp_size": STAGES, "micro_batches": MICRO_BATCHES},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 1},
+}
 
 
 def make_model():
@@ -41,26 +59,82 @@ def config(stage):
     }
 
 
-def train_on_fake_group(_rank, _world, run, stage, rank, world):
-    import torch
+def start(run, rank, world):
+    """Make this process rank ``rank`` of a fake group, and record it."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import commprof
-    import zero_runtime
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     commprof.attach(run)
-    model = make_model()
-    engine, *_ = zero_runtime.initialize(
-        model=model, model_parameters=model.parameters(), config=config(stage)
-    )
-    for _ in range(STEPS):
-        engine.backward(engine(torch.ones(2, 64)).square().mean())
-        engine.step()
+
+
+def end():
+    import torch.distributed as dist
+
+    import commprof
+
     commprof.detach()
     dist.destroy_process_group()
+
+
+def train_on_fake_group(_rank, _world, run, stage, rank, world, precision=None):
+    import torch
+
+    import zero_runtime
+    from zero_runtime.comm import DataParallelGroup
+
+    start(run, rank, world)
+    overflows, plain = [], DataParallelGroup.all_reduce
+
+    def all_reduce(self, tensor, *arguments, why=None, **options):
+        work = plain(self, tensor, *arguments, why=why, **options)
+        if overflows and why is not None and why.purpose in ("overflow_check", "gradient_norm"):
+            tensor.fill_(1 if why.purpose == "overflow_check" else float("inf"))
+        return work
+
+    DataParallelGroup.all_reduce = all_reduce
+    model = make_model()
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=model.parameters(), config={**config(stage), **(precision or {})}
+    )
+    inputs = torch.ones(2, 64, dtype=next(model.parameters()).dtype)
+    for step in range(STEPS if precision is None else STEPS_WITH_OVERFLOW):
+        overflows[:] = [step] if precision is not None and step == OVERFLOWS else []
+        engine.backward(engine(inputs * (float("inf") if overflows else 1.0)).float().square().mean())
+        engine.step()
+    end()
+    return engine.skipped_steps
+
+
+def train_pipeline_on_fake_group(_rank, _world, run, rank, world):
+    import torch
+
+    import zero_runtime
+    from zero_runtime.pipeline.transfer.channel import Channel, form_of
+
+    start(run, rank, world)
+    header, _ = form_of(torch.ones(2, WIDTH, requires_grad=True))[0].header()
+    receive, receive_numbers = Channel._receive, Channel._receive_numbers
+
+    def zeros(self, tensor, stage):
+        receive(self, tensor, stage)
+        tensor.zero_()
+
+    def shape(self, count):
+        receive_numbers(self, count)
+        return header + [0] * (count - len(header))
+
+    Channel._receive, Channel._receive_numbers = zeros, shape
+    layers = [zero_runtime.LayerSpec(torch.nn.Linear, WIDTH, WIDTH) for _ in range(2 * STAGES)]
+    model = zero_runtime.PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss, seed_layers=True)
+    engine, *_ = zero_runtime.initialize(model=model, config=PIPELINE)
+    data = torch.ones(2 * MICRO_BATCHES, WIDTH)
+    for _ in range(STEPS):
+        engine.train_batch(data=data, targets=data)
+    end()
 
 
 @pytest.mark.parametrize(
@@ -88,3 +162,65 @@ def test_one_rank_of_a_large_world_issues_what_plan_predicts(tmp_path, stage, ra
     for row in traffic_of(predict(config(stage), job).sent, Hosts(world // 8, 8)):
         predicted.update({(row.purpose, row.op, size): number for size, number in row.sizes.items()})
     assert predicted == issued and issued
+
+
+def _verified(run):
+    """The verdict on ``run``, with nothing left open but the ranks that left no records."""
+    finalise(run)
+    verdict = verify(open_run(run))
+    assert (
+        not verdict.unexplained and verdict.explained_bytes + verdict.labelled_bytes == verdict.issued_bytes
+    )
+    assert verdict.issued_bytes > verdict.labelled_bytes >= 0
+    for row in verdict.rows:
+        if row.expected_count is not None:
+            issued = row.issued_op, row.issued_count, row.issued_payload_bytes
+            assert issued == (row.expected_op, row.expected_count, row.expected_payload_bytes)
+    (open_question,) = [each for each in verdict.sentences if each.startswith("Cannot tell")]
+    assert open_question.startswith("Cannot tell: ranks ") and open_question.endswith(" left no records.")
+    assert str(verdict.state) == "unknown"
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "world"),
+    [
+        pytest.param(
+            stage,
+            precision,
+            world,
+            marks=[]
+            if world == 1024 and (stage, precision) in ((1, "fp16"), (3, "fp32"))
+            else pytest.mark.long,
+        )
+        for stage in range(4)
+        for precision in PRECISIONS
+        for world in (1024, 16384)
+    ],
+)
+def test_the_ledger_closes_what_the_first_and_the_last_rank_issue(tmp_path, stage, precision, world):
+    """Requested equals issued in every step, also in the one that overflows and in the next one."""
+    run: Path = tmp_path / "run"
+    for rank in (0, world - 1):
+        arguments = (str(run), stage, rank, world, PRECISIONS[precision])
+        (skipped,) = run_ranks(1, train_on_fake_group, *arguments, process_group=False)
+        assert skipped == int(stage > 0 or precision != "fp32")
+    sentences = _verified(run).sentences
+    assert any(f"ranks 1-{world - 2} left no records" in each for each in sentences)
+    if skipped:
+        assert any(each.startswith(f"Step {OVERFLOWS}: ") for each in sentences)
+
+
+@pytest.mark.parametrize("world", [1024, pytest.param(16384, marks=pytest.mark.long)])
+def test_the_ledger_closes_what_every_stage_of_a_pipeline_issues(tmp_path, world):
+    """The ranks of one model: those of the first, the inner and the last stage; other replicas send the same."""
+    run: Path = tmp_path / "run"
+    replicas = world // STAGES
+    for rank in range(0, world, replicas):
+        arguments = (str(run), rank, world)
+        run_ranks(1, train_pipeline_on_fake_group, *arguments, process_group=False)
+    verdict = _verified(run)
+    sent = {row.purpose: row.issued_count for row in verdict.rows if row.when == "steps"}
+    assert sent["pipeline"] and sent["gradient_reduce"] == STAGES * STEPS
+    text = f"{replicas - 1:,} groups of ranks that left no records: what they send is not judged."
+    assert text in verdict.sentences
