@@ -5,22 +5,28 @@ The command line and the dashboard's Plan page give the same answers, since both
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from commprof.errors import UsageError
 from commprof.launch.sweeps.configuration import parse_config
-from commprof.launch.sweeps.points import derive, label, points
+from commprof.launch.sweeps.points import derive, label, parse_setting, points
 from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
 from commprof.plan.hosts import Hosts, parse_hosts
 from commprof.plan.keys import check_keys
 from commprof.plan.links import Links, parse_links
-from commprof.plan.models import Model, read_model
+from commprof.plan.models import Model, parse_number, read_model
 from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
 from commprof.plan.recommendations import Candidate, advice, samples_of
-from commprof.plan.traffic import Totals, totals_of, traffic_of
+from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
 from commprof.recorder.process.options import parse_size
+from commprof.requested.configuration import read_configuration
+from commprof.requested.memory.states import Holding
+from commprof.requested.parallel import grid
+from commprof.requested.parallel.axes import axes_of_config
 
 if TYPE_CHECKING:
     from commprof.calibration.results import Calibration
@@ -31,14 +37,19 @@ __all__ = [
     "Row",
     "WorldOutcome",
     "as_json",
+    "combinations",
     "compare",
+    "histogram",
     "make_plan",
     "over_worlds",
     "parse_capacity",
     "parse_config",
+    "parse_number",
     "recommendation",
+    "traffic",
 ]
 
+WHOLE_CONFIG: Final = "the config"  # the label of a setting without --set
 PLACES: Final = ("device", "host", "disk")
 UNUSED_COMPUTE: Final = (
     "--step-compute is not used: steps have different numbers of samples, "
@@ -56,6 +67,7 @@ class Question(NamedTuple):
         hosts, links, settings, layers, backend, sequence, step_compute: of the options; settings are those of ``--set``.
         capacity: bytes of a device; None where that is not known.
         calibration: for the times of messages.
+        most_messages: of a step, above which a setting is refused; None predicts any number, however long that takes.
     """
 
     config: Mapping[str, Any]
@@ -70,6 +82,7 @@ class Question(NamedTuple):
     step_compute: str | None = None
     capacity: int | None = None
     calibration: Calibration | None = None
+    most_messages: int | None = None
 
 
 class Plan(NamedTuple):
@@ -137,14 +150,25 @@ class WorldOutcome(NamedTuple):
     Attributes:
         world: ranks.
         wire_bytes: that a rank sends per step, by purpose.
-        memory: bytes on the device of rank 0, by kind.
+        memory: of rank 0, by kind.
+        timed: the time of its step, or why that is not known.
         reason: why the setting cannot be used, or its messages not be predicted, at that number; empty where they can.
     """
 
     world: int
     wire_bytes: dict[str, int]
-    memory: dict[str, int]
+    memory: list[Holding]
+    timed: StepTime | str
     reason: str
+
+
+def combinations(settings: Iterable[str]) -> int:
+    """Return the number of settings that texts of ``--set`` make.
+
+    Raises:
+        UsageError: a text has another form.
+    """
+    return math.prod(len(parse_setting(text)[1]) for text in settings)
 
 
 def make_plan(question: Question) -> Plan:
@@ -163,6 +187,9 @@ def make_plan(question: Question) -> Plan:
     configs = [derive(question.config, setting) for setting in settings]
     model = read_model(question.model, question.layers, question.sequence)
     job = Job(model, question.world, hosts.ranks, question.backend, question.sequence)
+    if question.most_messages is not None:
+        for setting, config in zip(settings, configs, strict=True):
+            _check_messages(label(setting), config, job, question.most_messages)
     plan = Plan(
         job, hosts, links, timing, question.capacity, settings, configs, predict_each(configs, job), []
     )
@@ -174,7 +201,12 @@ def make_plan(question: Question) -> Plan:
 def compare(plan: Plan) -> list[Row]:
     """Return the settings that are not refused, with their totals and times."""
     return [
-        Row(label(setting), each, totals_of(each.sent, plan.hosts), plan.timing.of(each, plan.hosts))
+        Row(
+            label(setting) or WHOLE_CONFIG,
+            each,
+            totals_of(each.sent, plan.hosts),
+            plan.timing.of(each, plan.hosts),
+        )
         for setting, each in plan.usable
     ]
 
@@ -197,22 +229,48 @@ def recommendation(plan: Plan, rows: Iterable[Row]) -> tuple[int | None, str]:
     return advice(candidates, plan.capacity, plan.timing.compute_ns is not None)
 
 
+def traffic(plan: Plan, row: Row) -> list[Traffic]:
+    """Return the messages of a step of one setting by purpose and operation."""
+    return traffic_of(row.prediction.sent, plan.hosts)
+
+
 def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) -> list[WorldOutcome]:
     """Predict ``config`` of a setting of ``plan`` for each number of ranks, on hosts of as many ranks as in the plan."""
     outcomes = []
     for world in worlds:
-        job = plan.job._replace(world=world, ranks_per_host=min(plan.hosts.ranks, world))
+        hosts = Hosts(max(1, world // plan.hosts.ranks), min(plan.hosts.ranks, world))
         try:
-            found = predict(config, job)
+            found = predict(config, plan.job._replace(world=world, ranks_per_host=hosts.ranks))
         except UsageError as problem:
-            outcomes.append(WorldOutcome(world, {}, {}, str(problem)))
+            outcomes.append(WorldOutcome(world, {}, [], "", str(problem)))
             continue
         wire: Counter[str] = Counter()
         for each in found.sent:
             wire[each.purpose] += round(each.wire_bytes)
-        memory = {each.what: each.device for each in found.parts}
-        outcomes.append(WorldOutcome(world, dict(wire), memory, found.note))
+        fill = hosts.count * hosts.ranks == world
+        timed = (
+            plan.timing.of(found, hosts) if fill else f"hosts of {hosts.ranks} ranks do not make {world:,}"
+        )
+        outcomes.append(WorldOutcome(world, dict(wire), found.parts, timed, found.note))
     return outcomes
+
+
+def _check_messages(name: str, config: Mapping[str, Any], job: Job, most: int) -> None:
+    """Raise UsageError if a step may have more than ``most`` messages, which would take long to predict."""
+    try:
+        configuration = read_configuration(config)
+        steps = grid.micro_batches(config, axes_of_config(config, job.world))
+    except UsageError:
+        return  # its prediction says so
+    smallest = max(
+        1, min(configuration.reduce_bucket_size, configuration.allgather_bucket_size or sys.maxsize)
+    )
+    number = steps * (len(job.model.parameters) + job.model.numel // smallest)
+    if number > most:
+        raise UsageError(
+            f"{name or WHOLE_CONFIG}: a step may have {number:,} messages, and at most {most:,} are predicted here; set "
+            "larger buckets, fewer micro-batches or a smaller model, or use commprof plan, which has no limit"
+        )
 
 
 def parse_capacity(text: str) -> int | None:

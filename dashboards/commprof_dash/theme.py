@@ -32,6 +32,11 @@ OTHER_COLOUR: Final = "#7d858c"
 # Settings and times are no operations, so they have colours of their own. Charts also give each setting a dash of its own.
 SETTING_COLOURS: Final = ("#4c6ef5", "#e8590c", "#0c8599", "#d6336c", "#7d8a00", "#7d858c")
 
+# Purposes and kinds of memory, stacked from the bottom in this order: neighbours differ in hue and lightness.
+KIND_COLOURS: Final = (
+    "#4c6ef5", "#e8590c", "#0c8599", "#d6336c", "#7d8a00", "#7b61c9", "#a87d00", "#5c8f9e", "#9c6b4a", "#7d858c"
+)  # fmt: skip
+
 STEP_COLOUR: Final = "#5b7f9e"
 EXPOSED_COLOUR: Final = "#d6336c"
 

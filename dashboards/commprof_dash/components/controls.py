@@ -100,6 +100,22 @@ def text(key: str, label: str, value: str, placeholder: str, wrong: str | None =
     )
 
 
+def area(key: str, label: str, value: str, placeholder: str) -> Component:
+    """A text field of several lines for ``key`` of the address."""
+    return dmc.Textarea(
+        id=ids.control(key),
+        label=label,
+        value=value,
+        placeholder=placeholder,
+        autosize=True,
+        minRows=2,
+        maxRows=16,
+        debounce=600,
+        classNames={"input": "code-area"},
+        spellCheck=False,
+    )
+
+
 def _options(names: Sequence[str], values: Sequence[str]) -> list[dict[str, str]]:
     known = set(names)
     missing = [value for value in values if value not in known]

@@ -32,6 +32,9 @@ def legend(figure: go.Figure) -> Component | None:
 
 
 def _swatch(trace: Any) -> Component:
+    if trace.type == "scatter" and trace.stackgroup:
+        hatched = " hatched" if trace.fillpattern.shape else ""
+        return html.Span(className="swatch" + hatched, style={"backgroundColor": trace.fillcolor})
     if trace.type == "scatter" and "lines" not in trace.mode:
         symbol = _MARKERS.get(trace.marker.symbol, "\u25cf")
         return html.Span(symbol, style={"color": trace.marker.color}, **{"aria-hidden": "true"})

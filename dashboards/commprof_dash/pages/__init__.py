@@ -11,6 +11,7 @@ from commprof_dash.pages.compare import page as compare
 from commprof_dash.pages.matrix import page as matrix
 from commprof_dash.pages.overview import page as overview
 from commprof_dash.pages.page import Page
+from commprof_dash.pages.plan import page as plan
 from commprof_dash.pages.records import page as records
 from commprof_dash.pages.runs import page as runs
 from commprof_dash.pages.stragglers import page as stragglers
@@ -20,6 +21,7 @@ PAGES: Final[tuple[Page, ...]] = (
     runs.PAGE,
     overview.PAGE,
     compare.PAGE,
+    plan.PAGE,
     timeline.PAGE,
     matrix.PAGE,
     buckets.PAGE,

@@ -58,7 +58,8 @@ def test_every_operation_has_a_colour_of_its_own():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_stand_out_from_the_paper(scheme):
-    colours = [*theme.OP_COLOURS.values(), *theme.SETTING_COLOURS, theme.STEP_COLOUR, theme.EXPOSED_COLOUR]
+    named = [theme.STEP_COLOUR, theme.EXPOSED_COLOUR]
+    colours = [*theme.OP_COLOURS.values(), *theme.SETTING_COLOURS, *theme.KIND_COLOURS, *named]
     weak = {
         c: round(contrast(c, theme.PAPER[scheme]), 2) for c in colours if contrast(c, theme.PAPER[scheme]) < 3
     }

@@ -1,0 +1,189 @@
+"""The figures of the Plan page: traffic, memory and time over the number of ranks, and messages by size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from commprof.analysis import api
+from commprof_dash.charts.axis_ticks import axis
+from commprof_dash.charts.labels import escape
+from commprof_dash.charts.listed import listed
+from commprof_dash.measures import format_count
+from commprof_dash.theme import EXPOSED_COLOUR, KIND_COLOURS, STEP_COLOUR, TEXT, Scheme, template
+
+_HEIGHT: Final = 320
+_ROOM: Final = 0.08  # powers of ten beside the first and last number of ranks
+_MOST_RANKS_TICKS: Final = 8
+_HATCHES: Final = ("", "/", "x", ".")  # of kinds beyond the colours
+
+
+def traffic_over_worlds(frame: pd.DataFrame, world: int, scheme: Scheme) -> go.Figure:
+    """Wire bytes of a rank per step over the number of ranks, stacked by purpose.
+
+    Args:
+        frame: columns ``world``, ``purpose``, ``wire_bytes``; one row for each world and purpose.
+        world: marked by a line.
+    """
+    title = "Wire bytes per rank and step"
+    return _stacked(frame, "purpose", "wire_bytes", world, title, api.format_bytes, scheme)
+
+
+def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, scheme: Scheme) -> go.Figure:
+    """Bytes on the device of a rank over the number of ranks, stacked by kind.
+
+    Args:
+        frame: columns ``world``, ``kind``, ``device_bytes``; one row for each world and kind.
+        world: marked by a line.
+        capacity: bytes of a device, marked by another line where they are known.
+    """
+    figure = _stacked(
+        frame, "kind", "device_bytes", world, "Device memory of a rank", api.format_bytes, scheme
+    )
+    if capacity is not None:
+        worlds = sorted(set(frame["world"]))
+        figure.add_scatter(
+            name="memory of a device",
+            mode="lines",
+            x=listed([worlds[0], worlds[-1]]),
+            y=listed([capacity, capacity]),
+            line={"color": TEXT[scheme], "width": 1.5, "dash": "dash"},
+            hovertemplate=f"memory of a device: <b>{api.format_bytes(capacity)}</b><extra></extra>",
+        )
+    return figure
+
+
+def times_over_worlds(frame: pd.DataFrame, world: int, scheme: Scheme) -> go.Figure:
+    """The time of messages, and the bounds of a step where these are known, over the number of ranks.
+
+    Args:
+        frame: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``.
+        world: marked by a line.
+    """
+    figure = go.Figure(layout={"template": template(scheme)})
+    looks = {
+        "communication_ns": ("communication", EXPOSED_COLOUR, "solid"),
+        "step_least_ns": ("step, all overlapped that can be", STEP_COLOUR, "dash"),
+        "step_most_ns": ("step, nothing overlapped", STEP_COLOUR, "solid"),
+    }
+    shown = [name for name in looks if frame[name].notna().any()]
+    for column in shown:
+        name, colour, dash = looks[column]
+        values = frame[column].astype(float).tolist()
+        figure.add_scatter(
+            name=name,
+            mode="lines",
+            x=listed(frame["world"].tolist()),
+            y=listed(values),
+            customdata=listed(map(api.format_ns, values)),
+            line={"color": colour, "width": 2, "dash": dash},
+            hovertemplate=f"{name}: <b>%{{customdata}}</b><extra></extra>",
+        )
+    highest = float(frame[shown].max().max()) if shown else 0.0
+    _finish(figure, frame["world"].tolist(), world, axis(highest, "ns", "Time of a step", room=1.06), scheme)
+    return figure
+
+
+def by_size(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
+    """Messages of a step by the size of their payload.
+
+    Args:
+        frame: columns ``from_bytes``, ``to_bytes``, ``messages``; one row for each size that occurs.
+    """
+    figure = go.Figure(layout={"template": template(scheme)})
+    names = [_power(int(low)) for low in frame["from_bytes"]]
+    figure.add_bar(
+        name="messages",
+        x=names,
+        y=frame["messages"].tolist(),
+        customdata=[
+            [api.format_bytes(low), api.format_bytes(high), format_count(number)]
+            for low, high, number in frame[["from_bytes", "to_bytes", "messages"]].itertuples(index=False)
+        ],
+        text=[format_count(number) for number in frame["messages"]],
+        textposition="outside",
+        cliponaxis=False,
+        marker={"color": STEP_COLOUR},
+        hovertemplate="%{customdata[0]} to %{customdata[1]}: <b>%{customdata[2]}</b> messages<extra></extra>",
+    )
+    highest = float(frame["messages"].max()) if len(frame) else 0.0
+    figure.update_layout(
+        height=_HEIGHT,
+        bargap=0.25,
+        xaxis={"title": {"text": "Payload from, in powers of two"}, "type": "category", "showgrid": False},
+        yaxis=axis(highest, "", "Messages per step", room=1.12),
+    )
+    return figure
+
+
+def _stacked(
+    frame: pd.DataFrame,
+    series: str,
+    column: str,
+    world: int,
+    title: str,
+    format_value: Callable[[float], str],
+    scheme: Scheme,
+) -> go.Figure:
+    figure = go.Figure(layout={"template": template(scheme)})
+    for number, name in enumerate(dict.fromkeys(frame[series])):
+        part = frame[frame[series] == name].sort_values("world")
+        values = part[column].tolist()
+        colour = KIND_COLOURS[number % len(KIND_COLOURS)]
+        hatch = _HATCHES[number // len(KIND_COLOURS) % len(_HATCHES)]
+        figure.add_scatter(
+            name=escape(name),
+            mode="lines",
+            stackgroup="all",
+            x=listed(part["world"].tolist()),
+            y=listed(values),
+            customdata=listed(map(format_value, values)),
+            line={"color": colour, "width": 1},
+            fillcolor=colour,
+            fillpattern={"shape": hatch, "fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": 0.4},
+            hovertemplate=f"{escape(name)}: <b>%{{customdata}}</b><extra></extra>",
+        )
+    sums = frame.groupby("world")[column].sum()
+    highest = float(sums.max()) if len(sums) else 0.0
+    _finish(figure, frame["world"].tolist(), world, axis(highest, "bytes", title, room=1.06), scheme)
+    return figure
+
+
+def _finish(
+    figure: go.Figure, worlds: Sequence[int], world: int, vertical: dict[str, Any], scheme: Scheme
+) -> None:
+    figure.update_layout(
+        height=_HEIGHT,
+        hovermode="x unified",
+        xaxis=_ranks_axis(min(worlds, default=1), max(worlds, default=2)),
+        yaxis=vertical,
+    )
+    if worlds and min(worlds) <= world <= max(worlds):
+        figure.add_vline(x=world, line={"color": TEXT[scheme], "width": 1, "dash": "dot"})
+
+
+def _ranks_axis(first: int, last: int) -> dict[str, Any]:
+    """A logarithmic axis of numbers of ranks, from one power of two to another."""
+    low, high = first.bit_length() - 1, (last - 1).bit_length()
+    step = -(-(high - low + 1) // _MOST_RANKS_TICKS)
+    powers = range(low, high + 1, step)
+    return {
+        "type": "log",
+        "range": [math.log10(1 << low) - _ROOM, math.log10(1 << max(high, low + 1)) + _ROOM],
+        "tickvals": [1 << power for power in powers],
+        "ticktext": [f"{1 << power:,}" for power in powers],
+        "title": {"text": "Ranks, logarithmic"},
+        "tickfont": {"size": 11},
+        "hoverformat": ",d",
+    }
+
+
+def _power(num_bytes: int) -> str:
+    """``16 MiB`` for the power of two, which format_bytes would write with decimals."""
+    text = api.format_bytes(num_bytes)
+    number, _, unit = text.partition(" ")
+    return f"{float(number):g} {unit}"

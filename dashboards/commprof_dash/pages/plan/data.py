@@ -1,0 +1,350 @@
+"""What the Plan page asks: a form from the address, its plan, and the frames of the cards. Draws nothing.
+
+Only models whose size alone is known can be planned here. ``py:`` runs code and ``hf:`` reads a directory that the visitor
+of a page would name.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from commprof.errors import UsageError
+from commprof.plan import api as plan_api
+from commprof_dash import address
+from commprof_dash.address import Query
+from commprof_dash.data import Runs
+
+WORLDS: Final = tuple(1 << power for power in range(15))
+MOST_WORLD: Final = 1 << 16
+MOST_SETTINGS: Final = 16
+MOST_MESSAGES: Final = 20_000  # of a step: one setting takes a few seconds then
+MOST_PARAMETERS: Final = 10**13
+_MOST_CONFIG_BYTES: Final = 200_000
+_MICRO_BATCH: Final = "train_micro_batch_size_per_gpu"
+_SIZED: Final = "params:"
+_CONFIG_FILE: Final = "config.json"
+
+EXAMPLE_CONFIG: Final = """{
+  "train_micro_batch_size_per_gpu": 1,
+  "bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 2,
+    "overlap_comm": true,
+    "reduce_bucket_size": 5e8
+  }
+}"""
+# What the form holds where the address says nothing: an example that can be changed.
+DEFAULTS: Final = {
+    "config": EXAMPLE_CONFIG,
+    "model": "params:7e9",
+    "world": "64",
+    "hosts": "",
+    "links": "intra=450GB/s,inter=8x50GB/s",
+    "micro_batch": "",
+    "sequence": "2048",
+    "compute": "",
+    "memory": "80GiB",
+    "set": "zero_optimization.stage=1,2,3",
+}
+
+
+class Form(NamedTuple):
+    """What stands in the fields of the page.
+
+    Attributes:
+        run: whose config is planned; empty for ``config``.
+        texts: of the other fields, by their key in the address.
+        setting: the label of the setting that the figures show; empty for the recommended one.
+    """
+
+    run: str
+    texts: dict[str, str]
+    setting: str
+
+
+class Planned(NamedTuple):
+    """The answer to a form.
+
+    Attributes:
+        plan: of all settings.
+        rows: the settings that are not refused.
+        chosen: position of the recommended one; None without one.
+        sentence: with the reason.
+    """
+
+    plan: plan_api.Plan
+    rows: list[plan_api.Row]
+    chosen: int | None
+    sentence: str
+
+
+def form_of(query: Query) -> Form:
+    """Return the form that the address describes; fields that it does not name have their defaults."""
+    texts = {}
+    for key, default in DEFAULTS.items():
+        values = query.get(key)
+        texts[key] = default if values is None else "".join(values[:1])
+    return Form("".join(query.get(address.RUN, ())[:1]), texts, "".join(query.get("setting", ())[:1]))
+
+
+def config_text(runs: Runs, form: Form) -> str:
+    """Return the text of the config: of the run, or as it stands in its field.
+
+    Raises:
+        UsageError: the run has no config.
+    """
+    if not form.run:
+        return form.texts["config"]
+
+    def read(path: Path) -> str | None:
+        file = path / _CONFIG_FILE
+        if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
+            return None
+        return file.read_text("utf-8", "replace")
+
+    text = runs.of_run("config", form.run, read)
+    if text is None:
+        raise UsageError(f"the run {form.run} has no {_CONFIG_FILE}; choose another run, or paste a config")
+    return str(text)
+
+
+def command(runs: Runs, form: Form) -> str:
+    """Return the command that gives the same answer."""
+    file = runs.directory / form.run / _CONFIG_FILE if form.run else Path("ds.json")
+    options = {
+        "--model": form.texts["model"],
+        "--world": form.texts["world"],
+        "--hosts": form.texts["hosts"],
+        "--links": form.texts["links"],
+        "--sequence": form.texts["sequence"],
+        "--step-compute": form.texts["compute"],
+        "--device-memory": form.texts["memory"],
+    }
+    words = [word for option, text in options.items() if text.strip() for word in (option, text.strip())]
+    words += [word for text in _settings(form) for word in ("--set", text)]
+    return shlex.join(["commprof", "plan", str(file), *words])
+
+
+def planned(runs: Runs, form: Form) -> Planned:
+    """Return the plan of ``form``.
+
+    Raises:
+        CommprofError: something in a field cannot be used; one line that says what was expected.
+    """
+    texts = {key: text.strip() for key, text in form.texts.items()}
+    text = config_text(runs, form)
+    if not text.strip():
+        raise UsageError("there is no config; paste one as DeepSpeed reads it, or choose a run")
+    if len(text) > _MOST_CONFIG_BYTES:
+        raise UsageError(f"the config has {len(text):,} characters; expected at most {_MOST_CONFIG_BYTES:,}")
+    config = plan_api.parse_config(text, "the config")
+    world = _number(texts["world"] or "1", "the number of ranks", MOST_WORLD)
+    _check_model(texts["model"])
+    return _planned(
+        json.dumps(config),
+        texts["model"],
+        world,
+        texts["hosts"] or None,
+        texts["links"] or None,
+        _settings(form),
+        _number(texts["sequence"], "the sequence length", 10**9) if texts["sequence"] else None,
+        texts["compute"] or None,
+        plan_api.parse_capacity(texts["memory"]) if texts["memory"] else None,
+    )
+
+
+def _settings(form: Form) -> tuple[str, ...]:
+    listed = [line.strip().removeprefix("--set").strip() for line in form.texts["set"].splitlines()]
+    micro_batch = form.texts["micro_batch"].strip()
+    return (*filter(None, listed), *([f"{_MICRO_BATCH}={micro_batch}"] if micro_batch else []))
+
+
+def _number(text: str, what: str, most: int) -> int:
+    plain = text.replace(",", "").replace("_", "")
+    if not plain.isascii() or not plain.isdecimal() or len(plain) > 20 or not 1 <= int(plain) <= most:
+        raise UsageError(f"{what} is {text[:80]!r}; expected a whole number from 1 to {most:,}")
+    return int(plain)
+
+
+def _check_model(text: str) -> None:
+    if not text.startswith(_SIZED):
+        raise UsageError(
+            f"the model is {text[:80]!r}; expected params:N, such as params:7e9. Models that are built are planned by "
+            "commprof plan alone, since a page must not run what its address names"
+        )
+    numel = plan_api.parse_number(text.removeprefix(_SIZED), "the model")
+    if numel > MOST_PARAMETERS:
+        raise UsageError(f"the model has {numel:.3g} parameters; expected at most {MOST_PARAMETERS:.0e}")
+
+
+@lru_cache(maxsize=16)  # of many renderings: another scheme or setting in the figures asks the same
+def _planned(
+    config: str,
+    model: str,
+    world: int,
+    hosts: str | None,
+    links: str | None,
+    settings: tuple[str, ...],
+    sequence: int | None,
+    compute: str | None,
+    capacity: int | None,
+) -> Planned:
+    combinations = plan_api.combinations(settings)
+    if combinations > MOST_SETTINGS:
+        raise UsageError(
+            f"there are {combinations:,} combinations of settings; expected at most {MOST_SETTINGS} on this page"
+        )
+    question = plan_api.Question(
+        json.loads(config),
+        model,
+        world,
+        hosts,
+        links,
+        settings,
+        sequence=sequence,
+        step_compute=compute,
+        capacity=capacity,
+        most_messages=MOST_MESSAGES,
+    )
+    try:
+        plan = plan_api.make_plan(question)
+        rows = plan_api.compare(plan)
+        return Planned(plan, rows, *plan_api.recommendation(plan, rows))
+    except (OverflowError, ValueError) as problem:
+        raise UsageError(f"a number of the config cannot be used: {problem}; correct it") from None
+
+
+def shown_row(answer: Planned, label: str) -> plan_api.Row:
+    """Return the setting that the figures show: the one of that label, else the recommended one, else the first."""
+    by_label = {row.label: row for row in answer.rows}
+    return by_label.get(label) or answer.rows[answer.chosen or 0]
+
+
+def settings_frame(answer: Planned) -> pd.DataFrame:
+    """Return a row for each setting: what it sends, holds and takes; those that are refused have their reason."""
+    listed = []
+    for number, row in enumerate(answer.rows):
+        sent = not row.prediction.note
+        timed = None if isinstance(row.timed, str) else row.timed
+        listed.append(
+            {
+                "setting": row.label,
+                "recommended": number == answer.chosen,
+                "rank_bytes": row.totals.rank_bytes if sent else None,
+                "host_bytes": row.totals.host_bytes if sent else None,
+                "device_bytes": row.prediction.on_device,
+                "host_memory_bytes": sum(part.host for part in row.prediction.parts),
+                "messages": row.totals.messages if sent else None,
+                "median_message_bytes": row.totals.median_bytes,
+                "communication_ns": timed and timed.communication_ns,
+                "step_least_ns": timed and timed.least_ns,
+                "step_most_ns": timed and timed.most_ns,
+                "refused": None,
+            }
+        )
+    listed += [{"setting": name, "recommended": False, "refused": why} for name, why in answer.plan.refused]
+    return pd.DataFrame(listed)
+
+
+class Curves(NamedTuple):
+    """One setting over the number of ranks.
+
+    Attributes:
+        traffic: columns ``world``, ``purpose``, ``wire_bytes`` per rank and step.
+        memory: columns ``world``, ``kind``, ``device_bytes``, ``host_bytes``, ``disk_bytes`` of a rank.
+        times: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``; empty where they are not known.
+        gaps: why numbers of ranks are missing.
+    """
+
+    traffic: pd.DataFrame
+    memory: pd.DataFrame
+    times: pd.DataFrame
+    gaps: dict[int, str]
+
+
+def curves(answer: Planned, row: plan_api.Row) -> Curves:
+    """Return ``row`` over :data:`WORLDS`."""
+    outcomes = plan_api.over_worlds(answer.plan, row.prediction.config, WORLDS)
+    gaps = {each.world: each.reason for each in outcomes if each.reason}
+    sent = [each for each in outcomes if not each.reason]
+    purposes = dict.fromkeys(purpose for each in sent for purpose in each.wire_bytes)
+    kinds = dict.fromkeys(part.what for each in outcomes for part in each.memory)
+    traffic = [
+        {"world": each.world, "purpose": purpose, "wire_bytes": each.wire_bytes.get(purpose, 0)}
+        for each in sent
+        for purpose in purposes
+    ]
+    memory = [
+        {"world": each.world, "kind": kind, **_held(each, kind)}
+        for each in outcomes
+        if each.memory
+        for kind in kinds
+    ]
+    times = [
+        {
+            "world": each.world,
+            "communication_ns": each.timed.communication_ns,
+            "step_least_ns": each.timed.least_ns,
+            "step_most_ns": each.timed.most_ns,
+        }
+        for each in sent
+        if not isinstance(each.timed, str)
+    ]
+    columns = ["world", "communication_ns", "step_least_ns", "step_most_ns"]
+    return Curves(
+        pd.DataFrame(traffic, columns=["world", "purpose", "wire_bytes"]),
+        pd.DataFrame(memory, columns=["world", "kind", "device_bytes", "host_bytes", "disk_bytes"]),
+        pd.DataFrame(times, columns=columns),
+        gaps,
+    )
+
+
+def _held(outcome: plan_api.WorldOutcome, kind: str) -> dict[str, int]:
+    parts = [part for part in outcome.memory if part.what == kind]
+    return {f"{place}_bytes": sum(getattr(part, place) for part in parts) for place in plan_api.PLACES}
+
+
+def messages_frame(answer: Planned, row: plan_api.Row) -> pd.DataFrame:
+    """Return the messages of a step of ``row``, by purpose and operation."""
+    return pd.DataFrame(
+        [
+            {
+                "purpose": each.purpose,
+                "op": each.op,
+                "groups": each.groups,
+                "group_size": each.group_size,
+                "messages": each.count,
+                "payload_bytes": each.payload_bytes,
+                "wire_bytes_per_rank": each.wire_bytes_per_rank,
+                "between_hosts_bytes": each.between_hosts,
+                "exact": each.exact,
+            }
+            for each in plan_api.traffic(answer.plan, row)
+        ]
+    )
+
+
+def sizes_frame(answer: Planned, row: plan_api.Row) -> pd.DataFrame:
+    """Return the messages of a step of ``row`` by size: columns ``from_bytes``, ``to_bytes``, ``messages``."""
+    bins = plan_api.histogram(plan_api.traffic(answer.plan, row))
+    return pd.DataFrame(
+        [(low, 2 * low or 1, number) for low, number in bins.items()],
+        columns=["from_bytes", "to_bytes", "messages"],
+    )
+
+
+def runs_with_configs(runs: Runs) -> Sequence[str]:
+    """Return the names of the runs whose config can be chosen, the newest first."""
+    listing: Any = runs.listing()
+    return [
+        str(name)
+        for name, path in zip(listing["name"], listing["path"], strict=True)
+        if (Path(path) / _CONFIG_FILE).is_file()
+    ]

@@ -1,0 +1,130 @@
+"""Plan: what a config would send and hold before it runs, by setting and over the number of ranks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import dash_mantine_components as dmc
+from dash import html
+from dash.development.base_component import Component
+
+from commprof.errors import CommprofError
+from commprof.plan.api import Row
+from commprof_dash import address, ids
+from commprof_dash.address import Query
+from commprof_dash.components import cards, controls, messages
+from commprof_dash.data import Runs, reason
+from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.plan import cards as plan_cards
+from commprof_dash.pages.plan import data as plan_data
+from commprof_dash.theme import Scheme
+
+_SETTING: Final = "setting"
+_FIELDS: Final = {  # label, placeholder
+    "model": ("Model", "params:7e9"),
+    "world": ("Ranks", "64"),
+    "hosts": ("Hosts x ranks of each", "hosts of 8"),
+    "links": ("Links", "intra=450GB/s,inter=8x50GB/s"),
+    "micro_batch": ("Micro-batch", "of the config"),
+    "sequence": ("Sequence length", "2048"),
+    "compute": ("Computation of a step", "900ms"),
+    "memory": ("Memory of a device", "80GiB"),
+}
+
+
+def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
+    """The form and its answer; what a field holds that cannot be used is one line."""
+    form = plan_data.form_of(query)
+    selection = runs.select([form.run] if form.run else [])
+    if selection.unknown:
+        notice = messages.unknown_runs(selection.unknown, str(runs.directory))
+        return Drawing(_controls(runs, form, []), [notice])
+    if selection.broken:
+        return Drawing(_controls(runs, form, []), [messages.broken_run(form.run, selection.broken[form.run])])
+    try:
+        answer = plan_data.planned(runs, form)
+    except CommprofError as error:
+        notice = messages.message("This cannot be planned", _first_upper(reason(error)), severity="error")
+        return Drawing(_controls(runs, form, []), [notice])
+    row = plan_data.shown_row(answer, form.setting)
+    return Drawing(
+        _controls(runs, form, [each.label for each in answer.rows], row.label),
+        _answer(answer, row, plan_data.command(runs, form), scheme),
+    )
+
+
+def _answer(answer: plan_data.Planned, row: Row, command: str, scheme: Scheme) -> list[Component]:
+    world, capacity = answer.plan.job.world, answer.plan.capacity
+    over = plan_data.curves(answer, row)
+    figures = [
+        plan_cards.traffic(over, row.label, world, scheme),
+        plan_cards.memory(over, row.label, world, capacity, scheme),
+        plan_cards.times(over, row.label, world, scheme),
+        plan_cards.sizes(plan_data.sizes_frame(answer, row), row.label, world, scheme),
+    ]
+    return [
+        plan_cards.advice(answer, command),
+        plan_cards.settings(plan_data.settings_frame(answer)),
+        cards.columns([figure for figure in figures if figure is not None]),
+        plan_cards.sent(plan_data.messages_frame(answer, row), row.label, world),
+    ]
+
+
+def _controls(runs: Runs, form: plan_data.Form, labels: list[str], shown: str = "") -> list[Component]:
+    """The form; with several ``labels`` of settings also the choice of the one that the figures show."""
+    names = list(plan_data.runs_with_configs(runs))
+    config = [_run_choice(names, form.run)] if names or form.run else []
+    if not form.run:
+        config.append(
+            controls.area("config", "Config (JSON, as DeepSpeed reads it)", form.texts["config"], "{ }")
+        )
+    fields = [
+        controls.text(key, label, form.texts[key], placeholder)
+        for key, (label, placeholder) in _FIELDS.items()
+    ]
+    settings = controls.area(
+        "set",
+        "Settings to compare (KEY=V1,V2, one key a line)",
+        form.texts["set"],
+        "zero_optimization.stage=1,2,3",
+    )
+    choice = [controls.select(_SETTING, "Setting in the figures", labels, shown)] if len(labels) > 1 else []
+    return [
+        html.Div(
+            [
+                html.Div(config, className="plan-config"),
+                html.Div(
+                    [*fields, html.Div(settings, className="plan-wide"), *choice], className="plan-fields"
+                ),
+            ],
+            className="plan-form",
+        )
+    ]
+
+
+def _run_choice(names: list[str], run: str) -> Component:
+    listed = [{"value": name, "label": name} for name in names]
+    if run and run not in names:
+        listed.append({"value": run, "label": f"{run[:80]} (no config)"})
+    return dmc.Select(
+        id=ids.control(address.RUN),
+        label="Config of a run",
+        data=listed,
+        value=run or None,
+        searchable=True,
+        clearable=True,
+        placeholder="none: the text below",
+        nothingFoundMessage="No run with this name",
+    )
+
+
+def _first_upper(text: str) -> str:
+    return text[:1].upper() + text[1:1000]
+
+
+PAGE: Final = Page(
+    "/plan",
+    "Plan",
+    "What would a config send and hold on 1 to 16,384 ranks, before it runs?",
+    render,
+)

@@ -1,0 +1,218 @@
+"""The Plan page without a browser: it draws what ``commprof plan`` prints, and refuses bad input in one line."""
+
+import json
+from urllib.parse import quote
+
+import pytest
+from dash import dcc
+from plotly.utils import PlotlyJSONEncoder
+
+from commprof.cli import execute
+from commprof_dash.app import draw_page, find_page
+from commprof_dash.data import Runs
+from commprof_dash.pages.plan import data as plan_data
+from support.runs import SyntheticRun
+
+pytestmark = pytest.mark.shared_answers
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+HOSTILE = "<script>alert(1)</script>"
+
+
+def draw(directory, **values):
+    search = "?" + "&".join(f"{key}={quote(text)}" for key, text in values.items())
+    _, drawing = draw_page(find_page("/plan"), Runs(directory), "/plan", search, "light")
+    return [*drawing.controls, *drawing.body]
+
+
+def text_of(components):
+    return json.dumps(list(components), cls=PlotlyJSONEncoder)
+
+
+def notice_of(components):
+    """The text of the one notice that stands in place of the cards."""
+    (alert,) = [part for part in components if "message" in (getattr(part, "className", None) or "")]
+    return alert.children[0].children
+
+
+def figures_of(components):
+    return {
+        part.id["name"]: part.figure
+        for root in components
+        for part in root._traverse()
+        if isinstance(part, dcc.Graph)
+    }
+
+
+def printed(tmp_path, capsys, world, *words, config=CONFIG):
+    """The settings that ``commprof plan --json`` prints."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    assert execute(["plan", str(path), "--model", "params:1e8", "--world", str(world), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["settings"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_figures_hold_what_the_command_prints(tmp_path, capsys, stage):
+    words = ("--set", f"zero_optimization.stage={stage}", "--sequence", "128")
+    figures = figures_of(
+        draw(
+            tmp_path,
+            config=json.dumps(CONFIG),
+            model="params:1e8",
+            world="8",
+            sequence="128",
+            set=f"zero_optimization.stage={stage}",
+        )
+    )
+    traffic, memory = (
+        {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figures[name].data}
+        for name in ("plan-traffic", "plan-memory")
+    )
+    del memory["memory of a device"]
+    for world in (1, 8, 1024, 16384):
+        (setting,) = printed(tmp_path, capsys, world, *words)
+        wire = {}
+        for row in setting["traffic"]:
+            wire[row["purpose"]] = wire.get(row["purpose"], 0) + row["wire_bytes_per_rank"]
+        assert {purpose: line[world] for purpose, line in traffic.items() if line[world]} == {
+            purpose: value for purpose, value in wire.items() if value
+        }
+        parts = setting["memory_bytes_per_rank"]["parts"]
+        assert {kind: line[world] for kind, line in memory.items()} == {
+            kind: part["device"] for kind, part in parts.items()
+        }
+    axis = figures["plan-traffic"].layout.xaxis
+    assert (axis.type, list(next(iter(traffic.values())))) == ("log", [2**power for power in range(15)])
+
+
+def test_the_table_and_the_recommendation_are_those_of_the_command(tmp_path, capsys):
+    sets = "zero_optimization.stage=1,2,3"
+    fields = {"config": json.dumps(CONFIG), "model": "params:1e8", "world": "64", "links": ""}
+    page = draw(tmp_path, **fields, set=sets, memory="1GiB", sequence="", compute="")
+    text = text_of(page)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    words = ["--model", "params:1e8", "--world", "64", "--set", sets, "--device-memory", "1GiB"]
+    assert execute(["plan", str(tmp_path / "ds.json"), *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    begin = shown.index("Use stage=")
+    assert shown[begin:] in text
+    form = plan_data.form_of({key: (value,) for key, value in {**fields, "set": sets}.items()})
+    frame = plan_data.settings_frame(plan_data.planned(Runs(tmp_path), form))
+    settings = printed(tmp_path, capsys, 64, "--set", sets, "--sequence", "2048")
+    assert frame["device_bytes"].tolist() == [
+        setting["memory_bytes_per_rank"]["device"] for setting in settings
+    ]
+
+
+def test_times_are_drawn_with_a_time_of_computation(tmp_path, capsys):
+    links = "intra=450GB/s,inter=8x50GB/s"
+    page = draw(
+        tmp_path,
+        config=json.dumps(CONFIG),
+        model="params:1e8",
+        links=links,
+        compute="90ms",
+        sequence="",
+        set="",
+    )
+    figure = figures_of(page)["plan-times"]
+    drawn = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    (setting,) = printed(tmp_path, capsys, 64, "--links", links, "--step-compute", "90ms")
+    assert drawn["communication"][64] == setting["communication_ns"]["all"]
+    assert drawn["step, all overlapped that can be"][64] == setting["step_ns"]["least"]
+    assert drawn["step, nothing overlapped"][64] == setting["step_ns"]["most"]
+
+
+def test_the_config_of_a_run_is_planned(tmp_path):
+    SyntheticRun(2, config=CONFIG).write(tmp_path / "trained")
+    SyntheticRun(2).write(tmp_path / "bare")
+    page = draw(tmp_path, run="trained", model="params:1e8", set="")
+    text = text_of(page)
+    assert f"commprof plan {tmp_path}/trained/config.json --model params:1e8" in text
+    assert "Config (JSON" not in text  # the run's counts, so there is no text to edit
+    assert '"bare"' not in text  # it has no config that could be chosen
+    assert "The run bare has no config.json; choose another run" in notice_of(draw(tmp_path, run="bare"))
+
+
+def test_the_page_needs_no_run_and_begins_with_an_example(tmp_path):
+    for directory in (tmp_path, tmp_path / "missing"):
+        assert set(figures_of(draw(directory))) == {"plan-traffic", "plan-memory", "plan-times", "plan-sizes"}
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "parts"),
+    [
+        ("config", "", ["There is no config", "paste one"]),
+        ("config", '{"a": True}', ["The config is not JSON", "True is Python"]),
+        ("config", "[1]", ["holds a JSON array"]),
+        ("set", "zero_optimization.stage=7", ["stage", "7"]),
+        (
+            "config",
+            '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e999}}',
+            ["reduce_bucket_size"],
+        ),
+        ("config", '{"zero_optimization": 3}', ["zero_optimization"]),
+        (
+            "config",
+            '{"gradient_accumulation_steps": 10000000}',
+            ["messages, and at most 20,000", "commprof plan"],
+        ),
+        ("config", '{"a": ' + "[" * 100_000, ["nested too deeply"]),
+        ("config", '{"a": ' + " " * 300_000 + "1}", ["300,008 characters"]),
+        ("model", "", ["expected params:N"]),
+        ("model", "py:os:getcwd", ["must not run"]),
+        ("model", "hf:/etc", ["must not run"]),
+        ("model", "params:1e17", ["1e+13"]),
+        ("model", "params:1e999", ["number of parameters"]),
+        ("model", "params:-7", ["number of parameters"]),
+        ("world", "0", ["from 1 to 65,536"]),
+        ("world", "9" * 5000, ["from 1 to 65,536"]),
+        ("world", "1e3", ["from 1 to 65,536"]),
+        ("world", "12", ["not a multiple of 8"]),
+        ("hosts", "3x3", ["has 9 ranks"]),
+        ("hosts", "x", ["expected hosts x ranks"]),
+        ("links", "fast", ["expected intra=450GB/s"]),
+        ("micro_batch", "-1", ["train_micro_batch_size_per_gpu"]),
+        ("sequence", "many", ["from 1 to 1,000,000,000"]),
+        ("compute", "fast", ["a time with its unit"]),
+        ("memory", "big", ["a number of bytes was expected"]),
+        ("set", "zero_optimization.stag=1,2", ["did you mean zero_optimization.stage"]),
+        ("set", "zero_optimization.stage", ["key=value1,value2"]),
+        (
+            "set",
+            "zero_optimization.reduce_bucket_size=" + ",".join(map(str, range(1, 99))),
+            ["98 combinations"],
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(tmp_path, caplog, field, text, parts):
+    said = notice_of(draw(tmp_path, **{"config": json.dumps(CONFIG), "model": "params:1e8", field: text}))
+    assert all(part in said for part in parts), said
+    assert "\n" not in said and len(said) < 600 and not caplog.records
+
+
+def test_hostile_text_stays_text(tmp_path):
+    for field in (*plan_data.DEFAULTS, "setting", "run"):
+        page = draw(tmp_path, **{field: HOSTILE})
+        assert "could not be drawn" not in text_of(page)
+
+
+def test_one_refused_setting_does_not_hide_the_others(tmp_path):
+    text = text_of(draw(tmp_path, config=json.dumps(CONFIG), set="zero_optimization.stage=1,7"))
+    assert "stage=7 is refused" in text and "Use stage=1" in text
+
+
+def test_a_setting_that_needs_several_ranks_begins_later(tmp_path):
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": 8}}
+    page = draw(tmp_path, config=json.dumps(config), model="params:1e8", set="")
+    traces = figures_of(page)["plan-traffic"].data
+    assert min(traces[0].x) == 8
+    assert "Not at 1, 2, 4 ranks" in text_of(page)
+
+
+def test_the_address_chooses_the_setting_of_the_figures(tmp_path):
+    fields = {"config": json.dumps(CONFIG), "set": "zero_optimization.stage=1,3"}
+    chosen = text_of(draw(tmp_path, **fields, setting="stage=3"))
+    assert "stage=3: wire bytes that a rank sends" in chosen
+    assert "stage=1: wire bytes that a rank sends" in text_of(draw(tmp_path, **fields, setting="stage=1"))
