@@ -18,6 +18,7 @@ from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
 from commprof.plan.hosts import Hosts, parse_hosts
 from commprof.plan.keys import check_keys
 from commprof.plan.links import Links, parse_links
+from commprof.plan.memory.peak import Peak
 from commprof.plan.models import Model, parse_number, read_model
 from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
 from commprof.plan.recommendations import Candidate, advice, samples_of
@@ -151,6 +152,7 @@ class WorldOutcome(NamedTuple):
         world: ranks.
         wire_bytes: that a rank sends per step, by purpose.
         memory: of rank 0, by kind.
+        peak: the most on its device at once; None where that is not known.
         timed: the time of its step, or why that is not known.
         reason: why the setting cannot be used, or its messages not be predicted, at that number; empty where they can.
     """
@@ -158,6 +160,7 @@ class WorldOutcome(NamedTuple):
     world: int
     wire_bytes: dict[str, int]
     memory: list[Holding]
+    peak: Peak | None
     timed: StepTime | str
     reason: str
 
@@ -242,7 +245,7 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
         try:
             found = predict(config, plan.job._replace(world=world, ranks_per_host=hosts.ranks))
         except UsageError as problem:
-            outcomes.append(WorldOutcome(world, {}, [], "", str(problem)))
+            outcomes.append(WorldOutcome(world, {}, [], None, "", str(problem)))
             continue
         wire: Counter[str] = Counter()
         for each in found.sent:
@@ -251,7 +254,7 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
         timed = (
             plan.timing.of(found, hosts) if fill else f"hosts of {hosts.ranks} ranks do not make {world:,}"
         )
-        outcomes.append(WorldOutcome(world, dict(wire), found.parts, timed, found.note))
+        outcomes.append(WorldOutcome(world, dict(wire), found.parts, found.peak, timed, found.note))
     return outcomes
 
 

@@ -70,6 +70,7 @@ def test_the_figures_hold_what_the_command_prints(tmp_path, capsys, stage):
         for name in ("plan-traffic", "plan-memory")
     )
     del memory["memory of a device"]
+    peaks = memory.pop("peak, alive at once")
     for world in (1, 8, 1024, 16384):
         (setting,) = printed(tmp_path, capsys, world, *words)
         wire = {}
@@ -79,6 +80,7 @@ def test_the_figures_hold_what_the_command_prints(tmp_path, capsys, stage):
             purpose: value for purpose, value in wire.items() if value
         }
         parts = setting["memory_bytes_per_rank"]["parts"]
+        assert peaks[world] == setting["memory_bytes_per_rank"]["peak"]["device"]
         assert {kind: line[world] for kind, line in memory.items()} == {
             kind: part["device"] for kind, part in parts.items()
         }
@@ -89,10 +91,21 @@ def test_the_figures_hold_what_the_command_prints(tmp_path, capsys, stage):
 def test_the_table_and_the_recommendation_are_those_of_the_command(tmp_path, capsys):
     sets = "zero_optimization.stage=1,2,3"
     fields = {"config": json.dumps(CONFIG), "model": "params:1e8", "world": "64", "links": ""}
-    page = draw(tmp_path, **fields, set=sets, memory="1GiB", sequence="", compute="")
+    page = draw(tmp_path, **fields, set=sets, memory="1600MB", compute="")
     text = text_of(page)
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    words = ["--model", "params:1e8", "--world", "64", "--set", sets, "--device-memory", "1GiB"]
+    words = [
+        "--model",
+        "params:1e8",
+        "--world",
+        "64",
+        "--set",
+        sets,
+        "--device-memory",
+        "1600MB",
+        "--sequence",
+        "2048",
+    ]
     assert execute(["plan", str(tmp_path / "ds.json"), *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     begin = shown.index("Use stage=")
@@ -101,7 +114,7 @@ def test_the_table_and_the_recommendation_are_those_of_the_command(tmp_path, cap
     frame = plan_data.settings_frame(plan_data.planned(Runs(tmp_path), form))
     settings = printed(tmp_path, capsys, 64, "--set", sets, "--sequence", "2048")
     assert frame["device_bytes"].tolist() == [
-        setting["memory_bytes_per_rank"]["device"] for setting in settings
+        setting["memory_bytes_per_rank"]["peak"]["device"] for setting in settings
     ]
 
 

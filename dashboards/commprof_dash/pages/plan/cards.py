@@ -70,6 +70,7 @@ def settings(frame: pd.DataFrame) -> Component:
         Field("rank_bytes", "Sent by a rank", _bytes, numeric=True),
         Field("host_bytes", "By a host to others", _bytes, numeric=True),
         Field("device_bytes", "Device memory", _bytes, numeric=True),
+        Field("peak_phase", "Peak in the"),
         Field("host_memory_bytes", "Host memory", _bytes, numeric=True),
         Field("messages", "Messages", format_count, numeric=True),
         Field("median_message_bytes", "Median message", _bytes, numeric=True),
@@ -82,7 +83,8 @@ def settings(frame: pd.DataFrame) -> Component:
     return cards.table_card(
         "settings",
         "Settings",
-        "Wire bytes, messages and time per step, and memory per rank, at the number of ranks above.",
+        "Wire bytes, messages and time per step, and memory per rank, at the number of ranks above. Device memory is the "
+        "peak; where activations are not counted, the sum of all kinds.",
         frame,
         known,
     )
@@ -126,12 +128,18 @@ def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme:
     title = "Memory by kind"
     if curves.memory.empty:
         return cards.empty_card("plan-memory", title, _why_nothing(curves, "No memory can be predicted."))
+    known = curves.memory["peak_bytes"].notna().any()
+    at_once = (
+        "Not all kinds are alive at once: the peak is the most that is."
+        if known
+        else "Not all may be alive at once."
+    )
     away = curves.memory[["host_bytes", "disk_bytes"]].to_numpy().any()
     elsewhere = " What is in host memory or in files is in the table." if away else ""
     return cards.figure_card(
         "plan-memory",
         title,
-        f"{label}: bytes on the device of a rank, from 1 to 16,384 ranks.{elsewhere}{_gaps(curves)}",
+        f"{label}: bytes on the device of a rank, from 1 to 16,384 ranks. {at_once}{elsewhere}{_gaps(curves)}",
         charts.memory_over_worlds(curves.memory, world, capacity, scheme),
         curves.memory,
         [
@@ -140,6 +148,8 @@ def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme:
             Field("device_bytes", "Device", _bytes, numeric=True),
             Field("host_bytes", "Host memory", _bytes, numeric=True),
             Field("disk_bytes", "Files", _bytes, numeric=True),
+            Field("peak_bytes", "Peak", _bytes, numeric=True),
+            Field("peak_phase", "Peak in the"),
         ],
     )
 

@@ -37,13 +37,28 @@ def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, sc
     """Bytes on the device of a rank over the number of ranks, stacked by kind.
 
     Args:
-        frame: columns ``world``, ``kind``, ``device_bytes``; one row for each world and kind.
+        frame: columns of the memory of ``data.Curves``; one row for each world and kind.
         world: marked by a line.
         capacity: bytes of a device, marked by another line where they are known.
     """
     figure = _stacked(
         frame, "kind", "device_bytes", world, "Device memory of a rank", api.format_bytes, scheme
     )
+    peaks = frame[frame["peak_bytes"].notna()].drop_duplicates("world").sort_values("world")
+    if len(peaks):
+        texts = [
+            f"{api.format_bytes(most)}, in the {phase}"
+            for most, phase in zip(peaks["peak_bytes"], peaks["peak_phase"], strict=True)
+        ]
+        figure.add_scatter(
+            name="peak, alive at once",
+            mode="lines",
+            x=listed(peaks["world"].tolist()),
+            y=listed(peaks["peak_bytes"].astype(int).tolist()),
+            customdata=listed(texts),
+            line={"color": TEXT[scheme], "width": 2},
+            hovertemplate="peak: <b>%{customdata}</b><extra></extra>",
+        )
     if capacity is not None:
         worlds = sorted(set(frame["world"]))
         figure.add_scatter(

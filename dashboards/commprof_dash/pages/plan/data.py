@@ -240,6 +240,7 @@ def settings_frame(answer: Planned) -> pd.DataFrame:
                 "rank_bytes": row.totals.rank_bytes if sent else None,
                 "host_bytes": row.totals.host_bytes if sent else None,
                 "device_bytes": row.prediction.on_device,
+                "peak_phase": row.prediction.peak and row.prediction.peak.phase,
                 "host_memory_bytes": sum(part.host for part in row.prediction.parts),
                 "messages": row.totals.messages if sent else None,
                 "median_message_bytes": row.totals.median_bytes,
@@ -258,7 +259,8 @@ class Curves(NamedTuple):
 
     Attributes:
         traffic: columns ``world``, ``purpose``, ``wire_bytes`` per rank and step.
-        memory: columns ``world``, ``kind``, ``device_bytes``, ``host_bytes``, ``disk_bytes`` of a rank.
+        memory: columns ``world``, ``kind``, ``device_bytes``, ``host_bytes``, ``disk_bytes`` of a rank, and ``peak_bytes``,
+            the most on its device at once, with its ``peak_phase``; these are the same for all kinds, or null.
         times: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``; empty where they are not known.
         gaps: why numbers of ranks are missing.
     """
@@ -282,7 +284,7 @@ def curves(answer: Planned, row: plan_api.Row) -> Curves:
         for purpose in purposes
     ]
     memory = [
-        {"world": each.world, "kind": kind, **_held(each, kind)}
+        {"world": each.world, "kind": kind, **_held(each, kind), **_peak(each)}
         for each in outcomes
         if each.memory
         for kind in kinds
@@ -297,11 +299,11 @@ def curves(answer: Planned, row: plan_api.Row) -> Curves:
         for each in sent
         if not isinstance(each.timed, str)
     ]
-    columns = ["world", "communication_ns", "step_least_ns", "step_most_ns"]
+    held = [f"{place}_bytes" for place in plan_api.PLACES]
     return Curves(
         pd.DataFrame(traffic, columns=["world", "purpose", "wire_bytes"]),
-        pd.DataFrame(memory, columns=["world", "kind", "device_bytes", "host_bytes", "disk_bytes"]),
-        pd.DataFrame(times, columns=columns),
+        pd.DataFrame(memory, columns=["world", "kind", *held, "peak_bytes", "peak_phase"]),
+        pd.DataFrame(times, columns=["world", "communication_ns", "step_least_ns", "step_most_ns"]),
         gaps,
     )
 
@@ -309,6 +311,11 @@ def curves(answer: Planned, row: plan_api.Row) -> Curves:
 def _held(outcome: plan_api.WorldOutcome, kind: str) -> dict[str, int]:
     parts = [part for part in outcome.memory if part.what == kind]
     return {f"{place}_bytes": sum(getattr(part, place) for part in parts) for place in plan_api.PLACES}
+
+
+def _peak(outcome: plan_api.WorldOutcome) -> dict[str, int | str | None]:
+    peak = outcome.peak
+    return {"peak_bytes": peak and peak.device, "peak_phase": peak and peak.phase}
 
 
 def messages_frame(answer: Planned, row: plan_api.Row) -> pd.DataFrame:
