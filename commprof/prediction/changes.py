@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,9 @@ _LEAST_FORWARD: Final = 0.15  # where recorded messages say otherwise
 _MOST_FORWARD: Final = 0.5
 _AT_END: Final = (str(Purpose.OVERFLOW_CHECK), str(Purpose.GRADIENT_NORM), str(Purpose.PARAMETER_GATHER))
 _GRADIENTS: Final = str(Purpose.GRADIENT_REDUCE)
+_BOTH: Final[tuple[Literal["issue", "wait"], ...]] = ("issue", "wait")
+# Turns of events at the same work: recorded ones within the passes, gradient messages, what follows the backward pass.
+_WITHIN, _GRADIENT, _AFTER = range(3)
 
 
 class Sent(NamedTuple):
@@ -64,10 +67,11 @@ class Changed(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """An event on the axis of work: (steps, ranks) ns; ``cost`` of its call is of the new program's message."""
+    """An event on the axis of work: (steps, ranks) ns. Of events at the same work those of a lower ``turn`` come first."""
 
     work: Floats
     event: Event
+    turn: int
 
 
 def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
@@ -219,7 +223,7 @@ def change(
     work = np.array([_work(program, each) for each in steps])  # (steps, events + 1, ranks)
     kept, moved = _kept(program, before, after)
     places = [
-        _Place(work[:, number], Event(event.kind, event.message))
+        _Place(work[:, number], event, _WITHIN if number < ends[-1] else _AFTER)
         for number, event in enumerate(program.events)
         if event.message in kept
     ]
@@ -233,7 +237,7 @@ def change(
         place = _place_at_end(program, work, purpose, ends[-1])
         for message in after.at_end.get(purpose, []):
             number = len(messages) + len(added)
-            places += [_Place(place, Event("issue", number)), _Place(place, Event("wait", number))]
+            places += [_Place(place, Event(kind, number), _AFTER) for kind in _BOTH]
             added.append(message)
     return _assembled(program, steps, work, places, [*messages, *added], calls)
 
@@ -349,6 +353,8 @@ def _arrival(
 
     def at(gradients: int) -> Floats:
         share = _share(after.arriving, gradients)
+        if gradients >= len(after.arriving):
+            return end
         for (low, first), (high, second) in pairwise(points):
             if share <= high:
                 return first + (second - first) * ((share - low) / (high - low) if high > low else 1.0)
@@ -398,15 +404,15 @@ def _gradient_events(
         at = arrival(counts[bucket])
         if not after.overlaps:
             for number in numbers:
-                places += [_Place(at, Event("issue", number)), _Place(at, Event("wait", number))]
+                places += [_Place(at, Event(kind, number), _GRADIENT) for kind in _BOTH]
             continue
         while after.waits_before and len(flying) >= DEPTH:
-            places += [_Place(at, Event("wait", number)) for number in flying.pop(0)]
-        places += [_Place(at, Event("issue", number)) for number in numbers]
+            places += [_Place(at, Event("wait", number), _GRADIENT) for number in flying.pop(0)]
+        places += [_Place(at, Event("issue", number), _GRADIENT) for number in numbers]
         flying.append(numbers)
         while not after.waits_before and len(flying) >= DEPTH:
-            places += [_Place(at, Event("wait", number)) for number in flying.pop(0)]
-    places += [_Place(end, Event("wait", number)) for numbers in flying for number in numbers]
+            places += [_Place(at, Event("wait", number), _GRADIENT) for number in flying.pop(0)]
+    places += [_Place(end, Event("wait", number), _GRADIENT) for numbers in flying for number in numbers]
     return places
 
 
@@ -428,13 +434,14 @@ def _assembled(
     calls: Floats,
 ) -> Changed:
     """The events in the order of the work before them; those that belong together stay in their order."""
-    ordered = sorted(enumerate(places), key=lambda pair: (float(pair[1].work.mean()), pair[0]))
-    used = list(dict.fromkeys(place.event.message for _, place in ordered))
+    # Whole ns: positions that are equal by rule may differ in their last bits.
+    ordered = sorted(places, key=lambda place: (round(float(place.work.mean())), place.turn))
+    used = list(dict.fromkeys(place.event.message for place in ordered))
     renumbered = {message: number for number, message in enumerate(used)}
-    events = tuple(Event(place.event.kind, renumbered[place.event.message]) for _, place in ordered)
+    events = tuple(Event(place.event.kind, renumbered[place.event.message]) for place in ordered)
     before = np.zeros_like(work[:, 0])
     spans = []
-    for _, place in ordered:
+    for place in ordered:
         reached = np.maximum(place.work, before)
         spans.append(reached - before)
         before = reached

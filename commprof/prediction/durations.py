@@ -18,10 +18,18 @@ from commprof.errors import UsageError
 from commprof.prediction.program import Floats, Groups, Message
 from commprof.prediction.recorded import Recorded
 from commprof.printable import command_line
+from commprof.schema import Op
 
 REACH: Final = 2.0  # a size this many times beyond the measured ones is still predicted
 _NEAR: Final = 1.2
 _LATENCY_BYTES: Final = 65_536  # whose transfer takes about as long as the latency of a message
+_FILLS_LINK: Final = 2**20  # bytes of a message whose time is transfer rather than latency
+_FILLING: Final = (
+    str(Op.ALL_REDUCE),
+    str(Op.REDUCE),
+    str(Op.BROADCAST),
+)  # gloo's others leave a link idle meanwhile
+_GOODPUT: Final = 0.95  # of a link's rate: 1448 bytes of payload in a frame of 1514 (TCP over Ethernet)
 _FEW: Final = 5  # times, below which those of other sizes say more about the spread
 Key = tuple[str, int]  # operation, ranks of the group
 
@@ -45,11 +53,13 @@ class Link(NamedTuple):
         factor: of the bandwidth: 4.0 for links four times as fast.
         rate: of a rank's link in bytes/s, instead of a factor.
         added_ns: added to the latency of each message.
+        cpu_per_byte: ns of processor time for a byte of payload, below which no link brings a transfer.
     """
 
     factor: float = 1.0
     rate: float | None = None
     added_ns: float = 0.0
+    cpu_per_byte: float = 0.0
 
 
 UNCHANGED: Final = Link()
@@ -145,6 +155,7 @@ class Durations:
             self._sizes[op, ranks][size] = each
         self._calibration = calibration
         self._link = link
+        self.bound_by_cpu = False  # links were made so fast that processors limit a message
         self._known: dict[tuple[str, int, int], Sample] = {}
 
     def of(self, message: Message) -> Sample:
@@ -218,12 +229,32 @@ class Durations:
             return times
         latency = min(self._latency(op, ranks), typical(times))
         transfer = typical(times) - latency
-        if link.rate is not None:
-            factor = bus_factor(calibrated_op(op), ranks) or 0.0
-            changed = size * factor / link.rate * 1e9
-        else:
-            changed = transfer / link.factor
+        changed = transfer / self._link_factor()
+        floor = min(transfer, link.cpu_per_byte * size)
+        self.bound_by_cpu |= floor > changed
+        changed = max(changed, floor)
         return np.maximum(0.0, times - transfer + changed + link.added_ns)
+
+    def _link_factor(self) -> float:
+        """How much faster the links are than those of the run, which its fastest message is taken to have filled.
+
+        Raises:
+            UsageError: no message of the run is large enough to fill a link.
+        """
+        if self._link.rate is None:
+            return self._link.factor
+        rates = [
+            size * (bus_factor(calibrated_op(op), ranks) or 0.0) / (typical(times) / 1e9)
+            for (op, ranks), sizes in self._sizes.items()
+            for size, times in sizes.items()
+            if size >= _FILLS_LINK and op in _FILLING
+        ]
+        if not rates:
+            raise UsageError(
+                f"--bandwidth as a rate needs an all_reduce, reduce or broadcast of {_FILLS_LINK:,} bytes or more in the "
+                "run, to know the rate of its links; give a factor, such as x4"
+            )
+        return self._link.rate * _GOODPUT / max(rates)
 
     def _latency(self, op: str, ranks: int) -> float:
         """The median time of the smallest messages of the group, in ns."""

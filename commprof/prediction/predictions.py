@@ -50,6 +50,8 @@ _Z: Final = 1.2816  # an 80 % interval of a normal distribution
 _BETWEEN_RUNS: Final = 0.04  # of two runs with the same messages
 _OF_CALIBRATION: Final = 0.03
 _OF_LINKS: Final = 0.05
+_OF_CPU: Final = 0.2  # of links so fast that processors limit messages
+_CPU_BOUND: Final = 0.12
 _OF_WORLD: Final = 0.08
 _OF_A_MESSAGE_NS: Final = 5e5  # what one message more or less costs beside its own time
 
@@ -205,7 +207,10 @@ def _predicted(
         )
     else:
         changed = Changed(recorded.program, quiet)
-    durations = Durations(base.times, base.calibration, assumptions.link)
+    link = assumptions.link
+    if link != UNCHANGED:
+        link = link._replace(cpu_per_byte=recorded.cpu_per_byte or 0.0)
+    durations = Durations(base.times, base.calibration, link)
     answer = _simulated(changed, durations, assumptions, SLOWDOWN)
     scale = float(np.median(recorded.step_ns)) / base.plain.median_ns
     median = answer.median_ns * scale
@@ -306,7 +311,12 @@ def _spread(
     if calibrated:
         parts.append(_OF_CALIBRATION)
     if assumptions.link != UNCHANGED:
-        parts.append(_OF_LINKS)
+        parts.append(_OF_CPU if durations.bound_by_cpu else _OF_LINKS)
+    if base.recorded.cpu_per_byte is not None:
+        # Processors, not links, limit messages: their times depend on what else runs.
+        payload = sum(message.payload_bytes for message in base.recorded.program.messages)
+        if base.recorded.cpu_per_byte * payload > 0.5 * sum(base.plain.exposed_ns.values()):
+            parts.append(_CPU_BOUND)
     if assumptions.world not in (None, base.recorded.world_size):
         parts.append(_OF_WORLD)
     if any(not message.blocks for message in changed.program.messages):

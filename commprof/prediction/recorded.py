@@ -25,6 +25,7 @@ _COLUMNS: Final = (
     *("group_ranks", "is_async", "is_p2p", "captured", "device", "status"),
     *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
 )
+_MOST_CPU: Final = 1.5  # of the compute, beyond which a process computes on several threads
 _ISSUE: Final = 0
 _WAIT: Final = 1
 
@@ -42,6 +43,7 @@ class Recorded(NamedTuple):
         arrivals: when each rank issued each message, in ns of one clock: (steps, messages, ranks).
         finishes: when it ended there, where that was observed; else nan.
         waits: when the rank began to wait for it; nan where it did not.
+        cpu_per_byte: processor time in ns that the backend takes for a byte of payload; None where it is not known.
     """
 
     program: Program
@@ -53,6 +55,7 @@ class Recorded(NamedTuple):
     arrivals: Floats
     finishes: Floats
     waits: Floats
+    cpu_per_byte: float | None = None
 
 
 class _Rank(NamedTuple):
@@ -65,6 +68,7 @@ class _Rank(NamedTuple):
     reached: npt.NDArray[np.int64]
     left: npt.NDArray[np.int64]
     calls: npt.NDArray[np.int64]
+    cpu_ns: float
     rows: pd.DataFrame
     finishes: Floats
     waits: Floats
@@ -94,7 +98,7 @@ def recorded_steps(run: Run) -> Recorded:
         (int(rows["step"].iloc[0]), int(rows["rank"].iloc[0])): rows
         for _, rows in records.groupby(["step", "rank"], sort=False)
     }
-    times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns"]]
+    times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns", "cpu_ns"]]
     ranks = [
         [
             _rank_of(
@@ -225,6 +229,7 @@ def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, in
         reached[order],
         left[order],
         calls,
+        float(times["cpu_ns"]) if pd.notna(times["cpu_ns"]) else np.nan,
         rows,
         np.where(np.isnan(sampled), finishes, sampled),
         np.where(has_wait, wait_begin, np.nan),
@@ -263,7 +268,22 @@ def _with_most_common_program(
         _exposed([ranks[place] for place in chosen]),
         world,
         *_on_one_clock([ranks[place] for place in chosen]),
+        _cpu_per_byte([ranks[place] for place in chosen], steps, program),
     )
+
+
+def _cpu_per_byte(ranks: Sequence[Sequence[_Rank]], steps: Sequence[Step], program: Program) -> float | None:
+    """Processor time of a process beyond its compute, by payload: that of the backend's threads.
+
+    It is known only if compute runs on one thread: a process with several takes more processor time than its compute lasts.
+    """
+    payload = sum(message.payload_bytes for message in program.messages)
+    used = np.array([[each.cpu_ns for each in of_step] for of_step in ranks])
+    computed = np.array([step.spans.sum(axis=0) + step.calls.sum(axis=0) for step in steps])
+    beyond = float(np.median(used - computed))
+    if not payload or not np.isfinite(beyond) or beyond > _MOST_CPU * float(np.median(computed)):
+        return None
+    return max(0.0, beyond) / payload
 
 
 def _on_one_clock(steps: Sequence[Sequence[_Rank]]) -> tuple[Floats, Floats, Floats]:

@@ -1,0 +1,138 @@
+"""The null case, and the times of messages, on runs whose compute and message times are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commprof.calibration.results import Calibration, Timing
+from commprof.errors import UsageError
+from commprof.prediction.durations import Durations, Link, interpolated, message_times, typical
+from commprof.prediction.program import Message
+from commprof.prediction.simulation import quiet_steps, replayed
+from unit.commprof.prediction.made_runs import MS, gather, gradient, recorded
+
+SPANS = [[30, 33], [0, 0], [20, 18], [0, 0], [5, 5], [0, 0], [2, 2]]
+
+
+def by_size(message):
+    return 1 + message.payload_bytes / 1e6  # ms: 1 ms of latency, 1 GB/s
+
+
+def blocking_run(**changes):
+    messages = [gradient(8_000_000, 0), gradient(4_000_000, 1), gather(6_000_000)]
+    return recorded(messages, SPANS, by_size, **changes)
+
+
+def overlapping_run(**changes):
+    messages = [gradient(8_000_000, 0, blocks=False), gradient(4_000_000, 1, blocks=False)]
+    return recorded(messages, [[30, 33], [6, 6], [3, 3], [0, 0], [2, 2]], by_size, **changes)
+
+
+@pytest.mark.parametrize("run", [blocking_run, overlapping_run])
+def test_without_noise_the_replay_is_exact(run):
+    made = run()
+    assert replayed(made, quiet_steps(made, 1.0), 1.0).median_ns == pytest.approx(
+        np.median(made.step_ns), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("run", [blocking_run, overlapping_run])
+def test_with_noise_the_replay_stays_within_two_percent(run):
+    made = run(steps=60, jitter=0.1)
+    replay = replayed(made, quiet_steps(made, 1.0), 1.0)
+    assert replay.median_ns == pytest.approx(np.median(made.step_ns), rel=0.02)
+
+
+def test_a_slowdown_beside_messages_is_taken_out_and_put_back():
+    made = recorded(
+        [gradient(20_000_000, 0, blocks=False)], [[30, 33], [6, 6], [2, 2]], by_size, slowdown=1.5
+    )
+    assert made.steps[0].spans[1] == pytest.approx([7.5 * MS, 9 * MS])
+    quiet = quiet_steps(made, 1.5)
+    assert quiet[0].spans[1] == pytest.approx([6 * MS, 6 * MS], rel=1e-6)
+    assert replayed(made, quiet, 1.5).median_ns == pytest.approx(np.median(made.step_ns), rel=1e-6)
+
+
+def test_the_replay_does_not_use_message_times_of_the_step_it_replays():
+    made = blocking_run()
+    slow = made.finishes.copy()
+    slow[::2, -1] += 100 * MS  # the gather of every other step ends later than it did
+    changed = replayed(made._replace(finishes=slow), made.steps, 1.0)
+    # So the other steps get longer, and these do not.
+    longer = changed.step_ns - made.step_ns
+    assert longer[1::2] == pytest.approx(100 * MS, rel=0.01)
+    assert longer[::2] == pytest.approx(0, abs=MS)
+
+
+def test_waiting_for_a_late_rank_is_not_time_of_the_message():
+    made = recorded([gradient(8_000_000, 0)], [[5, 90], [0, 0], [1, 1]], by_size)
+    assert typical(message_times(made)["all_reduce", 2, 8_000_000]) == pytest.approx(9 * MS)
+
+
+def test_messages_in_flight_at_once_share_their_time_by_bytes():
+    made = recorded(
+        [gradient(8_000_000, 0, blocks=False), gradient(4_000_000, 1, blocks=False)],
+        [[5, 5], [1, 1], [0, 0], [0, 0], [1, 1]],
+        by_size,
+    )
+    times = message_times(made)
+    total = (9 + 5) * MS
+    assert typical(times["all_reduce", 2, 8_000_000]) == pytest.approx(total * 2 / 3, rel=0.01)
+    assert typical(times["all_reduce", 2, 4_000_000]) == pytest.approx(total / 3, rel=0.02)
+
+
+def message(size, op="all_reduce"):
+    return Message(op, size, "gradient_reduce", ((0, 1),), True)
+
+
+def test_sizes_between_recorded_ones_are_interpolated_and_far_ones_refused():
+    durations = Durations(message_times(blocking_run(steps=10)))
+    assert typical(durations.of(message(6_000_000)).times) == pytest.approx(7 * MS, rel=0.01)
+    assert typical(durations.of(message(16_000_000)).times) == pytest.approx(17 * MS, rel=0.01)
+    with pytest.raises(
+        UsageError, match=r"all_reduce of 16,000,001 bytes .* commprof calibrate --nproc 2 --ops all_reduce"
+    ):
+        durations.of(message(16_000_001))
+    with pytest.raises(UsageError, match="the run has no such message"):
+        durations.of(message(8_000_000, "reduce"))
+
+
+def calibration(ns_per_byte):
+    sizes = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
+    timings = tuple(Timing(each, round(MS + ns_per_byte * each), 0, 0, 5) for each in sizes)
+    return Calibration(
+        created="", torch="", backend="gloo", backend_version=None, device="cpu", dtype="float32", world_size=2,
+        hosts=("a", "b"), machine={}, timings={"all_reduce": timings, "reduce": timings},
+    )  # fmt: skip
+
+
+def test_a_calibration_is_scaled_by_how_much_slower_the_run_is():
+    # Calibrated messages take half of what those of the run do.
+    durations = Durations(message_times(blocking_run(steps=10)), calibration(0.4375))
+    sample = durations.of(message(32_000_000))
+    assert sample.source == "calibration"
+    calibrated = 1 + 0.4375 * 32
+    assert typical(sample.times) == pytest.approx(calibrated * 9 / 4.5 * MS, rel=0.01)
+    assert typical(durations.of(message(8_000_000, "reduce")).times) == pytest.approx(9 * MS, rel=0.01)
+    with pytest.raises(UsageError, match="and the calibration none of that size"):
+        durations.of(message(200_000_000))
+
+
+def test_links_change_the_transfer_and_not_the_latency():
+    made = recorded([gradient(1000, 0), gradient(8_000_000, 1)], [[5, 5], *[[0, 0]] * 4], by_size, steps=10)
+    times = message_times(made)
+
+    def changed(**link):
+        return typical(Durations(times, link=Link(**link)).of(message(8_000_000)).times)
+
+    assert changed(factor=4.0) == pytest.approx((1 + 8 / 4) * MS, rel=0.01)
+    assert changed(added_ns=2 * MS) == pytest.approx(11 * MS, rel=0.01)
+    # The run's 8 MB in 9 ms are taken to fill its links; TCP gets 95 % of a rate.
+    assert changed(rate=2e9) == pytest.approx((1 + 8 / (2e9 * 0.95 / (8e6 / 9e-3))) * MS, rel=0.01)
+    # Whatever the links, a byte takes 0.5 ns of a processor.
+    assert changed(factor=1000.0, cpu_per_byte=0.5) == pytest.approx((1 + 4) * MS, rel=0.01)
+
+
+def test_nearly_equal_sizes_are_one_point():
+    assert interpolated({1000: 5.0, 1001: 9.0, 2000: 14.0}, 3000) == pytest.approx(21.0, rel=0.01)
