@@ -5,6 +5,7 @@
 ``predictions``     messages, memory and offload of one setting, by the rules of ``commprof.requested``
 ``hosts``           how ranks share hosts, and what crosses from one host to another
 ``links``           rates of the links inside a host and between hosts
+``rank_classes``    ranks with equal traffic, and the least, mean and most of a rank
 ``traffic``         the messages per purpose and operation, with sizes and bytes per rank and host
 ``blocks``          the blocks of a model, and gathering each as one unit at stage 3
 ``overlap``         which messages can be under way during computation

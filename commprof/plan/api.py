@@ -15,12 +15,13 @@ from commprof.errors import UsageError
 from commprof.launch.sweeps.configuration import parse_config
 from commprof.launch.sweeps.points import derive, label, parse_setting, points
 from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
-from commprof.plan.hosts import Hosts, parse_hosts
+from commprof.plan.hosts import Hosts, groups_of, parse_hosts
 from commprof.plan.keys import check_keys
 from commprof.plan.links import Links, parse_links
 from commprof.plan.memory.peak import Peak
 from commprof.plan.models import Model, parse_number, read_model
 from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
+from commprof.plan.rank_classes import mean_wire_bytes, rank_classes, spreads
 from commprof.plan.recommendations import Candidate, advice, samples_of
 from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
 from commprof.recorder.process.options import parse_size
@@ -249,7 +250,7 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
             continue
         wire: Counter[str] = Counter()
         for each in found.sent:
-            wire[each.purpose] += round(each.wire_bytes)
+            wire[each.purpose] += round(mean_wire_bytes(each, len(groups_of(each, hosts)[0])))
         fill = hosts.count * hosts.ranks == world
         timed = (
             plan.timing.of(found, hosts) if fill else f"hosts of {hosts.ranks} ranks do not make {world:,}"
@@ -300,6 +301,7 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
         return {**nothing, "step_ns": {"least": None, "most": None}, "refused": found.reason}
     timed = plan.timing.of(found, plan.hosts)
     known = timed if isinstance(timed, StepTime) else None
+    classes = rank_classes(found.sent, plan.hosts)
     return {
         "set": dict(setting),
         "traffic": [
@@ -310,6 +312,7 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
                 "count": row.count,
                 "payload_bytes": row.payload_bytes,
                 "wire_bytes_per_rank": row.wire_bytes_per_rank,
+                "padding_bytes": row.padding_bytes,
             }
             for row in traffic_of(found.sent, plan.hosts)
         ],
@@ -326,4 +329,8 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
             "source": plan.timing.source.text if known and plan.timing.source else None,
             "note": "" if known else timed,
         },
+        "per_rank": {name: each._asdict() for name, each in spreads(classes).items()},
+        "rank_classes": [
+            {"first_rank": each.first_rank, "ranks": each.ranks, **each.sums._asdict()} for each in classes
+        ],
     }

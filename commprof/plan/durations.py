@@ -14,12 +14,11 @@ from typing import Final, NamedTuple, Protocol
 from commprof.calibration.bandwidths import calibrated_op
 from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
-from commprof.plan.hosts import Hosts, Place, places_of
+from commprof.plan.hosts import Hosts, Place, groups_of, places_of
 from commprof.plan.links import Links
 from commprof.plan.nccl_model import SOURCE, fastest
 from commprof.plan.overlap import exposed_messages
 from commprof.plan.predictions import Prediction
-from commprof.plan.traffic import groups_of
 from commprof.requested.expectation import Expectation
 from commprof.requested.parallel import grid
 from commprof.schema import Op
@@ -252,8 +251,11 @@ def _times(sent: Expectation, place: Place, source: TimeSource) -> tuple[float, 
         sizes = Counter({round(sent.payload_bytes / max(1, sent.count)): sent.count})
     if sent.issued_op == Op.BARRIER:
         sizes = Counter({_BARRIER_BYTES: sent.count})
+    # A row of messages between neighbours holds those of all ranks; each of them occupies its two ends.
+    share = min(1.0, 2 / place.ranks) if sent.issued_op in (Op.SEND, Op.RECV) else 1.0
     each = {size: source.time_ns(sent.issued_op, size, place) for size in sizes}
-    return sum(each[size] * number for size, number in sizes.items()), min(each.values(), default=0.0)
+    total = sum(each[size] * number for size, number in sizes.items())
+    return share * total, min(each.values(), default=0.0)
 
 
 def _of_rank(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from commprof.errors import UsageError
+from commprof.requested.expectation import Expectation
 from commprof.schema import Op
 
 USUAL_RANKS: Final = 8  # per host, where the user names no hosts
@@ -122,3 +123,12 @@ def places_of(groups: Iterable[Sequence[int]], hosts: Hosts) -> list[Place]:
         )
         for each in counts
     ]
+
+
+def groups_of(sent: Expectation, hosts: Hosts) -> Sequence[Sequence[int]]:
+    """Return the ranks of each group that sends ``sent``."""
+    if sent.groups:
+        return sent.groups
+    world = hosts.count * hosts.ranks
+    size = sent.group_size or world
+    return [range(first, first + size) for first in range(0, world, size)]

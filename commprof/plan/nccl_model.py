@@ -100,9 +100,9 @@ def _costs(op: str, payload_bytes: float, place: Place, links: Links, rate: floa
 def _ring(op: str, protocol: int, place: Place, links: Links, rate: float) -> Cost:
     ranks, hosts = place.ranks, place.hosts
     rounds = 2 if op in (Op.ALL_REDUCE, Op.BARRIER, Op.ALL_TO_ALL) else 1
-    steps = rounds * (ranks - 1)
+    steps = 1 if op in (Op.SEND, Op.RECV) else rounds * (ranks - 1)
     # Steps between hosts: torch counts one round of them for an all_to_all.
-    crossing = (hosts - 1) * (1 if op == Op.ALL_TO_ALL else rounds)
+    crossing = min(steps, (hosts - 1) * (1 if op == Op.ALL_TO_ALL else rounds))
     latency = _BASE_LATENCY["ring"][protocol] + _steps_latency("ring", protocol, steps, crossing, hosts)
     reached = {_LL: min(0.5, _ll_limit(hosts) / rate), _LL128: 120 / 128, _SIMPLE: 1.0}[protocol]
     if op in DIRECT:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from commprof.plan.hosts import Hosts, sent_by_link
+from commprof.plan.hosts import Hosts, groups_of, sent_by_link
+from commprof.plan.rank_classes import RankClass, mean_wire_bytes, rank_classes
 from commprof.requested.expectation import Expectation
 
 
@@ -20,6 +21,7 @@ class Traffic(NamedTuple):
         groups: groups that send that.
         count: messages of each group.
         payload_bytes: sum of their payloads.
+        padding_bytes: those of them that carry no data; None where that is not known.
         wire_bytes_per_rank: sum of the mean bytes that each rank of a group sends.
         between_hosts: bytes that the group's ranks send to other hosts, mean per rank of a group.
         sizes: payload bytes of each message to the number of such messages; empty where they are not known.
@@ -32,6 +34,7 @@ class Traffic(NamedTuple):
     groups: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
     payload_bytes: int
+    padding_bytes: int | None
     wire_bytes_per_rank: int
     between_hosts: int
     sizes: Mapping[int, int]
@@ -47,6 +50,7 @@ class Totals(NamedTuple):
         inside_bytes: bytes to ranks of the same host, of the rank that sends the most of these.
         messages: of the rank that takes part in the most.
         median_bytes: median payload of all messages; None where sizes are not known.
+        classes: of ranks with equal traffic.
     """
 
     rank_bytes: int
@@ -54,6 +58,7 @@ class Totals(NamedTuple):
     inside_bytes: int
     messages: int
     median_bytes: int | None
+    classes: list[RankClass]
 
 
 def traffic_of(sent: Iterable[Expectation], hosts: Hosts) -> list[Traffic]:
@@ -61,7 +66,8 @@ def traffic_of(sent: Iterable[Expectation], hosts: Hosts) -> list[Traffic]:
     rows: dict[tuple[object, ...], Traffic] = {}
     for each in sent:
         groups = groups_of(each, hosts)
-        crossing = sent_by_link(each.issued_op, groups, each.wire_bytes, hosts).between
+        wire = mean_wire_bytes(each, len(groups[0]))
+        crossing = sent_by_link(each.issued_op, groups, wire, hosts).between
         ranks = sum(map(len, groups))
         sizes = Counter(sum(message) for message in each.payloads)
         row = Traffic(
@@ -71,7 +77,8 @@ def traffic_of(sent: Iterable[Expectation], hosts: Hosts) -> list[Traffic]:
             len(groups),
             each.count,
             each.payload_bytes,
-            round(each.wire_bytes),
+            each.padding_bytes,
+            round(wire),
             round(sum(crossing.values()) / ranks),
             sizes if sizes.total() == each.count else Counter(),
             each.exact and each.bytes_exact,
@@ -87,6 +94,9 @@ def _added(first: Traffic, second: Traffic) -> Traffic:
     return first._replace(
         count=first.count + second.count,
         payload_bytes=first.payload_bytes + second.payload_bytes,
+        padding_bytes=None
+        if first.padding_bytes is None or second.padding_bytes is None
+        else first.padding_bytes + second.padding_bytes,
         wire_bytes_per_rank=first.wire_bytes_per_rank + second.wire_bytes_per_rank,
         between_hosts=first.between_hosts + second.between_hosts,
         sizes=Counter(first.sizes) + Counter(second.sizes) if known else Counter(),
@@ -96,27 +106,24 @@ def _added(first: Traffic, second: Traffic) -> Traffic:
 
 def totals_of(sent: Iterable[Expectation], hosts: Hosts) -> Totals:
     """Return the traffic of a step of all rows of ``sent``, for the rank and the host that send the most."""
-    by_rank: Counter[int] = Counter()
-    messages: Counter[int] = Counter()
+    listed = list(sent)
     by_host: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     inside: Counter[int] = Counter()
-    for each in sent:
+    for each in listed:
         groups = groups_of(each, hosts)
-        for group in groups:
-            if len(group) > 1:
-                by_rank.update(dict.fromkeys(group, round(each.wire_bytes)))
-                messages.update(dict.fromkeys(group, each.count))
-        by_link = sent_by_link(each.issued_op, groups, each.wire_bytes, hosts)
+        by_link = sent_by_link(each.issued_op, groups, mean_wire_bytes(each, len(groups[0])), hosts)
         inside.update(by_link.inside)
         by_host.update(by_link.between)
         sizes.update(sum(message) for message in each.payloads)
+    classes = rank_classes(listed, hosts)
     return Totals(
-        max(by_rank.values(), default=0),
+        max(each.sums.wire_bytes for each in classes),
         max(by_host.values(), default=0),
         max(inside.values(), default=0),
-        max(messages.values(), default=0),
+        max(each.sums.messages for each in classes),
         median_size(sizes),
+        classes,
     )
 
 
@@ -145,12 +152,3 @@ def histogram(rows: Iterable[Traffic]) -> dict[int, int]:
         for size, number in row.sizes.items():
             bins[1 << size.bit_length() - 1 if size else 0] += number
     return dict(sorted(bins.items()))
-
-
-def groups_of(sent: Expectation, hosts: Hosts) -> Sequence[Sequence[int]]:
-    """Return the ranks of each group that sends ``sent``."""
-    if sent.groups:
-        return sent.groups
-    world = hosts.count * hosts.ranks
-    size = sent.group_size or world
-    return [range(first, first + size) for first in range(0, world, size)]

@@ -31,6 +31,7 @@ class Expectation(NamedTuple):
         groups: instead of ``group_size``, the ranks of each group that sends that; else None.
         most_bytes: upper bound of ``payload_bytes`` where it is an estimate; None without a bound.
         estimate: what the bytes depend on where they are an estimate; empty for the order in which modules run.
+        padding_bytes: those of ``payload_bytes`` that carry no data; None where that is not known.
         payloads: bytes of each message; of one with a row for each rank that may differ in length, those of every row.
         arrived: of gradients: how many have arrived when each message is sent; empty where that is not stated.
     """
@@ -51,6 +52,7 @@ class Expectation(NamedTuple):
     groups: tuple[tuple[int, ...], ...] | None = None
     most_bytes: int | None = None
     estimate: str = ""
+    padding_bytes: int | None = 0
     payloads: tuple[tuple[int, ...], ...] = ()
     arrived: tuple[int, ...] = ()
 
@@ -110,6 +112,9 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             bytes_exact=before.bytes_exact and each.bytes_exact,
             least_bytes=before.least_bytes + each.least_bytes,
             most_bytes=_most(before, each),
+            padding_bytes=None
+            if before.padding_bytes is None or each.padding_bytes is None
+            else before.padding_bytes + each.padding_bytes,
             payloads=before.payloads + each.payloads,
             arrived=before.arrived + each.arrived,
             note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from commprof.plan.hosts import Hosts
     from commprof.plan.links import Links
     from commprof.plan.predictions import Job, Prediction
+    from commprof.plan.rank_classes import RankClass
     from commprof.plan.traffic import Totals, Traffic
+
+_MOST_CLASSES: Final = 4  # of ranks, in a sentence
 
 
 def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> None:
@@ -40,12 +43,13 @@ def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> 
         rendering.show(rendering.paragraph(fit_sentence(found.on_device, capacity, not found.uncounted)), "")
     if found.sent:
         traffic, totals = traffic_of(found.sent, hosts), totals_of(found.sent, hosts)
-        rendering.show(_traffic_rows(traffic, totals))
+        rendering.show(_traffic_rows(traffic), "", _rank_rows(totals.classes))
         bins = histogram(traffic)
         if bins:
             rendering.show("", _size_rows(bins))
         rendering.show("")
         for sentence in [
+            *_class_sentences(totals.classes),
             *_link_sentences(totals, hosts, plan.links),
             *latency_sentences(traffic, calibration),
             *_gathers(found, plan.job),
@@ -60,13 +64,14 @@ def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> 
         rendering.show(rendering.paragraph(f"  {line}"))
 
 
-def _traffic_rows(traffic: Sequence[Traffic], totals: Totals) -> Rows:
+def _traffic_rows(traffic: Sequence[Traffic]) -> Rows:
     headings = [
         Heading("purpose"),
         Heading("groups x ranks"),
         Heading("issued"),
         Heading("messages", True),
         Heading("payload", True),
+        Heading("padding", True),
         Heading("sent by each rank", True),
         Heading("of it to other hosts", True),
         Heading(""),
@@ -78,23 +83,38 @@ def _traffic_rows(traffic: Sequence[Traffic], totals: Totals) -> Rows:
             row.op,
             rendering.count(row.count),
             rendering.number_of_bytes(row.payload_bytes),
+            rendering.number_of_bytes(row.padding_bytes),
             rendering.number_of_bytes(row.wire_bytes_per_rank),
             rendering.number_of_bytes(row.between_hosts),
             "" if row.exact else "about",
         )
         for row in traffic
     ]
-    last = (
-        "the rank that sends the most",
-        "",
-        "",
-        rendering.count(totals.messages),
-        "",
-        rendering.number_of_bytes(totals.rank_bytes),
-        "",
-        "",
-    )
-    return Rows(headings, [*rows, (), last], "messages per step")
+    return Rows(headings, rows, "messages per step")
+
+
+def _rank_rows(classes: Sequence[RankClass]) -> Rows:
+    from commprof.plan.rank_classes import spreads
+
+    shown = {"messages": rendering.count}
+    names = {"messages": "messages", "payload_bytes": "payload", "wire_bytes": "sent"}
+    rows = [
+        (names[name], *map(shown.get(name, rendering.number_of_bytes), each))
+        for name, each in spreads(classes).items()
+    ]
+    headings = [Heading(""), Heading("least", True), Heading("mean", True), Heading("most", True)]
+    return Rows(headings, rows, "of a rank, per step")
+
+
+def _class_sentences(classes: Sequence[RankClass]) -> list[str]:
+    if len(classes) < 2:
+        return []
+    listed = [
+        f"{each.ranks:,} like rank {each.first_rank:,} send {rendering.number_of_bytes(each.sums.wire_bytes)}"
+        for each in classes[:_MOST_CLASSES]
+    ]
+    more = [f"{len(classes) - _MOST_CLASSES:,} more"] if len(classes) > _MOST_CLASSES else []
+    return [f"{len(classes):,} classes of ranks with equal traffic: {'; '.join([*listed, *more])}."]
 
 
 def _size_rows(bins: Mapping[int, int]) -> Rows:

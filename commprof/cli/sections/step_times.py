@@ -38,17 +38,19 @@ def show_time(timed: StepTime | str, timing: Timing) -> None:
 def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
     shown = rendering.duration
     source = f"Times are from {timing.source.text}." if timing.source else ""
-    sent = f"{shown(timed.communication_ns)} of communication, of which {shown(timed.overlapping_ns)} can overlap it"
+    part = shown(timed.overlapping_ns) if timed.overlapping_ns else "nothing"
+    sent = f"{shown(timed.communication_ns)} of communication, of which {part} can overlap"
     if timed.least_ns is None:
-        return [
-            f"A step has {sent.removesuffix('it')}computation. Its time is not predicted without --step-compute.",
-            source,
-        ]
+        return [f"A step has {sent} computation. Its time is not predicted without --step-compute.", source]
     return [
-        f"A step takes {shown(timed.least_ns)} to {shown(timed.most_ns)}: {shown(timing.compute_ns)} of computation and "
-        f"{sent}.",
+        f"A step takes {_bounds(timed)}: {shown(timing.compute_ns)} of computation and {sent} it.",
         source,
     ]
+
+
+def _bounds(timed: StepTime) -> str:
+    ends = rendering.duration(timed.least_ns), rendering.duration(timed.most_ns)
+    return " to ".join(dict.fromkeys(ends))
 
 
 def time_headings(timing: Timing) -> list[Heading]:
@@ -64,7 +66,7 @@ def time_cells(timed: StepTime | str, timing: Timing) -> list[str]:
     shown = rendering.duration
     cells = [rendering.MISSING, rendering.MISSING]
     if not isinstance(timed, str):
-        cells = [shown(timed.communication_ns), f"{shown(timed.least_ns)} to {shown(timed.most_ns)}"]
+        cells = [shown(timed.communication_ns), _bounds(timed)]
     return cells[: len(time_headings(timing))]
 
 

@@ -81,9 +81,11 @@ def sign_messages(parameters: Sequence[Parameter], world_size: int) -> list[Expe
     payload = world_size * sign_bytes(share)
     note = "the optimizer has the ranks exchange signs of what it computes from the gradients"
     gathered = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_GATHER, [payload], world_size, note)
+    gathered = gathered._replace(padding_bytes=None)
     messages = [gathered._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.ALL_REDUCE))]
     if world_size > 2:
         sent = row("step", Purpose.GRADIENT_REDUCE, Op.ALL_TO_ALL, [payload], world_size, note)
+        sent = sent._replace(padding_bytes=None)
         messages.insert(0, sent._replace(requested_op=str(Op.ALL_REDUCE), intended_op=str(Op.REDUCE_SCATTER)))
     return messages
 

@@ -192,6 +192,7 @@ def _part(row: Expectation, payloads: Sequence[tuple[int, ...]], ranks: int, cer
         least_bytes=total if certain else 0,
         most_bytes=None if certain else most,
         estimate=row.estimate if certain else (row.estimate or _UNKNOWN_SIZES),
+        padding_bytes=None,
         payloads=tuple(payloads),
     )
 
@@ -245,6 +246,7 @@ def _leg_row(
         least_bytes=total if sure else row.least_bytes // leg.part,
         most_bytes=None if most is None else -(-most // leg.part),
         groups=lines(sizes, leg.axis),
+        padding_bytes=None,
         payloads=tuple((each // leg.part,) for each in payloads),
     )
 
@@ -267,6 +269,7 @@ def _scattered(row: Expectation, messages: Sequence[Sequence[int]], sizes: Sizes
                     wire_bytes=wire_bytes(row.issued_op, total, sizes[axis]),
                     least_bytes=total if row.bytes_exact else int(row.least_bytes * share),
                     groups=tuple(groups),
+                    padding_bytes=None,
                     payloads=tuple((each,) for each in bytes_of_rows),
                 )
             )

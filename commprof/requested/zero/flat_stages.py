@@ -145,7 +145,9 @@ def _gradient_reduce(
         ]
         exchanged = row(when, Purpose.GRADIENT_REDUCE, Op.ALL_TO_ALL, payloads, world_size, note)
         asked = str(requested_op(configuration))
-        return [exchanged._replace(requested_op=asked, intended_op=str(Op.REDUCE_SCATTER))]
+        return [
+            exchanged._replace(requested_op=asked, intended_op=str(Op.REDUCE_SCATTER), padding_bytes=None)
+        ]
     if configuration.compression is not None:
         numels = [each.numel for each in gradients.messages]
         sent = compressed_sums(configuration, configuration.compression, numels, world_size, backend)
@@ -153,6 +155,7 @@ def _gradient_reduce(
             each._replace(
                 when=when,
                 note=note,
+                padding_bytes=None,
                 exact=gradients.exact,
                 bytes_exact=gradients.exact and each.bytes_exact,
                 least_bytes=each.least_bytes if gradients.exact else 0,
@@ -166,6 +169,7 @@ def _gradient_reduce(
             requested_op=str(requested_op(configuration)),
             intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
             exact=gradients.exact,
+            padding_bytes=sum(message.padding for message in gradients.messages) * size,
             payloads=tuple(message.row_bytes(size, world_size) for message in gradients.messages),
             arrived=gradients.arrived,
         )
@@ -224,7 +228,9 @@ def _parameter_gather(
             ]
             payloads += [world_size * sent_bytes for sent_bytes in sizes] * group.chunks
     gathered = row("step", Purpose.PARAMETER_GATHER, issued, payloads, world_size, note)
-    return gathered._replace(requested_op=str(asked))
+    padding = sum((each.numel - each.data_numel) * item_bytes(each.dtype) for each in layout.groups)
+    quantised = configuration.quantises_weights and issued == Op.ALL_GATHER
+    return gathered._replace(requested_op=str(asked), padding_bytes=None if quantised else padding)
 
 
 def _gathered_parts(row_numel: int, bucket_size: int | None, world_size: int) -> list[int]:

@@ -46,7 +46,9 @@ def replicated_gradients(configuration: Configuration, parameters: Sequence[Para
 
 def flat_group_gradients(layout: Layout) -> GradientMessages:
     """The flat gradients of all parameter groups, padding included."""
-    return GradientMessages(_split_messages(group.numel for group in layout.groups))
+    messages = _split_messages(group.numel for group in layout.groups)
+    padding = sum(group.numel - group.data_numel for group in layout.groups)
+    return GradientMessages([*messages[:-1], *(each._replace(padding=padding) for each in messages[-1:])])
 
 
 def _split_messages(sizes: Iterable[int]) -> list[Message]:
@@ -74,6 +76,8 @@ def chunked_gradients(
             sent = min(group.chunk_numel, group.end - start) if exchanges else group.chunk_numel
             op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
             messages.append(Message(op, sent, group.row_numel))
+        sent = sum(each.numel for each in messages[first_chunks[-1] :])
+        messages[-1:] = [each._replace(padding=sent - group.data_numel) for each in messages[-1:]]
     arrived, _, _ = _bucket_order(configuration, groups, gradient_order)
     counts = [len(arrived)] * len(messages)
     if configuration.reduces_in_backward_order:

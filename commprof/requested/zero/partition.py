@@ -47,6 +47,7 @@ class FlatGroup(NamedTuple):
         shard_numel: elements that each rank owns.
         dtype: element type of the model.
         chunks: how many there are.
+        data_numel: elements of the parameters, without any padding.
     """
 
     numel: int
@@ -54,6 +55,7 @@ class FlatGroup(NamedTuple):
     shard_numel: int
     dtype: str
     chunks: int = 1
+    data_numel: int = 0
 
     @property
     def chunk_numel(self) -> int:
@@ -138,7 +140,8 @@ def lay_out(
             largest = _largest_chunk(sum(parameter.numel for parameter in group), bucket_size)
             chunks = -(-offset // max(unit, largest // unit * unit))
         numel = padded(offset, unit * chunks)
-        flat.append(FlatGroup(numel, end, numel // world_size, dtype, chunks))
+        data = sum(parameter.numel for parameter in group)
+        flat.append(FlatGroup(numel, end, numel // world_size, dtype, chunks, data))
     return Layout(tuple(flat), places)
 
 

@@ -32,12 +32,14 @@ class Message(NamedTuple):
         numel: elements behind ``payload_bytes``.
         row_numel: elements of each rank's row, where the last rows may be shorter; 0 where there are no rows.
         rows: elements of each rank's row where they have lengths of their own.
+        padding: those of ``numel`` that carry no data.
     """
 
     op: Op
     numel: int
     row_numel: int = 0
     rows: tuple[int, ...] = ()
+    padding: int = 0
 
     def row_bytes(self, item_bytes: int, ranks: int) -> tuple[int, ...]:
         """Bytes of the row of each of ``ranks``; of the full message where there are no rows."""
@@ -103,7 +105,7 @@ def reduce_scatter(shards: Shards, terms: Terms) -> list[Message]:
     padded = max(rows) * terms.ranks
     if padded > sum(rows) * (1 + _LARGEST_PADDING):
         return [Message(Op.REDUCE_SCATTER, sum(rows), rows=tuple(rows))]
-    return [Message(Op.REDUCE_SCATTER, padded, max(rows))]
+    return [Message(Op.REDUCE_SCATTER, padded, max(rows), padding=padded - sum(rows))]
 
 
 class StatedReduction(NamedTuple):

@@ -40,7 +40,7 @@ class Sent(NamedTuple):
         least_bytes: what that sum is at least, whatever the order; None where it is exact.
         group_size: as of an Expectation.
         rows: of each message the bytes of every rank's row, where they may differ.
-        arrived: as of an Expectation.
+        arrived, padding_bytes: as of an Expectation.
     """
 
     op: Op
@@ -52,11 +52,20 @@ class Sent(NamedTuple):
     group_size: int | None = None
     rows: tuple[tuple[int, ...], ...] = ()
     arrived: tuple[int, ...] = ()
+    padding_bytes: int | None = 0
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
     """Bytes of a parameter, or of its gradient, with its padding; ``dtype`` None takes that of the parameter."""
     return padded(parameter.numel, world_size) * item_bytes(dtype or parameter.dtype)
+
+
+def padding_of(parameters: Iterable[Parameter], world_size: int, dtype: str | None) -> int:
+    """The part of :func:`padded_bytes` of all ``parameters`` that carries no data."""
+    return sum(
+        padded_bytes(each, world_size, dtype) - each.numel * item_bytes(dtype or each.dtype)
+        for each in parameters
+    )
 
 
 def used_parameters(parameters: Sequence[Parameter], gradient_order: Sequence[str] | None) -> list[Parameter]:
@@ -84,12 +93,16 @@ def gather_messages(
     split = gathering.secondary_size if 1 < gathering.secondary_size < world_size else None
     copied: set[str] | None = set() if split and first_of_step else None
     payloads: dict[tuple[Op, int | None], list[int]] = {}
+    padding: dict[tuple[Op, int | None], int] = {}
     for gather in gathers.gathers if world_size > 1 else ():  # a single rank gathers nothing
         for near, parameters in _by_copy(gather.parameters, copied, split):
             for op, each in _messages(
                 parameters, configuration, gathering, world_size, may_quantise=not near
             ):
                 payloads.setdefault((op, split if near else None), []).append(each)
+                key = op, split if near else None
+            of_these = padding_of(parameters, world_size, configuration.model_dtype)
+            padding[key] = padding.get(key, 0) + of_these
     once = gathers.each_once and not gathering.gathers_by_all_reduce
     notes = () if gathers.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
     certain = gathers.exact or once
@@ -98,7 +111,16 @@ def gather_messages(
     several |= gathering.quantises or gathering.quantises_frozen
     least = None if certain else 0 if several else _each_once(gathers, configuration, world_size)
     return [
-        Sent(op, tuple(each), gathers.exact, notes, certain, least, group)
+        Sent(
+            op,
+            tuple(each),
+            gathers.exact,
+            notes,
+            certain,
+            least,
+            group,
+            padding_bytes=None if gathering.quantises or gathering.quantises_frozen else padding[op, group],
+        )
         for (op, group), each in payloads.items()
     ]
 
@@ -234,6 +256,7 @@ def reduced_gradients(
     payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
     rows: dict[Op, list[tuple[int, ...]]] = {Op.ALL_TO_ALL: []}
     arrived: dict[Op, list[int]] = {op: [] for op in payloads}
+    padding = 0
     for bucket, count in zip(buckets, arrived_for_buckets(buckets, in_backward_order=True), strict=True):
         numel = sum(parameter.numel for parameter in bucket)
         if quantises:
@@ -247,11 +270,20 @@ def reduced_gradients(
         else:
             padded_sum = sum(padded_bytes(parameter, world_size, dtype) for parameter in bucket)
             payloads[Op.REDUCE_SCATTER].append(padded_sum)
+            padding += padding_of(bucket, world_size, dtype)
         for op, counts in arrived.items():
             if len(counts) < len(payloads[op]):
                 counts.append(count)
     return [
-        Sent(op, tuple(each), exact, tuple(notes), rows=tuple(rows.get(op, ())), arrived=tuple(arrived[op]))
+        Sent(
+            op,
+            tuple(each),
+            exact,
+            tuple(notes),
+            rows=tuple(rows.get(op, ())),
+            arrived=tuple(arrived[op]),
+            padding_bytes=None if quantises else padding if op == Op.REDUCE_SCATTER else 0,
+        )
         for op, each in payloads.items()
         if each
     ]

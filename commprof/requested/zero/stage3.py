@@ -18,6 +18,7 @@ from commprof.requested.zero.sharded import (
     gradient_buckets,
     order_checks,
     padded_bytes,
+    padding_of,
     reduced_gradients,
     sub_groups,
     unpartitioned_gradients,
@@ -98,6 +99,7 @@ def _rows(when: When, purpose: Purpose, sent: Iterable[Sent | None], world_size:
                     group_size=each.group_size,
                     payloads=each.rows or line.payloads,
                     arrived=each.arrived,
+                    padding_bytes=each.padding_bytes,
                 )
             )
     return rows
@@ -119,6 +121,7 @@ def _start(configuration: Configuration, training: Training) -> list[Expectation
         Op.ALL_GATHER,
         tuple(padded_bytes(parameter, world, dtype) for parameter in listed if parameter.requires_grad),
         notes=("each trained parameter once, to attach the hook that sees its gradient",),
+        padding_bytes=padding_of((each for each in listed if each.requires_grad), world, dtype),
     )
     unpartitioned = Sent(
         Op.ALL_GATHER,
@@ -128,6 +131,9 @@ def _start(configuration: Configuration, training: Training) -> list[Expectation
             if parameter.name in training.unpartitioned
         ),
         notes=("parameters that are not partitioned",),
+        padding_bytes=padding_of(
+            (each for each in listed if each.name in training.unpartitioned), world, dtype
+        ),
     )
     return [
         *_rows("init", Purpose.PARAMETER_BROADCAST, [broadcast], world),
@@ -242,6 +248,7 @@ def _step_end(
             "parameters of at most stage3_param_persistence_threshold elements stay gathered: after a step each "
             "is gathered in a message of its own",
         ),
+        padding_bytes=padding_of(persistent, world, configuration.model_dtype),
     )
     return [
         *_rows("step", Purpose.OVERFLOW_CHECK, [flag], world),

@@ -157,9 +157,14 @@ def test_one_rank_of_a_large_world_issues_what_plan_predicts(tmp_path, stage, ra
         for row in open_run(run).table("collectives").to_pylist()
         if row["step"] == STEPS - 1 and row["op"] != "barrier"
     )
+    padding = Counter()
+    for row in open_run(run).table("collectives").to_pylist():
+        if row["step"] == STEPS - 1:
+            padding[row["purpose"], row["op"]] += row["padding_bytes"] or 0
     job = Job(Model(parameters_of(make_model()), None, ""), world, 8)
     predicted: Counter[tuple[str, str, int]] = Counter()
     for row in traffic_of(predict(config(stage), job).sent, Hosts(world // 8, 8)):
+        assert row.padding_bytes == padding[row.purpose, row.op]
         predicted.update({(row.purpose, row.op, size): number for size, number in row.sizes.items()})
     assert predicted == issued and issued
 

@@ -87,8 +87,12 @@ def test_plan_predicts_the_recorded_messages_of_the_same_model(source, capsys, n
     found = predict(config, Job(model, WORLD, WORLD, "gloo"))
     assert not found.note
     predicted: Counter[tuple[str, str, int]] = Counter()
+    padding: Counter[tuple[str, str]] = Counter()
+    for row in issued:
+        padding[row["purpose"], row["op"]] += row["padding_bytes"] or 0
     for row in traffic_of(found.sent, Hosts(1, WORLD)):
         assert row.group_size == WORLD
+        assert row.padding_bytes == padding[row.purpose, row.op]
         assert sum(size * number for size, number in row.sizes.items()) == row.payload_bytes
         predicted.update({(row.purpose, row.op, size): number for size, number in row.sizes.items()})
     assert predicted == wanted and wanted

@@ -46,7 +46,7 @@ def test_large_messages_take_as_long_as_their_bytes_on_the_slowest_link():
     }
     assert seconds["all_to_all"] == pytest.approx(8 * 56 / 50, rel=0.01)
     assert seconds["all_gather"] == pytest.approx(63 / 50, rel=0.01)
-    assert seconds["reduce"] == seconds["send"] == pytest.approx(64 / 50, rel=0.01)
+    assert [seconds["reduce"], seconds["send"]] == pytest.approx([64 / 50, 64 / 50], rel=0.01)
     assert seconds["gather"] == pytest.approx(56 / 50, rel=0.01)
     shared = fastest("all_gather", 64e9, place._replace(sharing=8), links)
     assert shared is not None and shared.time_ns(64e9) == pytest.approx(8e9 * 63 / 50, rel=0.01)

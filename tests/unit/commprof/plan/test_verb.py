@@ -53,7 +53,13 @@ def test_the_json_of_two_settings(plan):
         "count": 1,
         "payload_bytes": 2_000_000,
         "wire_bytes_per_rank": 3_750_000,
+        "padding_bytes": 0,
     }
+    same = {"least": 2_000_000, "mean": 2_000_000, "most": 2_000_000}
+    assert found["settings"][0]["per_rank"]["payload_bytes"] == same
+    assert found["settings"][0]["rank_classes"] == [
+        {"first_rank": 0, "ranks": 16, "messages": 1, "payload_bytes": 2_000_000, "wire_bytes": 3_750_000}
+    ]
 
 
 def test_the_tables_of_one_setting(plan):

@@ -1,0 +1,112 @@
+"""What single ranks send in a step: classes of ranks with equal traffic, and the least, mean and most over all ranks.
+
+A rank sends the mean of its group, with these exceptions. Of messages between pipeline stages, the first and the last stage
+send half as many as the others. In an all_to_all of rows that differ in length, a rank keeps its own row. A root of a ring
+sends less than the others; since the roots of broadcasts and reduces alternate, each rank counts with the mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from commprof.plan.hosts import Hosts, groups_of
+from commprof.requested.expectation import Expectation
+from commprof.schema import Op, Purpose
+
+
+class Sums(NamedTuple):
+    """What a rank takes part in or sends in a step.
+
+    Attributes:
+        messages: collectives that it takes part in, and messages that it sends.
+        payload_bytes: sum of their payloads.
+        wire_bytes: that it sends.
+    """
+
+    messages: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+class RankClass(NamedTuple):
+    """Ranks with equal traffic.
+
+    Attributes:
+        first_rank: of them.
+        ranks: how many they are.
+        sums: of each of them.
+    """
+
+    first_rank: int
+    ranks: int
+    sums: Sums
+
+
+class Spread(NamedTuple):
+    """A value over all ranks.
+
+    Attributes:
+        least, mean, most: of a rank.
+    """
+
+    least: int
+    mean: float
+    most: int
+
+
+def rank_classes(sent: Iterable[Expectation], hosts: Hosts) -> list[RankClass]:
+    """Return the classes of the ranks of ``hosts`` that send ``sent``, by their first ranks."""
+    totals: tuple[Counter[int], Counter[int], Counter[int]] = (Counter(), Counter(), Counter())
+    for each in sent:
+        for group in groups_of(each, hosts):
+            if len(group) > 1:
+                for rank, sums in zip(group, _of_positions(each, len(group)), strict=True):
+                    for total, value in zip(totals, sums, strict=True):
+                        total[rank] += value
+    members: dict[Sums, list[int]] = {}
+    for rank in range(hosts.count * hosts.ranks):
+        members.setdefault(Sums(*(total[rank] for total in totals)), []).append(rank)
+    return [RankClass(ranks[0], len(ranks), sums) for sums, ranks in members.items()]
+
+
+def spreads(classes: Iterable[RankClass]) -> dict[str, Spread]:
+    """Return the spread of each field of :class:`Sums` over all ranks."""
+    listed = list(classes)
+    ranks = sum(each.ranks for each in listed)
+    return {
+        name: Spread(
+            min(getattr(each.sums, name) for each in listed),
+            sum(each.ranks * getattr(each.sums, name) for each in listed) / ranks,
+            max(getattr(each.sums, name) for each in listed),
+        )
+        for name in Sums._fields
+    }
+
+
+def mean_wire_bytes(sent: Expectation, ranks: int) -> float:
+    """Return the mean of what each of ``ranks`` of a group sends. The row of a send holds the messages of all ranks."""
+    return sent.wire_bytes / ranks if sent.issued_op == Op.SEND else sent.wire_bytes
+
+
+def _of_positions(sent: Expectation, ranks: int) -> list[Sums]:
+    """The sums of each rank of a group, in order."""
+    if sent.issued_op == Op.SEND:
+        return [
+            Sums(round(sent.count * share), round(sent.payload_bytes * share), round(sent.wire_bytes * share))
+            for share in _shares_of_sends(sent, ranks)
+        ]
+    wire = [round(sent.wire_bytes)] * ranks
+    rows = [each for each in sent.payloads if len(each) == ranks]
+    if sent.issued_op == Op.ALL_TO_ALL and rows and len(rows) == len(sent.payloads):
+        total = sum(map(sum, rows))
+        wire = [total - sum(own) for own in zip(*rows, strict=True)]
+    return [Sums(sent.count, sent.payload_bytes, each) for each in wire]
+
+
+def _shares_of_sends(sent: Expectation, ranks: int) -> list[float]:
+    if sent.purpose != Purpose.PIPELINE:
+        return [1 / ranks] * ranks
+    end, inner = 1 / (2 * (ranks - 1)), 1 / (ranks - 1)
+    return [end, *[inner] * (ranks - 2), end]
