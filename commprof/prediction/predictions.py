@@ -52,6 +52,7 @@ _OF_CALIBRATION: Final = 0.03
 _OF_LINKS: Final = 0.05
 _OF_CPU: Final = 0.2  # of links so fast that processors limit messages
 _CPU_BOUND: Final = 0.12
+_CPU_SHARE: Final = 0.3  # of the exposed time is processor time of the backend: processors limit messages
 _OF_WORLD: Final = 0.08
 _OF_A_MESSAGE_NS: Final = 5e5  # what one message more or less costs beside its own time
 
@@ -315,7 +316,7 @@ def _spread(
     if base.recorded.cpu_per_byte is not None:
         # Processors, not links, limit messages: their times depend on what else runs.
         payload = sum(message.payload_bytes for message in base.recorded.program.messages)
-        if base.recorded.cpu_per_byte * payload > 0.5 * sum(base.plain.exposed_ns.values()):
+        if base.recorded.cpu_per_byte * payload > _CPU_SHARE * sum(base.plain.exposed_ns.values()):
             parts.append(_CPU_BOUND)
     if assumptions.world not in (None, base.recorded.world_size):
         parts.append(_OF_WORLD)
