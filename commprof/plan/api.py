@@ -324,6 +324,7 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
         "step_ns": {"least": known and known.least_ns, "most": known and known.most_ns},
         "communication_ns": {
             "all": known and known.communication_ns,
+            "latency": known and known.latency_ns,
             "overlapping": known and known.overlapping_ns,
             "by_purpose": known and known.by_purpose(),
             "source": plan.timing.source.text if known and plan.timing.source else None,

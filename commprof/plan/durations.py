@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from commprof.calibration.bandwidths import calibrated_op
+from commprof.calibration.bandwidths import bus_factor, calibrated_op
 from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
 from commprof.plan.hosts import Hosts, Place, groups_of, places_of
 from commprof.plan.links import Links
-from commprof.plan.nccl_model import SOURCE, fastest
+from commprof.plan.nccl_model import SOURCE, Cost, fastest
 from commprof.plan.overlap import exposed_messages
 from commprof.plan.predictions import Prediction
 from commprof.requested.expectation import Expectation
@@ -40,8 +40,8 @@ class TimeSource(Protocol):
     def text(self) -> str:
         """What the times are taken from."""
 
-    def time_ns(self, op: str, payload_bytes: float, place: Place) -> float:
-        """Nanoseconds of a message. Raises UnknownTimeError."""
+    def cost_of(self, op: str, payload_bytes: float, place: Place) -> Cost:
+        """The latency and the transfer of a message. Raises UnknownTimeError."""
 
 
 class CalibratedTimes:
@@ -52,7 +52,7 @@ class CalibratedTimes:
     """
 
     def __init__(self, calibration: Calibration) -> None:
-        self._calibration, self._ceilings = calibration, calibration.ceilings()
+        self._calibration, self._fits = calibration, calibration.fits()
 
     @property
     def text(self) -> str:
@@ -63,11 +63,11 @@ class CalibratedTimes:
             f"{self._calibration.device}, whose latency and bus bandwidth other groups are assumed to have"
         )
 
-    def time_ns(self, op: str, payload_bytes: float, place: Place) -> float:
-        """Nanoseconds of a message. Raises UnknownTimeError for an operation or size that was not calibrated."""
+    def cost_of(self, op: str, payload_bytes: float, place: Place) -> Cost:
+        """The latency and the transfer of a message. Raises UnknownTimeError for what was not calibrated."""
         name = calibrated_op(Op.ALL_REDUCE if op == Op.BARRIER else op)
-        predicted = self._ceilings.predict(name, payload_bytes, place.ranks)
-        if predicted is None:
+        known, wanted = (bus_factor(name, each) for each in (self._calibration.world_size, place.ranks))
+        if name not in self._fits or known is None or wanted is None:
             raise UnknownTimeError(f"the calibration has no times of {name}; measure it with --ops {name}")
         largest = max(each.payload_bytes for each in self._calibration.timings[name])
         if payload_bytes > _BEYOND * largest:
@@ -76,7 +76,8 @@ class CalibratedTimes:
                 f"the calibration ends at {name} of {largest:,} bytes, and the step sends one of {int(payload_bytes):,}, "
                 f"more than twice as many; measure it with --ops {name} --sizes 1024:{1 << power}:4"
             )
-        return predicted.time_ns
+        fitted = self._fits[name]
+        return Cost(fitted.alpha_ns, fitted.slope * wanted / known)
 
 
 class NcclTimes:
@@ -94,13 +95,13 @@ class NcclTimes:
         """What the times are taken from."""
         return SOURCE
 
-    def time_ns(self, op: str, payload_bytes: float, place: Place) -> float:
-        """Nanoseconds of a message. Raises UnknownTimeError where a rate is missing."""
+    def cost_of(self, op: str, payload_bytes: float, place: Place) -> Cost:
+        """The latency and the transfer of a message. Raises UnknownTimeError where a rate is missing."""
         cost = fastest(op, payload_bytes, place, self._links)
         if cost is None:
             missing = "inter" if self._links.inter is None and place.hosts > 1 else "intra"
             raise UnknownTimeError(f"--links has no rate {missing}, which {op} needs; add it")
-        return cost.time_ns(payload_bytes)
+        return cost
 
 
 class RowTime(NamedTuple):
@@ -109,6 +110,7 @@ class RowTime(NamedTuple):
     Attributes:
         purpose, op, group_size: of the messages.
         time_ns: sum of their times.
+        latency_ns: the part of it that messages without payload would take.
         overlapping_ns: the part of it that can overlap computation.
     """
 
@@ -116,6 +118,7 @@ class RowTime(NamedTuple):
     op: str
     group_size: int
     time_ns: float
+    latency_ns: float
     overlapping_ns: float
 
 
@@ -124,6 +127,7 @@ class StepTime(NamedTuple):
 
     Attributes:
         communication_ns: all messages of the rank whose messages take longest.
+        latency_ns: the part of it that messages without payload would take.
         overlapping_ns: the part of it that can overlap computation.
         least_ns: of the step, if all of this overlaps; None without a time of computation.
         most_ns: of the step, if nothing overlaps.
@@ -131,6 +135,7 @@ class StepTime(NamedTuple):
     """
 
     communication_ns: int
+    latency_ns: int
     overlapping_ns: int
     least_ns: int | None
     most_ns: int | None
@@ -221,7 +226,7 @@ def step_time(
     Raises:
         UnknownTimeError: the time of a message is not known.
     """
-    times: dict[tuple[int, Place], tuple[float, float]] = {}
+    times: dict[tuple[int, Place], _Times] = {}
     by_rank: dict[int, list[tuple[int, Place]]] = {}
     for number, each in enumerate(sent):
         groups = groups_of(each, hosts)
@@ -244,8 +249,15 @@ def step_time(
     )
 
 
-def _times(sent: Expectation, place: Place, source: TimeSource) -> tuple[float, float]:
-    """The time of all messages, and of the shortest one."""
+class _Times(NamedTuple):
+    """Of the messages of a row: the time of all, the latency in it, and the time of the shortest message."""
+
+    whole: float
+    latency: float
+    shortest: float
+
+
+def _times(sent: Expectation, place: Place, source: TimeSource) -> _Times:
     sizes = Counter(sum(each) for each in sent.payloads)
     if sizes.total() != sent.count:
         sizes = Counter({round(sent.payload_bytes / max(1, sent.count)): sent.count})
@@ -253,35 +265,39 @@ def _times(sent: Expectation, place: Place, source: TimeSource) -> tuple[float, 
         sizes = Counter({_BARRIER_BYTES: sent.count})
     # A row of messages between neighbours holds those of all ranks; each of them occupies its two ends.
     share = min(1.0, 2 / place.ranks) if sent.issued_op in (Op.SEND, Op.RECV) else 1.0
-    each = {size: source.time_ns(sent.issued_op, size, place) for size in sizes}
-    total = sum(each[size] * number for size, number in sizes.items())
-    return share * total, min(each.values(), default=0.0)
+    costs = {size: source.cost_of(sent.issued_op, size, place) for size in sizes}
+    return _Times(
+        share * sum(costs[size].time_ns(size) * number for size, number in sizes.items()),
+        share * sum(costs[size].latency_ns * number for size, number in sizes.items()),
+        min((cost.time_ns(size) for size, cost in costs.items()), default=0.0),
+    )
 
 
 def _of_rank(
     sent: Sequence[Expectation],
     messages: Sequence[tuple[int, Place]],
-    times: Mapping[tuple[int, Place], tuple[float, float]],
+    times: Mapping[tuple[int, Place], _Times],
     exposed: Mapping[str, int],
     compute_ns: int | None,
 ) -> StepTime:
     shortest: dict[str, float] = {}
     for number, place in messages:
         purpose = sent[number].purpose
-        shortest[purpose] = min(times[number, place][1], shortest.get(purpose, float("inf")))
+        shortest[purpose] = min(times[number, place].shortest, shortest.get(purpose, float("inf")))
     # Which messages are the exposed ones is not known, so as little as possible is: the shortest.
     left = {purpose: number * shortest.get(purpose, 0.0) for purpose, number in exposed.items()}
     rows = []
     for number, place in messages:
-        each, (whole, _) = sent[number], times[number, place]
+        each, (whole, latency, _) = sent[number], times[number, place]
         overlapping = 0.0
         if each.purpose in exposed:
             overlapping = max(0.0, whole - left[each.purpose])
             left[each.purpose] -= whole - overlapping
-        rows.append(RowTime(each.purpose, each.issued_op, place.ranks, whole, overlapping))
+        rows.append(RowTime(each.purpose, each.issued_op, place.ranks, whole, latency, overlapping))
     total, overlapping = sum(row.time_ns for row in rows), sum(row.overlapping_ns for row in rows)
+    latency = round(sum(row.latency_ns for row in rows))
     least = most = None
     if compute_ns is not None:
         least = round(max(compute_ns, overlapping) + total - overlapping)
         most = round(compute_ns + total)
-    return StepTime(round(total), round(overlapping), least, most, rows)
+    return StepTime(round(total), latency, round(overlapping), least, most, rows)

@@ -1,5 +1,7 @@
 """Whether messages are so small at a number of ranks that latency takes longer than the transfer.
 
+With a calibration that is a question of the chunk of one owner, without one of NCCL's model.
+
 A ring moves one chunk, a message divided by its ranks, in each of its steps. A calibration gives the time of a message of S
 bytes as alpha + S / beta on n ranks. Both terms are equal where a chunk has alpha * beta / n bytes, and this is assumed
 to hold at other numbers of ranks.
@@ -8,11 +10,19 @@ to hold at other numbers of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import takewhile
+from typing import Final, NamedTuple
 
 from commprof.calibration.results import Calibration
+from commprof.plan.hosts import Hosts, Place, groups_of, places_of
+from commprof.plan.links import Links
+from commprof.plan.nccl_model import fastest
 from commprof.plan.traffic import Traffic
+from commprof.requested.expectation import Expectation
 from commprof.schema import Purpose
+
+_MOST_POWER: Final = 21  # of two: numbers of ranks that are tried
+_SIZES: Final = tuple(2**power - 1 for power in range(1, 45))
 
 
 class Chunk(NamedTuple):
@@ -54,3 +64,64 @@ def gradient_chunk(traffic: Iterable[Traffic], calibration: Calibration) -> Chun
         return None
     least = fitted.alpha_ns / fitted.slope / calibration.world_size
     return Chunk(largest.op, max(largest.sizes), largest.group_size, least)
+
+
+class Bound(NamedTuple):
+    """What the largest gradient message is bound by, by NCCL's model.
+
+    Attributes:
+        op: of the message.
+        message_bytes: its payload.
+        ranks: that share it.
+        time_ns: of it.
+        latency_ns: the part of it that an empty message would take.
+        least_bytes: a power of two from which on the transfer of all messages takes at least as long as their latency.
+        most_ranks: the most ranks, a power of two, up to which the message is bandwidth bound; 0: at no number.
+    """
+
+    op: str
+    message_bytes: int
+    ranks: int
+    time_ns: float
+    latency_ns: float
+    least_bytes: int
+    most_ranks: int
+
+    @property
+    def by_latency(self) -> bool:
+        """Whether latency takes longer than the transfer."""
+        return 2 * self.latency_ns > self.time_ns
+
+
+def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> Bound | None:
+    """Return what the largest gradient message among ``sent`` is bound by; None without one, or without its rates."""
+    reduced = [each for each in sent if each.purpose == Purpose.GRADIENT_REDUCE and each.payloads]
+    sizes = [(max(map(sum, each.payloads)), each) for each in reduced]
+    size, row = max(sizes, key=lambda pair: pair[0], default=(0, None))
+    if row is None or not size:
+        return None
+    place = places_of(groups_of(row, hosts), hosts)[0]
+    if place.ranks < 2:
+        return None
+
+    def is_latency_bound(num_bytes: int, at: Place) -> bool:
+        cost = fastest(row.issued_op, num_bytes, at, links)
+        return cost is None or cost.latency_ns > cost.ns_per_byte * num_bytes
+
+    cost = fastest(row.issued_op, size, place, links)
+    if cost is None:
+        return None
+    ranks = [2**power for power in range(1, _MOST_POWER)]
+    shapes = [
+        Place(each, max(1, each // hosts.ranks), min(each, hosts.ranks), place.sharing) for each in ranks
+    ]
+    bandwidth_bound = list(takewhile(lambda shape: not is_latency_bound(size, shape), shapes))
+    return Bound(
+        row.issued_op,
+        size,
+        place.ranks,
+        cost.time_ns(size),
+        cost.latency_ns,
+        1 + max((each for each in _SIZES if is_latency_bound(each, place)), default=0),
+        bandwidth_bound[-1].ranks if bandwidth_bound else 0,
+    )

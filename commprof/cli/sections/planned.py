@@ -52,6 +52,7 @@ def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> 
             *_class_sentences(totals.classes),
             *_link_sentences(totals, hosts, plan.links),
             *latency_sentences(traffic, calibration),
+            *_bound_sentences(found, plan, calibration),
             *_gathers(found, plan.job),
         ]:
             rendering.show(rendering.paragraph(sentence))
@@ -171,6 +172,28 @@ def latency_sentences(traffic: Sequence[Traffic], calibration: Calibration | Non
         f"at {chunk.group_size:,} ranks: {bound} bound. Up to {chunk.most_ranks:,} ranks it is bandwidth bound: latency "
         f"equals the transfer of {shown(chunk.least_bytes)} per owner in the calibration ({calibration.world_size} ranks, "
         f"{calibration.backend} on {calibration.device})."
+    ]
+
+
+def _bound_sentences(found: Prediction, plan: Plan, calibration: Calibration | None) -> list[str]:
+    """The same by NCCL's model, where a calibration does not tell."""
+    from commprof.plan.latency import gradient_bound
+
+    if calibration is not None or plan.links is None or plan.job.backend != "nccl":
+        return []
+    bound = gradient_bound(found.sent, plan.hosts, plan.links)
+    if bound is None:
+        return []
+    size, time = rendering.number_of_bytes, rendering.duration
+    message = (
+        f"By NCCL's model the largest gradient message, {bound.op} of {size(bound.message_bytes)}, takes "
+        f"{time(bound.time_ns)} at {bound.ranks:,} ranks, {time(bound.latency_ns)} of it latency"
+    )
+    if bound.by_latency:
+        ranks = f"up to {bound.most_ranks:,} ranks, or " if bound.most_ranks else ""
+        return [f"{message}: latency bound. It is bandwidth bound {ranks}from {size(bound.least_bytes)} on."]
+    return [
+        f"{message}: bandwidth bound up to {bound.most_ranks:,} ranks, and from {size(bound.least_bytes)} on."
     ]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 
 if TYPE_CHECKING:
     from commprof.plan.durations import StepTime, Timing
+
+_SMALL: Final = 0.05  # of all communication, below which a row has no sentence
 
 
 def show_time(timed: StepTime | str, timing: Timing) -> None:
@@ -19,19 +21,27 @@ def show_time(timed: StepTime | str, timing: Timing) -> None:
         return
     shown = rendering.duration
     rows = [
-        (row.purpose, row.op, rendering.count(row.group_size), shown(row.time_ns), shown(row.overlapping_ns))
+        (
+            row.purpose,
+            row.op,
+            rendering.count(row.group_size),
+            shown(row.time_ns),
+            shown(row.latency_ns),
+            shown(row.overlapping_ns),
+        )
         for row in timed.rows
     ]
-    total = ("all", "", "", shown(timed.communication_ns), shown(timed.overlapping_ns))
+    total = ("all", "", "", *map(shown, (timed.communication_ns, timed.latency_ns, timed.overlapping_ns)))
     headings = [
         Heading("purpose"),
         Heading("issued"),
         Heading("ranks", True),
         Heading("time", True),
-        Heading("of it can overlap", True),
+        Heading("latency in it", True),
+        Heading("can overlap", True),
     ]
     rendering.show("", Rows(headings, [*rows, (), total], "time of messages per step"), "")
-    for sentence in _time_sentences(timed, timing):
+    for sentence in [*_time_sentences(timed, timing), *_latency_sentences(timed)]:
         rendering.show(rendering.paragraph(sentence))
 
 
@@ -45,6 +55,17 @@ def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
     return [
         f"A step takes {_bounds(timed)}: {shown(timing.compute_ns)} of computation and {sent} it.",
         source,
+    ]
+
+
+def _latency_sentences(timed: StepTime) -> list[str]:
+    """Which messages take longer to start than to transfer, if that is a part of the time that matters."""
+    rows = [row for row in timed.rows if 2 * row.latency_ns > row.time_ns > _SMALL * timed.communication_ns]
+    shown = rendering.duration
+    return [
+        f"{row.purpose}, {row.op}: {shown(row.latency_ns)} of {shown(row.time_ns)} is latency. Fewer, larger messages or "
+        "fewer ranks in a group would shorten it."
+        for row in rows
     ]
 
 

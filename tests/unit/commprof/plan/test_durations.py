@@ -12,6 +12,7 @@ from commprof.cli import execute
 from commprof.errors import UsageError
 from commprof.plan.durations import CalibratedTimes, UnknownTimeError, parse_duration, step_time
 from commprof.plan.hosts import Hosts
+from commprof.plan.nccl_model import Cost
 from commprof.plan.overlap import exposed_messages
 from commprof.requested.expectation import row
 from commprof.schema import Op, Purpose
@@ -45,8 +46,8 @@ class Fixed:
 
     text = "a test"
 
-    def time_ns(self, op, payload_bytes, place):
-        return payload_bytes
+    def cost_of(self, op, payload_bytes, place):
+        return Cost(0.0, 1.0)
 
 
 def test_calibrated_times_are_scaled_by_the_bus_bandwidth():
@@ -56,6 +57,7 @@ def test_calibrated_times_are_scaled_by_the_bus_bandwidth():
     found = step_time(sent, Hosts(1, 4), source, {}, None)
     assert found.communication_ns == pytest.approx(2 * 100_000 + 1.5 * 3_000_000, rel=1e-3)
     assert (found.least_ns, found.most_ns, found.overlapping_ns) == (None, None, 0)
+    assert found.latency_ns == pytest.approx(2 * 100_000, rel=1e-3)
     with pytest.raises(UnknownTimeError, match="no times of broadcast; measure it with --ops broadcast"):
         step_time([row("step", Purpose.OTHER, Op.BROADCAST, [4], 4)], Hosts(1, 4), source, {}, None)
     large = [row("step", Purpose.OTHER, Op.ALL_REDUCE, [2**26], 4)]
@@ -148,6 +150,7 @@ def test_times_in_json(plan):
     assert unknown["step_ns"] == {"least": None, "most": None}
     assert unknown["communication_ns"] == {
         "all": None,
+        "latency": None,
         "overlapping": None,
         "by_purpose": None,
         "source": None,

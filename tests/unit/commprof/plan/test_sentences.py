@@ -9,7 +9,8 @@ from commprof.calibration.results import Calibration, Timing
 from commprof.cli import execute
 from commprof.plan.blocks import all_gathers, all_gathers_by_block, blocks_of
 from commprof.plan.hosts import Hosts
-from commprof.plan.latency import gradient_chunk
+from commprof.plan.latency import gradient_bound, gradient_chunk
+from commprof.plan.links import Links
 from commprof.plan.models import Model, sized_model
 from commprof.plan.predictions import Job, predict
 from commprof.plan.traffic import traffic_of
@@ -116,3 +117,49 @@ def test_frozen_parameters_have_neither_gradients_nor_states(stage):
     assert (
         parts([each._replace(requires_grad=False) for each in trained])["parameters"] == whole["parameters"]
     )
+
+
+def test_the_largest_gradient_message_by_the_model_of_nccl():
+    """A ring over 1,024 ranks takes 2,046 steps; 128 hosts of 8 share 400 GB/s each."""
+    links, hosts = Links(450e9, 400e9), Hosts(128, 8)
+
+    def bound(*sizes):
+        sent = [row("step", Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, list(sizes), 1024)]
+        return gradient_bound(sent, hosts, links)
+
+    # Simple: 896 steps of 3.4 us within hosts and 127 of 14 us between them, and 8.4 us to begin with.
+    large = bound(10**6, 10**10)
+    assert (large.op, large.message_bytes, large.ranks) == ("reduce_scatter", 10**10, 1024)
+    assert large.latency_ns == pytest.approx(8_400 + 896 * 3_400 + 127 * 14_000)
+    assert large.time_ns == pytest.approx(large.latency_ns + 10**10 * 1023 / 1024 / 400)
+    assert not large.by_latency and large.most_ranks >= 1024
+    small = bound(2**29)
+    assert small.by_latency and 8 <= small.most_ranks < 1024
+    assert 2**29 < small.least_bytes == large.least_bytes < 10**10
+    assert bound(0) is None and gradient_bound([], hosts, links) is None
+    assert (
+        gradient_bound([row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [8], 1024)], hosts, Links(1e9))
+        is None
+    )
+
+
+def test_sentences_about_latency_by_the_model_of_nccl(tmp_path, capsys):
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}')
+    words = [
+        "plan",
+        str(config),
+        "--model",
+        "params:1e8",
+        "--links",
+        "intra=450GB/s,inter=8x50GB/s",
+        "--world",
+    ]
+    assert execute([*words, "1024"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "By NCCL's model the largest gradient message, reduce_scatter of" in text
+    assert "latency bound. It is bandwidth bound up to" in text
+    assert "is latency. Fewer, larger messages or fewer ranks in a group would shorten it." in text
+    assert execute([*words, "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "of it latency: bandwidth bound up to" in text and "is latency. Fewer" not in text
