@@ -15,6 +15,7 @@ from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
 from commprof_dash.pages.plan import charts
 from commprof_dash.pages.plan.data import Curves, Planned
+from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
 
@@ -66,28 +67,33 @@ def settings(frame: pd.DataFrame) -> Component:
     """All settings beside each other."""
     fields = [
         Field("setting", "Setting"),
-        Field("recommended", "", _mark),
+        Field("recommended", "Advice", _mark),
         Field("rank_bytes", "Sent by a rank", _bytes, numeric=True),
-        Field("host_bytes", "By a host to others", _bytes, numeric=True),
+        Field("host_bytes", "Sent by a host", _bytes, numeric=True),
         Field("device_bytes", "Device memory", _bytes, numeric=True),
-        Field("peak_phase", "Peak in the"),
         Field("host_memory_bytes", "Host memory", _bytes, numeric=True),
         Field("messages", "Messages", format_count, numeric=True),
-        Field("median_message_bytes", "Median message", _bytes, numeric=True),
+        Field("median_message_bytes", "Median size", _bytes, numeric=True),
         Field("communication_ns", "Communication", api.format_ns, numeric=True),
-        Field("step_least_ns", "Step, least", api.format_ns, numeric=True),
-        Field("step_most_ns", "Step, most", api.format_ns, numeric=True),
+        Field("step", "Step", numeric=True),
         Field("refused", "Refused"),
     ]
-    known = [field for field in fields if field.column in frame and _says_something(frame[field.column])]
+    shown = frame.assign(step=text_column(frame, _bounds))
+    known = [field for field in fields if field.column in shown and _says_something(shown[field.column])]
     return cards.table_card(
         "settings",
         "Settings",
-        "Wire bytes, messages and time per step, and memory per rank, at the number of ranks above. Device memory is the "
-        "peak; where activations are not counted, the sum of all kinds.",
-        frame,
+        "Wire bytes, messages and time per step, and memory per rank, at the number of ranks above. A host sends to other "
+        "hosts. Device memory is the peak, or the sum of all kinds where activations are not counted.",
+        shown,
         known,
+        download=frame,
     )
+
+
+def _bounds(row: Any) -> str | None:
+    least, most = row["step_least_ns"], row["step_most_ns"]
+    return None if pd.isna(least) or pd.isna(most) else f"{api.format_ns(least)} to {api.format_ns(most)}"
 
 
 def _says_something(column: pd.Series[Any]) -> bool:
@@ -96,7 +102,7 @@ def _says_something(column: pd.Series[Any]) -> bool:
 
 
 def _mark(value: Any) -> Cell:
-    return html.Strong("recommended") if value else ""
+    return html.Strong("use") if value else ""
 
 
 def _bytes(value: float) -> str:
@@ -217,14 +223,14 @@ def sent(frame: pd.DataFrame, label: str, world: int) -> Component:
             Field("payload_bytes", "Payload", _bytes, numeric=True),
             Field("wire_bytes_per_rank", "Sent by each rank", _bytes, numeric=True),
             Field("between_hosts_bytes", "Of it to other hosts", _bytes, numeric=True),
-            *([Field("exact", "", _about)] if inexact else []),
+            *([Field("exact", "Count is", _about)] if inexact else []),
         ],
         download=frame,
     )
 
 
 def _about(exact: Any) -> str:
-    return "" if exact else "about"
+    return "exact" if exact else "about"
 
 
 def _gaps(curves: Curves) -> str:

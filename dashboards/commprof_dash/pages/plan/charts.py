@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -18,6 +18,7 @@ from commprof_dash.theme import EXPOSED_COLOUR, KIND_COLOURS, STEP_COLOUR, TEXT,
 
 _HEIGHT: Final = 320
 _ROOM: Final = 0.08  # powers of ten beside the first and last number of ranks
+_KILO: Final = 10  # the power of two that is written as 1K, so that labels fit on a telephone
 _MOST_RANKS_TICKS: Final = 8
 _HATCHES: Final = ("", "/", "x", ".")  # of kinds beyond the colours
 
@@ -29,8 +30,7 @@ def traffic_over_worlds(frame: pd.DataFrame, world: int, scheme: Scheme) -> go.F
         frame: columns ``world``, ``purpose``, ``wire_bytes``; one row for each world and purpose.
         world: marked by a line.
     """
-    title = "Wire bytes per rank and step"
-    return _stacked(frame, "purpose", "wire_bytes", world, title, api.format_bytes, scheme)
+    return _stacked(frame, "purpose", "wire_bytes", world, "Wire bytes per rank and step", scheme)
 
 
 def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, scheme: Scheme) -> go.Figure:
@@ -41,10 +41,9 @@ def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, sc
         world: marked by a line.
         capacity: bytes of a device, marked by another line where they are known.
     """
-    figure = _stacked(
-        frame, "kind", "device_bytes", world, "Device memory of a rank", api.format_bytes, scheme
-    )
     peaks = frame[frame["peak_bytes"].notna()].drop_duplicates("world").sort_values("world")
+    highest = float(peaks["peak_bytes"].max()) if len(peaks) else 0.0
+    figure = _stacked(frame, "kind", "device_bytes", world, "Device memory of a rank", scheme, highest)
     if len(peaks):
         texts = [
             f"{api.format_bytes(most)}, in the {phase}"
@@ -141,9 +140,10 @@ def _stacked(
     column: str,
     world: int,
     title: str,
-    format_value: Callable[[float], str],
     scheme: Scheme,
+    least: float = 0.0,
 ) -> go.Figure:
+    """``least``: the lowest end of the vertical axis."""
     figure = go.Figure(layout={"template": template(scheme)})
     for number, name in enumerate(dict.fromkeys(frame[series])):
         part = frame[frame[series] == name].sort_values("world")
@@ -156,15 +156,16 @@ def _stacked(
             stackgroup="all",
             x=listed(part["world"].tolist()),
             y=listed(values),
-            customdata=listed(map(format_value, values)),
+            customdata=listed(map(api.format_bytes, values)),
             line={"color": colour, "width": 1},
             fillcolor=colour,
             fillpattern={"shape": hatch, "fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": 0.4},
             hovertemplate=f"{escape(name)}: <b>%{{customdata}}</b><extra></extra>",
         )
-    sums = frame.groupby("world")[column].sum()
-    highest = float(sums.max()) if len(sums) else 0.0
-    _finish(figure, frame["world"].tolist(), world, axis(highest, "bytes", title, room=1.06), scheme)
+    highest = float(frame.groupby("world")[column].sum().max()) if len(frame) else 0.0
+    _finish(
+        figure, frame["world"].tolist(), world, axis(max(highest, least), "bytes", title, room=1.06), scheme
+    )
     return figure
 
 
@@ -173,6 +174,7 @@ def _finish(
 ) -> None:
     figure.update_layout(
         height=_HEIGHT,
+        margin={"l": 8, "r": 24, "t": 8, "b": 8},  # plotly hides a label that the edge would cut
         hovermode="x unified",
         xaxis=_ranks_axis(min(worlds, default=1), max(worlds, default=2)),
         yaxis=vertical,
@@ -190,9 +192,8 @@ def _ranks_axis(first: int, last: int) -> dict[str, Any]:
         "type": "log",
         "range": [math.log10(1 << low) - _ROOM, math.log10(1 << max(high, low + 1)) + _ROOM],
         "tickvals": [1 << power for power in powers],
-        "ticktext": [f"{1 << power:,}" for power in powers],
-        "title": {"text": "Ranks, logarithmic"},
-        "tickfont": {"size": 11},
+        "ticktext": [str(1 << power) if power < _KILO else f"{1 << power - _KILO}K" for power in powers],
+        "title": {"text": "Ranks, logarithmic (1K = 1,024)"},
         "hoverformat": ",d",
     }
 

@@ -46,8 +46,8 @@ DEFAULTS: Final = {
     "model": "params:7e9",
     "world": "64",
     "hosts": "",
-    "links": "intra=450GB/s,inter=8x50GB/s",
     "micro_batch": "",
+    "links": "intra=450GB/s,inter=8x50GB/s",
     "sequence": "2048",
     "compute": "",
     "memory": "80GiB",
@@ -318,33 +318,39 @@ def _peak(outcome: plan_api.WorldOutcome) -> dict[str, int | str | None]:
     return {"peak_bytes": peak and peak.device, "peak_phase": peak and peak.phase}
 
 
-def messages_frame(answer: Planned, row: plan_api.Row) -> pd.DataFrame:
-    """Return the messages of a step of ``row``, by purpose and operation."""
-    return pd.DataFrame(
-        [
-            {
-                "purpose": each.purpose,
-                "op": each.op,
-                "groups": each.groups,
-                "group_size": each.group_size,
-                "messages": each.count,
-                "payload_bytes": each.payload_bytes,
-                "wire_bytes_per_rank": each.wire_bytes_per_rank,
-                "between_hosts_bytes": each.between_hosts,
-                "exact": each.exact,
-            }
-            for each in plan_api.traffic(answer.plan, row)
-        ]
-    )
+class Messages(NamedTuple):
+    """The messages of a step of one setting.
+
+    Attributes:
+        sent: by purpose and operation: columns ``purpose``, ``op``, ``groups``, ``group_size``, ``messages``,
+            ``payload_bytes``, ``wire_bytes_per_rank``, ``between_hosts_bytes``, ``exact``.
+        sizes: by size: columns ``from_bytes``, ``to_bytes``, ``messages``.
+    """
+
+    sent: pd.DataFrame
+    sizes: pd.DataFrame
 
 
-def sizes_frame(answer: Planned, row: plan_api.Row) -> pd.DataFrame:
-    """Return the messages of a step of ``row`` by size: columns ``from_bytes``, ``to_bytes``, ``messages``."""
-    bins = plan_api.histogram(plan_api.traffic(answer.plan, row))
-    return pd.DataFrame(
-        [(low, 2 * low or 1, number) for low, number in bins.items()],
-        columns=["from_bytes", "to_bytes", "messages"],
-    )
+def messages(answer: Planned, row: plan_api.Row) -> Messages:
+    """Return the messages of a step of ``row``."""
+    traffic = plan_api.traffic(answer.plan, row)
+    sent = [
+        {
+            "purpose": each.purpose,
+            "op": each.op,
+            "groups": each.groups,
+            "group_size": each.group_size,
+            "messages": each.count,
+            "payload_bytes": each.payload_bytes,
+            "wire_bytes_per_rank": each.wire_bytes_per_rank,
+            "between_hosts_bytes": each.between_hosts,
+            "exact": each.exact,
+        }
+        for each in traffic
+    ]
+    sizes = [(low, 2 * low or 1, number) for low, number in plan_api.histogram(traffic).items()]
+    columns = ["from_bytes", "to_bytes", "messages"]
+    return Messages(pd.DataFrame(sent), pd.DataFrame(sizes, columns=columns))
 
 
 def runs_with_configs(runs: Runs) -> Sequence[str]:

@@ -23,13 +23,14 @@ _SETTING: Final = "setting"
 _FIELDS: Final = {  # label, placeholder
     "model": ("Model", "params:7e9"),
     "world": ("Ranks", "64"),
-    "hosts": ("Hosts x ranks of each", "hosts of 8"),
-    "links": ("Links", "intra=450GB/s,inter=8x50GB/s"),
+    "hosts": ("Hosts x ranks", "hosts of 8"),
     "micro_batch": ("Micro-batch", "of the config"),
+    "links": ("Links", "intra=450GB/s,inter=8x50GB/s"),
     "sequence": ("Sequence length", "2048"),
     "compute": ("Computation of a step", "900ms"),
     "memory": ("Memory of a device", "80GiB"),
 }
+_WIDE: Final = ("links",)
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -48,29 +49,29 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         return Drawing(_controls(runs, form, []), [notice])
     row = plan_data.shown_row(answer, form.setting)
     return Drawing(
-        _controls(runs, form, [each.label for each in answer.rows], row.label),
+        _controls(runs, form, [each.label for each in answer.rows], plan_data.shown_row(answer, "").label),
         _answer(answer, row, plan_data.command(runs, form), scheme),
     )
 
 
 def _answer(answer: plan_data.Planned, row: Row, command: str, scheme: Scheme) -> list[Component]:
     world, capacity = answer.plan.job.world, answer.plan.capacity
-    over = plan_data.curves(answer, row)
+    over, sent = plan_data.curves(answer, row), plan_data.messages(answer, row)
     figures = [
         plan_cards.traffic(over, row.label, world, scheme),
         plan_cards.memory(over, row.label, world, capacity, scheme),
         plan_cards.times(over, row.label, world, scheme),
-        plan_cards.sizes(plan_data.sizes_frame(answer, row), row.label, world, scheme),
+        plan_cards.sizes(sent.sizes, row.label, world, scheme),
     ]
     return [
         plan_cards.advice(answer, command),
         plan_cards.settings(plan_data.settings_frame(answer)),
         cards.columns([figure for figure in figures if figure is not None]),
-        plan_cards.sent(plan_data.messages_frame(answer, row), row.label, world),
+        plan_cards.sent(sent.sent, row.label, world),
     ]
 
 
-def _controls(runs: Runs, form: plan_data.Form, labels: list[str], shown: str = "") -> list[Component]:
+def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: str = "") -> list[Component]:
     """The form; with several ``labels`` of settings also the choice of the one that the figures show."""
     names = list(plan_data.runs_with_configs(runs))
     config = [_run_choice(names, form.run)] if names or form.run else []
@@ -79,7 +80,10 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], shown: str = 
             controls.area("config", "Config (JSON, as DeepSpeed reads it)", form.texts["config"], "{ }")
         )
     fields = [
-        controls.text(key, label, form.texts[key], placeholder)
+        html.Div(
+            controls.text(key, label, form.texts[key], placeholder),
+            className="plan-wide" if key in _WIDE else "",
+        )
         for key, (label, placeholder) in _FIELDS.items()
     ]
     settings = controls.area(
@@ -88,14 +92,12 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], shown: str = 
         form.texts["set"],
         "zero_optimization.stage=1,2,3",
     )
-    choice = [controls.select(_SETTING, "Setting in the figures", labels, shown)] if len(labels) > 1 else []
+    choice = [_setting_choice(labels, form.setting, recommended)] if len(labels) > 1 else []
     return [
         html.Div(
             [
-                html.Div(config, className="plan-config"),
-                html.Div(
-                    [*fields, html.Div(settings, className="plan-wide"), *choice], className="plan-fields"
-                ),
+                html.Div([*config, settings], className="plan-config"),
+                html.Div([*fields, *choice], className="plan-fields"),
             ],
             className="plan-form",
         )
@@ -115,6 +117,19 @@ def _run_choice(names: list[str], run: str) -> Component:
         clearable=True,
         placeholder="none: the text below",
         nothingFoundMessage="No run with this name",
+    )
+
+
+def _setting_choice(labels: list[str], chosen: str, recommended: str) -> Component:
+    """The setting in the figures; without a choice, the recommended one of each answer."""
+    return dmc.Select(
+        id=ids.control(_SETTING),
+        label="Setting in the figures",
+        data=[{"value": label, "label": label[:80]} for label in labels],
+        value=chosen if chosen in labels else None,
+        clearable=True,
+        searchable=len(labels) > 12,
+        placeholder=f"recommended: {recommended}",
     )
 
 

@@ -1,0 +1,132 @@
+"""The Plan page in a real Chromium: what is drawn equals ``commprof plan --json``, and the address holds the form."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
+
+import pytest
+
+from commprof.cli import execute
+from support.browser import served, watched
+from support.runs import SyntheticRun
+
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+SETS = "zero_optimization.stage=1,2,3"
+ADDRESS = f"config={quote(json.dumps(CONFIG))}&model=params:1e9&world=32&sequence=512&set={SETS}"
+
+DRAWN = """(name) => document.querySelector(`#card-${name} .js-plotly-plot`)._fullData.map((trace) => ({
+    name: trace.name, x: [...trace.x], y: [...trace.y], group: trace.stackgroup}))"""
+AXIS = "(name) => document.querySelector(`#card-${name} .js-plotly-plot`)._fullLayout.xaxis.type"
+LABELS = """(name) => [...document.querySelectorAll(`#card-${name} .xtick text`)].map((text) => text.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def base_url(tmp_path_factory):
+    base = tmp_path_factory.mktemp("plan")
+    SyntheticRun(2, config=CONFIG | {"zero_optimization": {"stage": 3}}).write(base / "trained")
+    with served(base) as url:
+        yield url
+
+
+def field(page, key: str):
+    return page.page.locator(f"""[id='{{"key":"{key}","type":"control"}}']""")
+
+
+def form(page) -> dict[str, str]:
+    """The fields that the address names, by key."""
+    values = parse_qs(urlsplit(page.page.url).query, keep_blank_values=True)
+    return {key: value for key, (value,) in values.items()}
+
+
+def printed(tmp_path, capsys, world: int) -> list[dict]:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    words = ["--model", "params:1e9", "--world", str(world), "--sequence", "512", "--set", SETS]
+    assert execute(["plan", str(path), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["settings"]
+
+
+def drawn(page, name: str) -> dict[str, dict[int, int]]:
+    return {
+        trace["name"]: dict(zip(trace["x"], trace["y"], strict=True))
+        for trace in page.page.evaluate(DRAWN, name)
+        if trace["group"]
+    }
+
+
+def test_the_figures_and_files_hold_what_the_command_prints(page, base_url, tmp_path, capsys):
+    page.open(f"{base_url}/plan?{ADDRESS}&setting=stage%3D3")
+    assert [page.page.evaluate(AXIS, f"plan-{name}") for name in ("traffic", "memory")] == ["log", "log"]
+    assert page.page.evaluate(LABELS, "plan-traffic") == [
+        *("1", "4", "16", "64", "256", "1K", "4K", "16K"),
+    ]
+    traffic, memory = drawn(page, "plan-traffic"), drawn(page, "plan-memory")
+    with page.page.expect_download() as waiting:
+        page.page.click("#card-plan-memory .card-action")
+    text = Path(waiting.value.path()).read_text(encoding="utf-8")
+    rows = {(int(row["world"]), row["kind"]): row for row in csv.DictReader(io.StringIO(text))}
+    for world in (1, 32, 16384):
+        stage3 = printed(tmp_path, capsys, world)[2]
+        parts = stage3["memory_bytes_per_rank"]["parts"]
+        assert {kind: line[world] for kind, line in memory.items()} == {
+            kind: part["device"] for kind, part in parts.items()
+        }
+        assert {kind: int(rows[world, kind]["device_bytes"]) for kind in parts} == {
+            kind: part["device"] for kind, part in parts.items()
+        }
+        wire: dict[str, int] = {}
+        for row in stage3["traffic"]:
+            wire[row["purpose"]] = wire.get(row["purpose"], 0) + row["wire_bytes_per_rank"]
+        assert {purpose: line[world] for purpose, line in traffic.items() if line.get(world)} == {
+            purpose: num_bytes for purpose, num_bytes in wire.items() if num_bytes
+        }
+
+
+def test_a_field_is_written_to_the_address_and_back_undoes_it(page, base_url):
+    page.open(f"{base_url}/plan?{ADDRESS}")
+    field(page, "world").fill("128")
+    page.page.wait_for_url("**world=128**")
+    page.page.wait_for_selector("#card-plan-sizes .card-subtitle:has-text('at 128 ranks')")
+    assert form(page)["set"] == SETS and json.loads(form(page)["config"]) == CONFIG
+    assert form(page)["setting"] == ""  # so the figures go on showing the recommended one
+    page.page.go_back()
+    page.page.wait_for_selector("#card-plan-sizes .card-subtitle:has-text('at 32 ranks')")
+    assert field(page, "world").input_value() == "32"
+
+
+def test_a_config_that_is_typed_is_planned_or_refused_in_one_line(page, base_url):
+    page.open(f"{base_url}/plan?{ADDRESS}")
+    field(page, "config").fill('{"zero_optimization": {"stage": 2},}')
+    page.page.wait_for_selector("text=The config is not JSON: line 1, column 35")
+    field(page, "config").fill('{"zero_optimization": {"stage": 2}}')
+    page.page.wait_for_selector("text=the config sets no train_micro_batch_size_per_gpu")
+    assert field(page, "config").input_value() == form(page)["config"]
+
+
+def test_the_config_of_a_run_and_the_setting_of_the_figures_are_chosen(page, base_url):
+    page.open(f"{base_url}/plan?{ADDRESS}")
+    field(page, "run").click()
+    page.page.get_by_role("option", name="trained").click()
+    page.page.wait_for_selector("text=trained/config.json --model params:1e9")
+    page.page.wait_for_selector("#card-plan-traffic")
+    field(page, "setting").click()
+    page.page.get_by_role("option", name="stage=1").click()
+    page.page.wait_for_selector("#card-plan-traffic .card-subtitle:has-text('stage=1:')")
+    assert (form(page)["run"], form(page)["setting"]) == ("trained", "stage=1")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_telephone_shows_it_without_scrolling_sideways(browser, base_url, scheme):
+    view = watched(browser, viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    try:
+        view.open(f"{base_url}/plan?{ADDRESS}")
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert view.errors == [] and view.foreign_requests(base_url) == []
+    finally:
+        view.page.context.close()
