@@ -9,7 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from commprof.errors import UsageError
 from commprof.launch.sweeps.configuration import parse_config
@@ -29,6 +29,7 @@ from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import Holding
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import axes_of_config
+from commprof.requested.zero.flat_stages import Runtime
 
 if TYPE_CHECKING:
     from commprof.calibration.results import Calibration
@@ -69,6 +70,7 @@ class Question(NamedTuple):
         hosts, links, settings, layers, backend, sequence, step_compute: of the options; settings are those of ``--set``.
         capacity: bytes of a device; None where that is not known.
         calibration: for the times of messages.
+        framework: that reads the config: ``zero_runtime`` or ``deepspeed``.
         most_messages: of a step, above which a setting is refused; None predicts any number, however long that takes.
     """
 
@@ -85,6 +87,7 @@ class Question(NamedTuple):
     capacity: int | None = None
     calibration: Calibration | None = None
     most_messages: int | None = None
+    framework: str = "zero_runtime"
 
 
 class Plan(NamedTuple):
@@ -185,12 +188,14 @@ def make_plan(question: Question) -> Plan:
     links = None if question.links is None else parse_links(question.links)
     compute = question.step_compute
     compute_ns = None if compute is None else parse_duration(compute, "--step-compute")
+    framework = _framework(question.framework)
     timing = timing_by(question.calibration, links, question.backend, compute_ns)
+    timing = timing._replace(framework=framework)
     settings = points(question.settings)
     check_keys(dict.fromkeys(key for setting in settings for key in setting))
     configs = [derive(question.config, setting) for setting in settings]
     model = read_model(question.model, question.layers, question.sequence)
-    job = Job(model, question.world, hosts.ranks, question.backend, question.sequence)
+    job = Job(model, question.world, hosts.ranks, question.backend, question.sequence, framework)
     if question.most_messages is not None:
         for setting, config in zip(settings, configs, strict=True):
             _check_messages(label(setting), config, job, question.most_messages)
@@ -200,6 +205,14 @@ def make_plan(question: Question) -> Plan:
     if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
         return plan
     return plan._replace(timing=timing._replace(compute_ns=None), remarks=[UNUSED_COMPUTE])
+
+
+def _framework(name: str) -> Runtime:
+    for each in get_args(Runtime):
+        if name == each:
+            known: Runtime = each
+            return known
+    raise UsageError(f"--framework is {name!r}; expected {' or '.join(get_args(Runtime))}")
 
 
 def compare(plan: Plan) -> list[Row]:

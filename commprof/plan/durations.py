@@ -21,6 +21,7 @@ from commprof.plan.overlap import exposed_messages
 from commprof.plan.predictions import Prediction
 from commprof.requested.expectation import Expectation
 from commprof.requested.parallel import grid
+from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
 
 _UNITS: Final = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
@@ -163,11 +164,13 @@ class Timing(NamedTuple):
         source: of the times of messages; None where none was given.
         missing: why there is no source; empty with one.
         compute_ns: of a rank, in a step; None where it is not known.
+        framework: that issues the messages.
     """
 
     source: TimeSource | None
     missing: str
     compute_ns: int | None
+    framework: Runtime = "zero_runtime"
 
     def of(self, found: Prediction, hosts: Hosts) -> StepTime | str:
         """Return the time of a step of that setting, or why it is not known."""
@@ -175,7 +178,8 @@ class Timing(NamedTuple):
             return self.missing
         if found.note:
             return found.note
-        exposed = exposed_messages(found.config, grid.micro_batches(found.config, found.axes))
+        steps = grid.micro_batches(found.config, found.axes)
+        exposed = exposed_messages(found.config, steps, self.framework)
         try:
             return step_time(found.sent, hosts, self.source, exposed, self.compute_ns)
         except UnknownTimeError as problem:

@@ -1,4 +1,4 @@
-"""Which messages of a step can be under way while the model computes, as zero_runtime issues them.
+"""Which messages of a step can be under way while the model computes, on a GPU, as zero_runtime or DeepSpeed issue them.
 
 =================== ============================================================== ==================================
 purpose             overlaps                                                       but not
@@ -12,7 +12,8 @@ purpose             overlaps                                                    
                     ``interleaved`` and ``zero_bubble``
 =================== ============================================================== ==================================
 
-The ranks wait for everything else: norms, overflow checks, activations.
+The ranks wait for everything else: norms, overflow checks, activations. DeepSpeed 0.19 does the same on a GPU, without
+``bounded_delay``, ``overlap_parameter_gather`` and those schedules.
 """
 
 from __future__ import annotations
@@ -25,32 +26,39 @@ from commprof.requested.configuration import read_configuration, zero_section
 from commprof.requested.keys import count, flag, section
 from commprof.requested.memory.states import reduces_beside_backward
 from commprof.requested.support import optimizer_type
+from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.schema import Purpose
 
 
-def exposed_messages(config: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
+def exposed_messages(
+    config: Mapping[str, Any], micro_batches: int, framework: Runtime = "zero_runtime"
+) -> dict[str, int]:
     """Return the purposes whose messages can overlap, with the number of their messages per step that cannot.
 
     Args:
         config: of the setting.
         micro_batches: of a step.
+        framework: that reads the config. DeepSpeed ignores the keys of zero_runtime.
 
     Raises:
         RequestedError: a key that is read here has a value of the wrong type.
     """
     configuration, zero = read_configuration(config), zero_section(config)
+    is_own = framework == "zero_runtime"
+    if not is_own:
+        configuration = configuration.as_deepspeed_reads()
     found: dict[str, int] = {}
-    if count(section(config, "communication"), "bounded_delay", 0, least=0):
+    if is_own and count(section(config, "communication"), "bounded_delay", 0, least=0):
         found[Purpose.GRADIENT_REDUCE] = 0
     elif reduces_beside_backward(config) and optimizer_type(config) not in sign_optimizers.NAMES:
         found[Purpose.GRADIENT_REDUCE] = micro_batches if configuration.reduces_every_micro_step else 1
     if configuration.stage == 3:
         prefetches = read_gather_configuration(zero).prefetch_bucket_size > 0
     else:
-        prefetches = flag(zero, "zero_optimization.overlap_parameter_gather", False)
+        prefetches = is_own and flag(zero, "zero_optimization.overlap_parameter_gather", False)
     if prefetches:
         found[Purpose.PARAMETER_GATHER] = 1
-    if section(config, "pipeline_parallel").get("schedule") in ("interleaved", "zero_bubble"):
+    if is_own and section(config, "pipeline_parallel").get("schedule") in ("interleaved", "zero_bubble"):
         found[Purpose.PIPELINE] = 0
     return found

@@ -21,12 +21,17 @@ from commprof.requested.parallel import grid
 from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, axes_of_config
 from commprof.requested.parameters import Parameter
+from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.stages import expected_in_step, steady_step
 
 NO_ACTIVATIONS: Final = (
     "activations that ranks send each other are left out: give --sequence to predict their size"
 )
 _OF_ALL: Final = ("parameters", "gathered parameters", "buffers of files")  # of frozen parameters too
+_DEEPSPEED_ON_AXES: Final = (
+    "how DeepSpeed sends along the axes of a pipeline, tensors or sequences is not in the rules; use --framework "
+    "zero_runtime, or a config with data parallelism alone"
+)
 UNNAMED: Final = "float32 (the config names no type)"
 
 
@@ -39,6 +44,7 @@ class Job(NamedTuple):
         ranks_per_host: ranks that share a host.
         backend: ``nccl`` or ``gloo``.
         sequence: tokens of a sequence, for activations; None leaves out those that ranks send each other.
+        framework: whose rules say what is sent.
     """
 
     model: Model
@@ -46,6 +52,7 @@ class Job(NamedTuple):
     ranks_per_host: int
     backend: str = "nccl"
     sequence: int | None = None
+    framework: Runtime = "zero_runtime"
 
 
 class Prediction(NamedTuple):
@@ -203,7 +210,12 @@ def _sent(
         if axes.only_data:
             hosts = min(job.ranks_per_host, job.world)
             step = steady_step(config)
-            return expected_in_step(config, model, job.world, step, backend=job.backend, host_ranks=hosts), ""
+            sent = expected_in_step(
+                config, model, job.world, step, None, job.backend, job.framework, host_ranks=hosts
+            )
+            return sent, ""
+        if job.framework == "deepspeed":
+            return [], f"bytes of messages cannot be predicted: {_DEEPSPEED_ON_AXES}"
         shapes = Shapes(assumed=True)
         if job.sequence is not None:
             shapes = assumed_shapes(config, model, job.sequence, axes.size(PIPE), axes.size(SEQUENCE))

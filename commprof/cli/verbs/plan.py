@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -20,6 +20,8 @@ from commprof.cli.sections.predicted import (
     device_capacity,
 )
 from commprof.launch.sweeps.points import label
+
+_NAMES: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed 0.19"}
 
 
 def plan(  # noqa: PLR0913 - a parameter for each option of the command
@@ -62,6 +64,9 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
             show_default=False,
         ),
     ] = None,
+    framework: Annotated[
+        str, typer.Option(help="Whose rules say what is sent: zero_runtime or deepspeed.")
+    ] = "zero_runtime",
     backend: Backend = "nccl",
     sequence: SequenceLength = None,
     device_memory: DeviceMemory = None,
@@ -103,6 +108,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         step_compute,
         device_capacity(device_memory),
         measured,
+        framework=framework,
     )
     planned = api.make_plan(question)
     for remark in planned.remarks:
@@ -117,7 +123,8 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     rendering.show(
         rendering.paragraph(
             f"{planned.model.source}; {world:,} rank{'s' * (world > 1)} on {backend}, {planned.hosts}; "
-            "rings connect ranks in rank order; the program and libraries are not in the memory"
+            "rings connect ranks in rank order; the program and libraries are not in the memory; messages are those of "
+            f"{_NAMES[planned.job.framework]}"
         ),
         "",
     )

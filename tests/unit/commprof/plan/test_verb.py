@@ -126,6 +126,30 @@ def test_the_time_of_a_step_decides_where_it_is_known(plan):
     )
 
 
+def test_deepspeed_ignores_the_keys_of_zero_runtime(plan):
+    keys = ("gradient_reduction=reduce_scatter", "stage=2", "overlap_parameter_gather=true")
+    words = ("--model", "params:1e8", "--world", "8", "--links", LINKS, "--step-compute", "1s")
+    for key in keys:
+        words += ("--set", f"zero_optimization.{key}")
+    found = {}
+    for framework in ("zero_runtime", "deepspeed"):
+        (found[framework],) = json.loads(plan(*words, "--framework", framework, "--json").out)["settings"]
+    ops = {
+        name: {row["op"] for row in each["traffic"] if row["purpose"] == "gradient_reduce"}
+        for name, each in found.items()
+    }
+    assert ops == {"zero_runtime": {"reduce_scatter"}, "deepspeed": {"all_reduce"}}
+    assert found["deepspeed"]["communication_ns"]["overlapping"] == 0
+    assert found["zero_runtime"]["communication_ns"]["overlapping"] > 0
+    assert "messages are those of DeepSpeed 0.19" in " ".join(
+        plan(*words, "--framework", "deepspeed").out.split()
+    )
+    assert "expected zero_runtime or deepspeed" in plan(*words, "--framework", "megatron", code=2).err
+    shown = plan(*words[:4], "--framework", "deepspeed", "--set", "tp_size=2", "--json")
+    assert "how DeepSpeed sends along the axes" in shown.err
+    assert json.loads(shown.out)["settings"][0]["traffic"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
