@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from commprof.calibration.bandwidths import bus_factor, calibrated_op
 from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
-from commprof.plan.hosts import Hosts, Place, groups_of, places_of
+from commprof.plan.hosts import Hosts, Place, equal_ranks, groups_of, places_of
 from commprof.plan.links import Links
 from commprof.plan.nccl_model import SOURCE, Cost, fastest
 from commprof.plan.overlap import exposed_messages
@@ -231,21 +231,26 @@ def step_time(
         UnknownTimeError: the time of a message is not known.
     """
     times: dict[tuple[int, Place], _Times] = {}
-    by_rank: dict[int, list[tuple[int, Place]]] = {}
+    of_group: dict[Sequence[int], list[tuple[int, Place]]] = {}
+    placed: dict[tuple[Sequence[int], ...], list[Place]] = {}
     for number, each in enumerate(sent):
-        groups = groups_of(each, hosts)
-        for group, place in zip(groups, places_of(groups, hosts), strict=True):
+        groups = tuple(groups_of(each, hosts))
+        if groups not in placed:
+            placed[groups] = places_of(groups, hosts)
+        for group, place in zip(groups, placed[groups], strict=True):
             if place.ranks < 2:
                 continue
             key = number, place
             if key not in times:
                 times[key] = _times(each, place, source)
-            for rank in group:
-                by_rank.setdefault(rank, []).append(key)
+            of_group.setdefault(group, []).append(key)
     steps = [
         _of_rank(sent, messages, times, exposed, compute_ns)
-        for messages in sorted(map(list, {tuple(each) for each in by_rank.values()}))
-    ] or [_of_rank(sent, [], times, exposed, compute_ns)]
+        for messages in sorted(
+            sorted(key for group in groups for key in of_group[group])
+            for groups in equal_ranks(of_group, hosts)
+        )
+    ]
     slowest = max(steps, key=lambda each: each.communication_ns)
     return slowest._replace(
         least_ns=None if compute_ns is None else max(each.least_ns or 0 for each in steps),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from commprof.errors import UsageError
@@ -82,19 +83,36 @@ def sent_by_link(op: str, groups: Iterable[Sequence[int]], wire_bytes: float, ho
     """
     sent = Sent(Counter(), Counter())
     for group in groups:
-        places = [rank // hosts.ranks for rank in group]
-        of_host = Counter(places)
-        for rank, host, following in zip(group, places, [*places[1:], places[0]], strict=True):
-            if len(group) < 2:
-                continue
-            share = float(host == following)
-            if op in DIRECT:
-                share = (of_host[host] - 1) / (len(group) - 1)
-            if share:
-                sent.inside[rank] += round(wire_bytes * share)
-            if share < 1:
-                sent.between[host] += round(wire_bytes * (1 - share))
+        inside, between = _shares(op in DIRECT, tuple(group), hosts.ranks)
+        for share, ranks in inside:
+            sent.inside.update(dict.fromkeys(ranks, round(wire_bytes * share)))
+        for host, share, ranks_of_host in between:
+            sent.between[host] += ranks_of_host * round(wire_bytes * share)
     return sent
+
+
+@lru_cache(maxsize=64)  # most messages of a step have the same groups
+def _shares(
+    direct: bool, group: tuple[int, ...], ranks: int
+) -> tuple[list[tuple[float, list[int]]], list[tuple[int, float, int]]]:
+    """Return what part of its bytes each rank of ``group`` sends inside its host, and each host to others.
+
+    The first list has shares with the ranks that send so much inside; the second one hosts, the share that a rank sends to
+    other hosts, and how many of its ranks do.
+    """
+    if len(group) < 2:
+        return [], []
+    places = [rank // ranks for rank in group]
+    of_host = Counter(places)
+    inside: dict[float, list[int]] = {}
+    between: Counter[tuple[int, float]] = Counter()
+    for rank, host, following in zip(group, places, [*places[1:], places[0]], strict=True):
+        share = (of_host[host] - 1) / (len(group) - 1) if direct else float(host == following)
+        if share:
+            inside.setdefault(share, []).append(rank)
+        if share < 1:
+            between[host, 1 - share] += 1
+    return list(inside.items()), [(host, share, count) for (host, share), count in between.items()]
 
 
 class Place(NamedTuple):
@@ -132,3 +150,16 @@ def groups_of(sent: Expectation, hosts: Hosts) -> Sequence[Sequence[int]]:
     world = hosts.count * hosts.ranks
     size = sent.group_size or world
     return [range(first, first + size) for first in range(0, world, size)]
+
+
+def equal_ranks(groups: Iterable[Sequence[int]], hosts: Hosts) -> dict[tuple[Sequence[int], ...], list[int]]:
+    """Return the ranks of ``hosts`` by the ``groups`` that they are in; messages of large jobs are few, and ranks many."""
+    listed = list(groups)
+    numbers: list[list[int]] = [[] for _ in range(hosts.count * hosts.ranks)]
+    for number, group in enumerate(listed):
+        for rank in group:
+            numbers[rank].append(number)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(numbers):
+        found.setdefault(tuple(each), []).append(rank)
+    return {tuple(listed[number] for number in each): ranks for each, ranks in found.items()}

@@ -7,11 +7,12 @@ sends less than the others; since the roots of broadcasts and reduces alternate,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
+from typing import Final, NamedTuple
 
-from commprof.plan.hosts import Hosts, groups_of
+from commprof.plan.hosts import Hosts, equal_ranks, groups_of
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op, Purpose
 
@@ -28,6 +29,13 @@ class Sums(NamedTuple):
     messages: int
     payload_bytes: int
     wire_bytes: int
+
+    def plus(self, other: Sums) -> Sums:
+        """Return the sums of both."""
+        return Sums(*map(add, self, other))
+
+
+_NOTHING: Final = Sums(0, 0, 0)
 
 
 class RankClass(NamedTuple):
@@ -58,17 +66,25 @@ class Spread(NamedTuple):
 
 def rank_classes(sent: Iterable[Expectation], hosts: Hosts) -> list[RankClass]:
     """Return the classes of the ranks of ``hosts`` that send ``sent``, by their first ranks."""
-    totals: tuple[Counter[int], Counter[int], Counter[int]] = (Counter(), Counter(), Counter())
+    of_group: dict[Sequence[int], Sums] = {}
+    of_rank: dict[int, Sums] = {}
     for each in sent:
         for group in groups_of(each, hosts):
-            if len(group) > 1:
-                for rank, sums in zip(group, _of_positions(each, len(group)), strict=True):
-                    for total, value in zip(totals, sums, strict=True):
-                        total[rank] += value
+            if len(group) < 2:
+                continue
+            positions = _of_positions(each, len(group))
+            if isinstance(positions, Sums):
+                of_group[group] = of_group.get(group, _NOTHING).plus(positions)
+                continue
+            for rank, sums in zip(group, positions, strict=True):
+                of_rank[rank] = of_rank.get(rank, _NOTHING).plus(sums)
     members: dict[Sums, list[int]] = {}
-    for rank in range(hosts.count * hosts.ranks):
-        members.setdefault(Sums(*(total[rank] for total in totals)), []).append(rank)
-    return [RankClass(ranks[0], len(ranks), sums) for sums, ranks in members.items()]
+    for groups, ranks in equal_ranks(of_group, hosts).items():
+        shared = reduce(Sums.plus, (of_group[group] for group in groups), _NOTHING)
+        for rank in ranks:
+            members.setdefault(shared.plus(of_rank[rank]) if rank in of_rank else shared, []).append(rank)
+    classes = [RankClass(min(ranks), len(ranks), sums) for sums, ranks in members.items()]
+    return sorted(classes, key=lambda each: each.first_rank)
 
 
 def spreads(classes: Iterable[RankClass]) -> dict[str, Spread]:
@@ -90,19 +106,20 @@ def mean_wire_bytes(sent: Expectation, ranks: int) -> float:
     return sent.wire_bytes / ranks if sent.issued_op == Op.SEND else sent.wire_bytes
 
 
-def _of_positions(sent: Expectation, ranks: int) -> list[Sums]:
-    """The sums of each rank of a group, in order."""
+def _of_positions(sent: Expectation, ranks: int) -> Sums | list[Sums]:
+    """The sums of each rank of a group, in order; one where all are equal."""
     if sent.issued_op == Op.SEND:
         return [
             Sums(round(sent.count * share), round(sent.payload_bytes * share), round(sent.wire_bytes * share))
             for share in _shares_of_sends(sent, ranks)
         ]
-    wire = [round(sent.wire_bytes)] * ranks
-    rows = [each for each in sent.payloads if len(each) == ranks]
-    if sent.issued_op == Op.ALL_TO_ALL and rows and len(rows) == len(sent.payloads):
-        total = sum(map(sum, rows))
-        wire = [total - sum(own) for own in zip(*rows, strict=True)]
-    return [Sums(sent.count, sent.payload_bytes, each) for each in wire]
+    if sent.issued_op == Op.ALL_TO_ALL:
+        rows = [each for each in sent.payloads if len(each) == ranks]
+        if rows and len(rows) == len(sent.payloads):
+            total = sum(map(sum, rows))
+            wire = [total - sum(own) for own in zip(*rows, strict=True)]
+            return [Sums(sent.count, sent.payload_bytes, each) for each in wire]
+    return Sums(sent.count, sent.payload_bytes, round(sent.wire_bytes))
 
 
 def _shares_of_sends(sent: Expectation, ranks: int) -> list[float]:

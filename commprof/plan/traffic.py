@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from commprof.plan.hosts import Hosts, groups_of, sent_by_link
+from commprof.plan.hosts import DIRECT, Hosts, groups_of, sent_by_link
 from commprof.plan.rank_classes import RankClass, mean_wire_bytes, rank_classes
 from commprof.requested.expectation import Expectation
+from commprof.schema import Op
 
 
 class Traffic(NamedTuple):
@@ -110,12 +111,22 @@ def totals_of(sent: Iterable[Expectation], hosts: Hosts) -> Totals:
     by_host: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     inside: Counter[int] = Counter()
+    along_rings: dict[tuple[Sequence[int], ...], int] = {}
     for each in listed:
-        groups = groups_of(each, hosts)
-        by_link = sent_by_link(each.issued_op, groups, mean_wire_bytes(each, len(groups[0])), hosts)
+        sizes.update(sum(message) for message in each.payloads)
+        groups = tuple(groups_of(each, hosts))
+        wire = mean_wire_bytes(each, len(groups[0]))
+        if each.issued_op in DIRECT:
+            by_link = sent_by_link(each.issued_op, groups, wire, hosts)
+            inside.update(by_link.inside)
+            by_host.update(by_link.between)
+        else:
+            # A rank sends all of it to the same one, so rows with the same groups need one look at the ranks.
+            along_rings[groups] = along_rings.get(groups, 0) + round(wire)
+    for groups, total in along_rings.items():
+        by_link = sent_by_link(Op.ALL_REDUCE, groups, total, hosts)
         inside.update(by_link.inside)
         by_host.update(by_link.between)
-        sizes.update(sum(message) for message in each.payloads)
     classes = rank_classes(listed, hosts)
     return Totals(
         max(each.sums.wire_bytes for each in classes),
