@@ -32,7 +32,7 @@ _DEEPSPEED_ON_AXES: Final = (
     "how DeepSpeed sends along the axes of a pipeline, tensors or sequences is not in the rules; use --framework "
     "zero_runtime, or a config with data parallelism alone"
 )
-UNNAMED: Final = "float32 (the config names no type)"
+UNNAMED: Final = "{} (the config names no type)"
 
 
 class Job(NamedTuple):
@@ -143,6 +143,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
+    types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = _held(plain, of_rank, replicas, job.backend)
     sent, note = _sent(config, model, axes, job)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
@@ -153,7 +154,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     return Prediction(
         config,
         axes,
-        read_configuration(plain).model_dtype or UNNAMED,
+        read_configuration(plain).model_dtype or UNNAMED.format(", ".join(sorted(types))),
         memory,
         sent,
         movements(plain, of_rank, replicas, gathered),

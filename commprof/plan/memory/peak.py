@@ -16,6 +16,7 @@ from commprof.requested.parameters import Parameter, item_bytes
 PASSES: Final = "forward and backward pass"
 REDUCTION: Final = "gradient reduction"
 STEP: Final = "optimizer step"
+_WIDE: Final = 4  # bytes of an fp32 number, in which norms are computed
 
 
 class Peak(NamedTuple):
@@ -75,11 +76,12 @@ def peak_of(
     in_passes = configuration.reduces_in_backward_order
     own_buffers = configuration.partitions and not configuration.reduces_flat_groups
     stays = buckets if backend == "gloo" and own_buffers and not configuration.reduces_chunks else 0
+    types = [configuration.model_dtype or each.dtype for each in parameters if each.requires_grad]
     gradients = _Gradients(
         0 if in_passes else whole,
         micro_batches > 1,
         configuration.reduce_bucket_size,
-        _copied(configuration) if in_passes else 0,
+        _copied(configuration, types[0]) if in_passes else 0,
         reduces_beside_backward(config),
     )
     trained = sum(
@@ -89,6 +91,8 @@ def peak_of(
     )
     # Optimizers read gradients in the masters' type: a copy where they are accumulated in another one.
     copies = 0 if configuration.accumulation_dtype == "float32" else held.get("masters", 0)
+    if not configuration.partitions and trained < _WIDE * sum(numels.values()):
+        copies = _WIDE * sum(numels.values())  # for the norm, without masters too
     kept = whole if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
         PASSES: lasting
@@ -130,8 +134,10 @@ def _alive(
         arrived += numel
 
 
-def _copied(configuration: Configuration) -> int:
-    """Bytes of an element of a bucket that its message needs beside it: a reduce_scatter of stage 3 arranges rows."""
-    if configuration.stage == 3 and configuration.reduction == "reduce_scatter":
-        return item_bytes(configuration.communication_dtype)
-    return 0
+def _copied(configuration: Configuration, trained_type: str) -> int:
+    """Bytes of an element of a bucket that its message needs beside it: rows of a reduce_scatter, and another type."""
+    if configuration.reduces_chunks:
+        return 0  # they are in the buffers
+    arranges = configuration.stage == 3 and configuration.reduction == "reduce_scatter"
+    casts = configuration.communication_dtype != trained_type
+    return item_bytes(configuration.communication_dtype) * (arranges + casts)

@@ -217,7 +217,9 @@ def _read(
         chunk = max((each.chunk_numel for each in layout.groups if each.chunks > 1), default=0)
     dtype = parameters[0].dtype if parameters else "float32"
     item = item_bytes(configuration.model_dtype or dtype)
-    wide = item if _narrow_masters(config) else _WIDE
+    # Without a type in the config, stage 0 lets the optimizer update the parameters themselves.
+    in_place = configuration.stage == 0 and configuration.model_dtype is None
+    wide = item if in_place or _narrow_masters(config) else _WIDE
     # A parameter as wide as a master needs none. One in files is read for its update, one in host memory is not.
     apart = offload.parameters != "none" and not _in_files(offload, share)
     stays = offload.optimizer == "none" or (offload.optimizer == "cpu" and backend == "gloo")
@@ -300,29 +302,33 @@ def _gradients(
     if compression is not None and compression.error_feedback:
         left = Holding("left-over gradients", sizes.numel * _WIDE, note="what compression has not sent yet")
         listed.append(left)
-    item = item_bytes(configuration.communication_dtype)
-    buckets = _in_buckets(config, configuration, sizes, backend) * item
+    buckets = _bucket_bytes(config, configuration, sizes, backend)
     return [*listed, Holding("gradient buckets", buckets, note="at most, in the backward pass")]
 
 
-def _in_buckets(config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str) -> int:
-    """Most elements of the buffers of gradient buckets at once."""
+def _bucket_bytes(
+    config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str
+) -> int:
+    """Most bytes of the buffers of gradient buckets at once."""
+    sent_item = item_bytes(configuration.communication_dtype)
     if not configuration.partitions:
-        return sizes.numel
+        # All gradients, and all of them in the type in which they are sent.
+        return sizes.numel * (sizes.item + (sent_item if sent_item != sizes.item else 0))
     if configuration.reduces_flat_groups:
-        return 0 if configuration.communication_dtype == configuration.accumulation_dtype else sizes.numel
+        same = configuration.communication_dtype == configuration.accumulation_dtype
+        return 0 if same else sizes.numel * sent_item
     numel = min(configuration.reduce_bucket_size, sizes.numel)
     overlaps = reduces_beside_backward(config)
     if configuration.reduces_chunks:
         # One is filled; of those that are sent there is also what arrives, where that is not a shard alone.
         sent = _BUCKETS_UNDER_WAY if overlaps else 1
         arrives = configuration.reduce_scatter_on(backend) != "native"
-        return (sizes.chunk or numel) * (1 + sent * (1 + arrives))
+        return (sizes.chunk or numel) * sent_item * (1 + sent * (1 + arrives))
     if not overlaps:
-        return numel
+        return numel * sizes.item
     # Buffers take turns, and on CPUs both stay allocated however few buckets a step has.
     filled = _BUCKETS_UNDER_WAY if backend == "gloo" else -(-sizes.numel // max(numel, 1))
-    return numel * min(_BUCKETS_UNDER_WAY, filled)
+    return numel * sizes.item * min(_BUCKETS_UNDER_WAY, filled)
 
 
 def reduces_beside_backward(config: Mapping[str, Any]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
+import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +15,10 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-WORLD, STEPS = 2, 3
-MICRO_BATCH, SEQUENCE, WIDTH, VOCABULARY, LAYERS = 4, 64, 128, 512, 2
+REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
+WORLD = 2
+TESTS = Path(__file__).parents[2]
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ONE_AT_A_TIME = {
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
@@ -21,116 +26,37 @@ ONE_AT_A_TIME = {
 }
 
 
-def make_model(recomputes):
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
+def cases():
+    from support.peaks import make_config as config
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
-            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-        def forward(self, x):
-            return x + self.down(self.act(self.up(self.norm(x))))
-
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
-            logits = self.head(self.norm(x)).flatten(0, 1)
-            return nn.functional.cross_entropy(logits, tokens.flatten())
-
-    return Network(), torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.int64)
-
-
-def make_config(stage, precision="bf16", micro_batches=1, **zero):
-    zero = {"stage": stage, "reduce_bucket_size": 100_000, **zero}
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0
     return {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": zero,
-        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+        **{f"stage {stage}": (config(stage), "plain") for stage in range(4)},
+        **{f"stage {stage}, checkpoints": (config(stage), "checkpoints") for stage in range(4)},
+        **{f"stage {stage}, own": (config(stage, None), "own") for stage in range(3)},
+        "stage 1 in fp32": (config(1, None), "plain"),
+        "stage 1, accumulation": (config(1, micro_batches=2), "checkpoints"),
+        "stage 2, offload": (config(2, **OFFLOAD), "plain"),
+        "stage 3, offload, checkpoints": (config(3, **OFFLOAD), "checkpoints"),
+        "stage 3 in fp32, one at a time": (config(3, None, **ONE_AT_A_TIME), "checkpoints"),
+        "stage 2, reduce_scatter": (config(2, gradient_reduction="reduce_scatter"), "checkpoints"),
     }
 
 
-CASES = {
-    **{f"stage {stage}": (make_config(stage), False) for stage in range(4)},
-    **{f"stage {stage}, checkpoints": (make_config(stage), True) for stage in range(4)},
-    "stage 1 in fp32": (make_config(1, "fp32"), False),
-    "stage 1, accumulation": (make_config(1, micro_batches=2), True),
-    "stage 2, offload": (make_config(2, offload_optimizer={"device": "cpu"}), False),
-    "stage 3, offload, checkpoints": (make_config(3, offload_optimizer={"device": "cpu"}), True),
-    "stage 3 in fp32, one at a time": (make_config(3, "fp32", **ONE_AT_A_TIME), True),
-    "stage 2, reduce_scatter": (make_config(2, gradient_reduction="reduce_scatter"), True),
-}
-
-
 def measured_peaks(rank, world):
-    """Most bytes of tensors in the last of some steps: of all storages that operations returned and that still exist."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
     import zero_runtime
+    from support.peaks import most_bytes
 
-    class Storages(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.alive, self.total, self.most = {}, 0, 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            results = function(*args, **(kwargs or {}))
-            for each in tree_leaves(results):
-                if isinstance(each, torch.Tensor):
-                    self.count(each.untyped_storage())
-            return results
-
-        def count(self, storage):
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.alive:
-                self.alive[key] = weakref.ref(storage, lambda _: self.end(key, size))
-                self.total += size
-                self.most = max(self.most, self.total)
-
-        def end(self, key, size):
-            del self.alive[key]
-            self.total -= size
-
-    def train(config, recomputes):
-        with Storages() as storages:
-            model, tokens = make_model(recomputes)
-            engine, *_ = zero_runtime.initialize(
-                model=model, model_parameters=model.parameters(), config=config
-            )
-            for _ in range(STEPS):
-                storages.most = storages.total
-                for _ in range(config["gradient_accumulation_steps"]):
-                    engine.backward(engine(tokens))
-                    engine.step()
-        engine.destroy()
-        return storages.most
-
-    return {name: train(*case) for name, case in CASES.items()}
+    return {name: most_bytes(zero_runtime, *case) for name, case in cases().items()}
 
 
-def planned_peak(config, recomputes):
+def planned_peak(config, kind):
     import torch
+
+    from support.peaks import make_model
 
     def build(micro_batch, sequence):
         with torch.device("meta"):
-            return make_model(recomputes)
+            return make_model(kind)
 
     model = Model(parameters_of(build(0, None)[0]), None, "", build)
     planned = predict(config, Job(model, WORLD, WORLD, "gloo"))
@@ -138,7 +64,45 @@ def planned_peak(config, recomputes):
     return planned.peak.device + sum(each.host for each in planned.memory)
 
 
+def errors(measured):
+    return {name: planned_peak(*cases()[name]) / peak - 1 for name, peak in measured.items()}
+
+
 def test_peaks_are_within_five_percent():
     measured = run_ranks(WORLD, measured_peaks)[0]
-    errors = {name: planned_peak(*case) / measured[name] - 1 for name, case in CASES.items()}
-    assert {name: error for name, error in errors.items() if abs(error) > 0.05} == {}
+    assert {name: error for name, error in errors(measured).items() if abs(error) > 0.05} == {}
+
+
+@pytest.mark.long
+def test_peaks_of_deepspeed_are_as_the_page_says(tmp_path):
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    given = {name: case for name, case in cases().items() if "reduce_scatter" not in name}
+    for config, _ in given.values():
+        config.update(zero_force_ds_cpu_optimizer=False, zero_allow_untested_optimizer=True)
+    ranks = []
+    for rank in range(WORLD):
+        variables = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("COMMPROF_")},
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29618",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(TESTS),
+        }
+        with (tmp_path / f"{rank}.in").open("w") as stream:
+            json.dump(given, stream)
+        with (tmp_path / f"{rank}.in").open() as stream, (tmp_path / f"{rank}.out").open("w") as out:
+            words = [python, "-m", "support.peaks", "deepspeed"]
+            ranks.append(
+                subprocess.Popen(words, env=variables, stdin=stream, stdout=out, stderr=subprocess.DEVNULL)
+            )
+    assert [each.wait(timeout=900) for each in ranks] == [0, 0]
+    measured = json.loads((tmp_path / "0.out").read_text().splitlines()[-1])
+    found = errors(measured)
+    print(json.dumps({name: (peak, round(found[name], 3)) for name, peak in measured.items()}))
+    assert all(-0.16 < error < 0.12 for error in found.values()), found

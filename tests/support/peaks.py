@@ -1,0 +1,116 @@
+"""Most bytes of tensors that a training has at once, on zero_runtime or on an installed DeepSpeed: two ranks over gloo.
+
+``python -m support.peaks deepspeed`` reads cases from standard input; the interpreter may have torch and DeepSpeed alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import weakref
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 3
+MICRO_BATCH, SEQUENCE, WIDTH, VOCABULARY, LAYERS = 4, 64, 128, 512, 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self, recomputes):
+        super().__init__()
+        self.recomputes = recomputes
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+def make_model(kind):
+    """A network and its tokens; ``kind``: plain, checkpoints, or own: in bf16, with a tied and frozen parameters."""
+    model = Network(kind == "checkpoints")
+    if kind == "own":
+        model.bfloat16()
+        model.head.weight = model.embed.weight
+        model.blocks[0].requires_grad_(False)
+    return model, torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.int64)
+
+
+def make_config(stage, precision="bf16", micro_batches=1, **zero):
+    zero = {"stage": stage, "reduce_bucket_size": 100_000, **zero}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": micro_batches,
+        "zero_optimization": zero,
+        **({precision: {"enabled": True}} if precision else {}),
+    }
+
+
+class Storages(TorchDispatchMode):
+    """Follows the storages that operations return, until nothing refers to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.total, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, torch.Tensor) and each.device.type != "meta":
+                self.count(each.untyped_storage())
+        return results
+
+    def count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(storage, lambda _: self.end(key, size))
+            self.total += size
+            self.most = max(self.most, self.total)
+
+    def end(self, key, size):
+        del self.alive[key]
+        self.total -= size
+
+
+def most_bytes(runtime, config, kind):
+    """Most bytes of tensors in the last step of ``runtime``: the module zero_runtime or deepspeed."""
+    with Storages() as storages:
+        model, tokens = make_model(kind)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+        engine, *_ = runtime.initialize(model=model, optimizer=optimizer, config=config)
+        for _ in range(STEPS):
+            storages.most = storages.total
+            for _ in range(config["gradient_accumulation_steps"]):
+                engine.backward(engine(tokens))
+                engine.step()
+    engine.destroy()
+    return storages.most
+
+
+if __name__ == "__main__":
+    deepspeed = importlib.import_module(sys.argv[1])
+    deepspeed.init_distributed("gloo")
+    cases = json.load(sys.stdin)
+    print("\n" + json.dumps({name: most_bytes(deepspeed, *case) for name, case in cases.items()}))
