@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from commprof.prediction.program import Event, Floats, Groups, Message, Program,
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import Parameter, in_model_order, trained_groups
+from commprof.requested.wrappers.ddp import Ddp
 from commprof.requested.zero import stages
 from commprof.schema import Op, Phase, Purpose
 
@@ -48,15 +50,17 @@ class Sent(NamedTuple):
         at_end: messages after the last gradients, by purpose.
         arriving: the parameters in the order in which their gradients arrive.
         overlaps: gradient messages do not block.
-        waits_before: with overlap, a message is issued only when fewer than ``DEPTH`` are in flight; else the oldest is
+        waits_before: with overlap, a message is issued only when fewer than ``depth`` are in flight; else the oldest is
             waited for right after the issue of the next, whose buffer is its own.
+        depth: buckets in flight at once; None for all of a backward pass.
     """
 
     gradients: list[list[tuple[Message, int]]]
     at_end: dict[str, list[Message]]
     arriving: list[Parameter]
     overlaps: bool
-    waits_before: bool
+    waits_before: bool = False
+    depth: int | None = DEPTH
 
 
 class Changed(NamedTuple):
@@ -138,6 +142,40 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         gradients = [each[::-1] for each in gradients]
     gradients = [_numbered(sorted(each, key=lambda pair: pair[1])) for each in gradients]
     return Sent(gradients, dict(at_end), arriving, overlaps, configuration.reduces_chunks)
+
+
+def sent_by_ddp(rules: Ddp, changes: Mapping[str, Any], world: int) -> Sent:
+    """Return what DistributedDataParallel sends in a step with one backward pass, with ``changes`` of its arguments.
+
+    Raises:
+        UsageError: its rules do not know what it sends.
+    """
+    if rules.unpredicted or rules.order is None:
+        reason = "; ".join(rules.unpredicted.values()) or "the order of gradients was not recorded"
+        raise UsageError(f"what DistributedDataParallel sends with this setting is not known: {reason}")
+    wrapper = replace(rules.wrapper, arguments={**rules.wrapper.arguments, **changes})
+    by_name = {each.name: each for each in wrapper.trained}
+    arriving = [
+        Parameter(name, by_name[name].numel, shape="x".join(map(str, by_name[name].extents)))
+        for name in rules.order
+    ]
+    gradients = [
+        (
+            Message(
+                str(Op.ALL_REDUCE),
+                size,
+                _GRADIENTS,
+                _groups(world, None),
+                False,
+                number,
+                0,
+                str(Phase.BACKWARD),
+            ),
+            count,
+        )
+        for number, (size, count) in enumerate(replace(rules, wrapper=wrapper).steady_messages())
+    ]
+    return Sent([gradients], {}, arriving, overlaps=True, depth=None)
 
 
 def _gradient_order(request: Request) -> tuple[str, ...] | None:
@@ -406,11 +444,11 @@ def _gradient_events(
             for number in numbers:
                 places += [_Place(at, Event(kind, number), _GRADIENT) for kind in _BOTH]
             continue
-        while after.waits_before and len(flying) >= DEPTH:
+        while after.depth and after.waits_before and len(flying) >= after.depth:
             places += [_Place(at, Event("wait", number), _GRADIENT) for number in flying.pop(0)]
         places += [_Place(at, Event("issue", number), _GRADIENT) for number in numbers]
         flying.append(numbers)
-        while not after.waits_before and len(flying) >= DEPTH:
+        while after.depth and not after.waits_before and len(flying) >= after.depth:
             places += [_Place(at, Event("wait", number), _GRADIENT) for number in flying.pop(0)]
     places += [_Place(end, Event("wait", number), _GRADIENT) for numbers in flying for number in numbers]
     return places

@@ -97,20 +97,21 @@ def _times_of_queue(
     A backend may run messages of one group beside each other (gloo has two threads). So messages that are issued before
     those before them have ended share the time of all of them, in proportion to their bytes.
     """
-    together: list[int] = []
-    begins, ended, known = 0.0, -np.inf, True
+    together: list[_Issued] = []
+    ended, known = -np.inf, True
     ends: Floats = np.zeros(len(ranks))
     for index in queue:
         arrived = float(recorded.arrivals[place, index, ranks].max())
         if together and arrived >= ended:
             if known:
-                _share_time(recorded, together, ends - begins, times)
+                _share_time(together, ends, times)
             together = []
         if not together:
-            begins = max(arrived, ended)
-        together.append(index)
+            arrived = max(arrived, ended)
         seen = recorded.finishes[place, index, ranks]
         known = bool((~np.isnan(seen)).any())
+        message = recorded.program.messages[index]
+        together.append(_Issued(message, arrived, message.payload_bytes + _LATENCY_BYTES, known))
         if known:
             # A rank that does not wait long enough to see the end has the result when the first of the others has it.
             ends = np.where(np.isnan(seen), np.nanmin(seen), seen)
@@ -119,20 +120,38 @@ def _times_of_queue(
             waits = recorded.waits[place, index, ranks]
             ended = float(waits[~np.isnan(waits)].min(initial=np.inf))
     if together and known:
-        _share_time(recorded, together, ends - begins, times)
+        _share_time(together, ends, times)
+
+
+class _Issued(NamedTuple):
+    message: Message
+    arrived: float
+    weight: int
+    is_seen: bool  # its end was observed
 
 
 def _share_time(
-    recorded: Recorded,
-    together: Sequence[int],
-    taken: Floats,
-    times: dict[tuple[str, int, int], list[Floats]],
+    together: Sequence[_Issued], ends: Floats, times: dict[tuple[str, int, int], list[Floats]]
 ) -> None:
-    messages = [recorded.program.messages[index] for index in together]
-    weights = [message.payload_bytes + _LATENCY_BYTES for message in messages]
-    for message, weight in zip(messages, weights, strict=True):
-        key = message.op, message.group_size, message.payload_bytes
-        times[key].append(np.maximum(taken, 0.0) * (weight / sum(weights)))
+    """Share the time until ``ends`` among the last of ``together``.
+
+    The end of some is not known. At the rate of those after it such a message may have ended before the next was issued;
+    then it has no part in this time.
+    """
+    first = len(together) - 1
+    end = float(ends.max())
+    while first > 0:
+        before, begins = together[first - 1], together[first].arrived
+        rate = (end - begins) / sum(each.weight for each in together[first:])
+        if not before.is_seen and before.arrived + rate * before.weight <= begins:
+            break
+        first -= 1
+    shared = together[first:]
+    taken = np.maximum(ends - shared[0].arrived, 0.0)
+    total = sum(each.weight for each in shared)
+    for each in shared:
+        key = each.message.op, each.message.group_size, each.message.payload_bytes
+        times[key].append(taken * (each.weight / total))
 
 
 class Durations:
@@ -166,7 +185,12 @@ class Durations:
         """
         key = message.op, message.group_size, message.payload_bytes
         if key not in self._known:
-            sample = self._measured(*key) or self._from_run(*key) or self._from_calibration(*key)
+            sample = (
+                self._measured(*key)
+                or self._from_run(*key, least_points=2)
+                or self._from_calibration(*key)
+                or self._from_run(*key, least_points=1)
+            )
             if sample is None:
                 raise UsageError(self._refusal(*key))
             self._known[key] = sample._replace(times=self._on_links(sample.times, *key))
@@ -176,12 +200,14 @@ class Durations:
         times = self._sizes.get((op, ranks), {}).get(size)
         return Sample(times, "run") if times is not None and len(times) >= _FEW else None
 
-    def _from_run(self, op: str, ranks: int, size: int) -> Sample | None:
+    def _from_run(self, op: str, ranks: int, size: int, least_points: int) -> Sample | None:
         """Between sizes of the run, or a little beyond; the spread is that of the size that is nearest."""
         sizes = {each: times for each, times in self._sizes.get((op, ranks), {}).items() if each > 0}
         if not sizes or not size or not min(sizes) / REACH <= size <= max(sizes) * REACH:
             return None
         medians = {each: typical(times) for each, times in sizes.items()}
+        if len(points_of(medians)) < least_points:
+            return None
         nearest = min(sizes, key=lambda each: (abs(np.log(each / size)), each))
         time = interpolated(medians, size)
         return Sample(sizes[nearest] * (time / medians[nearest]), "run")
@@ -295,25 +321,36 @@ def _sizes_around(size: int) -> str:
     return f"{max(1, size // 4)}:{size * 2}:2"
 
 
-def interpolated(medians: Mapping[int, float], size: float) -> float:
-    """The time of ``size`` bytes: a straight line between its neighbors in ``medians``, or through the last two beyond them.
+def points_of(medians: Mapping[int, float]) -> list[tuple[float, float]]:
+    """Sizes and times in rising order; sizes that differ by less than a fifth are one point, as a line through them would
+    follow their noise.
 
-    Sizes that differ by less than a fifth are one point, since a line through them would follow their noise.
-
-    >>> interpolated({10: 5.0, 20: 7.0}, 15)
-    6.0
+    >>> points_of({10: 5.0, 11: 7.0, 20: 8.0})
+    [(10.5, 6.0), (20.0, 8.0)]
     """
-    points: list[list[tuple[float, float]]] = []
-    for known in sorted(medians):
-        if points and known <= _NEAR * points[-1][0][0]:
-            points[-1].append((known, medians[known]))
+    points: list[list[int]] = []
+    for size in sorted(medians):
+        if points and size <= _NEAR * points[-1][0]:
+            points[-1].append(size)
         else:
-            points.append([(known, medians[known])])
-    sizes = [float(np.mean([each for each, _ in point])) for point in points]
-    times = [float(np.mean([time for _, time in point])) for point in points]
-    if len(points) == 1 or size <= sizes[0]:
-        # A smaller message takes no less: what it takes is mostly latency. A larger one takes longer in proportion.
-        return times[0] * max(1.0, size / sizes[0])
+            points.append([size])
+    return [(float(np.mean(each)), float(np.mean([medians[size] for size in each]))) for each in points]
+
+
+def interpolated(medians: Mapping[int, float], size: float) -> float:
+    """The time of ``size`` bytes: on a straight line between its neighbors, or through the nearest two beyond the ends.
+
+    A message takes at least what its bytes take at the rate of the smallest known one. If one size alone is known, the time
+    is in proportion to the bytes.
+
+    >>> interpolated({10: 5.0, 20: 7.0}, 15), interpolated({10: 5.0}, 5)
+    (6.0, 2.5)
+    """
+    points = points_of(medians)
+    if len(points) == 1:
+        return points[0][1] * size / points[0][0]
+    sizes, times = ([point[column] for point in points] for column in (0, 1))
     place = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
     slope = (times[place] - times[place - 1]) / (sizes[place] - sizes[place - 1])
-    return max(times[place - 1] + slope * (size - sizes[place - 1]), min(times))
+    line = times[place - 1] + slope * (size - sizes[place - 1])
+    return max(line, times[0] * min(1.0, size / sizes[0]))

@@ -12,13 +12,14 @@ from commprof.calibration.results import Calibration
 from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.request import Request, request_of
 from commprof.prediction.assumptions import AS_RECORDED, Assumptions
-from commprof.prediction.changes import Changed, Sent, change, sent_by
+from commprof.prediction.changes import Changed, Sent, change, sent_by, sent_by_ddp
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
 from commprof.prediction.simulation import Simulated, on_critical_path, quiet_steps, replayed, simulate
 from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import holdings
+from commprof.requested.wrappers.ddp import Ddp
 from commprof.schema import Purpose
 from commprof.trace.reader import Run
 
@@ -41,6 +42,7 @@ KEYS: Final = (
     ),
     *("communication_data_type", "disable_allgather"),
 )
+DDP_KEYS: Final = ("ddp.bucket_cap_mb",)
 REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
 _WIDE_ERROR: Final = 0.02  # above which a note says so
 SLOWDOWN: Final = 1.3  # of compute beside a gloo message; measured: docs/predict.md
@@ -190,24 +192,17 @@ def _predicted(
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
     quiet = quiet_steps(recorded, SLOWDOWN)
-    changes_config = config is not None and bool(setting)
     after: Sent | None = None
-    if changes_config or world != recorded.world_size:
-        _refuse_unknown(request, setting)
-        before = sent_by(request, request.config, recorded.world_size)
-        used = config if config is not None else request.config
-        _refuse_stage(request.config, used)
-        after = sent_by(request, used, world)
-        shrinks = _shard(used, world) / _shard(request.config, recorded.world_size)
+    changed = Changed(recorded.program, quiet)
+    if setting or world != recorded.world_size:
+        before, after = _sent(request, setting, config, recorded.world_size, world)
         changed = change(
             recorded.program,
             [_on_ranks(each, world) for each in quiet],
             before,
             after,
-            shrinks_optimizer=shrinks,
+            shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),
         )
-    else:
-        changed = Changed(recorded.program, quiet)
     link = assumptions.link
     if link != UNCHANGED:
         link = link._replace(cpu_per_byte=recorded.cpu_per_byte or 0.0)
@@ -237,7 +232,27 @@ def _predicted(
     )
 
 
-def _refuse_unknown(request: Request, setting: Setting) -> None:
+def _sent(
+    request: Request, setting: Setting, config: Mapping[str, Any] | None, recorded_world: int, world: int
+) -> tuple[Sent, Sent]:
+    """What the run sends, and what it would send with ``setting`` and ``world`` ranks."""
+    unknown = [key for key in setting if key not in (*KEYS, *DDP_KEYS)]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} cannot be predicted: it changes what is computed, or no rule reads it. These keys can: "
+            f"{', '.join((*KEYS, *DDP_KEYS))}"
+        )
+    if request.wrapped is not None and request.reason is None:
+        rules = request.wrapped.rules
+        others = [key for key in setting if key not in DDP_KEYS]
+        if others or len(rules) != 1 or not isinstance(rules[0], Ddp):
+            raise UsageError(
+                f"this run trains with {request.wrapped.names}, of which only {', '.join(DDP_KEYS)} of a single "
+                f"DistributedDataParallel can be predicted; {', '.join(setting) or 'the number of ranks'} cannot"
+            )
+        arguments = {key.partition(".")[2]: value for key, value in setting.items()}
+        _check_arguments(arguments)
+        return sent_by_ddp(rules[0], {}, recorded_world), sent_by_ddp(rules[0], arguments, world)
     if request.reason is not None or not request.config:
         raise UsageError(
             f"what this run requested is not known ({request.reason or 'no config of DeepSpeed was recorded'}), so no key "
@@ -247,12 +262,25 @@ def _refuse_unknown(request: Request, setting: Setting) -> None:
         raise UsageError(
             "the ranks of this run share the model (tensor, sequence or pipeline parallelism), which is not predicted yet"
         )
-    unknown = [key for key in setting if key not in KEYS]
-    if unknown:
-        raise UsageError(
-            f"{unknown[0]} cannot be predicted: it changes what is computed, or no rule reads it. These keys can: "
-            f"{', '.join(KEYS)}"
-        )
+    if any(key in DDP_KEYS for key in setting):
+        raise UsageError(f"{', '.join(DDP_KEYS)} is of DistributedDataParallel, which this run does not use")
+    used = config if config is not None else request.config
+    _refuse_stage(request.config, used)
+    return sent_by(request, request.config, recorded_world), sent_by(request, used, world)
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise UsageError(f"ddp.{name} is {value!r}; expected a number of MiB above 0")
+
+
+def _shrinks(request: Request, config: Mapping[str, Any] | None, recorded_world: int, world: int) -> float:
+    """The part of the recorded elements that a rank updates."""
+    if not request.config:
+        return 1.0
+    used = config if config is not None else request.config
+    return _shard(used, world) / _shard(request.config, recorded_world)
 
 
 def _refuse_stage(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -207,10 +207,13 @@ def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, in
     wait_begin = np.where(waited, rows["wait_begin_ns"].fillna(0).to_numpy(np.int64), issue)
     wait_end = np.where(waited, rows["wait_end_ns"].fillna(0).to_numpy(np.int64), returned)
     has_wait = waited | sync
+    unknown = np.zeros(len(rows), bool)
     for since, begin, end in stalls:
-        inside = ~has_wait & (issue >= since) & (issue <= end)
-        wait_begin, wait_end = np.where(inside, begin, wait_begin), np.where(inside, end, wait_end)
-        has_wait = has_wait | inside
+        inside = np.flatnonzero(~has_wait & (issue >= since) & (issue <= end))
+        # The end of the wait is that of its last message; when the others ended is not known.
+        wait_begin[inside], wait_end[inside], has_wait[inside] = begin, begin, True
+        wait_end[inside[-1:]] = end
+        unknown[inside[:-1]] = True
     count = len(rows)
     numbers = np.arange(count)
     kinds = np.concatenate([np.full(count, _ISSUE), np.full(int(has_wait.sum()), _WAIT)])
@@ -232,7 +235,7 @@ def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, in
         float(times["cpu_ns"]) if pd.notna(times["cpu_ns"]) else np.nan,
         rows,
         np.where(np.isnan(sampled), finishes, sampled),
-        np.where(has_wait, wait_begin, np.nan),
+        np.where(has_wait & ~unknown, wait_begin, np.nan),
     )
 
 

@@ -84,6 +84,11 @@ class WrappedModels:
         self._by_step: dict[StepKey, list[Expectation]] | None = None
 
     @property
+    def rules(self) -> list[Rules]:
+        """The rules of each model."""
+        return [model.rules for model in self._models]
+
+    @property
     def names(self) -> str:
         """The names of the wrappers as text."""
         kinds = dict.fromkeys(model.rules.wrapper.kind for model in self._models)

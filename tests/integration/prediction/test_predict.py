@@ -1,0 +1,165 @@
+"""``commprof predict`` on trainings of two gloo ranks whose compute is a timed sleep, so that the answer is known."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+from support.command import commprof, output
+
+pytestmark = [pytest.mark.ranks, pytest.mark.shared_answers]
+
+STEPS = 14
+FORWARD, BACKWARD = 0.020, 0.040  # seconds of each of the four layers, each pass
+
+MODEL = """
+import sys, time
+import torch
+from torch import nn
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        time.sleep(forward)
+        ctx.backward = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward)
+        return gradient, None, None
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x):
+        return Slow.apply(self.linear(x), FORWARD, BACKWARD)
+
+torch.manual_seed(0)
+model = nn.Sequential(*(Layer() for _ in range(4)))
+"""
+ZERO = """
+import zero_runtime
+engine, *_ = zero_runtime.initialize(
+    model=model, model_parameters=model.parameters(), config=sys.argv[sys.argv.index("--config") + 1]
+)
+for _ in range(STEPS):
+    engine.backward(engine(torch.randn(2, 256)).square().mean())
+    engine.step()
+"""
+DDP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(STEPS):
+    model(torch.randn(2, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+COMPUTE_NS = 4 * (FORWARD + BACKWARD) * 1e9
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 256 * 256},
+}
+
+
+def record(folder, program, *arguments):
+    script = folder / "train.py"
+    text = textwrap.dedent(MODEL + program)
+    script.write_text(f"STEPS, FORWARD, BACKWARD = {STEPS}, {FORWARD}, {BACKWARD}\n{text}")
+    run = folder / "run"
+    output("run", "--nproc", "2", "--out", str(run), str(script), *arguments, cwd=folder)
+    return run
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero")
+    config = folder / "ds.json"
+    config.write_text(json.dumps(CONFIG))
+    return record(folder, ZERO, "--config", str(config))
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("ddp"), DDP)
+
+
+def answer(run, *arguments):
+    return json.loads(output("predict", str(run), *arguments, "--json", cwd=run.parent))
+
+
+def test_the_recorded_setting_is_replayed(zero):
+    told = answer(zero)
+    assert abs(told["replay"]["error"]) < 0.05
+    (setting,) = told["settings"]
+    assert setting["set"] == {}
+    step = setting["step_ns"]
+    assert step["low"] < step["median"] < step["high"]
+    assert step["median"] == pytest.approx(told["recorded"]["step_ns"], rel=0.05)
+    assert set(setting["exposed_ns"]) == {"gradient_reduce", "gradient_norm", "parameter_gather"}
+    assert sum(each["ns"] for each in setting["critical_path"]) == pytest.approx(step["median"], rel=0.15)
+
+
+def test_without_messages_the_compute_is_left(zero):
+    told = answer(zero, "--comm", "free")
+    (setting,) = told["settings"]
+    assert (
+        COMPUTE_NS < setting["step_ns"]["median"] < min(1.25 * COMPUTE_NS, 1.01 * told["recorded"]["step_ns"])
+    )
+    # What is left of it is waiting for the later rank.
+    assert setting["exposed_ns"]["gradient_reduce"] < 0.1 * COMPUTE_NS
+
+
+def test_other_buckets_and_overlap_have_their_messages(zero):
+    told = answer(
+        zero,
+        "--set",
+        "zero_optimization.overlap_comm=true",
+        "--set",
+        "zero_optimization.reduce_bucket_size=65536,131072",
+    )
+    small, large = told["settings"]
+    assert small["set"] == {
+        "zero_optimization.overlap_comm": True,
+        "zero_optimization.reduce_bucket_size": 65536,
+    }
+    # Four gradients in four or two buckets, the norm, and the parameters.
+    assert (small["messages"], large["messages"]) == (6, 4)
+    assert any("2 all_reduce" in sentence for sentence in large["why"])
+    assert small["memory_bytes_per_rank"] < large["memory_bytes_per_rank"]
+
+
+def test_what_cannot_be_predicted_is_said_in_a_line(zero):
+    for setting, said in (
+        ("train_micro_batch_size_per_gpu=4", "it changes what is computed"),
+        ("zero_optimization.stage=3", "from stage 2 to stage 3 is not predicted yet"),
+        ("ddp.bucket_cap_mb=1", "which this run does not use"),
+        ("zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size"),
+        ("zero_optimization.gradient_reduction=reduce_to_owner", "commprof calibrate --nproc 2 --ops reduce"),
+    ):
+        done = commprof("predict", str(zero), "--set", setting, cwd=zero.parent)
+        assert done.returncode != 0
+        assert said in done.stderr and "Traceback" not in done.stderr, (setting, done.stderr)
+
+
+def test_buckets_of_ddp(ddp):
+    told = answer(ddp, "--set", "ddp.bucket_cap_mb=0.3,0.5")
+    four, two = told["settings"]
+    assert abs(told["replay"]["error"]) < 0.05
+    assert (four["messages"], two["messages"]) == (2, 2)
+    assert four["step_ns"]["median"] == pytest.approx(told["recorded"]["step_ns"], rel=0.1)
+
+
+def test_of_a_program_without_a_config_links_can_change(ddp):
+    (setting,) = answer(ddp, "--bandwidth", "x0.5")["settings"]
+    assert setting["step_ns"]["median"] >= 0.95 * COMPUTE_NS
+    refused = commprof("predict", str(ddp), "--set", "zero_optimization.stage=1", cwd=ddp.parent)
+    assert refused.returncode != 0 and "DistributedDataParallel" in refused.stderr
