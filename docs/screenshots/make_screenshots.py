@@ -24,13 +24,14 @@ LARGEST_BYTES = 200_000
 
 
 class Picture(NamedTuple):
-    """One picture: the page, the window, and how it is lit."""
+    """One picture: the page, the window, how it is lit, and the card that it begins with."""
 
     name: str
     path: str
     width: int
     height: int
     scheme: str
+    card: str = ""
 
 
 PICTURES = (
@@ -39,6 +40,9 @@ PICTURES = (
     Picture("overview-light", "/overview", 1280, 1140, "light"),
     Picture("overview-dark", "/overview", 1280, 1140, "dark"),
     Picture("compare-phone", "/compare", 420, 1140, "dark"),
+    Picture("plan-light", "/plan?compute=900ms", 1280, 1140, "light", "settings"),
+    Picture("plan-dark", "/plan?compute=900ms", 1280, 1140, "dark", "settings"),
+    Picture("plan-phone", "/plan?compute=900ms", 390, 1500, "light"),
 )
 
 
@@ -49,6 +53,9 @@ def take(browser: Any, base: str, picture: Picture, out: Path) -> Path:
     )
     view = Watched(context.new_page())
     view.open(base + picture.path)
+    if picture.card:
+        place = "(id) => window.scrollTo(0, document.getElementById(id).getBoundingClientRect().top - 72)"
+        view.page.evaluate(place, f"card-{picture.card}")
     path = out / f"{picture.name}.png"
     view.page.screenshot(path=path)
     context.close()

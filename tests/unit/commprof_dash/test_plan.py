@@ -189,6 +189,7 @@ def test_the_page_needs_no_run_and_begins_with_an_example(tmp_path):
         ("micro_batch", "-1", ["train_micro_batch_size_per_gpu"]),
         ("sequence", "many", ["from 1 to 1,000,000,000"]),
         ("compute", "fast", ["a time with its unit"]),
+        ("framework", "megatron", ["expected zero_runtime or deepspeed"]),
         ("memory", "big", ["a number of bytes was expected"]),
         ("set", "zero_optimization.stag=1,2", ["did you mean zero_optimization.stage"]),
         ("set", "zero_optimization.stage", ["key=value1,value2"]),
@@ -222,6 +223,20 @@ def test_a_setting_that_needs_several_ranks_begins_later(tmp_path):
     traces = figures_of(page)["plan-traffic"].data
     assert min(traces[0].x) == 8
     assert "Not at 1, 2, 4 ranks" in text_of(page)
+
+
+def test_the_messages_of_deepspeed_are_those_of_the_command(tmp_path, capsys):
+    reduction = {"zero_optimization": {"stage": 2, "gradient_reduction": "reduce_scatter"}}
+    config = CONFIG | reduction
+    page = draw(tmp_path, config=json.dumps(config), model="params:1e8", framework="deepspeed", set="")
+    drawn = {
+        trace.name: dict(zip(trace.x, trace.y, strict=True))
+        for trace in figures_of(page)["plan-traffic"].data
+    }
+    (setting,) = printed(tmp_path, capsys, 64, "--framework", "deepspeed", config=config)
+    (row,) = [row for row in setting["traffic"] if row["purpose"] == "gradient_reduce"]
+    assert row["op"] == "all_reduce" and drawn["gradient_reduce"][64] == row["wire_bytes_per_rank"]
+    assert "messages are those of DeepSpeed" in text_of(page) and "--framework deepspeed" in text_of(page)
 
 
 def test_the_address_chooses_the_setting_of_the_figures(tmp_path):

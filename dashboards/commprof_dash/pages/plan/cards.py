@@ -14,7 +14,7 @@ from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
 from commprof_dash.pages.plan import charts
-from commprof_dash.pages.plan.data import Curves, Planned
+from commprof_dash.pages.plan.data import FRAMEWORKS, Curves, Planned
 from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
@@ -25,7 +25,8 @@ def advice(answer: Planned, command: str) -> Component:
     sentences = [
         answer.sentence,
         f"{plan.model.source}; {plan.job.world:,} rank{'s' * (plan.job.world > 1)} on {plan.job.backend}, {plan.hosts}; "
-        "rings connect ranks in rank order. The program and libraries are not in the memory.",
+        f"rings connect ranks in rank order; messages are those of {FRAMEWORKS[plan.job.framework]}. The program and "
+        "libraries are not in the memory.",
         *(f"{name} is refused: {_sentence(reason)}" for name, reason in plan.refused),
         *_once(
             f"{row.label}: {_sentence(row.prediction.note)}" for row in answer.rows if row.prediction.note
@@ -221,6 +222,7 @@ def sent(frame: pd.DataFrame, label: str, world: int) -> Component:
             Field("group", "Groups x ranks", numeric=True),
             Field("messages", "Messages", format_count, numeric=True),
             Field("payload_bytes", "Payload", _bytes, numeric=True),
+            Field("padding_bytes", "Of it padding", _bytes, numeric=True),
             Field("wire_bytes_per_rank", "Sent by each rank", _bytes, numeric=True),
             Field("between_hosts_bytes", "Of it to other hosts", _bytes, numeric=True),
             *([Field("exact", "Count is", _about)] if inexact else []),

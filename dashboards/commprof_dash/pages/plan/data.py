@@ -52,7 +52,10 @@ DEFAULTS: Final = {
     "compute": "",
     "memory": "80GiB",
     "set": "zero_optimization.stage=1,2,3",
+    "framework": "zero_runtime",
 }
+
+FRAMEWORKS: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed"}  # whose rules say what is sent
 
 
 class Form(NamedTuple):
@@ -125,6 +128,7 @@ def command(runs: Runs, form: Form) -> str:
         "--links": form.texts["links"],
         "--sequence": form.texts["sequence"],
         "--step-compute": form.texts["compute"],
+        "--framework": "" if form.texts["framework"] == DEFAULTS["framework"] else form.texts["framework"],
         "--device-memory": form.texts["memory"],
     }
     words = [word for option, text in options.items() if text.strip() for word in (option, text.strip())]
@@ -157,6 +161,7 @@ def planned(runs: Runs, form: Form) -> Planned:
         _number(texts["sequence"], "the sequence length", 10**9) if texts["sequence"] else None,
         texts["compute"] or None,
         plan_api.parse_capacity(texts["memory"]) if texts["memory"] else None,
+        texts["framework"] or DEFAULTS["framework"],
     )
 
 
@@ -195,6 +200,7 @@ def _planned(
     sequence: int | None,
     compute: str | None,
     capacity: int | None,
+    framework: str,
 ) -> Planned:
     combinations = plan_api.combinations(settings)
     if combinations > MOST_SETTINGS:
@@ -212,6 +218,7 @@ def _planned(
         step_compute=compute,
         capacity=capacity,
         most_messages=MOST_MESSAGES,
+        framework=framework,
     )
     try:
         plan = plan_api.make_plan(question)
@@ -323,7 +330,8 @@ class Messages(NamedTuple):
 
     Attributes:
         sent: by purpose and operation: columns ``purpose``, ``op``, ``groups``, ``group_size``, ``messages``,
-            ``payload_bytes``, ``wire_bytes_per_rank``, ``between_hosts_bytes``, ``exact``.
+            ``payload_bytes``, ``padding_bytes`` (null: not known), ``wire_bytes_per_rank``, ``between_hosts_bytes``,
+            ``exact``.
         sizes: by size: columns ``from_bytes``, ``to_bytes``, ``messages``.
     """
 
@@ -342,6 +350,7 @@ def messages(answer: Planned, row: plan_api.Row) -> Messages:
             "group_size": each.group_size,
             "messages": each.count,
             "payload_bytes": each.payload_bytes,
+            "padding_bytes": each.padding_bytes,
             "wire_bytes_per_rank": each.wire_bytes_per_rank,
             "between_hosts_bytes": each.between_hosts,
             "exact": each.exact,

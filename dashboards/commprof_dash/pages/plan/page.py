@@ -92,12 +92,20 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: 
         form.texts["set"],
         "zero_optimization.stage=1,2,3",
     )
-    choice = [_setting_choice(labels, form.setting, recommended)] if len(labels) > 1 else []
+    framework = controls.select(
+        "framework",
+        "Messages of",
+        list(plan_data.FRAMEWORKS),
+        form.texts["framework"] or plan_data.DEFAULTS["framework"],
+    )
+    choice = _setting_choice(labels, form.setting, recommended) if len(labels) > 1 else None
     return [
         html.Div(
             [
                 html.Div([*config, settings], className="plan-config"),
-                html.Div([*fields, *choice], className="plan-fields"),
+                html.Div(
+                    [*fields, framework, html.Div(choice, className="plan-wide")], className="plan-fields"
+                ),
             ],
             className="plan-form",
         )
