@@ -88,5 +88,5 @@ def _traced(
     try:
         spans = trace(module, inputs, *dtypes)
     except TraceError as problem:
-        return None, f"{problem}; let the function return (model, inputs)"
+        return None, f"{problem}; use a function of py: that returns (model, inputs)"
     return Activations(tuple(spans), "of one traced pass"), ""

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from commprof.plan.memory.spans import Activations
-from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.memory.states import Holding, reduces_beside_backward
 from commprof.requested.parameters import Parameter, item_bytes
+from commprof.requested.zero.gather_configuration import read_gather_configuration
 
+GATHER: Final = "parameter gather"
 PASSES: Final = "forward and backward pass"
 REDUCTION: Final = "gradient reduction"
 STEP: Final = "optimizer step"
@@ -76,7 +78,7 @@ def peak_of(
     in_passes = configuration.reduces_in_backward_order
     own_buffers = configuration.partitions and not configuration.reduces_flat_groups
     stays = buckets if backend == "gloo" and own_buffers and not configuration.reduces_chunks else 0
-    types = [configuration.model_dtype or each.dtype for each in parameters if each.requires_grad]
+    types = [configuration.model_dtype or each.dtype for each in parameters]
     gradients = _Gradients(
         0 if in_passes else whole,
         micro_batches > 1,
@@ -93,8 +95,12 @@ def peak_of(
     copies = 0 if configuration.accumulation_dtype == "float32" else held.get("masters", 0)
     if not configuration.partitions and trained < _WIDE * sum(numels.values()):
         copies = _WIDE * sum(numels.values())  # for the norm, without masters too
+    # What is prefetched arrives in a buffer, from which the parameters are copied.
+    prefetch = read_gather_configuration(zero_section(config)).prefetch_bucket_size
+    arriving = min(gathered, prefetch * item_bytes(types[0]))
     kept = whole if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
+        GATHER: lasting + stays + gathered + arriving,
         PASSES: lasting
         + (buckets if in_passes else stays)
         + max(_alive(activations, numels, gradients, gathered, trained)),

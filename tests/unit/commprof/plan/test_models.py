@@ -120,7 +120,7 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
                 "n_positions": 32,
             },
             # Two embeddings, two blocks of 12 tensors, the last norm; lm_head is tied to the embedding.
-            "GPT2LMHeadModel, 108,544 parameters in 28 tensors",
+            ("GPT2LMHeadModel, 108,544 parameters in 28 tensors", "parameter='transformer.wte.weight'"),
         ),
         (
             {
@@ -130,17 +130,25 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
                 "num_attention_heads": 2,
                 "intermediate_size": 64,
             },
-            "ViTModel, ",
+            ("ViTModel, ", "None ViTModel raised AttributeError: "),
         ),
-        ({"model_type": "no_such_type"}, "transformers raised ValueError"),
+        ({"model_type": "no_such_type"}, ("transformers raised ValueError",)),
     ],
 )
 def test_a_transformers_config_needs_no_weights(tmp_path, config, words):
     """In a process of its own: transformers takes seconds to import, and changes the environment."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code = f"from commprof.plan.models import read_model; print(read_model('hf:{tmp_path}').source)"
+    code = (
+        "from commprof.plan.memory.activations import activations_of\n"
+        "from commprof.plan.models import read_model\n"
+        "from commprof.requested.parallel.axes import axes_of_config\n"
+        f"model = read_model('hf:{tmp_path}')\n"
+        "print(model.source)\n"
+        "config = {'train_micro_batch_size_per_gpu': 2}\n"
+        "print(*activations_of(config, model, axes_of_config(config, 1), 16))\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
-    assert words in done.stdout + done.stderr
+    assert all(each in done.stdout + done.stderr for each in words), done.stdout + done.stderr

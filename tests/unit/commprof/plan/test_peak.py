@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commprof.plan.memory.peak import PASSES, REDUCTION, STEP, Peak, peak_of
+from commprof.plan.memory.peak import GATHER, PASSES, REDUCTION, STEP, Peak, peak_of
 from commprof.plan.memory.spans import Activations, Span
 from commprof.requested.memory.states import holdings
 from commprof.requested.parameters import Parameter
@@ -42,6 +42,8 @@ def peak(stage, unit, world=4, micro_batches=1, backend="nccl", **keys):
         (2, N // 4, Peak((8 + 4 + 8 + 2 + 4) * N, STEP)),
         # A quarter of the parameters, all of them gathered, and two buckets; nothing has been sent yet.
         (3, 100 * N, Peak((2 + 4 + 8 + 2 + 8 + 4 + 400) * N, PASSES)),
+        # All of them arrive in one buffer, from which they are copied.
+        (3, N // 4, Peak((2 + 4 + 8 + 2 + 8 + 8) * N, GATHER)),
     ],
 )
 def test_a_phase_decides(stage, unit, expected):
@@ -54,10 +56,11 @@ def test_gradients_of_earlier_micro_batches_are_there_from_the_beginning():
 
 def test_gathered_parameters_go_as_their_gradients_are_complete():
     """The first bucket leaves with the third gradient: then two units, half the parameters, and a copy of the bucket."""
-    small = peak(3, N, zero={"overlap_comm": False})
+    alone = {"stage3_prefetch_bucket_size": 0}
+    small = peak(3, N, zero={"overlap_comm": False, **alone})
     assert small == Peak((2 + 4 + 8 + 2 + 8 + 2 + 4) * N, PASSES)
     # With large buckets that are sent during the pass the copy counts beside what is left.
-    assert peak(3, N).device == (2 + 4 + 8 + 2 + 8 + 4 + 4) * N
+    assert peak(3, N, zero=alone).device == (2 + 4 + 8 + 2 + 8 + 4 + 4) * N
 
 
 def test_buffers_of_buckets_stay_on_cpus():
