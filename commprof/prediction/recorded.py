@@ -20,6 +20,8 @@ from commprof.trace.reader import Run
 
 LEAST_STEPS: Final = 6
 MOST_STEPS: Final = 200  # the last ones: more do not make a median more certain
+_MOST_MESSAGES: Final = 12_000  # of a rank, in all these steps: a replay of them takes about a second
+_ENOUGH_STEPS: Final = 20  # whatever they send
 _COLUMNS: Final = (
     *("rank", "attempt", "step", "seq", "micro_step", "phase", "op", "purpose", "bucket", "payload_bytes"),
     *("group_ranks", "is_async", "is_p2p", "captured", "device", "status"),
@@ -90,6 +92,8 @@ def recorded_steps(run: Run) -> Recorded:
             f"{run.path} has no training steps, so there is nothing to predict; record a training whose steps are marked"
         )
     usable = _usable_steps(steps, world, str(run.path))
+    per_step = max(entry["records"] for entry in run.manifest.ranks) // max(1, int(steps["step"].nunique()))
+    usable = usable[-max(_ENOUGH_STEPS, min(MOST_STEPS, _MOST_MESSAGES // max(1, per_step))) :]
     attempt = int(steps["attempt"].iloc[0])
     records = _records(run, attempt, usable)
     _refuse_records(records, str(run.path))
@@ -147,7 +151,7 @@ def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
             f"{path} has {len(usable)} complete steps after the first; a prediction needs at least {LEAST_STEPS}: record "
             "more steps"
         )
-    return usable[-MOST_STEPS:]
+    return usable
 
 
 def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:

@@ -66,7 +66,10 @@ def play(
     now = begins.copy()
     flying: list[int] = []
     for number, (kind, index) in enumerate(program.events):
-        now, overlapped[number] = advance(now, step.spans[number], starts[flying], finishes[flying], slowdown)
+        if flying:
+            now, overlapped[number] = advance(now, step.spans[number], starts[flying], finishes[flying], slowdown)
+        else:
+            now = now + step.spans[number]
         arrived[number] = now
         if kind == "issue":
             groups = program.messages[index].groups
@@ -85,7 +88,7 @@ def play(
             ready = np.maximum(now, finishes[index])
             exposed[index] += ready - (issued[index] if program.messages[index].blocks else now)
             now = ready
-            flying = [each for each in flying if bool((finishes[each] > now).any())]
+            flying = [each for each in flying if each != index and bool((finishes[each] > now).any())]
     now, overlapped[-1] = advance(now, step.spans[-1], starts[flying], finishes[flying], slowdown)
     return Timeline(begins, now, issued, starts, finishes, exposed, arrived, overlapped)
 

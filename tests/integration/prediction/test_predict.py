@@ -9,7 +9,7 @@ import pytest
 
 from support.command import commprof, output
 
-pytestmark = [pytest.mark.ranks, pytest.mark.shared_answers]
+pytestmark = [pytest.mark.ranks, pytest.mark.alone, pytest.mark.shared_answers]
 
 STEPS = 14
 FORWARD, BACKWARD = 0.020, 0.040  # seconds of each of the four layers, each pass
