@@ -277,6 +277,13 @@ def change(
             number = len(messages) + len(added)
             places += [_Place(place, Event(kind, number), _AFTER) for kind in _BOTH]
             added.append(message)
+    ranks = steps[0].spans.shape[1]
+    for message in [messages[number] for number in kept]:
+        if sum(map(len, message.groups)) != ranks:
+            raise UsageError(
+                f"{message.purpose} of this run is kept as it was recorded, and so is predicted only for the run's own "
+                "number of ranks"
+            )
     return _assembled(program, steps, work, places, [*messages, *added], calls)
 
 
@@ -288,6 +295,13 @@ def _check_recorded(program: Program, before: Sent) -> None:
         raise UsageError(
             f"the run's gradient messages are not those of its config: {len(issued)} of {sum(issued):,} bytes in a step, "
             f"and {len(expected)} of {sum(expected):,} bytes were expected; see commprof verify"
+        )
+    blocking = {message.blocks for message in program.messages if message.purpose == _GRADIENTS}
+    if blocking == {before.overlaps}:
+        did, should = ("block", "do not") if before.overlaps else ("do not block", "do")
+        raise UsageError(
+            f"the run's gradient messages {did}, and by its config they {should}; without the rule by which they are issued "
+            "no other setting can be predicted"
         )
 
 

@@ -67,7 +67,9 @@ def play(
     flying: list[int] = []
     for number, (kind, index) in enumerate(program.events):
         if flying:
-            now, overlapped[number] = advance(now, step.spans[number], starts[flying], finishes[flying], slowdown)
+            now, overlapped[number] = advance(
+                now, step.spans[number], starts[flying], finishes[flying], slowdown
+            )
         else:
             now = now + step.spans[number]
         arrived[number] = now

@@ -169,3 +169,24 @@ def test_several_reduces_of_a_bucket_are_waited_for_together():
     assert [each.op for each, _ in after.gradients[0]] == ["reduce", "reduce"]
     assert len({each.bucket for each, _ in after.gradients[0]}) == 1
     assert gradient(1, 0).bucket == 0
+
+
+def test_messages_that_are_issued_by_another_rule_are_refused():
+    before = sent(config())
+    made = run(before)
+    with pytest.raises(UsageError, match="the run's gradient messages block, and by its config they do not"):
+        change(made.program, made.steps, before._replace(overlaps=True), before)
+
+
+def test_recorded_gathers_of_stage_3_are_not_of_more_ranks():
+    given = config(stage=3, reduce_bucket_size=2 * WIDTH * WIDTH, overlap_comm=False)
+    before, after = sent(given), sent(given, world=4)
+    gradients = [each for each, _ in before.gradients[0]]
+    forward = gather(BYTES)._replace(phase="forward")
+    made = recorded([forward, *gradients], [[1, 1]] * (2 * len(gradients) + 3), lambda _: 1)
+    steps = [
+        each._replace(spans=each.spans[:, [0, 1, 0, 1]], calls=each.calls[:, [0, 1, 0, 1]])
+        for each in made.steps
+    ]
+    with pytest.raises(UsageError, match="parameter_gather of this run is kept as it was recorded"):
+        change(made.program, steps, before, after)
