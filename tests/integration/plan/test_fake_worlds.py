@@ -8,7 +8,9 @@ and zeros.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
 STEPS_WITH_OVERFLOW, OVERFLOWS = 6, 3
 STEPS = 4  # the messages of stage 3 repeat from the third micro-batch on
 
@@ -152,20 +155,24 @@ def test_one_rank_of_a_large_world_issues_what_plan_predicts(tmp_path, stage, ra
     run: Path = tmp_path / "run"
     run_ranks(1, train_on_fake_group, str(run), stage, rank, world, process_group=False)
     finalise(run)
-    issued = Counter(
-        (row["purpose"], row["op"], row["payload_bytes"])
-        for row in open_run(run).table("collectives").to_pylist()
-        if row["step"] == STEPS - 1 and row["op"] != "barrier"
-    )
-    padding = Counter()
+    check_plan(run, config(stage), world)
+
+
+def check_plan(run, settings, world, framework="zero_runtime"):
+    """Compare the messages of the last step with those that plan predicts, and their padding."""
+    issued, padding = Counter(), Counter()
     for row in open_run(run).table("collectives").to_pylist():
-        if row["step"] == STEPS - 1:
-            padding[row["purpose"], row["op"]] += row["padding_bytes"] or 0
-    job = Job(Model(parameters_of(make_model()), None, ""), world, 8)
-    predicted: Counter[tuple[str, str, int]] = Counter()
-    for row in traffic_of(predict(config(stage), job).sent, Hosts(world // 8, 8)):
-        assert row.padding_bytes == padding[row.purpose, row.op]
-        predicted.update({(row.purpose, row.op, size): number for size, number in row.sizes.items()})
+        if row["step"] == STEPS - 1 and row["op"] != "barrier":
+            issued[row["rank"], row["purpose"], row["op"], row["payload_bytes"]] += 1
+            padding[row["rank"], row["purpose"], row["op"]] += row["padding_bytes"] or 0
+    ranks = {rank for rank, *_ in issued}
+    job = Job(Model(parameters_of(make_model()), None, ""), world, 8, framework=framework)
+    predicted: Counter[tuple[int, str, str, int]] = Counter()
+    for row in traffic_of(predict(settings, job).sent, Hosts(world // 8, 8)):
+        for rank in ranks:
+            assert row.padding_bytes == padding[rank, row.purpose, row.op]
+            for size, number in row.sizes.items():
+                predicted[rank, row.purpose, row.op, size] += number
     assert predicted == issued and issued
 
 
@@ -229,3 +236,63 @@ def test_the_ledger_closes_what_every_stage_of_a_pipeline_issues(tmp_path, world
     assert sent["pipeline"] and sent["gradient_reduce"] == STAGES * STEPS
     text = f"{replicas - 1:,} groups of ranks that left no records: what they send is not judged."
     assert text in verdict.sentences
+
+
+DEEPSPEED = """
+import json, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import commprof
+run, rank, world, config = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+commprof.attach(run)
+import deepspeed
+model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64))
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
+)
+inputs = torch.ones(2, 64, dtype=torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
+for _ in range(4):
+    engine.backward(engine(inputs).float().square().mean())
+    engine.step()
+commprof.detach()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1024, 16384])
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_real_deepspeed_issues_what_plan_predicts(tmp_path, stage, is_bf16, world):
+    """The first and the last rank of DeepSpeed itself; the ledger closes what they issue.
+
+    At stage 3 a rank compares its order of modules with that of the first rank, which a fake group does not send.
+    """
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    run, script = tmp_path / "run", tmp_path / "script.py"
+    script.write_text(DEEPSPEED)
+    settings = config(stage) | {"bf16": {"enabled": is_bf16}}
+    settings["optimizer"]["params"]["torch_adam"] = True
+    for rank in (0, world - 1) if stage < 3 else (0,):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "8",
+            "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "OMP_NUM_THREADS": "1",
+        }
+        words = [python, str(script), str(run), str(rank), str(world), json.dumps(settings)]
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    _verified(run)
+    check_plan(run, settings, world, "deepspeed")
