@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from commprof.prediction.predictions import Predicted, Prediction
 
 _RECORDED: Final = "as recorded"
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Of commprof calibrate on the same hosts, for messages that the run does not have.",
+        show_default=False,
+    ),
+]
 
 
 def predict(
@@ -53,20 +61,14 @@ def predict(
         int | None,
         typer.Option(metavar="W", min=2, help="Ranks. Default: those of the run.", show_default=False),
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Of commprof calibrate on the same hosts, for messages that the run does not have.",
-            show_default=False,
-        ),
-    ] = None,
+    calibration: CalibrationOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run."""
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
         from commprof.prediction.assumptions import Assumptions, parse_link
+        from commprof.prediction.prediction_json import prediction_json
         from commprof.prediction.predictions import predict as predicted
 
         link = parse_link(bandwidth, latency)
@@ -81,47 +83,10 @@ def predict(
             measured,
         )
     if as_json:
-        rendering.show_json(_as_json(answer))
+        rendering.show_json(prediction_json(answer))
         return 0
     _show(answer)
     return 0
-
-
-def _as_json(answer: Prediction) -> dict[str, Any]:
-    return {
-        "recorded": {
-            "step_ns": round(answer.recorded_ns),
-            "exposed_ns": {purpose: round(ns) for purpose, ns in answer.recorded_exposed_ns.items()},
-            "steps": answer.steps,
-        },
-        "replay": {"step_ns": round(answer.replay_ns), "error": round(answer.replay_error, 6)},
-        "settings": [_setting_as_json(each) for each in answer.settings],
-        "notes": answer.notes,
-    }
-
-
-def _setting_as_json(each: Any) -> dict[str, Any]:
-    from commprof.prediction.predictions import Predicted
-
-    if not isinstance(each, Predicted):
-        return {"set": dict(each[0]), "refused": each[1]}
-    return {
-        "set": dict(each.setting),
-        "step_ns": {
-            "median": round(each.median_ns),
-            "low": round(each.low_ns),
-            "high": round(each.high_ns),
-        },
-        "exposed_ns": {purpose: round(ns) for purpose, ns in each.exposed_ns.items()},
-        "why": each.why,
-        "memory_bytes_per_rank": each.memory_bytes,
-        "messages": each.messages,
-        "comm_free_ns": round(each.comm_free_ns),
-        "no_straggler_ns": round(each.no_straggler_ns),
-        "critical_path": [
-            {"what": what, "rank": rank, "ns": round(ns)} for (what, rank), ns in each.path.items()
-        ],
-    }
 
 
 def _show(answer: Prediction) -> None:

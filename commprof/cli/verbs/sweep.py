@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from commprof.cli.console import say
+from commprof.cli.extras import needed
 from commprof.cli.recording import recording_options
+from commprof.cli.runs import opened
+from commprof.cli.verbs.predict import CalibrationOption
 from commprof.cli.verbs.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
 from commprof.engine import Engine
 from commprof.errors import CommprofError, UsageError
@@ -26,6 +29,7 @@ from commprof.recorder.process.options import DEFAULTS, Options
 
 if TYPE_CHECKING:
     from commprof.launch.sweeps.campaign import Campaign, TurnResult
+    from commprof.trace.predictions_file import PredictionsFile
 
 
 class Progress(Protocol):
@@ -78,6 +82,17 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
         bool,
         typer.Option("--show-output", help="Let the program print here, not into output.txt of each run."),
     ] = False,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            "--predict",
+            metavar="RUN",
+            help="Predict the step time of every combination from this recorded run, and write predictions.json, before "
+            "the first run. Shows predicted beside measured at the end.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: CalibrationOption = None,
     nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
     wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
     engine: Annotated[Engine | None, typer.Option("--engine", help=ENGINE_HELP, show_default=False)] = None,
@@ -90,6 +105,10 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     """
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: every point runs at least once; 1 or more was expected")
+    if calibration is not None and predict is None:
+        raise UsageError(
+            f"--calibration {calibration} is used for predictions only; add --predict RUN, or leave it out"
+        )
     ranks = parse_ranks(nproc)
     parsed = with_engine(parse_program(program or []), engine)
     check_program(parsed)
@@ -116,10 +135,25 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
         engine=engine,
         recording=recording,
     )
-    return _carry_out(campaign, fail_fast)
+    predictions = None if predict is None else _predict(campaign, predict, calibration)
+    return _carry_out(campaign, fail_fast, predictions)
 
 
-def _carry_out(campaign: Campaign, fail_fast: bool) -> int:
+def _predict(campaign: Campaign, run: str, calibration: Path | None) -> PredictionsFile:
+    """Predict all points from ``run`` and write the predictions into the directory of the sweep."""
+    with needed("analysis", "to predict"):
+        from commprof.calibration.file import read_calibration
+        from commprof.launch.sweeps.predicted import predicted_points
+        from commprof.trace.predictions_file import PREDICTIONS_NAME, write_predictions
+
+        measured = None if calibration is None else read_calibration(calibration)
+        content = predicted_points(campaign, opened(run), measured, datetime.now().astimezone())
+    write_predictions(campaign.out, content)
+    say(f"predictions in {campaign.out / PREDICTIONS_NAME}, {content.written}, SHA-256 {content.sha256}")
+    return content
+
+
+def _carry_out(campaign: Campaign, fail_fast: bool, predictions: PredictionsFile | None) -> int:
     from commprof.launch.ranks import signals_held
     from commprof.launch.summary import shown
     from commprof.launch.sweeps.campaign import carry_out
@@ -140,17 +174,21 @@ def _carry_out(campaign: Campaign, fail_fast: bool) -> int:
             interrupted = result.asked_to_stop or asked_to_stop()
             if interrupted or (fail_fast and result.problem is not None):
                 break
-    code = _conclude(campaign, results, where)
+    code = _conclude(campaign, results, where, predictions)
     return ExitCode.INTERRUPTED if interrupted else code
 
 
-def _conclude(campaign: Campaign, results: Sequence[TurnResult], where: str) -> int:
+def _conclude(
+    campaign: Campaign, results: Sequence[TurnResult], where: str, predictions: PredictionsFile | None
+) -> int:
     good = [result.run for result in results if result.problem is None]
     if good:
         try:
             _compare(good)
         except CommprofError as error:
             say(str(error))
+    if predictions is not None:
+        _show_outcomes(predictions, results)
     failed, left = len(results) - len(good), len(campaign.turns) - len(results)
     counts = f"{len(results)} {'run' if len(results) == 1 else 'runs'}, {failed} failed" + (
         f", {left} not run" if left else ""
@@ -164,6 +202,39 @@ def _compare(runs: Sequence[Path]) -> None:
     from commprof.cli.verbs.compare import comparison_of, show
 
     show(comparison_of([str(run) for run in runs]))
+    sys.stdout.flush()
+
+
+def _show_outcomes(predictions: PredictionsFile, results: Sequence[TurnResult]) -> None:
+    """Show predicted beside measured; then why a figure is missing."""
+    from commprof.cli import rendering
+    from commprof.launch.sweeps.predicted import outcomes
+
+    duration = rendering.duration
+    listed = outcomes(predictions, results)
+    headings = [
+        rendering.Heading("setting"),
+        rendering.Heading("predicted", True),
+        rendering.Heading("80 % interval", True),
+        rendering.Heading("measured", True),
+        rendering.Heading("in interval"),
+    ]
+    rows = [
+        (
+            each.setting,
+            duration(each.predicted_ns),
+            rendering.MISSING
+            if each.low_ns is None
+            else f"{duration(each.low_ns)} to {duration(each.high_ns)}",
+            duration(each.measured_ns),
+            rendering.MISSING if each.is_inside is None else "yes" if each.is_inside else "no",
+        )
+        for each in listed
+    ]
+    rendering.show("", rendering.Rows(headings, rows, "step, mean over ranks: predicted before, measured"))
+    for each in listed:
+        for remark in each.remarks:
+            rendering.show(rendering.paragraph(f"{each.setting}: {remark}"))
     sys.stdout.flush()
 
 

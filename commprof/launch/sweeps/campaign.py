@@ -24,6 +24,7 @@ from commprof.recorder.process.options import DEFAULTS, Options
 from commprof.recorder.process.placement import place
 from commprof.trace import directory, manifest
 from commprof.trace.config_copy import CONFIG_NAME
+from commprof.trace.predictions_file import PREDICTIONS_NAME
 
 _TAIL_LINES: Final = 15
 
@@ -87,12 +88,17 @@ def make_room(out: Path, force: bool) -> None:
     """Prepare ``out`` so that it contains only the runs of this sweep.
 
     Raises:
-        UsageError: ``out`` is not empty; with ``force``, it contains something that is not a run.
+        UsageError: ``out`` is not empty; with ``force``, it contains something that is not a run, or predictions.
         TraceError: ``out`` cannot be read or emptied.
     """
     try:
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file; a sweep needs a directory. Choose another --out")
+        if (out / PREDICTIONS_NAME).exists():
+            raise UsageError(
+                f"{out / PREDICTIONS_NAME} has the predictions of an earlier sweep, which are not replaced. Choose another "
+                "--out"
+            )
         children = sorted(out.iterdir()) if out.is_dir() else []
         others = [child for child in children if not directory.is_run(child)]
         if directory.is_run(out) or (others and children):

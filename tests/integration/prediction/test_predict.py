@@ -163,3 +163,27 @@ def test_of_a_program_without_a_config_links_can_change(ddp):
     assert setting["step_ns"]["median"] >= 0.95 * COMPUTE_NS
     refused = commprof("predict", str(ddp), "--set", "zero_optimization.stage=1", cwd=ddp.parent)
     assert refused.returncode != 0 and "DistributedDataParallel" in refused.stderr
+
+
+def test_a_sweep_shows_predicted_beside_measured(zero):
+    folder = zero.parent
+    # The program notes whether the predictions were there before it started.
+    program = (folder / "train.py").read_text()
+    noted = "from pathlib import Path\nprint('predicted before:', Path('s/predictions.json').is_file())\n"
+    (folder / "train.py").write_text(noted + program)
+    key = "zero_optimization.reduce_bucket_size"
+    words = ("--nproc", "2", "--out", "s", "--predict", "run", "--set", f"{key}=131072")
+    program_words = ("--", "train.py", "--config", "ds.json")
+    done = commprof("sweep", *words, *program_words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((folder / "s" / "predictions.json").read_text())
+    assert f"SHA-256 {stored['sha256']}" in done.stderr
+    (run,) = [each for each in (folder / "s").iterdir() if each.is_dir()]
+    assert "predicted before: True" in (run / "output.txt").read_text()
+    assert [each["set"] for each in stored["predictions"]["settings"]] == [{key: 131072}]
+    table = done.stdout[done.stdout.index("predicted before, measured") :]
+    assert "80 % interval" in table and "in interval" in table
+    (row,) = [line for line in table.splitlines() if line.strip().startswith("reduce_bucket_size=131072 ")]
+    assert row.split()[-1] in {"yes", "no"}
+    again = commprof("sweep", *words, "--force", *program_words, cwd=folder)
+    assert again.returncode != 0 and "which are not replaced" in again.stderr
