@@ -15,6 +15,7 @@ from commprof.plan.models import Model
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
+from commprof.requested.memory.deepspeed import deepspeed_holdings
 from commprof.requested.memory.models import shared_transformer
 from commprof.requested.memory.states import Holding, Movement, holdings, movements
 from commprof.requested.parallel import grid
@@ -144,13 +145,13 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
-    memory = _held(plain, of_rank, replicas, job.backend)
+    memory = _held(plain, of_rank, replicas, job)
     sent, note = _sent(config, model, axes, job)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
     activations, uncounted = activations_of(config, job.model, axes, job.sequence)
     steps = grid.micro_batches(config, axes)
-    peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend)
+    peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend, job.framework)
     return Prediction(
         config,
         axes,
@@ -165,15 +166,19 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     )
 
 
-def _held(
-    config: Mapping[str, Any], parameters: list[Parameter], replicas: int, backend: str
-) -> list[Holding]:
+def _held(config: Mapping[str, Any], parameters: list[Parameter], replicas: int, job: Job) -> list[Holding]:
     """What a rank holds; frozen parameters have neither gradients nor states."""
-    held = holdings(config, parameters, replicas, backend)
+
+    def of(given: list[Parameter]) -> list[Holding]:
+        if job.framework == "deepspeed":
+            return deepspeed_holdings(config, given, replicas)
+        return holdings(config, given, replicas, job.backend)
+
+    held = of(parameters)
     trained = [each for each in parameters if each.requires_grad]
     if len(trained) == len(parameters):
         return held
-    of_trained = {each.what: each for each in holdings(config, trained, replicas, backend)}
+    of_trained = {each.what: each for each in of(trained)}
     return [
         each if each.what in _OF_ALL else of_trained[each.what]
         for each in held

@@ -12,6 +12,7 @@ from commprof.plan.memory.spans import Activations
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.memory.states import Holding, reduces_beside_backward
 from commprof.requested.parameters import Parameter, item_bytes
+from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 
 GATHER: Final = "parameter gather"
@@ -42,6 +43,7 @@ class _Gradients(NamedTuple):
         limit: elements of a bucket.
         copied: bytes of an element that are allocated to send a bucket, beside it.
         overlap: a bucket is sent while the pass goes on.
+        late: bytes that are allocated with the first gradient.
     """
 
     whole: int
@@ -49,6 +51,7 @@ class _Gradients(NamedTuple):
     limit: int
     copied: int
     overlap: bool
+    late: int
 
 
 def peak_of(
@@ -58,6 +61,7 @@ def peak_of(
     activations: Activations,
     micro_batches: int,
     backend: str,
+    framework: Runtime = "zero_runtime",
 ) -> Peak:
     """Return the peak of a rank.
 
@@ -68,6 +72,7 @@ def peak_of(
         activations: of one micro-batch.
         micro_batches: of a step.
         backend: ``gloo`` means CPUs, where the buffers of buckets stay allocated in the optimizer step.
+        framework: ``deepspeed`` allocates buckets and reduced gradients of stages 1 and 2 in each backward pass.
     """
     configuration = read_configuration(config)
     held = {each.what: each.device for each in memory}
@@ -78,13 +83,25 @@ def peak_of(
     in_passes = configuration.reduces_in_backward_order
     own_buffers = configuration.partitions and not configuration.reduces_flat_groups
     stays = buckets if backend == "gloo" and own_buffers and not configuration.reduces_chunks else 0
+    late = concatenated = 0
+    if framework == "deepspeed" and own_buffers:
+        stays = buckets if configuration.stage == 3 else 0
+        if configuration.stage < 3:
+            concatenated = held.get("gradients" if configuration.stage == 2 else "reduced gradients", 0)
+        if configuration.stage < 3 and micro_batches == 1:
+            late = concatenated + (buckets if in_passes else 0)
+            lasting -= concatenated
     types = [configuration.model_dtype or each.dtype for each in parameters]
+    # What is prefetched arrives in a buffer, from which the parameters are copied.
+    prefetch = read_gather_configuration(zero_section(config)).prefetch_bucket_size
+    arriving = min(gathered, prefetch * item_bytes(types[0]))
     gradients = _Gradients(
         0 if in_passes else whole,
         micro_batches > 1,
         configuration.reduce_bucket_size,
         _copied(configuration, types[0]) if in_passes else 0,
         reduces_beside_backward(config),
+        late,
     )
     trained = sum(
         each.numel * item_bytes(configuration.model_dtype or each.dtype)
@@ -95,17 +112,17 @@ def peak_of(
     copies = 0 if configuration.accumulation_dtype == "float32" else held.get("masters", 0)
     if not configuration.partitions and trained < _WIDE * sum(numels.values()):
         copies = _WIDE * sum(numels.values())  # for the norm, without masters too
-    # What is prefetched arrives in a buffer, from which the parameters are copied.
-    prefetch = read_gather_configuration(zero_section(config)).prefetch_bucket_size
-    arriving = min(gathered, prefetch * item_bytes(types[0]))
     kept = whole if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
         GATHER: lasting + stays + gathered + arriving,
         PASSES: lasting
-        + (buckets if in_passes else stays)
+        + (buckets if in_passes and not late else stays)
         + max(_alive(activations, numels, gradients, gathered, trained)),
-        REDUCTION: lasting + buckets + (0 if configuration.reduces_flat_groups else whole),
-        STEP: lasting + stays + kept + copies,
+        REDUCTION: lasting
+        + late
+        + (0 if late and in_passes else buckets)
+        + (0 if configuration.reduces_flat_groups else whole),
+        STEP: lasting + stays + kept + copies + concatenated + (concatenated if late else 0),
     }
     phase = max(phases, key=lambda each: phases[each])
     return Peak(phases[phase], phase)
@@ -130,6 +147,7 @@ def _alive(
         rest = gradients.whole if gradients.accumulate else round(gradients.whole * done)
         # A gathered parameter is released when its gradient is complete: this step does not use it again.
         rest += min(gathered, round(trained * (1 - done)))
+        rest += gradients.late if arrived else 0
         yield span.most + rest + (sent if gradients.overlap else 0)
         numel = numels.get(span.parameter, 0)
         if filled and (filled + numel > gradients.limit or not span.parameter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,12 @@ pytestmark = pytest.mark.ranks
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
 WORLD = 2
 TESTS = Path(__file__).parents[2]
+COMPARED = (  # with DeepSpeed
+    *(f"stage {stage}" for stage in range(4)),
+    "stage 1, checkpoints",
+    "stage 2, offload",
+    "stage 1 in fp32",
+)
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ONE_AT_A_TIME = {
     "stage3_max_live_parameters": 0,
@@ -49,7 +56,7 @@ def measured_peaks(rank, world):
     return {name: most_bytes(zero_runtime, *case) for name, case in cases().items()}
 
 
-def planned_peak(config, kind):
+def planned_peak(config, kind, framework="zero_runtime"):
     import torch
 
     from support.peaks import make_model
@@ -59,18 +66,20 @@ def planned_peak(config, kind):
             return make_model(kind)
 
     model = Model(parameters_of(build(0, None)[0]), None, "", build)
-    planned = predict(config, Job(model, WORLD, WORLD, "gloo"))
+    planned = predict(config, Job(model, WORLD, WORLD, "gloo", framework=framework))
     # On a CPU, the host's memory is the device's.
     return planned.peak.device + sum(each.host for each in planned.memory)
 
 
-def errors(measured):
-    return {name: planned_peak(*cases()[name]) / peak - 1 for name, peak in measured.items()}
+def errors(measured, framework):
+    return {name: planned_peak(*cases()[name], framework) / peak - 1 for name, peak in measured.items()}
 
 
 def test_peaks_are_within_five_percent():
     measured = run_ranks(WORLD, measured_peaks)[0]
-    assert {name: error for name, error in errors(measured).items() if abs(error) > 0.05} == {}
+    assert {
+        name: error for name, error in errors(measured, "zero_runtime").items() if abs(error) > 0.05
+    } == {}
 
 
 @pytest.mark.long
@@ -78,7 +87,10 @@ def test_peaks_of_deepspeed_are_as_the_page_says(tmp_path):
     python = os.environ.get(REAL)
     if not python:
         pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
-    given = {name: case for name, case in cases().items() if "reduce_scatter" not in name}
+    given = {name: case for name, case in cases().items() if name in COMPARED}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
     for config, _ in given.values():
         config.update(zero_force_ds_cpu_optimizer=False, zero_allow_untested_optimizer=True)
     ranks = []
@@ -89,7 +101,7 @@ def test_peaks_of_deepspeed_are_as_the_page_says(tmp_path):
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(WORLD),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29618",
+            "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(TESTS),
@@ -101,8 +113,11 @@ def test_peaks_of_deepspeed_are_as_the_page_says(tmp_path):
             ranks.append(
                 subprocess.Popen(words, env=variables, stdin=stream, stdout=out, stderr=subprocess.DEVNULL)
             )
-    assert [each.wait(timeout=900) for each in ranks] == [0, 0]
+    try:
+        assert [each.wait(timeout=280) for each in ranks] == [0, 0]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
     measured = json.loads((tmp_path / "0.out").read_text().splitlines()[-1])
-    found = errors(measured)
-    print(json.dumps({name: (peak, round(found[name], 3)) for name, peak in measured.items()}))
-    assert all(-0.16 < error < 0.12 for error in found.values()), found
+    assert {name: each for name, each in errors(measured, "deepspeed").items() if abs(each) > 0.05} == {}

@@ -6,6 +6,7 @@ import pytest
 
 from commprof.plan.memory.peak import GATHER, PASSES, REDUCTION, STEP, Peak, peak_of
 from commprof.plan.memory.spans import Activations, Span
+from commprof.requested.memory.deepspeed import deepspeed_holdings
 from commprof.requested.memory.states import holdings
 from commprof.requested.parameters import Parameter
 
@@ -20,11 +21,14 @@ def activations(unit):
     return Activations(tuple(Span(size, size, name) for size, name in zip(sizes, ORDER, strict=True)), "")
 
 
-def peak(stage, unit, world=4, micro_batches=1, backend="nccl", **keys):
+def peak(stage, unit, world=4, micro_batches=1, backend="nccl", framework="zero_runtime", **keys):
     zero = {"stage": stage, "reduce_bucket_size": N, **keys.pop("zero", {})}
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero, **keys}
-    memory = holdings(config, MODEL, world, backend)
-    return peak_of(config, MODEL, memory, activations(unit), micro_batches, backend)
+    if framework == "deepspeed":
+        memory = deepspeed_holdings(config, MODEL, world)
+    else:
+        memory = holdings(config, MODEL, world, backend)
+    return peak_of(config, MODEL, memory, activations(unit), micro_batches, backend, framework)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,27 @@ def test_gradients_accumulated_in_fp32_need_no_copy():
     # The flat fp32 gradients of stage 1 are whole on every rank, and bf16 ones arrive beside them.
     assert peak(1, 100 * N, **keys) == Peak((8 + 4 + 8 + 16 + 400) * N, PASSES)
     assert peak(2, N // 4, **keys).device == (8 + 4 + 8 + 4 + 2 + 1) * N
+
+
+def test_deepspeed_allocates_buckets_and_reduced_gradients_in_the_pass():
+    # Not yet there where most activations are alive; those of earlier micro-batches are.
+    assert peak(2, 100 * N, framework="deepspeed") == Peak((8 + 4 + 8 + 400) * N, PASSES)
+    accumulated = peak(2, 100 * N, micro_batches=2, framework="deepspeed")
+    assert accumulated == Peak((8 + 4 + 8 + 2 + 2 + 400) * N, PASSES)
+    # The step concatenates the reduced gradients before it copies them to fp32.
+    assert peak(2, N // 4, framework="deepspeed") == Peak((8 + 4 + 8 + 2 + 2 + 4) * N, STEP)
+
+
+def test_deepspeed_has_buffers_of_the_bucket_size_and_fp32_gradients_of_offloaded_states():
+    keys = {"stage": 2, "reduce_bucket_size": 100 * N, "offload_optimizer": {"device": "cpu"}}
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": keys}
+    held = {each.what: each[1:3] for each in deepspeed_holdings(config, MODEL, 4)}
+    assert held["gradient buckets"] == (200 * N, 0)
+    assert held["gradients"] == (0, 2 * N)
+    assert held["offloaded gradients"] == (2 * N, 4 * N + 2 * N)
+    assert held["masters"] == (0, 4 * N)
+    fp32 = {
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}},
+    }
+    assert {each.what: each.device for each in deepspeed_holdings(fp32, MODEL, 4)}["masters"] == 4 * N
