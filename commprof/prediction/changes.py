@@ -253,11 +253,10 @@ def change(
     if shrinks_optimizer != 1.0:
         steps = [_with_optimizer(program, each, ends[-1], shrinks_optimizer) for each in steps]
     calls = _typical_calls(program, steps)
-    if [m for each in before.gradients for m, _ in each] != [m for each in after.gradients for m, _ in each]:
-        steps = [
-            _without_buckets(program, each, _BESIDE_CALL * of_step)
-            for each, of_step in zip(steps, calls, strict=True)
-        ]
+    steps = [
+        _without_buckets(program, each, _BESIDE_CALL * of_step)
+        for each, of_step in zip(steps, calls, strict=True)
+    ]
     work = np.array([_work(program, each) for each in steps])  # (steps, events + 1, ranks)
     kept, moved = _kept(program, before, after)
     places = [
@@ -498,25 +497,19 @@ def _assembled(
         spans.append(reached - before)
         before = reached
     spans.append(np.maximum(work[:, -1] - before, 0.0))
+    for number, place in enumerate(ordered):
+        if place.event.kind == "wait" and place.turn == _GRADIENT:  # what _without_buckets has taken off
+            spans[number + 1] = spans[number + 1] + _BESIDE_CALL * calls
     stacked = np.array(spans).swapaxes(0, 1)  # (steps, events + 1, ranks)
     recorded = len(program.messages)
     changed = [
         Step(
             stacked[number],
             np.array(
-                [
-                    step.calls[message]
-                    if message < recorded
-                    else calls[number] * _calls_of(messages[message])
-                    for message in used
-                ]
+                [step.calls[message] if message < recorded else calls[number] for message in used]
             ).reshape(len(used), -1),
             step.follows,
         )
         for number, step in enumerate(steps)
     ]
     return Changed(Program(tuple(messages[each] for each in used), events), changed)
-
-
-def _calls_of(message: Message) -> float:
-    return 1.0 + _BESIDE_CALL if message.purpose == _GRADIENTS else 1.0
