@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from commprof.analysis.compare import comparison
     from commprof.analysis.compare import settings as settings_module
     from commprof.analysis.compare.advice import Advice
+    from commprof.analysis.compare.predicted_steps import PredictedStep, predicted_steps
     from commprof.analysis.compare.settings import ABSENT
     from commprof.analysis.relations.memory import engine_settings
     from commprof.analysis.storage import index as index_module
@@ -64,6 +65,7 @@ __all__ = [
     "BucketContent",
     "Comparison",
     "Filter",
+    "PredictedStep",
     "Record",
     "RecordsPage",
     "Run",
@@ -113,6 +115,7 @@ __all__ = [
     "overlapped_time",
     "overview",
     "owners",
+    "predicted_steps",
     "query",
     "rank_bytes",
     "record",
@@ -153,6 +156,7 @@ _ELSEWHERE: Final = {
     "Bandwidths": "commprof.analysis.time.bandwidth",
     "BucketContent": "commprof.analysis.traffic.buckets",
     "Filter": "commprof.analysis.browse.records",
+    "PredictedStep": "commprof.analysis.compare.predicted_steps",
     "Record": "commprof.analysis.browse.record",
     "Run": "commprof.trace.reader",
     "Straggling": "commprof.analysis.stragglers.straggling",
@@ -168,6 +172,7 @@ _ELSEWHERE: Final = {
     "frame_csv": "commprof.analysis.columns.csv_text",
     "open_run": "commprof.trace.reader",
     "overlapped_time": "commprof.analysis.columns.exposed_texts",
+    "predicted_steps": "commprof.analysis.compare.predicted_steps",
     "write_csv": "commprof.analysis.columns.csv_text",
     "write_csv_parts": "commprof.analysis.columns.csv_text",
 }

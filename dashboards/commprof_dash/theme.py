@@ -38,6 +38,7 @@ KIND_COLOURS: Final = (
 )  # fmt: skip
 
 STEP_COLOUR: Final = "#5b7f9e"
+HOLLOW: Final = "rgba(0,0,0,0)"  # the inside of a bar that has an outline only
 EXPOSED_COLOUR: Final = "#d6336c"
 
 PAPER: Final[dict[Scheme, str]] = {"light": "#ffffff", "dark": "#242424"}

@@ -9,6 +9,8 @@ import plotly.graph_objects as go
 from dash import html
 from dash.development.base_component import Component
 
+from commprof_dash.theme import HOLLOW
+
 _MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7", "line-ew": "\u2013"}
 _SYMBOLS: Final = {  # of lines of one colour, which these tell apart
     "circle": "\u25cf",
@@ -45,6 +47,10 @@ def _swatch(trace: Any) -> Component:
         dash = trace.line.dash or "solid"
         style = "dotted" if "dot" in dash else "dashed" if "dash" in dash else "solid"
         return html.Span(className="line-swatch", style={"borderTop": f"3px {style} {trace.line.color}"})
+    if trace.marker.color == HOLLOW:
+        line = trace.marker.line
+        outline = {"boxShadow": f"inset 0 0 0 {line.width}px {line.color}"}
+        return html.Span(className="swatch", style=outline)
     pattern = getattr(trace.marker, "pattern", None)  # boxes have none
     hatched = " hatched" if pattern is not None and pattern.shape else ""
     return html.Span(className="swatch" + hatched, style={"backgroundColor": trace.marker.color})

@@ -69,6 +69,24 @@ def costs(settings: pd.DataFrame, resources: pd.DataFrame) -> dict[str, Cost]:
     }
 
 
+def with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) -> pd.DataFrame:
+    """``settings`` with what their sweep predicted of each: ``predicted_ns``, ``predicted_low_ns``, ``predicted_high_ns``.
+
+    Args:
+        settings: with ``runs``, their names; a setting without a prediction has nan.
+    """
+    answers: list[api.PredictedStep | None] = runs.of_runs("predicted_steps", names, api.predicted_steps)
+    of_run = dict(zip(names, answers, strict=True))
+    rows = [
+        next(
+            (step for name in str(listed).split(", ") if (step := of_run.get(name)) is not None), (None,) * 3
+        )
+        for listed in settings["runs"]
+    ]
+    columns = ["predicted_ns", "predicted_low_ns", "predicted_high_ns"]
+    return settings.join(pd.DataFrame(rows, columns=columns, index=settings.index, dtype="float64"))
+
+
 def exposed_text(setting: Mapping[str, Any]) -> str | None:
     """Exposed time of a setting and the part of the step that it is, as the report of a run has them."""
     time, share = api.exposed_time(setting), api.exposed_share(setting)

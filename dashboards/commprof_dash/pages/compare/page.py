@@ -27,6 +27,10 @@ from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of
 
 LEVELS: Final = "levels"
+_PREDICTED: Final = (
+    " Hollow bars: predicted before the sweep ran, with the 80 % interval. Predictions are the mean over ranks, and "
+    "measured steps those of the slowest rank."
+)
 _DEFAULT_RUNS: Final = 24  # the newest, where the address names none
 
 
@@ -65,7 +69,12 @@ def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme)
         *_findings(settings),
         _levels(runs, names, scheme),
         _reducing(frame, labels, measure, scheme),
-        cards.columns([_others(frame, labels, measure, scheme), _step_time(settings, scheme)]),
+        cards.columns(
+            [
+                _others(frame, labels, measure, scheme),
+                _step_time(compare_data.with_predictions(runs, names, settings), scheme),
+            ]
+        ),
         _settings_table(settings.merge(compared.resources, on="label", how="left")),
         *filter(None, [compare_cards.groups(compared.groups)]),
         compare_cards.weighed(compared.advice),
@@ -150,14 +159,16 @@ def _others(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Sc
 def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
     title = "Step time"
     columns = ["label", "step_time_ns", "step_time_low_ns", "step_time_high_ns", "interval_over", "repeats"]
-    part = settings[columns]
+    predicted = ["predicted_ns", "predicted_low_ns", "predicted_high_ns"]
+    is_predicted = bool(settings["predicted_ns"].notna().any())
+    part = settings[[*columns, *(predicted if is_predicted else ())]]
     if part["step_time_ns"].isna().all():
         return cards.empty_card("step-time", title, "None of these runs finished two training steps.")
     return cards.figure_card(
         "step-time",
         title,
         f"Median per step and its 95 % interval over {_over(part)}, without the first step. The recommendation lists "
-        "measurable differences.",
+        f"measurable differences.{_PREDICTED if is_predicted else ''}",
         time_charts.by_setting(part, scheme),
         part,
         [
@@ -166,6 +177,11 @@ def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
             Field("step_time_low_ns", "Low", api.format_ns, numeric=True),
             Field("step_time_high_ns", "High", api.format_ns, numeric=True),
             Field("repeats", "Repeats", str, numeric=True),
+            *(
+                Field(column, name, api.format_ns, numeric=True)
+                for column, name in zip(predicted, ("Predicted", "Low (80 %)", "High (80 %)"), strict=True)
+                if is_predicted
+            ),
         ],
     )
 

@@ -1,0 +1,35 @@
+"""The predictions of a sweep, read for each of its runs."""
+
+import pytest
+
+from commprof.analysis import api
+from commprof.analysis.compare import predicted_steps as module
+from commprof.trace.predictions_file import PREDICTIONS_NAME, PredictionsFile, write_predictions
+
+STEP = {"median": 100, "low": 90, "high": 110}
+SETTINGS = [{"set": {"a": 1}, "step_ns": STEP}, {"set": {"a": 2}, "refused": "no size"}]
+
+
+class Manifest:
+    def __init__(self, sweep):
+        self.sweep = sweep
+
+
+@pytest.mark.parametrize(
+    ("sweep", "expected"),
+    [
+        ({"point": {"a": 1}}, api.PredictedStep(100, 90, 110)),
+        ({"point": {"a": 2}}, None),
+        ({"point": {"a": 3}}, None),
+        (None, None),
+    ],
+)
+def test_each_run_has_the_prediction_of_its_point(tmp_path, monkeypatch, sweep, expected):
+    monkeypatch.setattr(module, "read_manifest", lambda run: Manifest(sweep))
+    assert api.predicted_steps([tmp_path / "r"]) == [None]
+    content = PredictionsFile({"settings": SETTINGS}, "2026-11-26T16:00:00+01:00", "runs/a", "f" * 64, 2)
+    write_predictions(tmp_path, content)
+    assert api.predicted_steps([tmp_path / "r"]) == [expected]
+    file = tmp_path / PREDICTIONS_NAME
+    file.write_text(file.read_text().replace("100", "101"))
+    assert api.predicted_steps([tmp_path / "r"]) == [None]
