@@ -23,7 +23,7 @@ CALLED = {
     "compare_both": "comparison",
 }
 PARTS = {"advice", "resources", "rank_bytes"}  # fields of comparison()
-NOT_OF_A_RUN = {"finalise", "has_index", "records_csv", "fingerprint", "run_names"}
+NOT_OF_A_RUN = {"finalise", "has_index", "records_csv", "fingerprint", "predicted_steps", "run_names"}
 
 
 @pytest.fixture(scope="module")
