@@ -127,8 +127,8 @@ def step_ns(run: Path) -> float:
 def predicted(run: Path, cases: Sequence[Case], calibration: Path) -> list[dict[str, Any]]:
     """What the command says of each case; the settings are given as configs that differ in their keys."""
     from commprof.calibration.file import read_calibration
-    from commprof.cli.verbs.predict import _as_json
     from commprof.prediction.assumptions import AS_RECORDED
+    from commprof.prediction.prediction_json import prediction_json
     from commprof.prediction.predictions import predict
 
     settings = [
@@ -136,7 +136,8 @@ def predicted(run: Path, cases: Sequence[Case], calibration: Path) -> list[dict[
         for each in cases
     ]
     answer = predict(open_run(run), settings, AS_RECORDED, read_calibration(calibration))
-    return _as_json(answer)["settings"]
+    settings_answered: list[dict[str, Any]] = prediction_json(answer)["settings"]
+    return settings_answered
 
 
 def calibrate(out: Path, machines: Sequence[network.Host], folder: Path) -> None:
