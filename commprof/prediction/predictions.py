@@ -49,7 +49,7 @@ SLOWDOWN: Final = 1.3  # of compute beside a gloo message; measured: docs/predic
 _SLOWDOWNS: Final = (1.0, 1.6)  # between which it is uncertain
 _Z: Final = 1.2816  # an 80 % interval of a normal distribution
 # Standard deviations relative to the step, measured on the development runs: docs/predict.md.
-_BETWEEN_RUNS: Final = 0.04  # of two runs with the same messages
+_BETWEEN_RUNS: Final = 0.08  # of two runs with the same messages, and what the model leaves out
 _OF_CALIBRATION: Final = 0.03
 _OF_LINKS: Final = 0.05
 _OF_CPU: Final = 0.2  # of links so fast that processors limit messages
