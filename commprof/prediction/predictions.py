@@ -118,6 +118,7 @@ class _Base(NamedTuple):
     request: Request
     times: Mapping[tuple[str, int, int], Floats]
     calibration: Calibration | None
+    quiet: list[Step]  # compute as if nothing had been in flight
     replay: Simulated
     plain: Simulated
 
@@ -142,7 +143,8 @@ def predict(
     recorded = recorded_steps(run)
     request = request_of(run)
     times = message_times(recorded)
-    replay = replayed(recorded, quiet_steps(recorded, SLOWDOWN), SLOWDOWN)
+    quiet = quiet_steps(recorded, SLOWDOWN)
+    replay = replayed(recorded, quiet, SLOWDOWN)
     step_ns = float(np.median(recorded.step_ns))
     error = replay.median_ns / step_ns - 1.0
     if abs(error) > REFUSED_ERROR:
@@ -150,10 +152,8 @@ def predict(
             f"the replay of the recorded setting takes {replay.median_ns / 1e6:.1f} ms per step, and the run "
             f"{step_ns / 1e6:.1f} ms ({error:+.0%}), so other settings cannot be predicted: {_misfit(recorded, replay)}"
         )
-    plain = simulate(
-        recorded.program, quiet_steps(recorded, SLOWDOWN), Durations(times, calibration), SLOWDOWN
-    )
-    base = _Base(recorded, request, times, calibration, replay, plain)
+    plain = simulate(recorded.program, quiet, Durations(times, calibration), SLOWDOWN)
+    base = _Base(recorded, request, times, calibration, quiet, replay, plain)
     answers: list[Predicted | tuple[Setting, str]] = []
     for setting, config in settings:
         try:
@@ -191,14 +191,13 @@ def _predicted(
 ) -> Predicted:
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
-    quiet = quiet_steps(recorded, SLOWDOWN)
     after: Sent | None = None
-    changed = Changed(recorded.program, quiet)
+    changed = Changed(recorded.program, base.quiet)
     if setting or world != recorded.world_size:
         before, after = _sent(request, setting, config, recorded.world_size, world)
         changed = change(
             recorded.program,
-            [_on_ranks(each, world) for each in quiet],
+            [_on_ranks(each, world) for each in base.quiet],
             before,
             after,
             shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),

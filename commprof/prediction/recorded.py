@@ -15,7 +15,7 @@ from commprof.align.ranks.arrivals import REAL_WAIT_NS
 from commprof.analysis import api
 from commprof.errors import UsageError
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
-from commprof.schema import Status
+from commprof.schema import Status, parse_ranks
 from commprof.trace.reader import Run
 
 LEAST_STEPS: Final = 6
@@ -340,7 +340,7 @@ def _program(ranks: Sequence[_Rank], world: int) -> Program:
     for number, (op, payload, purpose, is_async, bucket, micro, phase) in enumerate(columns):
         texts = tuple(each[number] for each in listed)
         if texts not in groups:
-            groups[texts] = tuple(sorted({_ranks_of(text) for text in texts}))
+            groups[texts] = tuple(sorted({parse_ranks(text) for text in texts}))
         messages.append(
             Message(
                 str(op),
@@ -359,15 +359,6 @@ def _program(ranks: Sequence[_Rank], world: int) -> Program:
         for kind, message in zip(kinds, ranks[0].messages, strict=True)
     )
     return Program(tuple(messages), events)
-
-
-def _ranks_of(text: str) -> tuple[int, ...]:
-    """``"0-2,5"`` as numbers."""
-    ranks: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
 
 
 def _step(ranks: Sequence[_Rank], program: Program, follows: bool) -> Step:

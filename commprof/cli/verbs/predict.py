@@ -67,6 +67,7 @@ def predict(
     """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run."""
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
+        from commprof.ledger.requests.request import request_of
         from commprof.prediction.assumptions import Assumptions, parse_link
         from commprof.prediction.prediction_json import prediction_json
         from commprof.prediction.predictions import predict as predicted
@@ -75,7 +76,8 @@ def predict(
         measured = None if calibration is None else read_calibration(calibration)
         listed = points(settings or [])
         source = opened(run)
-        config = source.manifest.config or source.manifest.effective_config
+        # The config that the rules read: a recorded file may be another program's, beside the engine's own.
+        config = request_of(source).config or None
         answer = predicted(
             source,
             [(point, derive(config, point) if config is not None and point else None) for point in listed],

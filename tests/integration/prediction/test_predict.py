@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 
 import pytest
@@ -135,6 +136,17 @@ def test_other_buckets_and_overlap_have_their_messages(zero):
     assert (small["messages"], large["messages"]) == (6, 4)
     assert any("2 all_reduce" in sentence for sentence in large["why"])
     assert small["memory_bytes_per_rank"] < large["memory_bytes_per_rank"]
+
+
+def test_a_config_of_another_program_is_not_taken_for_the_engines(zero, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(zero, run)
+    manifest = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(manifest | {"config": {"learning_rate": 1}}))
+    buckets = "--set", "zero_optimization.reduce_bucket_size=65536"
+    (same,), (other,) = (answer(each, *buckets)["settings"] for each in (zero, run))
+    assert other["messages"] == same["messages"]
+    assert {**other, "why": None} == {**same, "why": None}
 
 
 def test_what_cannot_be_predicted_is_said_in_a_line(zero):
