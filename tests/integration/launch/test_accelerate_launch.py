@@ -149,7 +149,7 @@ def test_a_shell_script_that_starts_deepspeed(tmp_path):
         "import deepspeed, torch\n"
         "deepspeed.init_distributed()\n"
         "deepspeed.comm.all_reduce(torch.ones(8))\n"
-        "print('engine', deepspeed.DeepSpeedEngine.__module__)\n"
+        "print(f'engine {deepspeed.DeepSpeedEngine.__module__}\\n', end='', flush=True)\n"
     )
     (tmp_path / "run.sh").write_text("deepspeed --num_gpus 2 --no_local_rank train.py\n")
     done = commprof(
