@@ -73,8 +73,9 @@ def test_exposed_time_of_synchronous_calls_is_what_events_around_them_say(tmp_pa
         rows = calls(run, rank, "payload_bytes", "exposed_ns", "device_begin_ns", "device_end_ns")[3:]
         for (payload, exposed, begin, end), measured in zip(rows, outcome["result"], strict=True):
             assert payload == 64 * 2**20
-            # Our two events lie between the program's: shorter, by what the host needs to issue.
-            assert measured - 1_000_000 < exposed <= measured + 1000
+            # Our two events lie between the program's: shorter, by what the host needs to issue, and by the other rank's
+            # turn on the GPU where that comes between two events.
+            assert measured - 5_000_000 < exposed <= measured + 1000
             assert end - begin == pytest.approx(exposed, rel=0.02, abs=20_000)
 
 
