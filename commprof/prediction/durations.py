@@ -21,6 +21,7 @@ from commprof.printable import command_line
 from commprof.schema import Op
 
 REACH: Final = 2.0  # a size this many times beyond the measured ones is still predicted
+WITH_CALIBRATION: Final = "give the file with --calibration"  # what to do about a setting of unknown messages
 _NEAR: Final = 1.2
 _LATENCY_BYTES: Final = 65_536  # whose transfer takes about as long as the latency of a message
 _FILLS_LINK: Final = 2**20  # bytes of a message whose time is transfer rather than latency
@@ -308,7 +309,7 @@ class Durations:
         have = "" if self._calibration is None else ", and the calibration none of that size"
         return (
             f"how long {op} of {size:,} bytes takes among {ranks} ranks is not known: {run}{have}. Measure it on the same "
-            f"hosts, and give the file with --calibration: {command}"
+            f"hosts, and {WITH_CALIBRATION}: {command}"
         )
 
 

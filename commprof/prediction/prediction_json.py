@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from commprof.prediction.api import Change, Promising
 from commprof.prediction.predictions import Predicted, Prediction, Setting
 
 
@@ -40,4 +41,25 @@ def _setting(each: Predicted | tuple[Setting, str]) -> dict[str, Any]:
         "critical_path": [
             {"what": what, "rank": rank, "ns": round(ns)} for (what, rank), ns in each.path.items()
         ],
+    }
+
+
+def promising_json(answer: Promising) -> dict[str, Any]:
+    """The changes that are worth trying as JSON values."""
+    return {
+        "changes": [_change(each) for each in answer.changes],
+        "tried": answer.tried,
+        "refused": [{"set": setting, "refused": reason} for setting, reason in answer.refused],
+        "reason": answer.reason or None,
+    }
+
+
+def _change(each: Change) -> dict[str, Any]:
+    return {
+        "set": each.setting,
+        "recorded": each.recorded,
+        "step_ns": {"median": each.step_ns, "low": each.low_ns, "high": each.high_ns},
+        "gain_ns": {"median": each.gain_ns, "low": each.gain_low_ns, "high": each.gain_high_ns},
+        "why": each.why,
+        "memory_bytes_per_rank": each.memory_bytes,
     }

@@ -111,8 +111,8 @@ class Prediction(NamedTuple):
         return self.replay_ns / self.recorded_ns - 1.0
 
 
-class _Base(NamedTuple):
-    """What all settings start from."""
+class Base(NamedTuple):
+    """What all settings start from: :func:`replayed_run` makes it."""
 
     recorded: Recorded
     request: Request
@@ -121,6 +121,16 @@ class _Base(NamedTuple):
     quiet: list[Step]  # compute as if nothing had been in flight
     replay: Simulated
     plain: Simulated
+
+    @property
+    def recorded_ns(self) -> float:
+        """The median step of the run, mean over ranks."""
+        return float(np.median(self.recorded.step_ns))
+
+    @property
+    def scale(self) -> float:
+        """Recorded by simulated step of the recorded setting, by which every simulated step is multiplied."""
+        return self.recorded_ns / self.plain.median_ns
 
 
 def predict(
@@ -140,8 +150,20 @@ def predict(
     Raises:
         UsageError: the run cannot be replayed, or no setting can be predicted; it says what to record.
     """
-    recorded = recorded_steps(run)
-    request = request_of(run)
+    return predict_from(replayed_run(run, calibration), settings, assumptions)
+
+
+def replayed_run(run: Run, calibration: Calibration | None = None) -> Base:
+    """Read the steps of ``run`` and replay its recorded setting.
+
+    Raises:
+        UsageError: the run cannot be replayed; it says what to record.
+    """
+    return replayed_steps(recorded_steps(run), request_of(run), calibration)
+
+
+def replayed_steps(recorded: Recorded, request: Request, calibration: Calibration | None = None) -> Base:
+    """The same of the steps of a run, which requested ``request``."""
     times = message_times(recorded)
     quiet = quiet_steps(recorded, SLOWDOWN)
     replay = replayed(recorded, quiet, SLOWDOWN)
@@ -153,7 +175,19 @@ def predict(
             f"{step_ns / 1e6:.1f} ms ({error:+.0%}), so other settings cannot be predicted: {_misfit(recorded, replay)}"
         )
     plain = simulate(recorded.program, quiet, Durations(times, calibration), SLOWDOWN)
-    base = _Base(recorded, request, times, calibration, quiet, replay, plain)
+    return Base(recorded, request, times, calibration, quiet, replay, plain)
+
+
+def predict_from(
+    base: Base,
+    settings: Sequence[tuple[Setting, Mapping[str, Any] | None]],
+    assumptions: Assumptions = AS_RECORDED,
+) -> Prediction:
+    """:func:`predict` of a run that was replayed before.
+
+    Raises:
+        UsageError: no setting can be predicted.
+    """
     answers: list[Predicted | tuple[Setting, str]] = []
     for setting, config in settings:
         try:
@@ -162,6 +196,8 @@ def predict(
             answers.append((setting, str(problem)))
     if answers and all(isinstance(each, tuple) and not isinstance(each, Predicted) for each in answers):
         raise UsageError(str(answers[0][1]))
+    recorded, replay, step_ns = base.recorded, base.replay, base.recorded_ns
+    error = replay.median_ns / step_ns - 1.0
     notes = []
     if abs(error) > _WIDE_ERROR:
         notes.append(
@@ -187,27 +223,17 @@ def _misfit(recorded: Recorded, replay: Simulated) -> str:
 
 
 def _predicted(
-    base: _Base, setting: Setting, config: Mapping[str, Any] | None, assumptions: Assumptions
+    base: Base, setting: Setting, config: Mapping[str, Any] | None, assumptions: Assumptions
 ) -> Predicted:
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
-    after: Sent | None = None
-    changed = Changed(recorded.program, base.quiet)
-    if setting or world != recorded.world_size:
-        before, after = _sent(request, setting, config, recorded.world_size, world)
-        changed = change(
-            recorded.program,
-            [_on_ranks(each, world) for each in base.quiet],
-            before,
-            after,
-            shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),
-        )
+    changed, after = _changed(base, setting, config, world)
     link = assumptions.link
     if link != UNCHANGED:
         link = link._replace(cpu_per_byte=recorded.cpu_per_byte or 0.0)
     durations = Durations(base.times, base.calibration, link)
     answer = _simulated(changed, durations, assumptions, SLOWDOWN)
-    scale = float(np.median(recorded.step_ns)) / base.plain.median_ns
+    scale = base.scale
     median = answer.median_ns * scale
     sources = {durations.of(message).source for message in changed.program.messages}
     spread = _spread(base, changed, durations, assumptions, answer, "calibration" in sources)
@@ -231,10 +257,43 @@ def _predicted(
     )
 
 
-def _sent(
+def _changed(
+    base: Base, setting: Setting, config: Mapping[str, Any] | None, world: int
+) -> tuple[Changed, Sent | None]:
+    """The program with ``setting`` on ``world`` ranks, and what it sends; None if that is what was recorded."""
+    recorded, request = base.recorded, base.request
+    if not setting and world == recorded.world_size:
+        return Changed(recorded.program, base.quiet), None
+    before, after = sent_messages(request, setting, config, recorded.world_size, world)
+    changed = change(
+        recorded.program,
+        [_on_ranks(each, world) for each in base.quiet],
+        before,
+        after,
+        shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),
+    )
+    return changed, after
+
+
+def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) -> float:
+    """The median of :func:`predict_from` for one setting alone, in ns; a few times as fast.
+
+    Raises:
+        UsageError: the setting cannot be predicted.
+    """
+    changed, _ = _changed(base, setting, config, base.recorded.world_size)
+    durations = Durations(base.times, base.calibration)
+    return _simulated(changed, durations, AS_RECORDED, SLOWDOWN).median_ns * base.scale
+
+
+def sent_messages(
     request: Request, setting: Setting, config: Mapping[str, Any] | None, recorded_world: int, world: int
 ) -> tuple[Sent, Sent]:
-    """What the run sends, and what it would send with ``setting`` and ``world`` ranks."""
+    """What the run sends, and what it would send with ``setting`` and ``world`` ranks.
+
+    Raises:
+        UsageError: what is sent with ``setting`` cannot be predicted from the run.
+    """
     unknown = [key for key in setting if key not in (*KEYS, *DDP_KEYS)]
     if unknown:
         raise UsageError(
@@ -318,7 +377,7 @@ def _simulated(
 
 
 def _spread(
-    base: _Base,
+    base: Base,
     changed: Changed,
     durations: Durations,
     assumptions: Assumptions,
@@ -367,9 +426,7 @@ def _memory(request: Request, config: Mapping[str, Any] | None, world: int) -> i
     return sum(each.device for each in held)
 
 
-def _why(
-    base: _Base, changed: Changed, answer: Simulated, after: Sent | None, sources: set[str]
-) -> list[str]:
+def _why(base: Base, changed: Changed, answer: Simulated, after: Sent | None, sources: set[str]) -> list[str]:
     sentences = []
     if after is not None:
         sentences += _other_messages(base.recorded.program, changed.program)

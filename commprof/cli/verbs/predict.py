@@ -15,6 +15,7 @@ from commprof.cli.runs import RunArgument, opened
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:
+    from commprof.prediction.api import Promising
     from commprof.prediction.predictions import Predicted, Prediction
 
 _RECORDED: Final = "as recorded"
@@ -64,12 +65,16 @@ def predict(
     calibration: CalibrationOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run."""
+    """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run.
+
+    Without options: the changes that are worth trying.
+    """
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
         from commprof.ledger.requests.request import request_of
+        from commprof.prediction.api import promising
         from commprof.prediction.assumptions import Assumptions, parse_link
-        from commprof.prediction.prediction_json import prediction_json
+        from commprof.prediction.prediction_json import prediction_json, promising_json
         from commprof.prediction.predictions import predict as predicted
 
         link = parse_link(bandwidth, latency)
@@ -84,10 +89,16 @@ def predict(
             Assumptions(link, world, comm == "free", no_straggler),
             measured,
         )
+        asks_nothing = not (settings or bandwidth or latency or comm or no_straggler or world)
+        best = promising(source.path, calibration) if asks_nothing else None
     if as_json:
-        rendering.show_json(prediction_json(answer))
+        rendering.show_json(
+            {**prediction_json(answer), **({} if best is None else {"promising": promising_json(best)})}
+        )
         return 0
     _show(answer)
+    if best is not None:
+        _show_promising(best, source.path, calibration)
     return 0
 
 
@@ -138,6 +149,38 @@ def _show(answer: Prediction) -> None:
         rendering.show(rendering.paragraph(f"  Critical path: {_path(each)}."))
     for note in answer.notes:
         rendering.show(rendering.paragraph(note))
+
+
+def _show_promising(best: Promising, run: Path, calibration: Path | None) -> None:
+    """The changes worth trying, or why there are none."""
+    from commprof.prediction.api import predict_command
+
+    shown = rendering.duration
+    headings = [
+        Heading("change worth trying"),
+        Heading("gain", True),
+        Heading("of the step", True),
+        Heading("80 % interval", True),
+        Heading("more memory", True),
+    ]
+    rows = [
+        (
+            label(each.setting),
+            shown(each.gain_ns),
+            f"{each.gain_ns / best.recorded_ns:.0%}",
+            f"{shown(each.gain_low_ns)} to {shown(each.gain_high_ns)}",
+            f"{each.more_memory:.0%}" if each.more_memory else rendering.MISSING,
+        )
+        for each in best.changes
+    ]
+    rendering.show("")
+    if rows:
+        rendering.show(Rows(headings, rows, "per step and rank"), "")
+    for each in best.changes:
+        rendering.show(rendering.paragraph(f"{label(each.setting)}: {each.why}."))
+        rendering.show(f"  {predict_command(run, each, calibration)}")
+    for sentence in best.sentences:
+        rendering.show(rendering.paragraph(sentence))
 
 
 def _path(each: Predicted) -> str:

@@ -71,10 +71,10 @@ CONFIG = {
 }
 
 
-def record(folder, program, *arguments):
+def record(folder, program, *arguments, backward=BACKWARD, width=256):
     script = folder / "train.py"
-    text = textwrap.dedent(MODEL + program)
-    script.write_text(f"STEPS, FORWARD, BACKWARD = {STEPS}, {FORWARD}, {BACKWARD}\n{text}")
+    text = textwrap.dedent(MODEL + program).replace("256", str(width))
+    script.write_text(f"STEPS, FORWARD, BACKWARD = {STEPS}, {backward / 2}, {backward}\n{text}")
     run = folder / "run"
     output("run", "--nproc", "2", "--out", str(run), str(script), *arguments, cwd=folder)
     return run
@@ -86,6 +86,17 @@ def zero(tmp_path_factory):
     config = folder / "ds.json"
     config.write_text(json.dumps(CONFIG))
     return record(folder, ZERO, "--config", str(config))
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory):
+    """A run whose gradients are reduced in each of 8 micro-batches: stage 1 reduces them once."""
+    folder = tmp_path_factory.mktemp("exposed")
+    config = folder / "ds.json"
+    zero = {"stage": 2, "reduce_bucket_size": 768 * 768, "overlap_comm": False}
+    config.write_text(json.dumps(CONFIG | {"gradient_accumulation_steps": 8, "zero_optimization": zero}))
+    program = ZERO.replace("range(STEPS)", "range(8 * STEPS)")
+    return record(folder, program, "--config", str(config), backward=0.002, width=768)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +160,32 @@ def test_a_config_of_another_program_is_not_taken_for_the_engines(zero, tmp_path
     assert {**other, "why": None} == {**same, "why": None}
 
 
+def test_without_a_setting_the_changes_worth_trying_are_listed(exposed):
+    told = answer(exposed)
+    assert [each["set"] for each in told["settings"]] == [{}]
+    best = told["promising"]
+    assert best["tried"] >= 1 and best["reason"] is None
+    assert {"zero_optimization.stage": 1} in [each["set"] for each in best["changes"]]
+    for change in best["changes"]:
+        assert change["step_ns"]["high"] < told["recorded"]["step_ns"]
+        assert change["gain_ns"]["median"] == told["recorded"]["step_ns"] - change["step_ns"]["median"]
+        words = [
+            word for key, value in change["set"].items() for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
+        alone = answer(exposed, *words)
+        assert alone["settings"][0]["step_ns"] == change["step_ns"]
+        assert "promising" not in alone
+    printed = output("predict", str(exposed), cwd=exposed.parent)
+    assert f"commprof predict {exposed} --set zero_optimization.stage=1" in printed
+    assert "give the file with --calibration" in printed.replace("\n", " ")
+
+
+def test_where_messages_take_little_no_change_is_offered(zero):
+    best = answer(zero)["promising"]
+    assert best["changes"] == [] and best["tried"] > 0
+    assert "none is faster than the recorded setting" in output("predict", str(zero), cwd=zero.parent)
+
+
 def test_what_cannot_be_predicted_is_said_in_a_line(zero):
     for setting, said in (
         ("train_micro_batch_size_per_gpu=4", "it changes what is computed"),
@@ -168,6 +205,12 @@ def test_buckets_of_ddp(ddp):
     assert abs(told["replay"]["error"]) < 0.05
     assert (four["messages"], two["messages"]) == (2, 2)
     assert four["step_ns"]["median"] == pytest.approx(told["recorded"]["step_ns"], rel=0.1)
+
+
+def test_other_buckets_of_ddp_are_tried(ddp):
+    best = answer(ddp)["promising"]
+    assert best["reason"] is None and best["tried"] + len(best["refused"]) >= 1
+    assert {key for each in best["refused"] for key in each["set"]} <= {"ddp.bucket_cap_mb"}
 
 
 def test_of_a_program_without_a_config_links_can_change(ddp):

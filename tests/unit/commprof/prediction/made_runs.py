@@ -1,14 +1,24 @@
-"""A recorded run made by hand: what every rank computes and how long messages take are known."""
+"""Recorded runs made by hand: what every rank computes and how long messages take are known."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from commprof.ledger.requests.request import Request
+from commprof.prediction.changes import sent_by
 from commprof.prediction.program import Event, Message, Program, Step
 from commprof.prediction.recorded import Recorded
 from commprof.prediction.schedule import play
+from commprof.requested.parameters import Parameter
 
 MS = 1e6
+LAYERS = 8
+WIDTH = 100  # each layer has 10,000 elements: 40,000 bytes
+PARAMETERS = [
+    Parameter(f"layer{number}.weight", WIDTH * WIDTH, shape=f"{WIDTH}x{WIDTH}", forward_index=number)
+    for number in range(LAYERS)
+]
+BYTES = 4 * WIDTH * WIDTH * LAYERS
 
 
 def recorded(messages, spans, durations, *, steps=8, jitter=0.0, slowdown=1.0, seed=0):
@@ -71,3 +81,33 @@ def gradient(size, number, *, blocks=True, op="all_reduce"):
 
 def gather(size):
     return Message("all_gather", size, "parameter_gather", ((0, 1),), True, None, 0, "optimizer")
+
+
+def config(**zero):
+    keys = {"stage": 2, "reduce_bucket_size": 2 * WIDTH * WIDTH, **zero}
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": keys}
+
+
+def request(given, runtime="zero_runtime"):
+    return Request(config=given, parameters=PARAMETERS, world_size=2, backend="gloo", runtime=runtime)
+
+
+def sent(given, world=2, runtime="zero_runtime"):
+    return sent_by(request(given, runtime), given, world)
+
+
+def run(before, durations=lambda each: 1 + each.payload_bytes / 1e5, **changes):
+    """Steps of ``before``: 30 ms of forward pass, 60 of backward, where each of 8 gradients takes 7.5 ms; optimizer 4 ms."""
+    messages = [each for of_micro in before.gradients for each, _ in of_micro]
+    counts = [count for of_micro in before.gradients for _, count in of_micro]
+    at_end = list(before.at_end.get("gradient_norm", []))
+    gathers = list(before.at_end.get("parameter_gather", []))
+    spans, done = [], 0.0
+    for count in counts:
+        reached = 30 + 7.5 * count
+        spans += [[reached - done] * 2, [0, 0]]
+        done = reached
+    spans += (
+        [[0, 0], [0, 0]] * len(at_end) + [[4, 4], [0, 0]] + [[0, 0], [0, 0]] * (len(gathers) - 1) + [[1, 1]]
+    )
+    return recorded([*messages, *at_end, *gathers], spans, durations, **changes)

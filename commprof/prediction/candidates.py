@@ -1,0 +1,125 @@
+"""The settings that are tried on a recorded run when nobody names one: by rule, from its own config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil, floor, log10
+from typing import Any, Final, NamedTuple
+
+from commprof.ledger.requests.request import Request
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.parameters import trained_groups
+from commprof.requested.wrappers.ddp import DEFAULT_BUCKET_MIB, MIB, Ddp
+from commprof.requested.zero.reductions import REDUCTIONS
+
+_STAGES: Final = (0, 1, 2)  # among which a change is predicted
+_ZERO: Final = "zero_optimization"
+BUCKET_CAP: Final = "ddp.bucket_cap_mb"
+
+
+class Candidate(NamedTuple):
+    """A setting to try.
+
+    Attributes:
+        setting: dotted keys and values, as of ``--set``.
+        recorded: the value that each of these keys has in the run.
+        config: the run's config with ``setting``; None where the run has none.
+    """
+
+    setting: dict[str, Any]
+    recorded: dict[str, Any]
+    config: dict[str, Any] | None
+
+
+def candidates(request: Request) -> list[Candidate]:
+    """Return changes of one key each of the run behind ``request``; none where no rule says what it sends.
+
+    Raises:
+        CommprofError: the rules cannot read its config.
+    """
+    if request.reason is not None:
+        return []
+    if request.wrapped is not None:
+        rules = request.wrapped.rules
+        return _of_ddp(rules[0]) if len(rules) == 1 and isinstance(rules[0], Ddp) else []
+    return [] if not request.config or request.shared is not None else list(_of_zero(request))
+
+
+def combined(request: Request, several: tuple[Candidate, ...]) -> Candidate:
+    """All changes of ``several``, which have different keys."""
+    setting = {key: value for each in several for key, value in each.setting.items()}
+    recorded = {key: value for each in several for key, value in each.recorded.items()}
+    config = None if any(each.config is None for each in several) else _with(request.config, setting)
+    return Candidate(setting, recorded, config)
+
+
+def _of_zero(request: Request) -> Iterator[Candidate]:
+    configuration = read_configuration(request.config)
+    for name, value, recorded in _values(request, configuration):
+        setting = {f"{_ZERO}.{name}": value}
+        yield Candidate(setting, {f"{_ZERO}.{name}": recorded}, _with(request.config, setting))
+
+
+def _values(request: Request, configuration: Configuration) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and recorded value of each candidate."""
+    stage, is_deepspeed = configuration.stage, request.runtime == "deepspeed"
+    reduction = (
+        None if configuration.gradient_reduction == "auto" or is_deepspeed else configuration.reduction
+    )
+    if stage in _STAGES:
+        for other in _STAGES:
+            # zero_runtime refuses a reduction that a config names, at a stage that does not have it.
+            if other != stage and (reduction is None or other in REDUCTIONS[reduction].stages):
+                yield "stage", other, stage
+    if is_deepspeed:
+        for name in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
+            yield name, not getattr(configuration, name), getattr(configuration, name)
+    else:
+        for name, stated in REDUCTIONS.items():
+            if stage in stated.stages and name != configuration.reduction:
+                yield "gradient_reduction", name, configuration.gradient_reduction
+    numel = sum(each.numel for group in trained_groups(request.parameters) for each in group)
+    size = configuration.reduce_bucket_size
+    for other in _sizes(size, numel):
+        yield "reduce_bucket_size", other, size
+    yield "overlap_comm", not configuration.overlap_comm, configuration.overlap_comm
+
+
+def _sizes(size: int, numel: int) -> list[int]:
+    """Elements of ten times larger and smaller buckets, and of one for all; a bucket holds at most the model."""
+    used = min(size, numel)
+    sizes = {min(_rounded(10 * used), numel), _rounded(used / 10), numel}
+    return [
+        _rounded(each, up=each == numel) for each in sorted(sizes, reverse=True) if each > 0 and each != used
+    ]
+
+
+def _of_ddp(rules: Ddp) -> list[Candidate]:
+    cap = rules.argument("bucket_cap_mb")
+    recorded = float(DEFAULT_BUCKET_MIB if cap is None else cap)
+    total = sum(each.nbytes for each in rules.wrapper.trained) / MIB
+    used = min(recorded, total)
+    sizes = dict.fromkeys(_rounded_mib(each) for each in (4 * used, used / 4, total * 1.01))
+    return [
+        Candidate({BUCKET_CAP: each}, {BUCKET_CAP: _rounded_mib(recorded)}, None)
+        for each in sizes
+        if each > 0 and each != _rounded_mib(recorded)
+    ]
+
+
+def _with(config: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
+    block = {key.removeprefix(f"{_ZERO}."): value for key, value in setting.items()}
+    return {**config, _ZERO: {**zero_section(config), **block}}
+
+
+def _rounded(number: float, up: bool = False) -> int:
+    """``number`` with two digits, so that it can be read in a config."""
+    if number < 1:
+        return 0
+    unit: int = 10 ** max(0, floor(log10(number)) - 1)
+    return (ceil(number / unit) if up else round(number / unit)) * unit
+
+
+def _rounded_mib(number: float) -> float:
+    """``number`` with three digits; whole MiB where it is large."""
+    return float(round(number)) if number >= 100 else float(f"{number:.3g}")

@@ -1,0 +1,176 @@
+"""Which changes of a run are worth trying: the candidates by rule, and the choice among them on runs made by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commprof.calibration.results import Calibration, Timing
+from commprof.ledger.requests.request import Request
+from commprof.prediction.api import MORE_MEMORY, predict_command, promising_of, sweep_command
+from commprof.prediction.candidates import candidates
+from commprof.prediction.prediction_json import promising_json
+from commprof.prediction.predictions import predict_from, replayed_steps
+from unit.commprof.prediction.made_runs import LAYERS, WIDTH, config, request, run, sent
+
+NUMEL = LAYERS * WIDTH * WIDTH
+ZERO = "zero_optimization."
+
+
+def base(given, *, ns_per_byte=0.0, latency_ms=1.0, calibration=None, **changes):
+    """A replayed run of ``given`` whose messages take a latency and a time for each byte."""
+    made = run(sent(given), lambda each: latency_ms + each.payload_bytes * ns_per_byte / 1e6, **changes)
+    return replayed_steps(made, request(given), calibration)
+
+
+def calibration(ms, **others):
+    """All operations take ``ms``, whatever their size, and those of ``others`` theirs."""
+    sizes = tuple(4**power for power in range(12))
+    timings = {
+        op: tuple(Timing(size, round(others.get(op, ms) * 1e6), 0, 0, 5) for size in sizes)
+        for op in ("all_reduce", "reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast")
+    }
+    return Calibration(
+        created="", torch="", backend="gloo", backend_version=None, device="cpu", dtype="float32", world_size=2,
+        hosts=("a",), machine={}, timings=timings,
+    )  # fmt: skip
+
+
+def listed(given, runtime="zero_runtime"):
+    return [
+        (key.removeprefix(ZERO), value)
+        for each in candidates(request(given, runtime))
+        for key, value in each.setting.items()
+    ]
+
+
+def test_candidates_follow_from_the_config():
+    assert listed(config()) == [
+        ("stage", 0),
+        ("stage", 1),
+        ("gradient_reduction", "all_reduce"),
+        ("gradient_reduction", "reduce_to_owner"),
+        ("gradient_reduction", "reduce_scatter"),
+        ("reduce_bucket_size", NUMEL),
+        ("reduce_bucket_size", 2000),
+        ("overlap_comm", True),
+    ]
+
+
+def test_of_a_recorded_default_that_exceeds_the_model_only_smaller_buckets_are_tried():
+    sizes = [
+        value for key, value in listed(config(reduce_bucket_size=500_000_000)) if key == "reduce_bucket_size"
+    ]
+    assert sizes == [NUMEL // 10]
+
+
+def test_a_named_reduction_keeps_its_stages():
+    tried = listed(config(gradient_reduction="reduce_to_owner"))
+    assert [value for key, value in tried if key == "stage"] == [1]
+
+
+def test_deepspeed_has_its_own_two_keys():
+    tried = listed(config(), "deepspeed")
+    assert ("reduce_scatter", False) in tried and ("use_multi_rank_bucket_allreduce", False) in tried
+    assert "gradient_reduction" not in dict(tried)
+
+
+def test_stage_3_stays_at_its_stage():
+    assert "stage" not in dict(listed(config(stage=3)))
+
+
+def test_messages_that_hide_behind_compute_are_offered_with_the_numbers_of_predict():
+    made = base(config(), ns_per_byte=100)  # 8 ms each of four, one after another
+    best = promising_of(made)
+    (change,) = best.changes
+    assert change.setting == {f"{ZERO}overlap_comm": True} and change.recorded == {
+        f"{ZERO}overlap_comm": False
+    }
+    (same,) = predict_from(made, [(change.setting, config(overlap_comm=True))]).settings
+    assert (change.step_ns, change.low_ns, change.high_ns) == tuple(
+        map(round, (same.median_ns, same.low_ns, same.high_ns))
+    )
+    assert change.gain_ns == best.recorded_ns - change.step_ns > 0
+    assert 0 < change.gain_low_ns == best.recorded_ns - change.high_ns < change.gain_ns < change.gain_high_ns
+    assert "overlaps with compute instead of 0%" in change.why and "gradient_reduce is exposed" in change.why
+    assert change.words == ["--set", f"{ZERO}overlap_comm=true"]
+    assert predict_command("r", change).endswith(f"predict r --set {ZERO}overlap_comm=true")
+    assert f"--predict r --set {ZERO}overlap_comm=false,true -- train.py" in sweep_command(
+        "r", change, ["--", "train.py"]
+    )
+
+
+def test_gains_below_their_uncertainty_are_not_offered():
+    best = promising_of(base(config(), latency_ms=0.1))
+    assert best.changes == [] and best.tried > 0 and not best.reason
+    assert best.sentences[0] == (
+        f"{best.tried} changes were predicted; none is faster than the recorded setting by more than its uncertainty."
+    )
+
+
+def test_what_needs_a_calibration_is_counted_and_says_what_to_measure():
+    best = promising_of(base(config()))
+    assert {tuple(setting) for setting, _ in best.refused} == {
+        (f"{ZERO}gradient_reduction",),
+        (f"{ZERO}reduce_bucket_size",),
+        (f"{ZERO}stage",),
+    }
+    assert best.uncalibrated == len(best.refused)
+    assert "commprof calibrate --nproc 2 --out calibration.json" in best.sentences[1]
+
+
+def test_with_a_calibration_one_bucket_is_offered_and_says_what_memory_it_needs():
+    given = config(reduce_bucket_size=WIDTH * WIDTH)
+    made = base(given, latency_ms=8, calibration=calibration(8))  # what it costs is the number of messages
+    best = promising_of(made)
+    assert best.uncalibrated == 0 and len(best.changes) == 3
+    by_setting = {tuple(each.setting.items()): each for each in best.changes}
+    one = by_setting[(f"{ZERO}reduce_bucket_size", NUMEL),]
+    assert one.more_memory > MORE_MEMORY
+    plain, more = (
+        each.memory_bytes
+        for each in predict_from(made, [({}, None), (one.setting, config(reduce_bucket_size=NUMEL))]).settings
+    )
+    assert one.more_memory == pytest.approx(more / plain - 1)
+    medians = [each.step_ns for each in best.changes]
+    assert medians == sorted(medians)
+
+
+def test_two_values_of_a_key_are_not_both_offered():
+    best = promising_of(
+        base(config(reduce_bucket_size=WIDTH * WIDTH), latency_ms=8, calibration=calibration(8))
+    )
+    singles = [key for each in best.changes if len(each.setting) == 1 for key in each.setting]
+    assert len(singles) == len(set(singles))
+
+
+def test_a_combination_is_offered_where_it_gains_more_than_its_parts():
+    given = config(gradient_reduction="reduce_to_owner")
+    made = base(given, latency_ms=12, calibration=calibration(6, reduce=12))
+    best = promising_of(made)
+    together = [each for each in best.changes if len(each.setting) > 1]
+    singles = [each for each in best.changes if len(each.setting) == 1]
+    assert len(together) == 1 and best.changes[0] is together[0]
+    assert all(together[0].step_ns < each.step_ns for each in singles)
+
+
+def test_a_run_of_unknown_requests_says_so():
+    made = base(config())._replace(request=Request("no config was recorded"))
+    best = promising_of(made)
+    assert best.changes == [] and best.sentences == [
+        "No change can be predicted: what this run requested is not known (no config was recorded), so there is no setting "
+        "to try."
+    ]
+
+
+def test_the_json_has_whole_nanoseconds():
+    best = promising_of(base(config(), ns_per_byte=100))
+    told = json.loads(json.dumps(promising_json(best)))
+    (change,) = told["changes"]
+    assert change["gain_ns"] == {
+        "median": best.changes[0].gain_ns,
+        "low": best.changes[0].gain_low_ns,
+        "high": best.changes[0].gain_high_ns,
+    }
+    assert told["tried"] == best.tried and told["reason"] is None
