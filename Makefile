@@ -79,21 +79,25 @@ docs-site: $(STAMPS)/install ## docs/ as a site in build/site, links checked
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+.PHONY: checks
+checks: $(STAMPS)/dev ## lint, types and contracts, two at a time
+	@$(MAKE) --no-print-directory -j 2 types lint contracts
+
 # Two tests beside each other, except what measures times. The second part runs although the first failed: both say
-# what is wrong. $(1): which tests, and a space.
+# what is wrong. It collects only the files that have such tests. $(1): which tests, and a space.
 define pytest
 	@failed=0; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(1)not alone" || failed=1; \
-	$(BIN)/python -m pytest -q -m "$(1)alone" || failed=1; \
+	$(BIN)/python -m pytest -q -m "$(1)alone" $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || failed=1; \
 	exit $$failed
 endef
 
 .PHONY: test
-test: lint types contracts $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: everything but the long sets
+test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: every test file, and a sample of the long sets
 	$(call pytest,not long and )
 
 .PHONY: test-all
-test-all: lint types contracts $(STAMPS)/chromium $(STAMPS)/java ## everything, the long sets too
+test-all: checks $(STAMPS)/chromium $(STAMPS)/java ## everything, the long sets too
 	$(call pytest,)
 
 # The sets that depend on torch's insides, with another torch than .venv has: what records, what finds the ranks, what

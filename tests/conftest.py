@@ -8,6 +8,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support import sample
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked ranks must not meet a parent's OpenMP pool
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "COMMPROF_RUN"):
@@ -46,3 +48,15 @@ def _no_answers_of_other_tests(
 def _forget_answers() -> None:
     if "commprof.analysis.storage.answer_cache" in sys.modules:
         sys.modules["commprof.analysis.storage.answer_cache"].answer_cache.clear()
+
+
+@pytest.fixture
+def cases_that_run(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Names of the cases of a parametrized test that this session runs: one set of ranks works out these, and no others."""
+    family = request.node.nodeid.partition("[")[0] + "["
+    return tuple(item.callspec.id for item in request.session.items if item.nodeid.startswith(family))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sample.mark_long(items)

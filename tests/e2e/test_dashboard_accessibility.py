@@ -95,7 +95,7 @@ def open_details(view) -> None:
 
 
 # A sample of the pages each time; all of them with the long sets.
-SAMPLE = ("/overview", "/compare", "/timeline", "/records")
+SAMPLE = ("/overview", "/records")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,7 @@ def test_every_page_in_both_schemes_and_on_a_telephone(axe, view, base_url, path
         assert objections(axe, view) == [], (scheme, width)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ADDRESSES)
 def test_what_pages_say_instead(axe, view, base_url, what):
     begin_at(view, base_url + ADDRESSES[what])

@@ -159,6 +159,7 @@ def choose_measure(view, name: str) -> None:
     view.settle()
 
 
+@pytest.mark.long
 def test_compare_draws_the_sums_of_the_exported_csv_in_every_measure(page, runs, base_url):
     page.open(f"{base_url}/compare")
     order = shown_order(page)
@@ -211,7 +212,8 @@ def grid_url(tmp_path_factory):
         yield url
 
 
-@pytest.mark.parametrize(("width", "columns"), [pytest.param(400, 1, marks=pytest.mark.long), (1280, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize(("width", "columns"), [(400, 1), (1280, 2)])
 def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, grid_url, width, columns):
     view = watched(browser, viewport={"width": width, "height": 900})
     view.open(f"{grid_url}/compare")
@@ -230,6 +232,7 @@ def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, gr
     assert view.errors == []
 
 
+@pytest.mark.long
 def test_overview_says_the_verdict_and_the_time_that_was_exposed(page, runs, base_url):
     from commprof.analysis import api
 
@@ -243,6 +246,7 @@ def test_overview_says_the_verdict_and_the_time_that_was_exposed(page, runs, bas
     assert exposed == pytest.approx([float(value) for value in wanted], rel=1e-12)
 
 
+@pytest.mark.long
 def test_the_numbers_beside_the_bars_are_those_of_the_bars(page, base_url):
     page.open(f"{base_url}/compare?measure=count")
     totals = [sum(values) for values in zip(*drawn_bars(page.page, "reducing").values(), strict=True)]
@@ -288,6 +292,7 @@ def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
     assert f"run={first}&run={second}" in page.page.url
 
 
+@pytest.mark.long
 def test_several_runs_are_chosen_without_the_list_closing(page, base_url):
     page.open(f"{base_url}/compare?run={name_of('reduce')}")
     page.page.locator(".control-wide input").first.click()
@@ -307,6 +312,7 @@ def test_settings_table_names_what_was_issued_and_for_what(page, base_url):
     assert "reduce_scatter" in row
 
 
+@pytest.mark.long
 def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
     page.open(f"{base_url}/compare")
     colour = "document.querySelector('#card-reducing .js-plotly-plot')._fullLayout.font.color"
@@ -318,6 +324,7 @@ def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
     page.settle()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1280, "light")])
 def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -356,6 +363,7 @@ def assert_nothing_is_cut_or_covered(view) -> None:
     assert covered == []
 
 
+@pytest.mark.long
 def test_no_figure_offers_to_send_itself_anywhere(page, base_url):
     page.open(f"{base_url}/compare")
     contexts = page.page.evaluate(
@@ -369,6 +377,7 @@ def test_no_figure_offers_to_send_itself_anywhere(page, base_url):
     assert not [title for title in titles if "cloud" in title.lower() or "share" in title.lower()]
 
 
+@pytest.mark.long
 def test_every_figure_has_its_table_and_its_csv(page, base_url):
     for path in ("/overview", "/compare"):
         page.open(base_url + path)
@@ -408,6 +417,7 @@ def test_empty_directory_says_what_to_type(browser, tmp_path):
         assert view.errors == []
 
 
+@pytest.mark.long
 def test_a_broken_run_leaves_the_others_standing(browser, runs, tmp_path):
     good = tmp_path / "good"
     good.symlink_to(runs / "runs" / name_of("reduce"))

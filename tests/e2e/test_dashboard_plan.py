@@ -121,6 +121,7 @@ def test_the_config_of_a_run_and_the_setting_of_the_figures_are_chosen(page, bas
     assert (form(page)["run"], form(page)["setting"]) == ("trained", "stage=1")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_telephone_shows_it_without_scrolling_sideways(browser, base_url, scheme):
     view = watched(browser, viewport={"width": 390, "height": 844}, color_scheme=scheme)

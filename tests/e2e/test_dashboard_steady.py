@@ -113,6 +113,7 @@ def test_the_buckets_of_a_step_have_both_bytes(page, base_url):
     assert {api.format_bytes(SIZE * 8 / 9), api.format_bytes(SIZE * 2 / 3)} <= set(row)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
 def test_nothing_is_wider_than_the_window(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)

@@ -53,6 +53,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "steps", "outside", "marked"),
     [
@@ -112,6 +113,7 @@ def make_and_destroy_groups(rank, world):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.long
 def test_groups_that_are_gone_are_counted_too(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, make_and_destroy_groups, steps="5:")
     # new_group and destroy_process_group may synchronise through the default group: gloo's own number says how often.
@@ -168,6 +170,7 @@ def messages(rank, world):
         dist.send(tensor, dst=0)
 
 
+@pytest.mark.long
 def test_a_message_counts_at_its_send(tmp_path):
     from commprof.analysis import api
 
@@ -183,6 +186,7 @@ def issue_without_steps(rank, world, count):
         dist.all_reduce(tensor)
 
 
+@pytest.mark.long
 def test_a_program_without_steps_does_not_grow(tmp_path):
     count = 20_000
     run, _ = record(tmp_path / "run", 1, issue_without_steps, count, aggregate=True)
@@ -253,6 +257,7 @@ def publish(rank, world, run):
     return file_bytes(Path(run))
 
 
+@pytest.mark.long
 def test_what_fits_no_more_is_counted(tmp_path):
     path = tmp_path / "run"
     run, outcomes = record(path, 1, publish, str(path), max_bytes=1_000_000)
@@ -278,6 +283,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.long
 def test_options_reach_the_ranks_and_the_exit_code_stays_the_scripts(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     root = Path(__file__).parents[3]
@@ -316,6 +322,7 @@ def train_ddp(rank, world):
         optimizer.step()
 
 
+@pytest.mark.long
 def test_a_reducer_made_before_the_steps_is_recorded_in_them(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, train_ddp, steps="2:4")
     for rank, outcome in enumerate(outcomes):
@@ -340,6 +347,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_process_had_not_added_up_is_said_to_be_missing(tmp_path):
     from commprof.trace.reader import open_run
 
@@ -371,6 +379,7 @@ def evaluating(rank, world, told):
     dist.broadcast(torch.ones(4), src=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("told", [True, False], ids=["told", "found"])
 def test_sums_are_of_the_steps_that_single_records_are_of(tmp_path, told):
     records, _ = record(tmp_path / "records", 2, evaluating, told)

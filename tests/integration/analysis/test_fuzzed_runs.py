@@ -199,6 +199,7 @@ def fuzz(bases: Path, tmp_path: Path, seed: int, mutations, capsys, most: bool =
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("mutation", run_mutations.MUTATIONS, ids=lambda mutation: mutation.__name__)

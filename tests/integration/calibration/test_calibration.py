@@ -108,6 +108,7 @@ def test_the_command_starts_its_ranks_and_writes_one_file(tmp_path):
     assert json.loads(out.read_text()) == content
 
 
+@pytest.mark.long
 def test_under_torchrun_each_process_is_a_rank(tmp_path):
     out = tmp_path / "c.json"
     launcher = [
@@ -125,6 +126,7 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path):
     assert done.stdout.count("Calibration: 2 ranks") == 1, "one rank speaks"
 
 
+@pytest.mark.long
 def test_with_the_variables_of_a_launcher_a_process_is_one_rank(tmp_path):
     out = tmp_path / "c.json"
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMPI_COMM_WORLD_SIZE": "2"}

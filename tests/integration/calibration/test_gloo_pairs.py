@@ -86,6 +86,7 @@ def send(rank: int, world: int, out: str, op: str, size: int, root: int | None) 
     return before, after
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("op", "size", "root"), CALLS)
 def test_the_matrix_says_what_each_connection_carries(tmp_path, op, size, root):
     told = run_ranks(WORLD, send, str(tmp_path / "run"), op, size, root)

@@ -105,6 +105,7 @@ EVERY_PAGE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "path"), EVERY_PAGE)
 def test_every_page_says_something_of_every_kind_of_run(server, caplog, kind, path):
     caplog.set_level(logging.WARNING)

@@ -93,6 +93,7 @@ def bytes_in(calls, phase, method, dtype=None):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "secondary"])
 def test_ranks_agree_and_the_loss_falls_alike(name):
     ranks = trained()

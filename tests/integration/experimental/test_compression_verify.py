@@ -56,6 +56,7 @@ def gradient_rows(name):
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["topk", "1bit, warming up"])
 def test_every_byte_is_explained(name):
     verdict = recorded(name)[1]

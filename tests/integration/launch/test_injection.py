@@ -125,6 +125,7 @@ def test_ranks_of_the_deepspeed_launcher(tmp_path, environment):
     assert recorded(tmp_path / "run") == [(0, 5), (1, 5)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_of_mpirun_below_python_below_a_shell_below_make(tmp_path, environment):
     write(tmp_path / "mpirun.py", MPIRUN)
@@ -155,6 +156,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_spawned_and_forked_ranks_are_reached_and_workers_of_a_loader_are_none(tmp_path, environment):
     write(tmp_path / "train.py", SPAWN_AND_FORK)
@@ -186,6 +188,7 @@ work(int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]), os.path.a
 )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("behind_dashes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_tasks_of_slurm_on_two_hosts_share_a_run(tmp_path, environment, behind_dashes):
@@ -239,6 +242,7 @@ def test_without_the_variable_torch_loads_nothing_of_ours(tmp_path, environment)
     assert not (tmp_path / "traces").exists()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_an_isolated_interpreter_is_reached_through_torch(tmp_path, environment):
     """``python -I`` passes PYTHONPATH by; what is installed beside torch it finds."""
@@ -252,6 +256,7 @@ def test_an_isolated_interpreter_is_reached_through_torch(tmp_path, environment)
     assert recorded(tmp_path / "run") == [(0, 5)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_of_two_commprofs_the_inner_one_records(tmp_path, environment):
     write(tmp_path / "train.py", RANK + "work(0, 1, os.path.abspath('store'))")
@@ -283,6 +288,7 @@ def test_a_process_without_torch_gets_one_module_and_no_more(tmp_path, environme
 CUSTOM = "import sys; print('{name} ran, path of', len(sys.path))\n{more}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -313,6 +319,7 @@ def _last_line(path: Path) -> str:
     return (path.read_text().splitlines() or [""])[-1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("flag", ["-I", "-S"])
 def test_interpreters_that_pass_us_by_are_explained(tmp_path, environment, flag):
     done = commprof("run", "--", sys.executable, flag, "-c", "pass", cwd=tmp_path, environment=environment)
@@ -339,6 +346,7 @@ def said(done) -> list[int]:
     return [done.stderr.count(text) for text in IGNORED]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_damaged_options_are_said_once_by_rank_0(tmp_path, environment):
     from commprof.trace.reader import open_run
@@ -383,6 +391,7 @@ def test_damaged_options_are_said_once_where_forked_processes_become_the_ranks(t
     assert said(done) == [1, 1]
 
 
+@pytest.mark.long
 def test_jobs_of_torchrun_that_start_together_are_named_by_script_and_time_and_never_share_a_run(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch, torch.distributed as dist\n"

@@ -38,6 +38,7 @@ def run(tmp_path_factory):
     return directory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("module", "verb"),
     [
@@ -65,6 +66,7 @@ def test_an_interrupt_within_an_import_ends_the_command_in_one_line(tmp_path, ru
     assert done.stderr in ("", "commprof: error: interrupted\n"), done.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", ["report", "doctor", "dashboard"])
 def test_an_interrupt_at_any_time_after_the_start_shows_no_traceback(tmp_path, run, verb):
     words = [sys.executable, "-X", "importtime", "-m", "commprof", verb]

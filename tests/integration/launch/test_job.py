@@ -67,6 +67,7 @@ def on_path(monkeypatch):
 pytestmark = pytest.mark.usefixtures("on_path")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [["sub/witness.py"], ["-m", "sub.witness"]])
 def test_the_script_sees_what_plain_python_shows_it(tmp_path, words):
     write(tmp_path / "sub" / "witness.py", WITNESS)
@@ -92,6 +93,7 @@ def test_tracebacks_are_pythons_own(tmp_path):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("program", "code", "message"),
     [
@@ -186,6 +188,7 @@ def test_torchrun_around_commprof_and_inside_it(tmp_path, inside):
     assert done.stderr.count("2 ranks, 8 records, 0 dropped, 0 unseen") == 1
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_first_failing_rank_is_named_and_the_others_are_not_left_behind(tmp_path):
     program = (
@@ -199,6 +202,7 @@ def test_the_first_failing_rank_is_named_and_the_others_are_not_left_behind(tmp_
     assert "2 ranks, 4 records" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -223,6 +227,7 @@ def test_a_config_that_is_no_json_is_the_scripts_affair(tmp_path):
     assert json.loads((run_of(tmp_path) / "run.json").read_text())["config"] is None
 
 
+@pytest.mark.long
 def test_an_existing_run_is_replaced_only_by_force(tmp_path):
     write(tmp_path / "train.py", "print('started')")
     words = ["--nproc", "1", "--out", "run", "train.py"]
@@ -282,6 +287,7 @@ def test_help_is_quick_and_imports_nothing_heavy():
     assert min(times) < 1.0  # benchmarks/start_time.py holds it to 200 ms; a busy test machine may not
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_what_ddp_issues_in_cpp_is_recorded(tmp_path):
     write(
@@ -302,6 +308,7 @@ def test_what_ddp_issues_in_cpp_is_recorded(tmp_path):
     assert int(found[1]) >= 4 and int(found[2]) == 0  # each rank reduces its gradients twice
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("program", "said"),
     [

@@ -104,6 +104,7 @@ def test_the_log_of_every_rank_is_in_the_run_and_its_cost_is_said(tmp_path, scri
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "devices"), [([], ""), (["--nccl-log", "off"], "0"), (["--nccl-log", "auto"], "-1")]
 )
@@ -116,6 +117,7 @@ def test_nothing_is_set_where_there_is_no_gpu_or_the_user_does_not_want_it(tmp_p
     assert noted(tmp_path / "run")["set"] == {}
 
 
+@pytest.mark.long
 def test_a_file_of_the_users_own_is_copied_and_stays_where_it_is(tmp_path, script):
     own = tmp_path / "own"
     own.mkdir()
@@ -149,12 +151,14 @@ def test_off_leaves_the_users_file_alone(tmp_path, script):
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
+@pytest.mark.long
 def test_one_file_for_all_is_warned_of_before_it_is_too_late(tmp_path, script):
     done = commprof("run", "--nccl-log", "on", "-o", "run", script, cwd=tmp_path, NCCL_DEBUG_FILE="all.log")
     assert "warning: NCCL_DEBUG_FILE=all.log has no %p" in "\n".join(said(done))
     assert logs(tmp_path / "run") == ["all.log"]
 
 
+@pytest.mark.long
 def test_nothing_written_is_said(tmp_path):
     (tmp_path / "idle.py").write_text("")
     done = commprof("run", "--nccl-log", "on", "--nproc", "1", "-o", "run", "idle.py", cwd=tmp_path)
@@ -162,11 +166,13 @@ def test_nothing_written_is_said(tmp_path):
     assert not (tmp_path / "run" / "nccl").exists()
 
 
+@pytest.mark.long
 def test_a_launcher_of_the_users_passes_it_on(tmp_path, script):
     done = commprof("run", "--nccl-log", "on", "-o", "run", "--", sys.executable, script, cwd=tmp_path)
     assert "(50 operations)" in said(done)[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own", [None, pytest.param("%p.log", marks=pytest.mark.long)])
 def test_ranks_of_another_launcher_bring_their_files_together(tmp_path, script, own):
     words = [sys.executable, "-m", "commprof", "run", "--nccl-log", "on", "--out", "run", script]
@@ -186,6 +192,7 @@ def test_ranks_of_another_launcher_bring_their_files_together(tmp_path, script, 
     assert noted(tmp_path / "run")["written"]["operations"] == 100
 
 
+@pytest.mark.long
 def test_a_sweep_asks_in_each_of_its_runs(tmp_path, script):
     (tmp_path / "ds.json").write_text("{}")
     done = commprof(

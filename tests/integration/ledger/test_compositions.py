@@ -156,6 +156,7 @@ def recorded(name):
     return run, verify(run)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_every_byte_is_explained(name):
     verdict = recorded(name)[1]
@@ -187,6 +188,7 @@ def test_what_is_not_as_the_config_asks_is_named(name, change):
     assert verdict.disagreements or {each.steps for each in named} == {CHANGED}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.long] * (name in ("topk", "whole norms"))) for name in TRACES],

@@ -169,6 +169,7 @@ SAID = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", list(SAID))
 def test_what_gloo_lets_pass_is_named(name):
     verdict, found, dump = planted()
@@ -404,6 +405,7 @@ def two_groups(rank, world, is_async):
                 work.wait()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_async", [True, False], ids=["ends", "hangs"])
 def test_collectives_of_two_groups_in_different_orders_are_named(is_async, tmp_path):
     """gloo runs collectives of several groups beside each other: asynchronous ones do not hang there, others do."""
@@ -442,6 +444,7 @@ def stops(rank, world):
     equal_reduces()
 
 
+@pytest.mark.long
 def test_a_rank_that_stopped_earlier_is_no_difference(tmp_path):
     with hanging_ranks(tmp_path / "run", 2, stops):
         await_stillness(tmp_path / "run", 7)

@@ -97,6 +97,7 @@ def test_a_missing_message_is_named_whichever_engine_sent_it(step):
     assert (missing.kind, missing.op, missing.steps, missing.count) == ("missing", "send", str(step), 1)
 
 
+@pytest.mark.long
 def test_engines_of_different_models_cannot_be_told(tmp_path):
     run, _ = record(tmp_path / "run", 2, replicas, 1, (WIDTH, 3))
     verdict = verify(run)
@@ -121,6 +122,7 @@ def validated(rank, world, with_training_before, with_optimizer):
             engine.step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("with_training_before", [True, False])
 def test_engines_that_only_validate_are_explained(tmp_path, with_training_before, with_optimizer):
@@ -164,6 +166,7 @@ def adversaries(rank, world, widths, passes, late):
             train(discriminator)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("widths", "passes", "late"),
     [
@@ -234,6 +237,7 @@ def mode_of_the_model(rank, world):
         engine.module.train()
 
 
+@pytest.mark.long
 def test_steps_are_told_where_only_the_model_is_set_to_train(tmp_path):
     run, _ = record(tmp_path / "run", 2, mode_of_the_model)
     assert numbers(run) == [0, 1, 2, 3] and api.overview(run)["steps"] == 4
@@ -264,6 +268,7 @@ def in_turn(rank, world, folders):
         commprof.detach()
 
 
+@pytest.mark.long
 def test_a_second_recording_of_a_process_begins_with_its_own_initialisation_and_step_0(tmp_path):
     folders = [str(tmp_path / "first"), str(tmp_path / "second")]
     run_ranks(2, in_turn, folders)

@@ -112,6 +112,7 @@ def recorded(name):
     return record(Path(tempfile.mkdtemp()) / "run", world, body)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "sharded")) for name in BODIES]
 )

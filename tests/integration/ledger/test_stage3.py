@@ -128,6 +128,7 @@ MADE = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hows", MADE, ids=" and ".join)
 def test_broadcasts_of_parameters_that_are_made_within_zero_init_or_not(hows):
     run = recorded(*hows, evaluations=len(hows))
@@ -186,6 +187,7 @@ EVALUATIONS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "threshold", [None, *(pytest.param(size, marks=pytest.mark.long) for size in (0, 20))]
 )
@@ -204,6 +206,7 @@ def test_an_evaluation_before_the_order_of_modules_is_known(
     assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("threshold", [0, None])
 def test_what_a_reference_model_gathers_within_steps_is_doubted(threshold):
     """Which of two engines has sent what nothing tells: no mismatch, and not closed."""
@@ -215,6 +218,7 @@ def test_what_a_reference_model_gathers_within_steps_is_doubted(threshold):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluations", [1, 2])
 def test_a_planted_check_of_the_order_of_modules_is_named(evaluations):
     """All parameters stay gathered. Step 1 records the order (two broadcasts), and no step after the second checks any."""

@@ -286,6 +286,7 @@ def recorded(name):
     return record(Path(tempfile.mkdtemp()) / "run", world, body)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_byte_is_explained(name):
     run = recorded(name)
@@ -378,6 +379,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", PLANTED)
 def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
     between = functools.partial(planted, how=PLANTED[how])
@@ -387,6 +389,7 @@ def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
     assert "mismatch" in capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "code"), [("untagged", 1), ("an activation of another operation", 1), ("an activation", 3)]
 )

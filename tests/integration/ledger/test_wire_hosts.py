@@ -237,6 +237,7 @@ def reported(run):
     return {row["host"]: row["sent_bytes"] for row in moved}, " ".join(text.split())
 
 
+@pytest.mark.sampled("COMMPROF=1 on each host")
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_the_readings_of_every_host_cover_its_whole_run(tmp_path, launch):
     with network.hosts(HOSTS) as machines:
@@ -255,9 +256,8 @@ def test_the_readings_of_every_host_cover_its_whole_run(tmp_path, launch):
     assert "is not known: its counters" not in verdict
 
 
-@pytest.mark.parametrize(
-    "launch", [name if "run" in name else pytest.param(name, marks=pytest.mark.long) for name in LAUNCHES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_zero_stage_2_without_readings_at_steps_has_the_bytes_of_every_host(tmp_path, launch):
     config = {
         "train_micro_batch_size_per_gpu": 2,

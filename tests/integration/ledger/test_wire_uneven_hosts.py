@@ -184,6 +184,7 @@ def test_each_host_is_held_to_what_its_own_ranks_send(tmp_path):
         assert expected <= row["sent_bytes"] <= expected * (1 + TOLERANCE) + resent[number]
 
 
+@pytest.mark.long
 def test_unequal_splits_are_held_to_what_the_program_gave(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNEVEN)

@@ -297,6 +297,7 @@ def rows(verdict, purpose, when="steps"):
     return [row for row in verdict.rows if row.purpose == purpose and row.when == when]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_byte_is_explained(name):
     verdict = verify(recorded(name))
@@ -388,6 +389,7 @@ def tagged(purpose):
         dist.all_gather([torch.ones(3) for _ in range(2)], torch.ones(3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", PLANTED)
 def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
     between = functools.partial(planted, how=PLANTED[how])

@@ -116,6 +116,7 @@ def test_real_lines_are_whole_where_a_strict_reader_finds_them_whole():
     assert outcome["whole"] == sum(bool(read_strictly(printable(line))) for line in lines) > 30
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_lines(generated, seed):
     text = mutate([*corpus(), *generated], 5_000, seed)
@@ -132,6 +133,7 @@ def test_a_million_damaged_lines(generated, seed):
     check(text, parse(text))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_each_kind_of_damage_by_itself(generated, mutation):
     rng = random.Random(mutation.__name__)

@@ -220,6 +220,7 @@ def test_of_a_program_without_a_config_links_can_change(ddp):
     assert refused.returncode != 0 and "DistributedDataParallel" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_sweep_shows_predicted_beside_measured(zero):
     folder = zero.parent
     # The program notes whether the predictions were there before it started.

@@ -103,6 +103,7 @@ def test_plain_api_synchronous_and_asynchronous(tmp_path):
     assert run.health.state == "complete" and run.health.notes == ()
 
 
+@pytest.mark.long
 def test_names_imported_before_attach_are_seen(tmp_path):
     from torch.distributed import all_gather, all_reduce, barrier
 
@@ -242,6 +243,7 @@ def test_the_wait_for_a_coalescing_block_is_not_that_of_a_call_whose_handle_is_g
     assert waits == {None} and len(rows) >= 51
 
 
+@pytest.mark.long
 def test_object_collectives_are_the_tensor_collectives_they_are_made_of(tmp_path):
     def body(rank, world):
         dist.all_gather_object([None] * world, {"rank": rank})
@@ -310,6 +312,7 @@ def test_barriers(tmp_path):
     assert run.health.unseen == 0  # gloo counts a monitored_barrier as its messages
 
 
+@pytest.mark.long
 def test_threads_keep_their_names_and_share_no_record(tmp_path):
     def body(rank, world):
         groups = [dist.new_group(list(range(world))) for _ in range(2)]
@@ -355,6 +358,7 @@ class _Scaled(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.long
 def test_hooks_autograd_functions_and_grad_modes(tmp_path):
     def body(rank, world):
         x = ones(4).requires_grad_()
@@ -382,6 +386,7 @@ def test_hooks_autograd_functions_and_grad_modes(tmp_path):
         assert len(outcomes[rank]["flights"]) == 7
 
 
+@pytest.mark.long
 def test_methods_called_directly_on_a_group_in_every_form(tmp_path):
     def body(rank, world):
         pg = dist.group.WORLD
@@ -431,6 +436,7 @@ def test_a_call_that_raises_raises_the_same_and_is_marked(tmp_path):
     assert "invalid root rank: 9" in outcomes[0]["result"]
 
 
+@pytest.mark.long
 def test_tags_steps_phases_and_metrics_stand_in_the_tables(tmp_path):
     def body(rank, world):
         import commprof

@@ -102,6 +102,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_every_collective_says_why(tmp_path, when):
     run, outcomes = go(tmp_path, when)
@@ -131,6 +132,7 @@ def test_every_collective_says_why(tmp_path, when):
     assert all(outcome["still_wrapped"] == [] and not outcome["listening"] for outcome in outcomes)
 
 
+@pytest.mark.long
 def test_flat_groups_that_are_longer_than_their_parameters_have_padding(tmp_path):
     run, _ = go(tmp_path)
     rows = run.table("collectives").to_pylist()
@@ -150,6 +152,7 @@ def test_results_and_exceptions_are_those_without_a_recorder(tmp_path):
     assert recorded[0]["document"] == "Docstring of backward."
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("version", ["0.13.5", "0.20.0", "1.0"])
 def test_another_version_is_recorded_without_purposes_and_told_of_once(tmp_path, version, capfd):
     run, _ = go(tmp_path, version=version)
@@ -162,6 +165,7 @@ def test_another_version_is_recorded_without_purposes_and_told_of_once(tmp_path,
     assert [note for note in run.health.notes if line in note and "ranks 0, 1: " in note]
 
 
+@pytest.mark.long
 def test_a_method_that_is_gone_costs_its_purpose_only_and_is_named(tmp_path):
     run, _ = go(tmp_path, without="has_overflow")
     gone = [note for note in run.health.notes if "has_overflow" in note and "1 of the methods" in note]
@@ -172,6 +176,7 @@ def test_a_method_that_is_gone_costs_its_purpose_only_and_is_named(tmp_path):
     ] == said(run)
 
 
+@pytest.mark.long
 def test_a_version_that_never_had_a_method_does_not_miss_it(tmp_path):
     run, _ = go(tmp_path, version="0.14.0", without="_muon_all_gather_partitions")
     assert run.health.notes == ()
@@ -200,6 +205,7 @@ def validate_between(rank, world, package, run):
     commprof.detach()
 
 
+@pytest.mark.long
 def test_a_step_is_told_where_only_the_model_is_set_to_train(tmp_path):
     from commprof.trace.reader import open_run
 

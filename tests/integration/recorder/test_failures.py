@@ -51,6 +51,7 @@ while True:
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attempt", range(2))
 def test_sigkill_at_any_moment_loses_nothing_that_was_issued(tmp_path, attempt):
     from commprof.trace.finaliser import finalise
@@ -177,6 +178,7 @@ def refuse_to_reserve(number):
     return reserve
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
 def test_a_file_system_that_cannot_reserve_is_written_through(tmp_path, monkeypatch, number):
     monkeypatch.setattr(os, "posix_fallocate", refuse_to_reserve(number))
@@ -186,6 +188,7 @@ def test_a_file_system_that_cannot_reserve_is_written_through(tmp_path, monkeypa
     assert all(wait is not None for wait in calls(run, 0, "wait_end_ns"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_no_room_from_the_beginning(tmp_path, monkeypatch, capfd, number):
     monkeypatch.setattr(os, "posix_fallocate", refuse_to_reserve(number))
@@ -408,6 +411,7 @@ if sys.argv[1] == "rank":
 """
 
 
+@pytest.mark.long
 def test_armed_processes_record_once_they_are_ranks(tmp_path):
     from commprof.trace.reader import open_run
 
@@ -440,6 +444,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_ranks_that_the_program_itself_starts(tmp_path, method):
     from commprof.trace.reader import open_run
@@ -488,6 +493,7 @@ def test_a_data_loader_s_worker_is_no_rank(tmp_path):
     assert len(run.manifest.ranks) == 1
 
 
+@pytest.mark.long
 def test_ranks_of_one_launcher_share_a_directory_by_default(tmp_path):
     from commprof.trace.directory import find_runs
     from commprof.trace.reader import open_run

@@ -174,6 +174,7 @@ def switched_off(rank: int, world: int) -> None:
     dist.all_reduce(ones(1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -70,6 +70,7 @@ def tensor_parallel(rank, world, way):
     next(iter(model.parameters())).full_tensor()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["whole", "parts"])
 def test_tensor_parallel_training_is_told_by_its_phases(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, tensor_parallel, way)

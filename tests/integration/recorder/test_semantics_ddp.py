@@ -82,6 +82,7 @@ def test_the_buckets_of_the_first_step_and_those_that_are_built_anew(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_unused_parameters_are_agreed_on_after_the_buckets(tmp_path):
     _, rows = said(tmp_path, steps=2, bucket_cap_mb=SMALL, find_unused_parameters=True)
     # Filled in forward order (64, closed; 8 + 8 + 1), sent from the last to the first, and never built anew.
@@ -93,6 +94,7 @@ def test_unused_parameters_are_agreed_on_after_the_buckets(tmp_path):
     assert rows == [(number, 0, *row) for number in (0, 1) for row in step]
 
 
+@pytest.mark.long
 def test_a_static_graph_sends_its_first_buckets_at_the_end(tmp_path):
     _, rows = said(tmp_path, steps=3, static_graph=True, gradient_as_bucket_view=True)
     reduced = [row for row in rows if row[4] == "gradient_reduce"]
@@ -107,6 +109,7 @@ def test_accumulated_gradients_are_sent_with_the_last_micro_batch(tmp_path):
     assert [row["micro_steps"] for row in run.table("steps").to_pylist()] == [3] * 4
 
 
+@pytest.mark.long
 def test_buffers_are_broadcast_in_every_forward_pass(tmp_path):
     _, rows = said(tmp_path, steps=1, batch_norm=True)
     # running_mean and running_var in one message, num_batches_tracked in another.
@@ -135,6 +138,7 @@ def two_models(rank, world, shared_size):
         steps[1].step()
 
 
+@pytest.mark.long
 def test_the_buckets_of_two_models_are_told_apart(tmp_path):
     run, _ = record(tmp_path / "run", 2, two_models, False)
     reduced = [
@@ -150,6 +154,7 @@ def test_the_buckets_of_two_models_are_told_apart(tmp_path):
     assert names == {"Linear0.weight", "Linear0.bias", "Linear1.weight", "Linear1.bias"}
 
 
+@pytest.mark.long
 def test_where_two_models_could_have_sent_it_only_the_purpose_is_said(tmp_path):
     run, _ = record(tmp_path / "run", 2, two_models, True)
     reduced = [r for r in calls(run, 0, "purpose", "bucket", "parameters") if r[0] == "gradient_reduce"]
@@ -165,6 +170,7 @@ def uneven(rank, world):
             optimizer.step()
 
 
+@pytest.mark.long
 def test_a_rank_without_data_reduces_for_those_that_have_some(tmp_path):
     run, _ = record(tmp_path / "run", 2, uneven)
     purposes = [[p for p in calls(run, rank, "purpose") if p == "gradient_reduce"] for rank in (0, 1)]
@@ -172,6 +178,7 @@ def test_a_rank_without_data_reduces_for_those_that_have_some(tmp_path):
     assert None not in calls(run, 1, "purpose")
 
 
+@pytest.mark.long
 def test_nothing_stays_on_the_model_or_in_torch(tmp_path):
     def body(rank, world):
         import commprof

@@ -68,6 +68,7 @@ def plain(rank, world):
     dist.barrier()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", [(plain,), (beside_its_base, plain)], ids=["alone", "beside its base"])
 def test_each_collective_is_in_the_phase_that_issued_it(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, *way)
@@ -104,6 +105,7 @@ def gan(rank, world):
         of_generator.step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", [(gan,), (beside_its_base, gan)], ids=["alone", "beside its base"])
 def test_two_optimizers_end_a_step_together_from_the_first_on(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, *way)
@@ -161,6 +163,7 @@ def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", [(failing,), (beside_its_base, failing)], ids=["alone", "beside its base"])
 def test_a_pass_that_raises_ends_its_phase(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, *way)
@@ -219,6 +222,7 @@ def named(rank, world, what):
             dist.barrier()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("what", "steps", "last"),
     [("steps", (10, 11), []), ("phases", (0, 1), []), ("checkpoint", (0, 1), ["checkpoint"])],
@@ -268,6 +272,7 @@ def recorded_twice(rank, world, second):
     commprof.detach()
 
 
+@pytest.mark.long
 def test_a_second_recording_begins_anew(tmp_path):
     from commprof.trace.reader import open_run
 
@@ -367,6 +372,7 @@ def compiled(rank, world, kind):
     return counter.frame_count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["in place", "wrapped"])
 def test_compiled_modules_are_compiled_once_and_warn_of_nothing(tmp_path, kind):
     run, outcomes = record(tmp_path / "run", 2, compiled, kind)

@@ -55,6 +55,7 @@ def single(rank, world):
     group.alltoall_base(output, given, got, input_split_sizes=sent).wait()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_single_tensor_is_recorded_with_the_splits_that_the_program_gave(tmp_path, world, complete):
@@ -84,6 +85,7 @@ def functional_calls(rank, world):
     compiled(tensor)
 
 
+@pytest.mark.long
 def test_functional_and_compiled_exchanges_are_recorded_with_their_splits(tmp_path):
     run, _ = record(tmp_path / "run", 2, functional_calls)
     for rank in range(2):
@@ -108,6 +110,7 @@ def equal(rank, world):
     dist.all_reduce(given)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 def test_equal_parts_have_no_splits(tmp_path, complete):
     run, _ = record(tmp_path / "run", 2, equal, complete=complete)
@@ -121,6 +124,7 @@ def lists(rank, world):
     dist.reduce_scatter(torch.empty(sizes[rank]), [torch.ones(size) for size in sizes])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 def test_an_uneven_list_is_recorded_with_the_bytes_of_each_rank(tmp_path, complete):
     run, _ = record(tmp_path / "run", 3, lists, complete=complete)
@@ -197,6 +201,7 @@ def shape_text(shape):
     return "x".join(map(str, shape))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 def test_splits_that_never_repeat_are_recorded_as_they_were(tmp_path, complete):
     run, outcomes = record(tmp_path / "run", 3, never_the_same, 120, complete=complete)
@@ -243,6 +248,7 @@ def test_splits_that_never_repeat_are_recorded_as_they_were(tmp_path, complete):
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "world", "count"),
     [
@@ -276,6 +282,7 @@ def remembered(rank, world):
     return len(journal._interned), len(journal.once or ()), journal._next_id
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"max_bytes": 100_000_000}], ids=["", "within a size"])
 def test_splits_that_never_repeat_stay_out_of_memory(tmp_path, options):
     run, outcomes = record(tmp_path / "run", 2, remembered, **options)
@@ -294,6 +301,7 @@ def test_splits_that_are_not_read_are_not_taken_for_equal(tmp_path):
     assert [row["input_splits"] for row in run.table("collectives").to_pylist()] == ["?", "?"]
 
 
+@pytest.mark.long
 def test_the_parts_of_an_exchange_follow_from_the_records_of_its_ranks(tmp_path):
     run, _ = record(tmp_path / "run", 4, exchange)
     rows = [of_rank(run, rank)[0] for rank in range(4)]
@@ -302,6 +310,7 @@ def test_the_parts_of_an_exchange_follow_from_the_records_of_its_ranks(tmp_path)
     assert parts == tuple(tuple(12 * count for count in row) for row in rows_between(4))
 
 
+@pytest.mark.long
 def test_the_host_of_each_rank_is_recorded_with_its_groups(tmp_path):
     import socket
 

@@ -36,7 +36,7 @@ def expected_total() -> float:
     return float(sum(64 * sum(rank + number for rank in range(WORLD)) for number in range(COUNT)))
 
 
-@pytest.fixture(scope="module", params=[0.02, 0.05])
+@pytest.fixture(scope="module", params=[pytest.param(0.02, marks=pytest.mark.long), 0.05])
 def delayed(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("late") / "run"
     run, outcomes = record(path, WORLD, late_rank, request.param)

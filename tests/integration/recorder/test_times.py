@@ -145,6 +145,7 @@ def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path)
         assert spent[delay] == sum(row["exposed_ns"] for row in rows[0] if row["bucket"] == delay)
 
 
+@pytest.mark.sampled("15")
 @pytest.mark.parametrize("work_ms", [0, 15])
 @in_one_of_a_few_tries
 def test_work_beside_an_asynchronous_call_hides_it(tmp_path, work_ms):
@@ -170,6 +171,7 @@ def test_work_beside_an_asynchronous_call_hides_it(tmp_path, work_ms):
     within(-1, worked - row["overlapped_at_most_ns"], len(own) * BETWEEN_CLOCKS_NS)
 
 
+@pytest.mark.long
 def test_bytes_are_the_same_however_late(tmp_path):
     runs = [
         record(tmp_path / name, 2, body, *args)[0]
@@ -281,6 +283,7 @@ def unsampled(rank, world):
     return handle is not None
 
 
+@pytest.mark.long
 def test_nothing_is_asked_where_it_is_switched_off_and_an_unwaited_call_has_no_time(tmp_path):
     run, _ = record(tmp_path / "run", 2, unsampled, completion_every=0)
     assert set(calls(run, 0, "device_end_ns")) == {None}
@@ -334,6 +337,7 @@ DDP_LATE_NS = 60_000_000
 DDP_STEPS = 4
 
 
+@pytest.mark.sampled("plain")
 @pytest.mark.parametrize("kind", ["view", "plain", "static", "unused", "hook", "buffers"])
 @in_one_of_a_few_tries
 def test_what_ddp_waits_in_cpp_has_bounds(tmp_path, kind):
@@ -362,6 +366,7 @@ def test_what_ddp_waits_in_cpp_has_bounds(tmp_path, kind):
     assert (inside["exposed_low_ns"] <= inside["exposed_high_ns"]).all()
 
 
+@pytest.mark.long
 def test_of_some_calls_of_ddp_the_end_is_sampled(tmp_path):
     run, _ = record(tmp_path / "run", 2, distributed_data_parallel, "plain", 15)
     rows = [row for row in run.table("collectives").to_pylist() if row["layer"] == "c10d"]

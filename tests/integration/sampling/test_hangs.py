@@ -61,6 +61,7 @@ def test_a_rank_that_sleeps_in_python_is_named_with_its_place(tmp_path):
     assert "ranks 0, 2, 3, main thread, by py-spy" in text  # the same stack is printed once
 
 
+@pytest.mark.long
 def test_the_dump_as_json_says_the_same(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 2, one_rank_sleeps) as pids:
@@ -114,6 +115,7 @@ def nobody_sleeps(rank, world):
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_named_and_stays_stopped(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 3, nobody_sleeps) as pids:
@@ -143,6 +145,7 @@ def send_without_recv(rank, world):
         load_batch()
 
 
+@pytest.mark.long
 def test_a_send_that_nobody_receives(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 2, send_without_recv):
@@ -184,6 +187,7 @@ def subgroup_hangs(rank, world):
     all_reduces(1)
 
 
+@pytest.mark.long
 def test_in_a_chain_of_waits_the_first_cause_is_named(tmp_path):
     """Ranks 2 and 3 wait for rank 0, which itself waits in a group of two for rank 1."""
     run = tmp_path / "run"
@@ -210,6 +214,7 @@ def waits_for_a_handle(rank, world):
     handles[0].wait()
 
 
+@pytest.mark.long
 def test_an_asynchronous_collective_counts_from_its_wait_on(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 2, waits_for_a_handle):
@@ -235,6 +240,7 @@ def test_a_long_calculation_is_no_hang(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_job_that_goes_on_is_said_to_move(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 2, nobody_sleeps):
@@ -246,6 +252,7 @@ def test_a_job_that_goes_on_is_said_to_move(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_stacks_by_faulthandler_where_nothing_may_look_in(tmp_path, monkeypatch):
     run = tmp_path / "run"
     monkeypatch.setenv("COMMPROF_STACKS", "faulthandler")
@@ -283,6 +290,7 @@ def run_without_ptrace(*command):
     return subprocess.run([*dropping, *command], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_the_end_of_a_killed_run_is_told_without_stacks(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 3, one_rank_sleeps):
@@ -357,6 +365,7 @@ def sends_from_a_thread(rank, world):
     sender.join()
 
 
+@pytest.mark.sampled("py-spy")
 @pytest.mark.parametrize("by", ["py-spy", "faulthandler"])
 def test_the_thread_that_issues_is_the_one_that_is_looked_at(tmp_path, monkeypatch, by):
     monkeypatch.setenv("COMMPROF_STACKS", by)

@@ -23,6 +23,7 @@ def everybody_calculates(rank, world):
     load_batch()
 
 
+@pytest.mark.long
 def test_the_watchdog_makes_one_dump_for_each_hang_and_lets_the_job_go_on(tmp_path):
     run, said = tmp_path / "run", []
     with hanging_ranks(run, 2, sleeps_twice, str(tmp_path)) as pids:

@@ -136,6 +136,7 @@ def names_of(file: str) -> list[str]:
     return [name, *([f"rank {rank[1]}"] if rank and not file.startswith("collectives") else [])]
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "name", "damage"), CASES)
 def test_a_damaged_file_is_named_and_kept(copied, bases, whole_answers, capsys, kind, name, damage):
@@ -183,6 +184,7 @@ def newer_duckdb(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "damage",
     [newer_duckdb, damaged_files.random_bytes, damaged_files.truncated, damaged_files.directory_instead],
@@ -230,6 +232,7 @@ def with_value(name: str, value: str):
     return change
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("file", ["steps.parquet", "collectives/rank-00001-0-4000001.parquet"])
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -295,6 +298,7 @@ def test_a_manifest_of_a_later_commprof_with_the_same_schema_is_read(copied, cap
     assert "schema version 99 by commprof 9.9" in said and said.count("\n") == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("suffix", ["records", "events"])
 def test_a_file_that_was_cut_off_leaves_the_ledger_open(copied, capsys, suffix):
     run = copied("unfinalised")

@@ -6,6 +6,7 @@ in the steps after it saved them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -98,15 +99,16 @@ def counts_in_numbers(name):
     return optimizer["type"] == "AdamW" and not optimizer["params"].get("torch_adam")
 
 
-@pytest.fixture(scope="module")
-def resumed():
-    return run_ranks(cases.WORLD, go_on, TRAININGS, timeout=280)
+@functools.cache
+def resumed(names):
+    return run_ranks(cases.WORLD, go_on, names, timeout=280)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TRAININGS)
-def test_training_goes_on_with_deepspeeds_own_losses(resumed, name):
+def test_training_goes_on_with_deepspeeds_own_losses(cases_that_run, name):
     case, told = cases.CASES[source(name)], expected(name)
-    for rank, mine in enumerate(each[name] for each in resumed):
+    for rank, mine in enumerate(each[name] for each in resumed(cases_that_run)):
         theirs = told["ranks"][rank]
         after = theirs.get("resumed", theirs["after"])
         counters = theirs["counters"]
@@ -130,6 +132,7 @@ def test_training_goes_on_with_deepspeeds_own_losses(resumed, name):
             assert mine["scales"] == after["scales"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 1), (3, 3), (3, 2)])
 def test_it_loads_at_any_stage_and_world_size(stage, world):
     """The first loss after loading is a function of the weights alone, and is the same everywhere."""
@@ -165,6 +168,7 @@ def weights_only(rank, world, stage):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_export_of_the_weights_loads_as_weights(stage):
     for rank, found in enumerate(run_ranks(cases.WORLD, weights_only, stage)):

@@ -91,6 +91,7 @@ def test_a_batch_of_16_on_three_ranks():
         run_ranks(3, run_program, "deepspeed_minimal.py", [])
 
 
+@pytest.mark.long
 def test_offload(tmp_path):
     done, traffic = recorded(tmp_path, "deepspeed_offload.py", "--complete", "--nvme-path", "files")
     assert done.returncode == 0, done.stderr
@@ -105,6 +106,7 @@ def test_offload(tmp_path):
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["deepspeed_offload.py", "deepspeed_activation_checkpointing.py"])
 def test_what_float32_inputs_and_a_missing_optimizer_come_to(tmp_path, name):
     with pytest.raises(RankError) as raised:
@@ -119,6 +121,7 @@ def test_what_float32_inputs_and_a_missing_optimizer_come_to(tmp_path, name):
     assert "name an optimizer in the config, or pass one to initialize" in str(raised.value)
 
 
+@pytest.mark.long
 def test_what_a_program_that_cannot_train_ends_in(tmp_path):
     done, traffic = recorded(tmp_path, "deepspeed_offload.py", "--nvme-path", "files")
     assert done.returncode == 2 and losses(done.stdout) == []
@@ -167,6 +170,7 @@ def test_activation_checkpoints(tmp_path):
     assert "activation_checkpointing.partition_activations: there is no model-parallel group" in done.stderr
 
 
+@pytest.mark.long
 def test_checkpoints_change_no_loss(tmp_path):
     plain, checkpointed = (
         run_ranks(1, run_program, "deepspeed_activation_checkpointing.py", ["--complete", *words])[0]
@@ -202,6 +206,7 @@ def test_the_runtime_takes_the_config_of_175_billion_parameters():
     assert config.effective()["fp16"]["loss_scale"] == 0
 
 
+@pytest.mark.long
 def test_classic_keys(tmp_path):
     done, traffic = recorded(tmp_path, "deepspeed_classic_keys.py")
     assert done.returncode == 0, done.stderr

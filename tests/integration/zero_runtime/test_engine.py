@@ -434,6 +434,7 @@ def test_the_backend_of_the_device_is_known_however_the_group_was_made():
     assert [backend for backend, _ in found] == ["gloo"] * 3
 
 
+@pytest.mark.long
 def test_without_a_launcher_the_process_is_the_only_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -457,5 +457,6 @@ def disagree(rank, world):
             made(torch.ones(2, 3))
 
 
+@pytest.mark.long
 def test_ranks_that_run_their_modules_in_different_orders():
     run_ranks(2, disagree, timeout=60)  # ranks of their own, since messages are left over

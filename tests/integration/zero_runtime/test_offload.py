@@ -132,6 +132,7 @@ def compare(rank, world, path, cases):
     return found, files_below(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("half", [0, 1])
 def test_losses_and_weights_are_those_without_offload(tmp_path, half):
     cases = dict(list(CASES.items())[half::2])
@@ -215,6 +216,7 @@ def look(rank, world, path, stage):
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [2, 3])
 def test_scripts_see_and_change_what_is_in_files(tmp_path, stage):
     for plain, filed in run_ranks(2, look, tmp_path, stage):

@@ -148,10 +148,7 @@ def in_ways(rank, world, folder, names):
     return found
 
 
-SHORT = (
-    *("tight", "bf16", "2 micro-batches, clipped", "small parameters persistent", "second slices"),
-    *("optimizer in files", "made in slices"),
-)
+SHORT = ("tight", "bf16", "small parameters persistent")
 OTHERS = [name for name in SETTINGS if name not in SHORT]
 
 

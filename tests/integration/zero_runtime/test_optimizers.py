@@ -90,6 +90,7 @@ def test_every_optimizer_trains_alike_at_every_stage_and_world_size():
                     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 def test_a_checkpoint_goes_on_at_any_stage_and_world_size(name, tmp_path):
     optimizer = OPTIMIZERS[name]
@@ -112,6 +113,7 @@ def muon_refused(rank, world, zero, top):
     return ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("zero", "top", "words"),
     [
@@ -163,6 +165,7 @@ def lamb_messages(rank, world, stage):
     return [(call.method, call.numel_in, call.dtype) for call in log.calls if call.phase == "step"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_lamb_sends_two_numbers_for_each_parameter(stage):
     tensors = len(list(make_model("mlp").parameters()))
@@ -177,6 +180,7 @@ def schedule_rates(rank, world, stage):
     return json.loads(json.dumps(rates))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_schedule_drives_rate_and_momentum(stage):
     for rates in run_ranks(2, schedule_rates, stage):
@@ -220,6 +224,7 @@ def _gradient(engine, number, parameter):
     return torch.cat([piece.flatten() for piece in pieces]) if number == 0 else None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_without_an_optimizer_every_rank_has_the_mean_gradients(stage, accumulation):

@@ -80,6 +80,7 @@ def backward_of_a_late_peer(rank, world, folder, zero, patience):
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_backward_does_not_wait_for_a_late_peer(tmp_path, stage, reduction):
@@ -87,6 +88,7 @@ def test_backward_does_not_wait_for_a_late_peer(tmp_path, stage, reduction):
     assert run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reduction", ["multi_rank_all_reduce", "reduce_scatter"])
 def test_without_overlap_backward_waits_for_a_late_peer(tmp_path, reduction):
     zero = {"gradient_reduction": reduction, "overlap_comm": False}
@@ -224,6 +226,7 @@ def step_of_a_late_peer(rank, world, folder, overlap, patience):
     return seen, {name: value.tolist() for name, value in engine.module_state_dict().items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_waits_for_the_others_parameters_unless_they_may_come_later(tmp_path, overlap):
     patience = LONG_PATIENCE if overlap else PATIENCE
@@ -319,6 +322,7 @@ def train_tied_all(rank, world, zero):
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", GATHERS, ids=["whole", "chunks", "parts"])
 def test_parameters_that_come_late_are_waited_for_wherever_they_are_read(zero):
     for plain, unread, *read in run_ranks(2, train_tied_all, zero):

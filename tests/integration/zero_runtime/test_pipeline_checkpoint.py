@@ -83,6 +83,7 @@ def _load(rank, world, directory, stages, stage, tied, chunks=1):
     return train(engine, range(3, 5))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("saved", "loaded", "tied"),
     [
@@ -100,6 +101,7 @@ def test_training_goes_on_with_any_number_of_stages(tmp_path, saved, loaded, tie
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
 def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
     """Each of as many stages as saved it has other layers."""
@@ -108,6 +110,7 @@ def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
 
 
+@pytest.mark.long
 def test_what_loading_sends_is_explained(tmp_path):
     """Tied parameters are made equal once each stage has read its own."""
     run_ranks(1, _save, tmp_path / "saved", 1, 1, True)
@@ -116,6 +119,7 @@ def test_what_loading_sends_is_explained(tmp_path):
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
 
 
+@pytest.mark.long
 def test_replicas_and_stages(tmp_path):
     wanted = run_ranks(4, _save, tmp_path, 2, 1, True)
     found = run_ranks(4, _load, tmp_path, 4, 0, True)

@@ -41,7 +41,7 @@ CALLERS = (
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCRIPTS = {"std", "eval_forward", "unused", "reentrant", "nonreentrant"}
-SHORT_COUNT = 28
+SHORT_COUNT = 8
 
 
 def script(case):

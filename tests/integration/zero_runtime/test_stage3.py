@@ -292,6 +292,7 @@ STORIES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_two_ranks(story):
     run_ranks(2, lambda rank, world: story(rank, world), timeout=60)
@@ -343,6 +344,7 @@ def four_ranks(rank: int, world: int) -> list[tuple[tuple[int, int], ...]]:
     return found
 
 
+@pytest.mark.long
 def test_four_ranks_send_what_was_measured():
     wanted = [tuple(each[2:]) for each in MEASURED]
     assert run_ranks(4, four_ranks, timeout=120) == [wanted] * 4
@@ -392,6 +394,7 @@ def adapted(rank, world):
         engine.step()
 
 
+@pytest.mark.long
 def test_a_module_that_reads_a_parameter_of_its_child_does_not_change_the_order_of_modules(tmp_path):
     run, _ = record(tmp_path / "run", 2, adapted)
     # The order is recorded in step 0, and compared among the ranks in step 1.

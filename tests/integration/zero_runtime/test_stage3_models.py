@@ -32,8 +32,8 @@ NAMES = {
 
 
 @functools.cache
-def outcomes():
-    return run_ranks(2, lambda rank, world: {name: train(CASES[name], rank) for name in CASES}, timeout=200)
+def outcomes(names):
+    return run_ranks(2, lambda rank, world: {name: train(CASES[name], rank) for name in names}, timeout=200)
 
 
 def train(case, rank):
@@ -71,9 +71,10 @@ def train(case, rank):
     return losses, {name: ", ".join(messages) for name, messages in phases.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
-def test_model(name):
-    for rank, each in enumerate(outcomes()):
+def test_model(cases_that_run, name):
+    for rank, each in enumerate(outcomes(cases_that_run)):
         losses, phases = each[name]
         assert phases == CASES[name]["calls"]
         torch.testing.assert_close(losses, CASES[name]["losses"][rank], rtol=1e-6, atol=0.0)

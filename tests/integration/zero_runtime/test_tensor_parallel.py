@@ -51,6 +51,7 @@ def _plan(sequence: bool = False) -> dict:
 LONG = ((0, True), (2, False), (3, False))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "sequence"),
     [
@@ -67,6 +68,7 @@ def test_two_slices_and_two_replicas_train_as_one_process_does(alone, stage, seq
         assert stage == 0 or own == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_train_as_one_process_does(alone, precision):
     more = {precision: {"enabled": True}}
@@ -204,6 +206,7 @@ def _with_groups(rank: int, world: int, kind: str):
     return training.train(rank, world, given, mpu=mpu, made=made)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["grid", "object"])
 def test_groups_of_the_script(alone, kind):
     expected, norm = alone(1)
@@ -233,6 +236,7 @@ def _refused(rank: int, world: int, folder: str, made):
     return str(refusal.value)
 
 
+@pytest.mark.long
 def test_checkpoints_keep_each_part(tmp_path, alone):
     for wanted, found in run_ranks(4, _saved_and_loaded, str(tmp_path)):
         assert found == wanted
@@ -280,6 +284,7 @@ CROSSINGS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * ("stage 3" in name)) for name in CROSSINGS]
 )

@@ -33,6 +33,7 @@ def run(tmp_path, text, **environment):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -78,6 +79,7 @@ def of_two_ranks(tmp_path, text, **variables):
     return commprof(*words, cwd=tmp_path, env=environment(**variables))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("text", "said", "line"),
     [

@@ -1,0 +1,48 @@
+"""Which cases of a sampled family `make test` runs; the others are part of the long sets.
+
+A family is the cases of one parametrized test that has the marker ``sampled``. The rule depends on the names of the cases
+only, so that every machine runs the same ones:
+
+1. each case whose name is an argument of the marker, for example one that found a defect;
+2. with ``one_in=N``, each case whose CRC-32 is a multiple of N;
+3. further cases, until every word that two or more cases share in their names (a stage, a framework, a reduction) is in
+   the name of a case that runs.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from zlib import crc32
+
+import pytest
+
+
+def mark_long(items: Iterable[pytest.Item]) -> None:
+    """Adds the marker ``long`` to each case of a sampled family that is not in its sample."""
+    families: defaultdict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
+            family, _, case = item.nodeid.partition("[")
+            families[family][case.removesuffix("]")] = item
+    for cases in families.values():
+        marker = next(iter(cases.values())).get_closest_marker("sampled")
+        for case in set(cases) - sample(cases, cases.keys() & marker.args, **marker.kwargs):
+            cases[case].add_marker(pytest.mark.long)
+
+
+def sample(cases: Iterable[str], always: Iterable[str] = (), one_in: int | None = None) -> set[str]:
+    """The names of the cases that `make test` runs."""
+    words = {
+        case: set(re.findall(r"\w+", case))
+        for case in sorted(cases, key=lambda case: (crc32(case.encode()), case))
+    }
+    chosen = set(always) | {case for case in words if one_in and crc32(case.encode()) % one_in == 0}
+    occurrences = Counter(word for of_case in words.values() for word in of_case)
+    missing = {word for word, count in occurrences.items() if count > 1}.difference(
+        *(words[case] for case in chosen)
+    )
+    while missing or not chosen:
+        most = max(words, key=lambda case: len(words[case] & missing))
+        chosen.add(most)
+        missing -= words[most]
+    return chosen
