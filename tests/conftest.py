@@ -19,9 +19,17 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What is generated is tried at whatever pace a loaded machine has: no test depends on time.
-settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any pace")
+
+def pytest_configure(config: pytest.Config) -> None:
+    sample.set_share(config)
+    # What is generated is tried at whatever pace a loaded machine has: no test depends on time.
+    settings.register_profile(
+        "any pace",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=sample.examples(sample.EXAMPLES),
+    )
+    settings.load_profile("any pace")
 
 
 @pytest.fixture(scope="module")

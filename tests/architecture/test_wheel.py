@@ -101,6 +101,7 @@ def test_the_compiled_parts_travel_where_they_were_built(wheel, wheel_names):
     assert not wheel.filename.endswith("-none-any.whl")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "compiler",
     ["no-such-compiler", "true", "false", 'cc "unbalanced', r"sh -c 'printf \\377 >&2; exit 1'"],
@@ -116,6 +117,7 @@ def test_without_a_compiler_the_wheel_is_one_for_all_and_says_so(sources, tmp_pa
     assert not [name for name in zipfile.ZipFile(file).namelist() if name.endswith(".so")]
 
 
+@pytest.mark.long
 def test_a_part_that_fails_to_compile_takes_the_others_with_it(sources, tmp_path):
     """All or none: the parts call each other."""
     copy = tmp_path / "sources"

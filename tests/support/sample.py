@@ -1,12 +1,14 @@
 """Which cases of a sampled family `make test` runs; the others are part of the long sets.
 
-A family is the cases of one parametrized test that has the marker ``sampled``. The rule depends on the names of the cases
-only, so that every machine runs the same ones:
+A family is the cases of one parametrized test that has the marker ``sampled``. The rule depends on the names of the test
+and its cases only, so that every machine runs the same ones:
 
 1. each case whose name is an argument of the marker, for example one that found a defect;
-2. with ``one_in=N``, each case whose CRC-32 is a multiple of N;
+2. with ``one_in=N``, each case whose CRC-32 (of both names) is a multiple of N;
 3. further cases, until every word that two or more cases share in their names (a stage, a framework, a reduction) is in
    the name of a case that runs.
+
+A property-based test tries a fifth of its examples in `make test`: `examples`.
 """
 
 import re
@@ -16,6 +18,20 @@ from zlib import crc32
 
 import pytest
 
+EXAMPLES = 100  # of a property-based test that does not say how many
+_share = 1
+
+
+def set_share(config: pytest.Config) -> None:
+    """Where the long sets are left out, property-based tests try a fifth of their examples."""
+    global _share
+    _share = 5 if "not long" in config.option.markexpr else 1
+
+
+def examples(count: int) -> int:
+    """How many of ``count`` examples a property-based test tries: all of them with the long sets, or a fifth."""
+    return -(-count // _share)
+
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
     """Adds the marker ``long`` to each case of a sampled family that is not in its sample."""
@@ -24,19 +40,24 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
             family, _, case = item.nodeid.partition("[")
             families[family][case.removesuffix("]")] = item
-    for cases in families.values():
+    for family, cases in families.items():
         marker = next(iter(cases.values())).get_closest_marker("sampled")
-        for case in set(cases) - sample(cases, cases.keys() & marker.args, **marker.kwargs):
+        for case in set(cases) - sample(family, cases, cases.keys() & marker.args, **marker.kwargs):
             cases[case].add_marker(pytest.mark.long)
 
 
-def sample(cases: Iterable[str], always: Iterable[str] = (), one_in: int | None = None) -> set[str]:
-    """The names of the cases that `make test` runs."""
+def sample(
+    family: str, cases: Iterable[str], always: Iterable[str] = (), one_in: int | None = None
+) -> set[str]:
+    """The names of the ``cases`` of ``family`` that `make test` runs.
+
+    The name of the family counts, so that of two tests with the same cases each runs others.
+    """
+    codes = {case: crc32(f"{family}[{case}]".encode()) for case in cases}
     words = {
-        case: set(re.findall(r"\w+", case))
-        for case in sorted(cases, key=lambda case: (crc32(case.encode()), case))
+        case: set(re.findall(r"\w+", case)) for case in sorted(codes, key=lambda case: (codes[case], case))
     }
-    chosen = set(always) | {case for case in words if one_in and crc32(case.encode()) % one_in == 0}
+    chosen = set(always) | {case for case in words if one_in and codes[case] % one_in == 0}
     occurrences = Counter(word for of_case in words.values() for word in of_case)
     missing = {word for word, count in occurrences.items() if count > 1}.difference(
         *(words[case] for case in chosen)

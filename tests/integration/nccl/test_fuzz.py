@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.nccl_log import generate
 from commprof.nccl.parser import ParsedLogs, parse_logs
 from support.log_mutations import MUTATIONS, mutate
+from support.sample import examples
 from support.strict_nccl import BEGINS, MENTIONED, WholeLine, printable, read_strictly, whole_messages
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,7 +156,7 @@ PIECES = [
     b"n:1:2 [0] NCCL INFO comm 0x3 rank 0 nranks 2 cudaDev 0 busId 1 - Init COMPLETEAllReduce: opCount 0 "
 )
 @example(b"n:1:2 [0] NCCL INFO Destroyed comm 0x3 rank 0 Send: opCount 0 ")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_of_lines_in_any_order(pieces):
     text = b"log\n" + pieces
     check(text, parse(text))

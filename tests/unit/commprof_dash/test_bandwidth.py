@@ -132,6 +132,7 @@ def test_the_calibration_nearest_to_the_run_is_taken_and_another_can_be_chosen(d
     assert "No ceiling" in text_of(none) and "commprof calibrate --out" in text_of(none)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["gone.json", "../../etc/passwd", "/etc/passwd", HOSTILE, "x" * 10_000, "%00"]
 )
@@ -165,6 +166,7 @@ def test_a_calibration_that_is_made_anew_is_seen(tmp_path):
     assert ceilings() == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("columns", "said"),
     [

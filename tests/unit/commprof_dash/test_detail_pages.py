@@ -63,6 +63,7 @@ def drawn_cells(figure):
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(
     "query", ["", "&op=reduce", "&purpose=pipeline", "&steps=2-3", "&op=all_gather&steps=5"]
@@ -114,6 +115,7 @@ def test_steps_as_people_write_them(written, steps):
     assert parse_steps(written) == (steps, None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("written", ["x", "1-2-3", "1e9", "99999999999999", "<b>"])
 def test_steps_that_cannot_be_understood_show_all_and_say_so(directory, written):
     assert parse_steps(written)[1] is not None
@@ -131,6 +133,7 @@ def test_buckets_draw_what_the_api_answers(directory):
     assert list(means.data[0].y) == [150_000.0, 150_000.0]  # two reduces, 100,000 apart, of 50,000 each
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("capacity", "drawn"), [(2000, True), (500_000_000, False)])
 def test_a_capacity_that_would_hide_the_buckets_is_told_and_not_drawn(tmp_path, capacity, drawn):
     run = SyntheticRun(2)
@@ -269,6 +272,7 @@ def test_an_alignment_is_drawn_with_its_first_divergence(directory):
     assert list(figures["topology-tree"].data[1].text) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "query", ["state=missing", "state=torn", "at=99999999", "at=x", "rank=77", "group=no", "channel=9"]
 )
@@ -289,6 +293,7 @@ def test_without_an_alignment_the_command_is_said(directory):
     assert "Not aligned with an NCCL log" in text and "commprof align " in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", PATHS)
 def test_a_run_of_one_rank_that_goes_on_and_one_without_records_are_drawn(tmp_path, monkeypatch, path):
     alone = SyntheticRun(1)
@@ -302,6 +307,7 @@ def test_a_run_of_one_rank_that_goes_on_and_one_without_records_are_drawn(tmp_pa
         assert "could not be drawn" not in text_of(draw(tmp_path, f"{path}?run={name}"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", PATHS)
 def test_a_hostile_trace_is_text(tmp_path, path):
     run = SyntheticRun(2, backend="nccl")

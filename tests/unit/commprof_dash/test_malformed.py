@@ -44,6 +44,7 @@ def send(client, body):
     return client.post(UPDATE, data=body, content_type="application/json", headers={"Host": "localhost"})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "body",
     ["{}", "[]", "null", "3", '"x"', "{", "", "\xff\xfe", "NaN", '{"output": 3}', '{"output": null}', "[" * 100_000,

@@ -97,6 +97,7 @@ def test_a_run_in_a_folder_is_named_by_its_path(directory):
     assert "by-step" in figures_of(page)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_figures_are_of_the_scheme(directory, scheme):
     colours = {
@@ -113,6 +114,7 @@ def test_every_graph_has_the_one_config(directory):
     assert GRAPH_CONFIG["showSendToCloud"] is False
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", [page.path for page in PAGES])
 @pytest.mark.parametrize(
     "query",
@@ -158,6 +160,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_run_is_said_and_the_others_are_drawn(directory, tmp_path, what):
     write_run(tmp_path / "good")
@@ -180,6 +183,7 @@ def test_a_damaged_table_is_said(tmp_path, damage):
         assert "cannot be read" in page or "damaged" in page
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_with_hardly_a_step_is_drawn(tmp_path, steps):
     write_run(tmp_path / "run", steps=steps)
@@ -251,6 +255,7 @@ def test_the_server_serves_everything_itself(directory):
     assert client.get("/_dash-layout").status_code == 200
 
 
+@pytest.mark.long
 def test_an_evaluation_is_not_listed_before_the_first_step(tmp_path):
     path = SyntheticRun(world_size=2)
     path.add_collective(

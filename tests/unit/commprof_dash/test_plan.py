@@ -52,6 +52,7 @@ def printed(tmp_path, capsys, world, *words, config=CONFIG):
     return json.loads(capsys.readouterr().out)["settings"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_figures_hold_what_the_command_prints(tmp_path, capsys, stage):
     words = ("--set", f"zero_optimization.stage={stage}", "--sequence", "128")

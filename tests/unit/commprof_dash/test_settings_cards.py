@@ -102,6 +102,7 @@ def test_two_keys_make_a_grid_with_shared_axes(grid):
     assert "gradient_reduction=auto" in notes and "gradient_reduction=reduce_scatter" not in notes
 
 
+@pytest.mark.long
 def test_one_key_alone_makes_no_grid(tmp_path):
     write(tmp_path / "a", "reduce", gradient_reduction="reduce_to_owner")
     write(tmp_path / "b", "all_reduce", gradient_reduction="all_reduce")
@@ -175,6 +176,7 @@ def test_of_sums_alone_the_exposed_time_is_not_known():
     assert "Not known: only sums" in json.dumps(card, cls=PlotlyJSONEncoder)
 
 
+@pytest.mark.long
 def test_overview_draws_exposed_time(tmp_path):
     write(tmp_path / "a", exposed_ns=250_000)
     _, figures = body(tmp_path, "/overview")
@@ -191,6 +193,7 @@ def test_a_run_without_steps_says_so(tmp_path):
     assert "levels" not in figures and "ranks" not in figures
 
 
+@pytest.mark.long
 def test_names_are_shown_as_text_in_figures(tmp_path):
     write(tmp_path / "a", gradient_reduction=HOSTILE)
     write(tmp_path / "b", gradient_reduction="x" * 10_000)
@@ -267,6 +270,7 @@ def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
     assert "<b>&lt;= 2.00 us</b>" in texts
 
 
+@pytest.mark.long
 def test_the_grid_says_what_a_step_of_each_setting_cost(tmp_path):
     for scatter, multi in ((True, True), (False, True), (True, False)):
         write(
@@ -283,6 +287,7 @@ def test_the_grid_says_what_a_step_of_each_setting_cost(tmp_path):
     assert list(frame["exposed_ns"]) == [250_000]
 
 
+@pytest.mark.long
 def test_what_no_step_tells_is_not_known(tmp_path):
     for scatter in (True, False):
         write(tmp_path / str(scatter), reduce_scatter=scatter)

@@ -225,6 +225,7 @@ def test_ranks_are_chosen_by_text():
         assert timeline_data.chosen_ranks(text, known) == list(known)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "query",
     [

@@ -18,6 +18,7 @@ from commprof.align.matching import align
 from commprof.nccl.parser import parse_logs
 from support import planted_nccl
 from support.runs import SyntheticRun
+from support.sample import examples
 
 GROUPS = {"0": (0, 1, 2, 3), "dp": (0, 1, 2, 3), "even": (0, 2), "odd": (1, 3), "pair": (0, 1)}
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
@@ -66,7 +67,9 @@ def identity(row):
     return (row["rank"], row["attempt"], row.get("record_pid", row.get("pid")), row["seq"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     seed=st.integers(0, 10_000),
     calls=st.integers(1, 80),

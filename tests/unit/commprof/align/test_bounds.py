@@ -50,6 +50,7 @@ def facts_of(path, files, capsys, *options):
     return json.loads(shown) if "--json" in options else " ".join(shown.split())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", ["equal", "alternating", "groups"])
 @pytest.mark.parametrize(("drop", "double"), [(1, 0), (5, 0), (0, 3), (3, 2)])
 def test_the_truth_lies_between_the_bounds(tmp_path, capsys, shape, drop, double):

@@ -16,6 +16,7 @@ from commprof.nccl.parser import parse_logs
 from commprof.trace.tables import table_from_rows
 from support import planted_nccl
 from support.runs import SyntheticRun
+from support.sample import examples
 
 WORLD = (0, 1, 2, 3)
 GROUPS = {"0": WORLD, "even": (0, 2), "odd": (1, 3)}
@@ -109,7 +110,9 @@ def key(whose) -> tuple[int, ...]:
     return tuple(whose[name] for name in ("rank", "attempt", "pid", "seq", "part"))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     seed=st.integers(0, 10_000),
     calls=st.integers(1, 60),
@@ -184,6 +187,7 @@ def test_an_all_to_all_that_lost_its_line_is_still_one_line(tmp_path, left):
     assert missing == [(rank, "all_to_all", 1) for rank in ranks]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_that_repeat_are_never_paired_wrongly(tmp_path, seed):
     chance = random.Random(seed)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from commprof.align.sequences.edits import ALONE, AMBIGUOUS
 from commprof.align.sequences.pairs import UNSEARCHED, find_partners, one_gap
+from support.sample import examples
 
 
 def every_alignment(first, second):
@@ -45,7 +46,7 @@ def verdicts(alignments, length):
     return [found.pop() if len(found) == 1 else AMBIGUOUS for found in each]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 3), max_size=9))
 def test_a_pair_is_certain_when_no_alignment_does_without_it(first, second):
     found = find_partners(np.array(first, np.int64), np.array(second, np.int64))
@@ -65,7 +66,7 @@ def test_equal_neighbours_of_which_one_is_lost_are_all_ambiguous():
     assert found.second.tolist() == [0, AMBIGUOUS, AMBIGUOUS, 4]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 4), st.integers(1, 40), st.data())
 def test_a_block_that_is_missing_may_slide_as_far_as_it_repeats(values, length, data):
     first = data.draw(st.lists(st.integers(0, values), min_size=length, max_size=length))
@@ -81,6 +82,7 @@ def test_a_block_that_is_missing_may_slide_as_far_as_it_repeats(values, length, 
     assert found.first.tolist() == verdicts(alignments, length)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lost", [0, 40, 1000, 5000])
 def test_scattered_losses_in_a_long_repeating_sequence_are_found(lost):
     chance = np.random.default_rng(lost)

@@ -87,6 +87,7 @@ def test_fewer_bytes_that_take_measurably_longer_are_not_simply_recommended():
     assert pair["probability"] < 1e-6
 
 
+@pytest.mark.long
 def test_equal_bytes_and_a_shorter_step():
     found = api.advice(
         opened(*(run(step_ns=t, overlap_comm=True) for t in (500, 505, 495)))
@@ -132,12 +133,14 @@ def test_a_loss_that_repeats_explain_counts_as_equal():
     assert "equal as far as repeats tell" in " ".join(found.sentences)
 
 
+@pytest.mark.long
 def test_losses_after_different_numbers_of_steps_are_not_compared():
     found = api.advice(opened(run("reduce", loss=9.0, steps=2, **REDUCE), run(steps=5, **ALL_REDUCE)))
     assert found.answer == "recommended"
     assert "not compared" in " ".join(found.sentences)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("other", [{"world_size": 3}, {"batch": 8}])
 def test_settings_that_do_other_work_are_not_weighed(other):
     found = api.advice(opened(run("reduce", **REDUCE), run("all_reduce", **ALL_REDUCE, **other)))
@@ -188,6 +191,7 @@ def test_the_same_runs_twice_show_no_measurable_difference():
     assert found.sentences[0].startswith("No measurable difference: all settings send the same bytes")
 
 
+@pytest.mark.long
 def test_settings_that_are_alike_are_seldom_called_different():
     rng = random.Random(1)
     trials = 150
@@ -246,6 +250,7 @@ def test_each_rank_of_a_reduce_to_one_owner():
     assert frame.attrs["reasons"] == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_to_all"])
 def test_bytes_of_the_ranks_add_up_to_the_wire_bytes(op):
     runs = opened(run(op, world_size=3))

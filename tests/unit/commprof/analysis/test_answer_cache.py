@@ -226,6 +226,7 @@ def test_what_is_derived_counts_in_a_moved_run_and_other_files_do_not_matter(tmp
     assert len({before.key, noted.key, moved.key}) == 3
 
 
+@pytest.mark.long
 def test_a_comparison_reads_again_what_changed_and_a_run_in_memory_as_it_is(tmp_path):
     a_run(tmp_path / "a")
     other = a_run(tmp_path / "b", payload=800)

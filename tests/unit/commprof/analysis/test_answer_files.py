@@ -50,6 +50,7 @@ def recorded(tmp_path_factory):
     return detailed_run(steps=4).write(tmp_path_factory.mktemp("answers") / "run")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [
@@ -79,6 +80,7 @@ def test_a_command_says_the_same_again_without_reading_a_table(recorded, tmp_pat
     assert again.stderr.strip() == "[]"
 
 
+@pytest.mark.long
 def test_a_report_of_a_run_that_was_changed_is_of_the_changed_run(tmp_path, monkeypatch, capsys):
     from commprof.cli.application import invoke
 

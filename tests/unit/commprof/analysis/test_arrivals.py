@@ -15,6 +15,7 @@ from commprof.analysis.stragglers.arrivals import arrivals, arrivals_frame
 from commprof.analysis.stragglers.straggling import straggling
 from commprof.errors import UsageError
 from support.runs import SyntheticRun
+from support.sample import examples
 
 
 def arrived(run: SyntheticRun, one_host: bool = True):
@@ -324,7 +325,7 @@ def test_where_no_wait_was_seen_the_sentence_says_so():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_arrivals_agree_with_a_plain_computation(data):
     """Random ranks, clocks, groups and missing records, against the definitions written out row by row."""

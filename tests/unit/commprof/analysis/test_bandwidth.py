@@ -19,6 +19,7 @@ from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
 from commprof.errors import TraceError
 from support.runs import HOST, SyntheticRun
+from support.sample import examples
 
 MB = 1_000_000
 
@@ -309,7 +310,7 @@ def made(world, plan, order) -> SyntheticRun:
     return run
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(runs())
 def test_counts_are_conserved_and_renumbered_ranks_change_nothing(case):
     world, plan, order = case

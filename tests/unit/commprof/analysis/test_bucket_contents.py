@@ -10,6 +10,7 @@ from commprof.analysis.relations.engine import evaluate
 from commprof.analysis.traffic.bucket_groups import bucket_groups
 from commprof.schema import Purpose, parse_ranks
 from commprof.trace.tables import arrow_schema, table_from_rows
+from support.sample import examples
 
 KEY = ("attempt", "step", "micro_step", "bucket")
 
@@ -53,7 +54,7 @@ def told_row_by_row(given):
         }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(rows)
 def test_each_bucket_is_told_once_with_what_the_lowest_rank_says(given):
     records = [

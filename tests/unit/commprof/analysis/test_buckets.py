@@ -95,6 +95,7 @@ def buckets_in(present, steps=7):
     return run.open()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("present", "buckets"),
     [
@@ -156,6 +157,7 @@ def test_a_run_without_buckets_has_no_rows():
         assert "flush_reason" in frame
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_the_buckets_together_sent_what_their_purpose_sent(ranks):
     run = a_run(ranks)

@@ -39,6 +39,7 @@ ONE_HOST = dict.fromkeys(range(4), "a")
 TWO_HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", [None, 0, 8])
 def test_a_step_has_its_bytes_between_hosts_and_its_padding(padding: int | None):
     run = training(TWO_HOSTS, padding).open(TRACES / "run")
@@ -102,6 +103,7 @@ def by_hand() -> dict[tuple[int, int], float]:
     return cells
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("most_ranks", [None, 2, 1])
 @pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS, {0: "a", 1: "b", 2: "a"}])
 def test_in_the_matrix_the_hosts_of_each_pair_decide(hosts, most_ranks):
@@ -120,6 +122,7 @@ def test_in_the_matrix_the_hosts_of_each_pair_decide(hosts, most_ranks):
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by", [(), ("op", "step")])
 @pytest.mark.parametrize("hosts", [TWO_HOSTS, {0: "a", 1: "b", 2: "a"}])
 def test_the_relation_has_the_bytes_of_the_answer_and_those_that_no_pair_has(tmp_path, by, hosts):
@@ -176,6 +179,7 @@ def test_owners_and_ranks_have_what_comes_from_and_goes_to_other_hosts():
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("hosts", "of_one"), [(ONE_HOST, 0.0), (TWO_HOSTS, 200.0), ({0: "a", 1: "b", 2: "a"}, None)]
 )
@@ -199,6 +203,7 @@ def test_the_issued_level_has_its_bytes_between_hosts_and_its_padding():
     assert others["between_hosts_bytes_per_step"].isna().all()
 
 
+@pytest.mark.long
 def test_tables_of_a_paper_have_the_columns_where_there_are_any(tmp_path):
     for name, run in (("some", hierarchical(TWO_HOSTS)), ("none", training(ONE_HOST, None))):
         run.write(tmp_path / name)
@@ -231,6 +236,7 @@ def hierarchical(hosts: dict[int, str]) -> SyntheticRun:
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("hosts", "between"), [(TWO_HOSTS, 500.0), (ONE_HOST, 0.0), ({0: "a", 1: "a", 2: "b"}, None)]
 )
@@ -250,6 +256,7 @@ def test_a_bucket_has_its_bytes_between_hosts_and_its_padding(hosts, between):
     assert api.bucket_content(run, 1, 0).operations["padding_bytes"].fillna(-1).tolist() == [8, -1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("hosts", "padding"), [(ONE_HOST, 0), (TWO_HOSTS, 8)])
 def test_the_report_shows_bytes_between_hosts_and_padding_where_there_are_any(
     tmp_path, capsys, hosts, padding

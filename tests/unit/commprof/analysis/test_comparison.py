@@ -156,6 +156,7 @@ def test_a_run_that_says_nothing_of_steps_has_nothing_per_step():
     assert row[[*nulls, "step_time_ns", "interval_over", "final_loss", "issued_op"]].isna().all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "op", "reason"),
     [

@@ -26,6 +26,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("op", "size", "ranks", "counted"), COUNTED)
 def test_executed_bytes_are_what_interfaces_counted(op, size, ranks, counted):
     run = SyntheticRun(world_size=ranks)

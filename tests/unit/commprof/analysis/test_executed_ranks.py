@@ -107,6 +107,7 @@ def a_mixture(seed):
     return run, wanted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(8))
 def test_the_matrix_holds_what_every_message_of_gloo_carries(seed):
     run, wanted = a_mixture(seed)
@@ -173,6 +174,7 @@ def varying(seed):
     return run, sent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_each_rank_has_the_values_of_a_step_that_settings_have(seed):
     """Warm steps 1 to 6; the broadcast is in 3 of them, the gather in no mean. Added up here record by record."""
@@ -193,6 +195,7 @@ def test_each_rank_has_the_values_of_a_step_that_settings_have(seed):
     assert frame["executed_sent_bytes_per_step"].mean() == pytest.approx(executed, rel=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 def test_the_levels_have_the_values_of_a_step_that_settings_have(seed):
     opened = varying(seed)[0].open()

@@ -12,6 +12,7 @@ from commprof.analysis import api
 from commprof.analysis.columns.answers import EXPOSURE, EXPOSURE_BY
 from commprof.errors import UsageError
 from support.runs import SyntheticRun
+from support.sample import examples
 
 
 def waited(run: SyntheticRun, rank: int, issue: int, wait: int, end: int, **columns) -> None:
@@ -265,7 +266,7 @@ def spent(frame: pd.DataFrame) -> dict[tuple[int, int | None], tuple[int, int]]:
     return {(rank, step): both for rank, step, both in rows if any(both)}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(record, max_size=12))
 def test_any_run(records):
     run = built(records)
@@ -286,7 +287,7 @@ def test_any_run(records):
         assert spent(by_purpose[named]) == moment_by_moment(records, {purpose})
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.lists(record, max_size=12), st.permutations(range(3)))
 def test_ranks_have_no_order(records, order):
     renamed = [(order[rank], *rest) for rank, *rest in records]

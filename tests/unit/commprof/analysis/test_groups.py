@@ -58,6 +58,7 @@ def test_wire_bytes_of_a_setting_are_those_of_a_rank_of_the_job():
     assert frame["collectives_per_step"].tolist() == [1.0, 4.0, 4.0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce", "gather", "all_to_all", "send"])
 def test_they_are_the_mean_of_what_the_ranks_send(op):
     runs = opened(run((op, 960, PAIRS, "model", "activation"), (op, 480, None, "data", "gradient_reduce")))
@@ -79,6 +80,7 @@ def test_bytes_by_group_add_up_to_those_of_the_setting():
     assert sums.tolist() == api.compare(runs)["wire_bytes_per_step"].tolist()
 
 
+@pytest.mark.long
 def test_levels_are_of_a_rank_of_the_job_too():
     frame = api.reduction_levels(opened(run(FLAT, kind="flat"), run(HALVES, kind="halves")))
     issued = frame[frame["level"] == "issued"]
@@ -86,6 +88,7 @@ def test_levels_are_of_a_rank_of_the_job_too():
     assert issued["payload_bytes_per_step"].tolist() == [1000.0, 1000.0]
 
 
+@pytest.mark.long
 def test_jobs_that_share_their_models_in_unlike_ways_get_no_advice():
     found = api.advice(opened(run(FLAT, kind="flat"), run(HALVES, ACTIVATIONS, kind="shared")))
     assert found.answer == "cannot tell"
@@ -110,6 +113,7 @@ def test_replicas_in_other_groups_do_the_same_work():
     )
 
 
+@pytest.mark.long
 def test_of_a_program_without_purposes_any_smaller_group_may_share_its_model():
     plain = ("all_reduce", 1000, None, "default_pg", None)
     shared = ("all_reduce", 300, PAIRS, "TENSOR_MODEL_PARALLEL_GROUP", None)

@@ -27,6 +27,7 @@ from commprof.schema import COLLECTIVES
 from commprof.trace import fingerprint
 from commprof.trace.reader import Run
 from support.runs import SyntheticRun
+from support.sample import examples
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 ENDS = ("issue_ns", "return_ns", "wait_end_ns", "device_end_ns")
@@ -99,7 +100,7 @@ def test_own_parts_add_up_to_the_union_and_do_not_overlap(spans):
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(parts))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(spans_of_time, st.integers(1, 97), st.integers(1, 40), st.integers(-400, 400))
 def test_bins_hold_what_the_intervals_have_in_them(spans, width, bins, origin):
     begin = np.array([b for b, _ in spans], np.int64)
@@ -165,6 +166,7 @@ def grouped_run(order=(0, 1, 2, 3)):
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pixels", [7, 300, 100_000])
 def test_lanes_of_groups_add_up_to_the_rank(tmp_path, monkeypatch, pixels):
     path = grouped_run().write(tmp_path / "run")
@@ -224,6 +226,7 @@ def test_one_group_has_no_lanes_and_neither_have_ranks_of_one_each(run, tmp_path
     assert {lane.rank for lane in api.timeline(run, most_bars=0, ranks=[1]).lanes} == {1}
 
 
+@pytest.mark.long
 def test_an_index_of_another_version_is_built_again(tmp_path, in_file, monkeypatch):
     path = small_run(tmp_path / "run")
     with monkeypatch.context() as before:
@@ -234,6 +237,7 @@ def test_an_index_of_another_version_is_built_again(tmp_path, in_file, monkeypat
     assert len(api.timeline(path).bars) == 2 and api.has_index(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [(0, 100_000), (20_000, 21_000), (99_990, 100_500), (-50, -10)])
 @pytest.mark.parametrize("ranks", [None, (0, 2), ()])
 def test_bars_are_the_records_of_the_window(run, window, ranks):
@@ -335,6 +339,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("filters", "sort"), CASES, ids=str)
 def test_any_page_in_any_order(run, filters, sort, monkeypatch):
     from commprof.analysis.browse import records
@@ -496,6 +501,7 @@ def test_the_file_is_built_once_with_progress_and_again_when_the_run_changes(tmp
     assert set(api.records_page(path).rows["op"]) == {"broadcast"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", [b"", b"nonsense", None])
 def test_a_damaged_index_is_built_again(tmp_path, in_file, content):
     path = small_run(tmp_path / "run")

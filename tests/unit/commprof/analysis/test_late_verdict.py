@@ -47,6 +47,7 @@ def steps(
     return job
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_nobody_is_named_where_nobody_is_slow(world):
     for seed in range(5):
@@ -158,6 +159,7 @@ def test_the_root_waits_for_its_last_sender_and_nobody_for_the_root(op):
         assert verdict(rooted(op, late)) == (NOBODY, "")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["broadcast", "scatter", "reduce", "gather"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_is_late_before_the_first_of_several_rooted_collectives_is_named(op, world):
@@ -168,6 +170,7 @@ def test_a_rank_that_is_late_before_the_first_of_several_rooted_collectives_is_n
         assert verdict(rooted(op, other, world=world, calls=3)) == (NOBODY, "")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["broadcast", "scatter", "reduce", "gather"])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("world", [2, 3])
@@ -216,6 +219,7 @@ def test_where_all_transfers_share_the_slow_end_it_is_said_that_no_rank_is_late(
     assert "It is not known whether " in said and "host h" not in said and "straggler" not in said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("root", range(4))
 @pytest.mark.parametrize("slow", range(4))
 def test_the_tree_of_a_broadcast_blames_no_host_before_the_slow_one(root, slow):
@@ -240,6 +244,7 @@ def test_a_root_that_sends_slowly_is_named(op):
     assert culprit == SLOW_TRANSFER and "host h2 (rank 2) receives slowly" in said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["reduce", "gather"])
 @pytest.mark.parametrize("rates", [(20, 8000), (8000, 20), (20, 20)])
 def test_a_slow_link_below_collectives_to_a_root_blames_no_rank_and_no_other_host(op, rates):
@@ -355,6 +360,7 @@ def test_waits_that_were_not_recorded_leave_the_cause_untold():
     assert culprit == UNTOLD and said.startswith("Rank 2 arrived last in ") and "It is not known" in said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["ring", "messages", "roots"])
 def test_the_verdict_does_not_depend_on_how_the_records_are_divided(kind, monkeypatch):
     job = Job(3, hosts=HOSTS, rates={"h1": (20, 20)})
@@ -416,6 +422,7 @@ def test_own_delay_and_inherited_add_up_to_the_lateness(tmp_path):
     assert innocent["own_delay_ns"].max() == 0 and innocent["inherited_ns"].max() > 10 * MS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(24))
 def test_the_planted_culprit_is_the_one_that_is_blamed(seed):
     """Random worlds, work, sizes and noise; a rank, a host or nobody is slow."""

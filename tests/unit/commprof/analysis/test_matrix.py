@@ -178,6 +178,7 @@ def a_mixture(seed, names=None):
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_or_invented_under_any_grouping(seed):
     run = a_mixture(seed)
@@ -193,6 +194,7 @@ def test_nothing_is_lost_or_invented_under_any_grouping(seed):
     assert matrix(run)["message_bytes"].sum() == sent[sent["op"] == "send"]["payload_bytes"].sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
 def test_each_rank_sends_and_receives_its_wire_bytes(op):
     run = SyntheticRun(world_size=5)
@@ -202,6 +204,7 @@ def test_each_rank_sends_and_receives_its_wire_bytes(op):
         assert list(frame.groupby(side)["wire_bytes"].sum()) == pytest.approx([wire] * 5, rel=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_other_numbers_for_the_ranks_give_the_same_cells_under_these_numbers(seed):
     names = random.Random(seed).sample(range(5), 5)

@@ -209,6 +209,7 @@ def test_operations_of_groups_whose_ranks_agree_or_nearly(seed: int):
         assert {row["agree"] for row in of_attempt} == agree, fault
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [0, 300])
 def test_times_in_arrays_are_those_of_the_plain_question(seed: int, count: int, tmp_path: Path):

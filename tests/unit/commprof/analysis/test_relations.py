@@ -66,6 +66,7 @@ def test_every_relation_has_a_head_and_inputs_that_exist():
         assert set(graph.tables_of(name)) <= {*TABLES, *graph.MADE}
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", [*graph.names(), *graph.MADE])
 def test_every_relation_can_be_asked_for(run, name):
     frame = commprof.open(run).relation(name).df()
@@ -181,6 +182,7 @@ def reducing_run(path, seed):
     return run.write(path)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("seed", range(3))
 def test_bucket_flushes_are_those_of_a_loop_over_the_records(tmp_path, seed):
     opened = commprof.open(reducing_run(tmp_path / "run", seed))

@@ -127,6 +127,7 @@ def _below(name: str) -> list[graph.Relation]:
     return [own, *(each for item in own.inputs if item.name in graph.names() for each in _below(item.name))]
 
 
+@pytest.mark.long
 def test_random_records_of_every_kind_give_the_same_operations(session):
     tables = random_tables(1)
     expected = evaluate("operations", tables, ("op", "sender"))

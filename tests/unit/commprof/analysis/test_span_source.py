@@ -16,6 +16,7 @@ from commprof.analysis.storage import index, span_source
 from commprof.analysis.storage.span_source import SpanSource, in_time_order
 from commprof.analysis.storage.spans import SPANS
 from support.runs import SyntheticRun
+from support.sample import examples
 
 times = st.lists(st.lists(st.integers(0, 12), max_size=20), max_size=5)
 
@@ -25,7 +26,7 @@ def rows_at(begins: list[int], stream: int) -> pa.Table:
     return pa.Table.from_pylist(rows, SPANS)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(times, st.integers(1, 7))
 def test_streams_in_order_become_one_in_order(begins, size):
     tables = [rows_at(sorted(each), stream) for stream, each in enumerate(begins)]

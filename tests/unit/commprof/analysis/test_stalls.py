@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from commprof.analysis import api
 from support.runs import SyntheticRun
+from support.sample import examples
 
 COLUMNS = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "unwaited", "bounded")
 
@@ -123,7 +124,7 @@ window = st.tuples(
 wait = st.tuples(st.integers(0, 150), st.integers(1, 20))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(window, max_size=5), st.lists(wait, max_size=3))
 def test_the_truth_lies_between_the_bounds(windows, waits):
     run = SyntheticRun(world_size=1)

@@ -30,6 +30,7 @@ def run(tmp_path):
     return detailed_run(seed=3).write(tmp_path / "run")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
     plain = question(run)

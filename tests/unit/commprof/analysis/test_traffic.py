@@ -46,6 +46,7 @@ def test_what_is_known_of_some_ranks_only_says_of_how_many():
     assert (found["records"], found["timed"], found["exposed_ns"]) == (4, 2, 200)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("op", "wire"),
     [
@@ -230,6 +231,7 @@ def test_an_unknown_grouping_names_the_nearest():
         ask(SyntheticRun(), "porpose")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(5))
 def test_against_an_independent_count(seed):
     """A plain Python count over a random trace with subgroups, p2p and missing ranks."""

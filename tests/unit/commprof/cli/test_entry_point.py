@@ -55,6 +55,7 @@ def test_the_declared_entry_point_is_the_one_that_is_looked_for():
     assert declared[GROUP] == {NAME: VALUE}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("switch", "missed"), [("1", "python -S:"), ("0", "python -I, -E or -S:")])
 def test_doctor_names_the_interpreters_that_are_not_reached_with_and_without_it(switch, missed):
     done = subprocess.run(
@@ -68,6 +69,7 @@ def test_doctor_names_the_interpreters_that_are_not_reached_with_and_without_it(
     assert f"programs run with {missed}" in " ".join(done.stdout.split())
 
 
+@pytest.mark.long
 def test_doctor_tells_a_missing_one_and_a_torch_that_another_packages_breaks(tmp_path):
     information = tmp_path / "broken-1.dist-info"
     information.mkdir()

@@ -62,6 +62,7 @@ LOGS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", LOGS)
 def test_a_log_decides_the_exit_code_and_what_is_printed(tmp_path, capsys, case):
     keys, code, state = LOGS[case]
@@ -118,6 +119,7 @@ def test_a_collective_without_a_purpose(tmp_path, capsys, keys, code):
     assert ("a group that the script made (ranks 0-1)" in shown) == (not keys)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("when", ["init", "forward"])
 def test_a_program_that_died_early_is_judged_by_what_it_issued(tmp_path, capsys, stage, when):

@@ -32,6 +32,7 @@ def shown(capsys, *words: str, code: int = 0) -> str:
     return " ".join((captured.out + captured.err).split())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", [None, 2.5])
 def test_a_loss_that_was_not_stated_names_the_call(tmp_path, capsys, loss):
     text = shown(capsys, "compare", str(a_run(tmp_path / "run", loss=loss)))
@@ -65,6 +66,7 @@ def test_several_runs_are_exported_each_into_its_own_directory(tmp_path, capsys,
     assert "--force" in shown(capsys, "export", *runs, "--format", kind, "--out", str(out), code=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("edited", ["config.json", "run.json"])
 @pytest.mark.parametrize("command", ["verify", "compare", "report"])
 def test_an_edited_config_is_said_and_the_recorded_one_is_read(tmp_path, capsys, edited, command):

@@ -149,6 +149,7 @@ def test_exposure_that_nobody_saw_is_not_called_none(capsys, tmp_path, monkeypat
     assert {(each["op"], each["exposed_ns"]) for each in traffic} == {("all_reduce", None), ("barrier", 0)}
 
 
+@pytest.mark.long
 def test_where_no_wait_was_seen_at_all_that_is_said(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = SyntheticRun(world_size=2)
@@ -185,6 +186,7 @@ def test_what_is_missing_is_said(capsys, tmp_path, monkeypatch):
     assert any(line.startswith("note") and "rank 1" in line for line in text.splitlines())
 
 
+@pytest.mark.long
 def test_a_comparison_shows_what_was_meant(capsys, run, tmp_path):
     synthetic(False, "all_reduce").write(tmp_path / "other")
     text = printed(capsys, "compare", "run", "other")
@@ -297,9 +299,11 @@ def test_a_report_shows_the_algorithms_of_an_aligned_log(capsys, tmp_path, monke
     ]
 
 
+@pytest.mark.long
 def test_a_report_says_nothing_of_algorithms_that_no_log_names(capsys, run):
     assert "Algorithms" not in printed(capsys, "report", "run")
 
 
+@pytest.mark.long
 def test_a_report_is_silent_where_all_has_a_purpose(capsys, run):
     assert "Without a purpose" not in printed(capsys, "report", "run")

@@ -42,6 +42,7 @@ def of_command(*arguments: object) -> set[str]:
     return loaded(f"from commprof.cli import execute; execute({[str(word) for word in arguments]!r})")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["report", "--help"], ["--version"]])
 def test_a_page_of_help_loads_no_library_of_numbers(arguments):
     assert not of_command(*arguments) & (ARRAYS | TABLES | DRAWING | {"rich.console"})
@@ -65,6 +66,7 @@ def test_the_ledger_needs_no_frames_and_no_database(run):
     assert not found & (DRAWING | TABLES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", ["report", "compare"])
 def test_a_text_about_runs_loads_nothing_that_draws(run, verb):
     assert not of_command(verb, run) & DRAWING
@@ -96,6 +98,7 @@ sys.exit(execute(sys.argv[1:]))
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [

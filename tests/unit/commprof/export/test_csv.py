@@ -60,6 +60,7 @@ def test_there_is_a_file_for_every_table_with_the_columns_of_the_schema(run, tmp
             assert next(csv.reader(stream)) == list(table.names)
 
 
+@pytest.mark.long
 def test_an_empty_table_is_its_header_alone(run, tmp_path):
     export_csv(run, tmp_path / "out")
     assert (tmp_path / "out" / "nccl_ops.csv").read_bytes() == (
@@ -183,6 +184,7 @@ def test_a_directory_with_something_in_it_is_left_alone_unless_forced(run, tmp_p
     assert len(rows_of(out / "steps.csv")) == 6
 
 
+@pytest.mark.long
 def test_an_empty_directory_may_be_filled(run, tmp_path):
     (tmp_path / "out").mkdir()
     assert export_csv(run, tmp_path / "out")

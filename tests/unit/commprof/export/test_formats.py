@@ -97,6 +97,7 @@ def test_parquet_and_duckdb_hold_what_the_csv_holds(run, tmp_path):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb"])
 def test_several_runs_stand_in_one_export(tmp_path, kind):
     a = make(tmp_path / "a", config={"zero_optimization": {"stage": 2, "reduce_scatter": True}})
@@ -136,6 +137,7 @@ def test_the_check_finds_what_was_changed(run, tmp_path, capsys):
     assert command("export", "--check", tmp_path) == 1
 
 
+@pytest.mark.long
 def test_the_check_knows_another_run(run, tmp_path):
     export_csv(run, tmp_path / "out")
     other = make(tmp_path / "other", "reduce")
@@ -158,6 +160,7 @@ def test_words_that_do_not_fit_are_refused(run, words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["chakra", "perfetto"])
 def test_each_run_has_a_trace_of_its_own(tmp_path, kind):
     for name in ("a", "b"):
@@ -400,6 +403,7 @@ def test_a_restarted_job_is_no_chakra_trace(tmp_path):
     assert not (tmp_path / "et").exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb", "perfetto"])
 def test_an_empty_run_is_exported_as_such(tmp_path, kind):
     path = SyntheticRun(world_size=2).write(tmp_path / "run")
@@ -437,6 +441,7 @@ def uneven(path: Path) -> Path:
     return run.write(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb"])
 def test_splits_padding_and_hosts_come_out_as_they_went_in(tmp_path, kind):
     path = uneven(tmp_path / "run")

@@ -135,6 +135,7 @@ def test_long_settings_are_broken_and_cut():
     assert shortened("a=1, b=2", "two") == "a=1, b=2"
 
 
+@pytest.mark.long
 def test_the_same_csv_gives_the_same_files(exported, made, tmp_path):
     write_paper(exported, tmp_path / "again")
     for path in made.iterdir():
@@ -142,6 +143,7 @@ def test_the_same_csv_gives_the_same_files(exported, made, tmp_path):
             assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.long
 def test_what_the_csv_does_not_have_is_not_drawn(tmp_path):
     run = SyntheticRun(world_size=2)
     run.add_step(0)

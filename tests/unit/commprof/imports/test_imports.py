@@ -596,6 +596,7 @@ def with_context(dump, *records):
     return lines(dump, *({**context, **record} for record in records))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("version", ["v4.2", "v4.3", "v4.4"])
 def test_inspector_logs_that_name_algorithms(tmp_path, capsys, version):
     """NCCL numbers by operation: AllReduce 7 and AllGather 7 are two collectives, on whichever ranks they were kept."""
@@ -949,6 +950,7 @@ def test_nothing_is_overwritten(tmp_path):
     assert recognise(tmp_path / "trace_0").format is Format.FLIGHT_RECORDER
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", [["report"], ["report", "--json"], ["compare"], ["verify"]])
 def test_an_imported_run_is_read_like_any_other(tmp_path, verb, capsys):
     for rank in (0, 1):

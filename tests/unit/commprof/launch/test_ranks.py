@@ -150,6 +150,7 @@ def driver(program: str, **options) -> subprocess.Popen:
     return started
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 @pytest.mark.parametrize("to_group", [False, True])
 def test_a_signal_reaches_each_rank_once(name, to_group):

@@ -223,6 +223,7 @@ def write(run, threads, calls, courses):
             issue(run, rank, (op, group), step=step, thread=threads[group[0]])
 
 
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("seed", range(40))
 def test_right_programs_raise_no_alarm(seed, tmp_path):
     """Whatever the threads do, and wherever ranks were killed."""
@@ -238,6 +239,7 @@ def test_right_programs_raise_no_alarm(seed, tmp_path):
     assert found_in(run, tmp_path / "run") == []
 
 
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_planted_swap_is_found_exactly(seed, tmp_path):
     rng = random.Random(seed)

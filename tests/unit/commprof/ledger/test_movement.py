@@ -139,6 +139,7 @@ def test_what_tcp_has_sent_again_explains_more_bytes_and_never_fewer():
     assert len(mismatches(run)) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("sent", "queued", "accused"),
     [

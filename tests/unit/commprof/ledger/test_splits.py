@@ -164,6 +164,7 @@ def test_a_name_that_is_given_again_is_another_group():
     assert found.call.number == 2
 
 
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_planted_difference_is_found_exactly_and_nothing_else(seed, tmp_path):
     rng = random.Random(seed)
@@ -219,6 +220,7 @@ SKEWED = [[4, 0, 1000], [8, 40, 0], [0, 0, 400]]
 MODEL = 484 * 2  # of equal parts: two thirds of the mean payload from each of three ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("unknown", "ranks", "sent"),
     [((), None, 1008), ((1,), None, MODEL), ((0, 1, 2), None, MODEL), ((), (1,), 48 * 2)],

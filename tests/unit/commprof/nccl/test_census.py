@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from commprof.cli.application import invoke
 from commprof.nccl.grammar.line_kinds import KNOWN, kind_of_message
 from commprof.nccl.parser import parse_logs
+from support.sample import examples
 
 ARCHIVES = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # gzip and Zstandard, which are told by their first bytes
 COLL = (
@@ -61,7 +62,7 @@ def test_a_line_by_itself_is_of_the_kind_that_a_person_would_say(tmp_path, line)
     assert kinds_of(path, careful=True) == {LINES[line]: 1}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lines=st.lists(
         st.sampled_from(list(LINES)) | st.binary(max_size=40).map(lambda b: b.replace(b"\n", b""))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from commprof.nccl import sources
 from commprof.nccl.parser import parse_logs
+from support.sample import examples
 
 HEADS = [
     b"n0:1:1 [0]",
@@ -98,7 +99,7 @@ def everything(parsed):
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=logs())
 def test_any_mixture_of_lines_reads_as_if_read_one_by_one(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("logs") / "a.log"
@@ -106,7 +107,7 @@ def test_any_mixture_of_lines_reads_as_if_read_one_by_one(tmp_path_factory, text
     assert everything(parse_logs(path)) == everything(parse_logs(path, careful=True))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=logs(), size=st.integers(1, 400))
 def test_where_blocks_are_cut_makes_no_difference(tmp_path_factory, text, size):
     path = tmp_path_factory.mktemp("logs") / "a.log"

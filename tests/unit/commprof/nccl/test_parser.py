@@ -17,6 +17,7 @@ from commprof import schema
 from commprof.errors import LogError, UsageError
 from commprof.nccl.parser import parse_logs, write
 from support.planted_nccl import BYTES_OF_TYPE, Communicator, Operation, Writer
+from support.sample import examples
 
 TERM = {
     "AllReduce": "all_reduce", "Reduce": "reduce", "Broadcast": "broadcast", "AllGather": "all_gather",
@@ -141,7 +142,9 @@ def scenario(seed: int, version, prefix: str, newline: str):
     return writer, plan
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     seed=st.integers(0, 10_000),
     version=st.sampled_from(VERSIONS),
@@ -161,7 +164,9 @@ def test_every_planned_line_comes_back(tmp_path_factory, seed, version, prefix, 
         assert set(parsed.ops["version"].to_pylist()) == {".".join(map(str, version))}
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 10_000), tears=st.integers(1, 5), glue=st.booleans())
 def test_a_torn_line_is_counted_and_harms_no_other(tmp_path_factory, seed, tears, glue):
     directory = tmp_path_factory.mktemp("logs")
@@ -183,7 +188,9 @@ def test_a_torn_line_is_counted_and_harms_no_other(tmp_path_factory, seed, tears
     assert parsed.ops["state"].to_pylist().count("torn") == len(torn)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 6))
 def test_glued_lines_are_split_where_the_next_host_begins(tmp_path_factory, seed, count):
     directory = tmp_path_factory.mktemp("logs")
@@ -195,7 +202,9 @@ def test_glued_lines_are_split_where_the_next_host_begins(tmp_path_factory, seed
     assert parsed_rows(directory)[1] == [row for _, row in plan]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.binary(max_size=400), seed=st.integers(0, 1000))
 def test_nothing_that_a_file_holds_raises_or_invents_an_operation(tmp_path_factory, data, seed):
     directory = tmp_path_factory.mktemp("logs")

@@ -19,6 +19,7 @@ from commprof.nccl.grammar.line_prefix import KnownHosts, Origin
 from commprof.nccl.grammar.lines import read_line, read_message
 from commprof.nccl.parser import parse_logs
 from commprof.nccl.state.log_state import Assembly
+from support.sample import examples
 
 compiled_only = pytest.mark.skipif(scan.MODULE is None, reason="the scanner was not compiled here")
 HEAD = b"n0:1:1 [0] NCCL INFO "
@@ -94,7 +95,7 @@ def test_numbers_and_pointers_are_those_of_the_reader_of_lines(fields):
 
 
 @compiled_only
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(BODIES)
 def test_a_message_that_is_passed_over_says_nothing_and_is_of_the_kind_of_its_shape(body):
     _, number, texts = scanned(HEAD + body + b"\n")
@@ -108,7 +109,7 @@ def test_a_message_that_is_passed_over_says_nothing_and_is_of_the_kind_of_its_sh
 
 
 @compiled_only
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(BODIES | st.binary(max_size=60).map(lambda text: text.replace(b"\n", b"")))
 def test_a_line_without_a_head_that_is_passed_over_says_nothing_and_is_of_its_kind(text):
     kind = scanned(text + b"\n")[1]

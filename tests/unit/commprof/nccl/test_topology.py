@@ -228,6 +228,7 @@ def test_other_arrows_are_no_traces(body):
     assert read_trace(body) is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "body",
     [

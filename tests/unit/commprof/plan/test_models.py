@@ -107,6 +107,7 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
         read_model(f"hf:{tmp_path}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "words"),
     [

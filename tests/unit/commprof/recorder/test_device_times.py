@@ -22,6 +22,7 @@ from commprof.trace.rank_files.segments import (
     Segment,
 )
 from support.fake_device import FakeDevice
+from support.sample import examples
 
 SYNC, ASYNC = 1, 2  # signatures
 WORDS = RECORD.size // 8
@@ -296,7 +297,7 @@ def test_a_record_whose_memory_is_gone_is_passed_over():
     assert run.times_of(base)[2] and not run.faults
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     offset=st.integers(-(10**17), 10**17),
     drift=st.floats(-40e-6, 40e-6),

@@ -113,6 +113,7 @@ def functions(rank):
     yield lambda: tensor.tolist() + whole.tolist() + got.tolist(), None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
 def test_each_function_is_recorded_as_it_was_called_and_returns_what_it_would(tmp_path, complete):
     def body(rank, world):
@@ -174,6 +175,7 @@ def methods():
         yield refused, None
 
 
+@pytest.mark.sampled
 def test_any_arguments_reach_torch_and_what_it_refuses_is_refused(tmp_path):
     def body(rank, world):
         return [shown(call) for call, _ in methods() for _ in range(TIMES)]
@@ -189,6 +191,7 @@ def test_any_arguments_reach_torch_and_what_it_refuses_is_refused(tmp_path):
     assert run.health.raised == 5 * TIMES
 
 
+@pytest.mark.sampled
 def test_waits(tmp_path):
     """The first wait of a handle is timed, in whatever form; what a wait raises is the caller's."""
 
@@ -224,6 +227,7 @@ def test_waits(tmp_path):
     assert rows[-2][2] - rows[-2][1] > 5e8  # the wait that failed has ended
 
 
+@pytest.mark.sampled
 def test_each_line_of_the_program_is_named_also_through_more_of_torch(tmp_path):
     def body(rank, world):
         model, tensor = torch.nn.Linear(2, 2, bias=False), torch.ones(2, 2)
@@ -240,6 +244,7 @@ def test_each_line_of_the_program_is_named_also_through_more_of_torch(tmp_path):
     assert all("test_quick_calls.py" in site and "body" in site for site in sites)
 
 
+@pytest.mark.sampled
 def test_a_tag_counts_in_each_recording_and_only_where_it_is_set(tmp_path):
     def issue():
         for _ in range(TIMES):
@@ -264,6 +269,7 @@ def test_a_tag_counts_in_each_recording_and_only_where_it_is_set(tmp_path):
         assert calls(open_run(tmp_path / name), 0, "purpose", "bucket") == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
 def test_more_calls_than_a_part_of_the_file_holds_from_new_threads(tmp_path, complete):
     """Each thread on its own group; while one call runs, another thread's is recorded all the same."""
@@ -291,6 +297,7 @@ def test_more_calls_than_a_part_of_the_file_holds_from_new_threads(tmp_path, com
         assert [row[4:] for row in of_thread] == [(each, "ok") for each in range(1400)]
 
 
+@pytest.mark.sampled
 def test_what_the_recorder_costs_is_sampled_of_both_kinds_of_calls(tmp_path, way):
     def body(rank, world):
         kinds, samples = [type(vars(ProcessGroup)["allreduce"]), type(vars(Work)["wait"])], []
@@ -327,6 +334,7 @@ class LosesRecords(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled
 def test_faults_of_the_recorder_are_counted_and_the_caller_sees_nothing(tmp_path):
     def body(rank, world):
         group, tensor, seen = dist.group.WORLD, torch.ones(3), []
@@ -348,6 +356,7 @@ def test_faults_of_the_recorder_are_counted_and_the_caller_sees_nothing(tmp_path
     assert any("commprof itself failed on 3 collectives" in note for note in run.health.notes)
 
 
+@pytest.mark.sampled
 def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
     """Ctrl-C may come where a function in Python runs for the wrapper: it is neither swallowed nor counted as a fault."""
 
@@ -413,11 +422,13 @@ def groups_in_python(rank, world):
     return seen
 
 
+@pytest.mark.sampled
 def test_whatever_a_group_of_the_program_returns_is_given_back(tmp_path):
     run = compare(tmp_path / "run", 1, groups_in_python)
     assert calls(run, 0, "op") == ["broadcast"] * 3 * TIMES
 
 
+@pytest.mark.sampled
 def test_nothing_is_held_and_nothing_leaks(tmp_path):
     def body(rank, world):
         tensor, whole, group = torch.ones(8), torch.ones(8), dist.group.WORLD

@@ -17,6 +17,7 @@ from commprof.requested import (
     requested_gradient_op,
 )
 from commprof.requested.configuration import read_configuration
+from support.sample import examples
 
 PARAMETERS = [Parameter("weight", 100), Parameter("bias", 10)]
 
@@ -285,7 +286,7 @@ ZERO_KEYS = (
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(TOP_KEYS), VALUES, max_size=3),
     st.dictionaries(st.sampled_from(ZERO_KEYS), VALUES),

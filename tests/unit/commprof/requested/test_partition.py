@@ -15,8 +15,9 @@ from commprof.requested.zero.reductions import (
     multi_rank_all_reduce,
     reduce_to_owner,
 )
+from support.sample import examples
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=examples(60), deadline=None)
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 WORLDS = st.integers(1, 5)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from commprof.requested import Parameter, RequestedError, expected
 from commprof.requested.zero.stages import steady_step
+from support.sample import examples
 
 PARAMETERS = [
     Parameter("embedding", 6_000, "float32", 0, True, 0),
@@ -272,7 +273,7 @@ REDUCTION_KEYS = [
 ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 def test_bytes_depend_neither_on_the_order_nor_on_the_buckets(data):
     sizes = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=10))

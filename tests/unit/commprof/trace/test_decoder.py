@@ -14,6 +14,7 @@ from commprof.trace.rank_files.decoder import read_rank
 from commprof.trace.rank_files.events import parse_events
 from commprof.trace.rank_files.writer import PAGE, encode_row
 from support.rank_files import write_rank
+from support.sample import examples
 
 
 def test_a_whole_rank_reads_back(tmp_path):
@@ -96,7 +97,9 @@ def test_every_table_has_the_columns_of_the_schema(tmp_path):
         assert tuple(table.column_names) == TABLES[name].names
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cut=st.integers(0, PAGE + 20 * RECORD.size))
 def test_a_file_cut_anywhere_keeps_what_stands_before_the_cut(tmp_path_factory, cut):
     stem = write_rank(tmp_path_factory.mktemp("run"), records=20)
@@ -110,7 +113,9 @@ def test_a_file_cut_anywhere_keeps_what_stands_before_the_cut(tmp_path_factory, 
     assert trace.entry["records"] == max(0, cut - PAGE) // RECORD.size
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     damage=st.lists(
         st.tuples(st.integers(0, PAGE + 8 * RECORD.size - 1), st.integers(0, 255)), min_size=1, max_size=12
@@ -138,7 +143,9 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_damaged_events_are_read_or_left_out_and_never_crash(tmp_path_factory, data):
     stem = write_rank(tmp_path_factory.mktemp("run"), records=8)

@@ -123,6 +123,7 @@ def test_finalising_keeps_every_row_and_may_be_repeated(tmp_path):
     assert read_manifest(run).state == "complete" and len(read_manifest(run).ranks) == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "moment", ["write_collectives", "check_copy", "_extend", "write_parquet", "write_manifest", "unlink"]
 )

@@ -50,6 +50,7 @@ def test_what_version_2_added_is_declared():
     assert all(column.nullable for table in TABLES.values() for column in table.columns if column.since > 1)
 
 
+@pytest.mark.sampled
 def test_records_and_figures_are_those_of_version_1(old):
     run = open_run(old)
     rows = run.table("collectives").to_pylist()
@@ -94,6 +95,7 @@ def test_files_that_are_read_where_they_lie_have_null_there(tmp_path, is_mixed):
         assert {row[name] for row in read_columns(file, wanted).to_pylist() for name in NEWER} == {None}
 
 
+@pytest.mark.sampled
 def test_an_export_has_empty_fields_there(old, tmp_path):
     export_csv([open_run(old)], tmp_path / "csv")
     header, *lines = (tmp_path / "csv" / "collectives.csv").read_text().splitlines()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.sample import examples
 from zero_runtime.errors import ConfigError, LossScaleError
 from zero_runtime.gradient_reduction.loss_scale import LossScale, ScaleRules
 
@@ -99,7 +100,7 @@ def run(scale: LossScale, steps: str) -> list[float]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(RULES, STEPS)
 def test_what_always_holds(rules, steps):
     before = rules.value
@@ -112,7 +113,7 @@ def test_what_always_holds(rules, steps):
         before = after
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(RULES, STEPS, STEPS)
 def test_a_reloaded_scale_goes_on_as_if_nothing_had_happened(rules, first, second):
     whole = LossScale(rules)
@@ -123,7 +124,7 @@ def test_a_reloaded_scale_goes_on_as_if_nothing_had_happened(rules, first, secon
     assert run(reloaded, second) == run(whole, second)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(RULES, st.integers(1, 30))
 def test_without_overflow_it_doubles_once_in_a_window(rules, count):
     assert run(LossScale(rules), FINE * count)[-1] == rules.value * 2.0 ** ((count - 1) // rules.window)

@@ -66,6 +66,7 @@ def reduce_everything(rank, world):
     return outcomes
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_owners_get_the_mean_and_the_messages_are_as_the_table_says(world):

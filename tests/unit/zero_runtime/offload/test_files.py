@@ -254,6 +254,7 @@ def test_the_checksum_of_nothing_changed_costs_no_error_when_unchecked(tmp_path)
     store.close()
 
 
+@pytest.mark.long
 def test_without_the_package_for_checksums_bytes_are_checked_all_the_same(tmp_path):
     program = f"""
 import sys
