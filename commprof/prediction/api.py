@@ -23,6 +23,7 @@ from commprof.prediction.predictions import (
     replayed_run,
     sent_messages,
 )
+from commprof.prediction.streams import HOST
 from commprof.printable import command_line
 from commprof.trace.manifest import RUNNING
 from commprof.trace.reader import Run, open_run
@@ -185,6 +186,12 @@ def promising_of(base: Base) -> Promising:
     Raises:
         CommprofError: the rules cannot read the config of the run.
     """
+    if base.recorded.device != HOST:
+        return Promising(
+            [],
+            reason=f"the run is of {base.recorded.device}, where predictions of other settings were not validated; name "
+            "one with --set",
+        )
     listed = candidates(base.request)
     if not listed:
         return Promising([], reason=_why_none(base.request))

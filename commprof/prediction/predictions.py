@@ -17,6 +17,7 @@ from commprof.prediction.durations import UNCHANGED, Durations, message_times
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
 from commprof.prediction.simulation import Simulated, on_critical_path, quiet_steps, replayed, simulate
+from commprof.prediction.streams import HOST
 from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import holdings
 from commprof.requested.wrappers.ddp import Ddp
@@ -45,8 +46,6 @@ KEYS: Final = (
 DDP_KEYS: Final = ("ddp.bucket_cap_mb",)
 REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
 _WIDE_ERROR: Final = 0.02  # above which a note says so
-SLOWDOWN: Final = 1.3  # of compute beside a gloo message; measured: docs/predict.md
-_SLOWDOWNS: Final = (1.0, 1.6)  # between which it is uncertain
 _Z: Final = 1.2816  # an 80 % interval of a normal distribution
 # Standard deviations relative to the step, measured on the development runs: docs/predict.md.
 _BETWEEN_RUNS: Final = 0.08  # of two runs with the same messages, and what the model leaves out
@@ -56,7 +55,24 @@ _OF_CPU: Final = 0.2  # of links so fast that processors limit messages
 _CPU_BOUND: Final = 0.12
 _CPU_SHARE: Final = 0.3  # of the exposed time is processor time of the backend: processors limit messages
 _OF_WORLD: Final = 0.08
-_OF_A_MESSAGE_NS: Final = 5e5  # what one message more or less costs beside its own time
+
+
+class Machine(NamedTuple):
+    """What differs between processors and GPUs.
+
+    Attributes:
+        slowdown: of compute beside a message.
+        slowdowns: between which it is uncertain.
+        message_ns: standard deviation of what one message more or less costs beside its own time.
+    """
+
+    slowdown: float
+    slowdowns: tuple[float, float]
+    message_ns: float
+
+
+CPUS: Final = Machine(1.3, (1.0, 1.6), 5e5)  # gloo takes processors from compute; measured: docs/predict.md
+GPUS: Final = Machine(1.1, (1.0, 1.3), 1e5)  # assumed: NCCL takes a few multiprocessors
 
 
 class Predicted(NamedTuple):
@@ -121,6 +137,7 @@ class Base(NamedTuple):
     quiet: list[Step]  # compute as if nothing had been in flight
     replay: Simulated
     plain: Simulated
+    machine: Machine
 
     @property
     def recorded_ns(self) -> float:
@@ -165,8 +182,9 @@ def replayed_run(run: Run, calibration: Calibration | None = None) -> Base:
 def replayed_steps(recorded: Recorded, request: Request, calibration: Calibration | None = None) -> Base:
     """The same of the steps of a run, which requested ``request``."""
     times = message_times(recorded)
-    quiet = quiet_steps(recorded, SLOWDOWN)
-    replay = replayed(recorded, quiet, SLOWDOWN)
+    machine = CPUS if recorded.device == HOST else GPUS
+    quiet = quiet_steps(recorded, machine.slowdown)
+    replay = replayed(recorded, quiet, machine.slowdown)
     step_ns = float(np.median(recorded.step_ns))
     error = replay.median_ns / step_ns - 1.0
     if abs(error) > REFUSED_ERROR:
@@ -174,8 +192,8 @@ def replayed_steps(recorded: Recorded, request: Request, calibration: Calibratio
             f"the replay of the recorded setting takes {replay.median_ns / 1e6:.1f} ms per step, and the run "
             f"{step_ns / 1e6:.1f} ms ({error:+.0%}), so other settings cannot be predicted: {_misfit(recorded, replay)}"
         )
-    plain = simulate(recorded.program, quiet, Durations(times, calibration), SLOWDOWN)
-    return Base(recorded, request, times, calibration, quiet, replay, plain)
+    plain = simulate(recorded.program, quiet, Durations(times, calibration), machine.slowdown)
+    return Base(recorded, request, times, calibration, quiet, replay, plain, machine)
 
 
 def predict_from(
@@ -202,6 +220,11 @@ def predict_from(
     if abs(error) > _WIDE_ERROR:
         notes.append(
             f"the replay of the recorded setting differs by {error:+.1%} from the run: intervals are wider by it"
+        )
+    if recorded.device != HOST:
+        notes.append(
+            f"the run is of {recorded.device}: its steps are those of the GPUs' streams, and how far messages slow the "
+            "kernels beside them is assumed"
         )
     if assumptions.link.added_ns:
         notes.append("--latency is not validated: no link with another latency was measured")
@@ -232,13 +255,13 @@ def _predicted(
     if link != UNCHANGED:
         link = link._replace(cpu_per_byte=recorded.cpu_per_byte or 0.0)
     durations = Durations(base.times, base.calibration, link)
-    answer = _simulated(changed, durations, assumptions, SLOWDOWN)
+    answer = _simulated(changed, durations, assumptions, base.machine.slowdown)
     scale = base.scale
     median = answer.median_ns * scale
     sources = {durations.of(message).source for message in changed.program.messages}
     spread = _spread(base, changed, durations, assumptions, answer, "calibration" in sources)
     bounds = [
-        _simulated(changed, durations, bound, SLOWDOWN).median_ns * scale
+        _simulated(changed, durations, bound, base.machine.slowdown).median_ns * scale
         for bound in (assumptions._replace(comm_free=True), assumptions._replace(no_straggler=True))
     ]
     path = on_critical_path(changed.program, changed.steps, answer)
@@ -283,7 +306,7 @@ def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) 
     """
     changed, _ = _changed(base, setting, config, base.recorded.world_size)
     durations = Durations(base.times, base.calibration)
-    return _simulated(changed, durations, AS_RECORDED, SLOWDOWN).median_ns * base.scale
+    return _simulated(changed, durations, AS_RECORDED, base.machine.slowdown).median_ns * base.scale
 
 
 def sent_messages(
@@ -394,7 +417,7 @@ def _spread(
         1.2533 * float(_deviation(step_ns)) / np.sqrt(len(step_ns)) / float(np.median(step_ns)),
     ]
     more = abs(len(changed.program.messages) - len(base.recorded.program.messages))
-    parts.append(more * _OF_A_MESSAGE_NS / median)
+    parts.append(more * base.machine.message_ns / median)
     if calibrated:
         parts.append(_OF_CALIBRATION)
     if assumptions.link != UNCHANGED:
@@ -407,7 +430,9 @@ def _spread(
     if assumptions.world not in (None, base.recorded.world_size):
         parts.append(_OF_WORLD)
     if any(not message.blocks for message in changed.program.messages):
-        ends = [_simulated(changed, durations, assumptions, each).median_ns for each in _SLOWDOWNS]
+        ends = [
+            _simulated(changed, durations, assumptions, each).median_ns for each in base.machine.slowdowns
+        ]
         parts.append((max(ends) - min(ends)) / 2 / _Z / median)
     return float(np.sqrt(sum(part**2 for part in parts))) * median
 

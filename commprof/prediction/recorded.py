@@ -15,6 +15,7 @@ from commprof.align.ranks.arrivals import REAL_WAIT_NS
 from commprof.analysis import api
 from commprof.errors import UsageError
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
+from commprof.prediction.streams import HOST, device_of, on_stream, stream_steps
 from commprof.schema import Status, parse_ranks
 from commprof.trace.reader import Run
 
@@ -25,7 +26,15 @@ _ENOUGH_STEPS: Final = 20  # whatever they send
 _COLUMNS: Final = (
     *("rank", "attempt", "step", "seq", "micro_step", "phase", "op", "purpose", "bucket", "payload_bytes"),
     *("group_ranks", "is_async", "is_p2p", "captured", "device", "status"),
-    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
+    *(
+        "issue_ns",
+        "return_ns",
+        "wait_begin_ns",
+        "wait_end_ns",
+        "device_begin_ns",
+        "device_end_ns",
+        "exposed_ns",
+    ),
 )
 _MOST_CPU: Final = 1.5  # of the compute, beyond which a process computes on several threads
 _ISSUE: Final = 0
@@ -46,6 +55,7 @@ class Recorded(NamedTuple):
         finishes: when it ended there, where that was observed; else nan.
         waits: when the rank began to wait for it; nan where it did not.
         cpu_per_byte: processor time in ns that the backend takes for a byte of payload; None where it is not known.
+        device: kind of the device that computes; all times are of its clock.
     """
 
     program: Program
@@ -58,6 +68,7 @@ class Recorded(NamedTuple):
     finishes: Floats
     waits: Floats
     cpu_per_byte: float | None = None
+    device: str = HOST
 
 
 class _Rank(NamedTuple):
@@ -97,12 +108,17 @@ def recorded_steps(run: Run) -> Recorded:
     attempt = int(steps["attempt"].iloc[0])
     records = _records(run, attempt, usable)
     _refuse_records(records, str(run.path))
-    waits = _waits_in_cpp(run, attempt)
+    times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns", "cpu_ns"]]
+    device = device_of(records, str(run.path))
+    if device == HOST:
+        waits = _waits_in_cpp(run, attempt)
+    else:
+        records, waits = on_stream(records, str(run.path)), {}
+        times, usable = stream_steps(records, usable)
     by_place = {
         (int(rows["step"].iloc[0]), int(rows["rank"].iloc[0])): rows
         for _, rows in records.groupby(["step", "rank"], sort=False)
     }
-    times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns", "cpu_ns"]]
     ranks = [
         [
             _rank_of(
@@ -114,7 +130,7 @@ def recorded_steps(run: Run) -> Recorded:
         ]
         for step in usable
     ]
-    return _with_most_common_program(ranks, usable, world, str(run.path))
+    return _with_most_common_program(ranks, usable, world, str(run.path))._replace(device=device)
 
 
 def _refuse_unpredictable(run: Run, world: int) -> None:
@@ -174,12 +190,6 @@ def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
 
 
 def _refuse_records(records: pd.DataFrame, path: str) -> None:
-    devices = sorted({str(each).partition(":")[0] for each in records["device"].dropna()} - {"cpu"})
-    if devices:
-        raise UsageError(
-            f"{path} trained on {devices[0]}, and only runs on CPUs can be predicted: the compute of a GPU's streams is not "
-            "recorded"
-        )
     if records["is_p2p"].any():
         raise UsageError(
             f"{path} sends messages between single ranks (send and recv), as pipelines do; only collectives are predicted"

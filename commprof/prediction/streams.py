@@ -1,0 +1,87 @@
+"""Times of a GPU's stream in the place of the host's: what a training on GPUs computes and waits for happens there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commprof.errors import UsageError
+
+HOST: Final = "cpu"
+
+
+def device_of(records: pd.DataFrame, path: str) -> str:
+    """Return the kind of device whose tensors the messages carry: ``cpu``, ``cuda``.
+
+    Raises:
+        UsageError: there are several.
+    """
+    kinds = sorted({str(each).partition(":")[0] for each in records["device"].dropna()})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"the messages of {path} carry tensors of {' and of '.join(kinds)}; only trainings with one kind of device "
+            "can be predicted"
+        )
+    return kinds[0] if kinds else HOST
+
+
+def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
+    """Return ``records`` of a GPU with the times at which its stream began to send, was blocked, and continued.
+
+    Raises:
+        UsageError: of some messages these times are not known.
+    """
+    begin, end, exposed = (
+        records[name].to_numpy(np.float64, na_value=np.nan)
+        for name in ("device_begin_ns", "device_end_ns", "exposed_ns")
+    )
+    unknown = np.isnan(begin) | np.isnan(end) | np.isnan(exposed)
+    if unknown.any():
+        first = records[unknown].iloc[0]
+        raise UsageError(
+            f"{unknown.sum()} of {len(records)} messages of {path} have no times of the GPU (the first: {first['op']} for "
+            f"{first['purpose']}, step {first['step']}); what DistributedDataParallel waits for in C++, what FSDP2 sends on "
+            "streams of its own, CUDA graphs and --completion-every 0 are without, and such a run cannot be predicted"
+        )
+    blocks = ~records["is_async"].to_numpy(bool)
+    issue = begin.astype(np.int64)
+    records = records.assign(
+        # An asynchronous message is queued in no time, and its own end is known only if the stream was blocked until then.
+        return_ns=np.where(blocks, end.astype(np.int64), issue),
+        wait_begin_ns=np.where(blocks, np.nan, end - exposed),
+        wait_end_ns=np.where(blocks, np.nan, end),
+        device_end_ns=np.nan,
+        arrived_ns=records["arrived_ns"] - records["issue_ns"] + issue,
+    )
+    return records.assign(issue_ns=issue).sort_values(
+        ["step", "rank", "seq"], kind="stable", ignore_index=True
+    )
+
+
+def stream_steps(records: pd.DataFrame, usable: Sequence[int]) -> tuple[pd.DataFrame, list[int]]:
+    """The steps on the stream: each lasts from the last message of the step before it to its own last message.
+
+    The host ends a step before the GPU does. The stream says nothing of where a step ends but by its messages.
+
+    Args:
+        records: on the stream.
+        usable: numbers of steps.
+
+    Returns:
+        Times by step and rank, and the numbers of the steps that follow another one of ``usable``.
+    """
+    last = records[["return_ns", "wait_end_ns"]].max(axis=1).groupby([records["step"], records["rank"]]).max()
+    ranks = sorted(records["rank"].unique())
+    kept = [
+        step
+        for before, step in pairwise(usable)
+        if step == before + 1 and all((each, rank) in last.index for each in (before, step) for rank in ranks)
+    ]
+    rows = [(step, rank, last[step - 1, rank], last[step, rank]) for step in kept for rank in ranks]
+    frame = pd.DataFrame(rows, columns=["step", "rank", "begin_ns", "end_ns"])
+    # Processor time of the host is not that of messages.
+    return frame.assign(cpu_ns=np.nan).set_index(["step", "rank"]), kept
