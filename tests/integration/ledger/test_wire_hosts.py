@@ -26,7 +26,6 @@ WHY_NOT = network.why_impossible()
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-    pytest.mark.alone,
 ]
 
 # Each step is one collective between two barriers, so that nothing of it is under way when the counters are read.
@@ -285,6 +284,7 @@ def test_zero_stage_2_without_readings_at_steps_has_the_bytes_of_every_host(tmp_
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_of_a_job_that_is_killed_it_is_said_that_the_last_reading_is_one_at_an_interval(tmp_path):
     with network.hosts(2) as machines:
         truth, codes = run_each(tmp_path, machines, "COMMPROF=1 on each host", "killed")

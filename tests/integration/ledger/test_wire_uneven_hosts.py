@@ -23,7 +23,6 @@ WHY_NOT = network.why_impossible()
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-    pytest.mark.alone,
 ]
 
 MB = 1_000_000
@@ -203,6 +202,7 @@ def test_unequal_splits_are_held_to_what_the_program_gave(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_message_without_a_record_is_a_mismatch(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(ROOTED))
@@ -228,6 +228,7 @@ def stage_2(directory, machines, **planted):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("rate", [None, "1gbit", "200mbit", "50mbit"])
 def test_stage_2_with_a_broadcast_of_its_own_is_not_accused_on_three_hosts(tmp_path, rate):
     with network.hosts(3, rate) as machines:
@@ -244,6 +245,7 @@ def test_stage_2_with_a_broadcast_of_its_own_is_not_accused_on_three_hosts(tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("rate", ["200mbit", "50mbit"])
 def test_a_message_without_a_record_is_a_mismatch_on_slow_links_too(tmp_path, rate):
     with network.hosts(3, rate) as machines:
@@ -256,6 +258,7 @@ def test_a_message_without_a_record_is_a_mismatch_on_slow_links_too(tmp_path, ra
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_the_stages_of_a_pipeline_close_on_three_hosts(tmp_path):
     options = ["--stages", "3", "--width", "256", "--context", "256", "--steps", "4"]
     with network.hosts(3) as machines:
@@ -267,6 +270,7 @@ def test_the_stages_of_a_pipeline_close_on_three_hosts(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_ranks_of_one_host_do_not_pass_its_interface_to_each_other(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PLAIN))

@@ -65,6 +65,7 @@ def recordings(tmp_path_factory):
     }
 
 
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_each_collective_of_a_program_is_recorded_once(recordings, program, mode):

@@ -517,6 +517,7 @@ def test_a_damaged_index_is_built_again(tmp_path, in_file, content):
     assert not (path / ".index.duckdb-left").exists()
 
 
+@pytest.mark.long
 def test_an_index_with_a_damaged_block_is_removed_and_built_again(tmp_path, in_file):
     path = small_run(tmp_path / "run")
     api.index(path)

@@ -106,6 +106,7 @@ def test_utf16_is_read_or_said_not_to_be_understood_but_never_half(tmp_path, enc
     assert states(parsed) in {(0, 0, 0), (1, 1, 0)}
 
 
+@pytest.mark.long
 def test_cut_at_every_byte_only_ever_loses_the_last_line(tmp_path):
     for cut in range(len(SMALL) + 1):
         data = SMALL[:cut]

@@ -212,6 +212,7 @@ def started(path: Path, how: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.long
 def test_files_go_at_exit_and_those_of_a_killed_process_at_the_next_start(tmp_path):
     killed, alive = started(tmp_path, "kill"), started(tmp_path, "wait")
     left, kept = Path(killed.stdout.readline().strip()), Path(alive.stdout.readline().strip())
