@@ -25,7 +25,7 @@ from commprof.prediction.predictions import (
 )
 from commprof.prediction.streams import HOST
 from commprof.printable import command_line
-from commprof.trace.manifest import RUNNING
+from commprof.trace.manifest import RUNNING, Manifest
 from commprof.trace.reader import Run, open_run
 
 MOST_CHANGES: Final = 3
@@ -83,6 +83,8 @@ class Promising(NamedTuple):
         tried: settings that were predicted.
         refused: the others, each with the reason.
         ranks: of the run.
+        program: words of ``commprof sweep`` that start the program of the run; empty where it names no config file.
+        directory: where the program was started.
         reason: why nothing can be predicted from the run; empty where something can.
         is_running: the run is still being recorded, so nothing was tried.
     """
@@ -92,6 +94,8 @@ class Promising(NamedTuple):
     tried: int = 0
     refused: list[tuple[dict[str, Any], str]] = []  # noqa: RUF012 - a NamedTuple; never changed
     ranks: int = 0
+    program: list[str] = []  # noqa: RUF012 - as above
+    directory: str = ""
     reason: str = ""
     is_running: bool = False
 
@@ -112,7 +116,8 @@ class Promising(NamedTuple):
             command = command_line("calibrate", "--nproc", self.ranks, "--out", "calibration.json")
             sentences.append(
                 f"{_counted(self.uncalibrated)} not predicted, since the run has no messages of such sizes or operations. "
-                f"Measure them on the same hosts ({command}), and {WITH_CALIBRATION}."
+                f"Measure them on the same hosts ({command}), and {WITH_CALIBRATION}; the dashboard finds it "
+                "beside the run."
             )
         others = [reason for _, reason in self.refused if WITH_CALIBRATION not in reason]
         if others:
@@ -159,14 +164,17 @@ def predict_command(run: Path, change: Change, calibration: Path | None = None) 
 
 
 def sweep_command(
-    run: Path, change: Change, program: Sequence[object], calibration: Path | None = None
-) -> str:
+    run: Path, change: Change, answer: Promising, calibration: Path | None = None
+) -> str | None:
     """The command that runs the recorded setting and ``change``, and shows predicted beside measured steps.
 
-    Args:
-        program: its words after the settings, as of ``commprof sweep``.
+    None where the program of the run names no config file that a sweep could change.
     """
-    return command_line("sweep", "--predict", run, *_with(calibration), *change.beside_recorded, *program)
+    if not answer.program:
+        return None
+    return command_line(
+        "sweep", "--predict", run, *_with(calibration), *change.beside_recorded, *answer.program
+    )
 
 
 def _with(calibration: Path | None) -> tuple[object, ...]:
@@ -175,9 +183,10 @@ def _with(calibration: Path | None) -> tuple[object, ...]:
 
 def _promising(run: Run, calibration: Calibration | None) -> Promising:
     try:
-        return promising_of(replayed_run(run, calibration))
+        answer = promising_of(replayed_run(run, calibration))
     except CommprofError as problem:
         return Promising([], reason=str(problem))
+    return answer._replace(program=_program(run.manifest), directory=run.manifest.cwd or "")
 
 
 def promising_of(base: Base) -> Promising:
@@ -261,6 +270,19 @@ def _offered(base: Base, listed: Sequence[Candidate]) -> list[tuple[Candidate, P
     )
     faster = [(each, answer) for each, answer in answers if answer.high_ns < limit]
     return sorted(faster, key=lambda pair: pair[1].median_ns)[:MOST_CHANGES]
+
+
+def _program(manifest: Manifest) -> list[str]:
+    """The words of a sweep that start the program of a run again."""
+    command = list(manifest.command or ())
+    named = any(word.partition("=")[0] == manifest.config_argument for word in command)
+    if not named:  # a sweep gives each run its config in this argument
+        return []
+    engine = (manifest.launcher or {}).get("engine")
+    words = ["--engine", str(engine)] if engine else []
+    if manifest.nproc is None:  # the program starts its ranks itself
+        return [*words, "--", *command]
+    return [*words, "--nproc", str(manifest.nproc), "--", *command[1:]]  # without python
 
 
 def _recorded_memory(base: Base) -> int | None:

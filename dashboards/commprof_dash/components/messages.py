@@ -14,7 +14,7 @@ _COLOURS: Final = {"good": "teal", "note": "indigo", "warning": "yellow", "error
 
 def message(title: str, text: str, commands: Sequence[str] = (), severity: str = "note") -> Component:
     """A notice: what happened, and what to type or do. ``severity``: see ``_COLOURS``."""
-    return _notice(title, [dmc.Text(text, size="sm"), *_typed(commands)], severity)
+    return _notice(title, [dmc.Text(text, size="sm"), *commands_to_type(commands)], severity)
 
 
 def sentences(
@@ -22,10 +22,11 @@ def sentences(
 ) -> Component:
     """A notice of several sentences, and what to type."""
     listed = html.Ul([html.Li(text) for text in texts], className="sentences")
-    return _notice(title, [listed, *_typed(commands)], severity)
+    return _notice(title, [listed, *commands_to_type(commands)], severity)
 
 
-def _typed(commands: Sequence[str]) -> list[Component]:
+def commands_to_type(commands: Sequence[str]) -> list[Component]:
+    """Commands, each in a line of its own."""
     # One that is longer than the window scrolls, by the keyboard too.
     about = {"aria-label": "Command"}
     return [

@@ -203,6 +203,13 @@ def test_a_run_that_is_still_going_and_lost_records_says_so(tmp_path):
     assert "3 dropped, 2 unseen" in page
 
 
+def test_changes_are_predicted_once_a_run_has_ended(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    assert "Changes worth trying" in text_of(draw(tmp_path, "/overview"))
+    monkeypatch.setattr(Runs, "is_going", lambda runs, names: True)
+    assert "Changes worth trying" not in text_of(draw(tmp_path, "/overview"))
+
+
 def test_text_of_a_trace_stays_text(tmp_path):
     write_run(tmp_path / HOSTILE.replace("/", "-"), script=HOSTILE)
     for path in ("/overview", "/compare"):

@@ -47,7 +47,7 @@ def recent_steps(runs: Runs, run: str) -> Steps:
 def bandwidths(runs: Runs, run: str, calibration: Path | None, steps: Steps = None) -> api.Bandwidths:
     """What the collectives of a run reached: see ``api.bandwidth_both``."""
     measured: api.Bandwidths = runs.of_run(
-        f"bandwidth {calibration} {_stamp(calibration)} {steps}",
+        f"bandwidth {calibration} {stamp(calibration)} {steps}",
         run,
         lambda path: api.bandwidth_both(path, calibration, steps),
     )
@@ -69,7 +69,7 @@ def _calibrated(op: str) -> str:
     return "send_recv" if op == Op.SEND else op
 
 
-def _stamp(file: Path | None) -> tuple[int, int]:
+def stamp(file: Path | None) -> tuple[int, int]:
     """Time of change and size of ``file``, so that an answer is not kept beyond them."""
     if file is None:
         return 0, 0

@@ -1,9 +1,10 @@
-"""The cards of the Overview page about judgement and cost: the ledger, exposed time, and what recording cost."""
+"""The cards of the Overview page about judgement and cost: the ledger, changes, exposed time, and what recording cost."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
@@ -11,10 +12,12 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
+from commprof.prediction import api as prediction_api
 from commprof_dash.charts import exposure_chart, resource_charts
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
+from commprof_dash.pages.overview.data import Advised
 from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
@@ -25,6 +28,8 @@ _STATES: Final = {
 }
 _TABLE_ROWS: Final = 300
 _EXPOSED: Final = "Exposed and overlapped"
+PROMISING: Final = "promising"
+_CHANGES: Final = "Changes worth trying"
 
 
 def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
@@ -55,6 +60,91 @@ def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
 
 def _verify(facts: Mapping[str, Any]) -> str:
     return shlex.join(["commprof", "verify", str(facts["path"])])
+
+
+def promising_to_come() -> Component:
+    """Placeholder for the changes worth trying while another process predicts them."""
+    return cards.empty_card(PROMISING, _CHANGES, "Predicting other settings from this run: a few seconds.")
+
+
+def not_promising(why: str) -> Component:
+    """The card without changes: one line says why."""
+    return cards.empty_card(PROMISING, _CHANGES, why)
+
+
+def promising(advised: Advised, path: Path) -> Component | None:
+    """The changes worth trying, with gain, reason and commands; a line where there are none; None of a running run."""
+    answer = advised.answer
+    if answer.is_running:
+        return None
+    notes = " ".join(answer.sentences)
+    if not answer.changes:
+        return not_promising(notes)
+    listed = [
+        html.Li(
+            [
+                html.Div(
+                    [
+                        html.Strong(
+                            f"{api.format_ns(each.gain_ns)} less ({each.gain_ns / answer.recorded_ns:.0%})"
+                        ),
+                        f", 80 % interval {api.format_ns(each.gain_low_ns)} to {api.format_ns(each.gain_high_ns)}: ",
+                        html.Code(shlex.join(each.words)),
+                    ]
+                ),
+                html.Div(f"{each.why}.{_more_memory(each)}", className="muted"),
+            ]
+        )
+        for each in answer.changes
+    ]
+    return cards.body_card(
+        PROMISING,
+        _CHANGES,
+        "Predicted from this run, not measured: by how much the step of "
+        f"{api.format_ns(answer.recorded_ns)} (mean over ranks) gets shorter.",
+        [
+            html.Ol(listed, className="changes"),
+            html.Details(
+                [html.Summary("Commands to look further, and to prove it"), *_commands(advised, path)],
+                className="card-table",
+            ),
+            html.P(notes, className="card-subtitle after-commands"),
+        ],
+        pd.DataFrame(
+            {
+                "change": [shlex.join(each.words) for each in answer.changes],
+                "recorded_step_ns": [answer.recorded_ns for _ in answer.changes],
+                **{
+                    name: [getattr(each, name) for each in answer.changes]
+                    for name in ("step_ns", "low_ns", "high_ns", "gain_ns", "gain_low_ns", "gain_high_ns")
+                },
+                "memory_bytes": [each.memory_bytes for each in answer.changes],
+                "why": [each.why for each in answer.changes],
+            }
+        ),
+    )
+
+
+def _commands(advised: Advised, path: Path) -> list[Component]:
+    answer, calibration = advised
+    looks = [prediction_api.predict_command(path, each, calibration) for each in answer.changes]
+    proofs = [prediction_api.sweep_command(path, each, answer, calibration) for each in answer.changes]
+    proven = [each for each in proofs if each is not None]
+    where = html.P(
+        f"In {answer.directory}, to measure both settings and compare:",
+        className="card-subtitle after-commands",
+    )
+    return [
+        *messages.commands_to_type(looks),
+        *([where, *messages.commands_to_type(proven)] if proven else []),
+    ]
+
+
+def _more_memory(change: prediction_api.Change) -> str:
+    if not change.more_memory or change.memory_bytes is None:
+        return ""
+    needed = api.format_bytes(change.memory_bytes)
+    return f" Needs {change.more_memory:.0%} more device memory: {needed} without activations."
 
 
 _LATENESS: Final = {

@@ -1,13 +1,18 @@
-"""What the Overview page asks of one run beside its plain facts: its ledger, and what collectives cost it in time."""
+"""What the Overview page asks of one run beside its plain facts: its ledger, what collectives cost it, what to change."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import pandas as pd
 
 from commprof.analysis import api
+from commprof.prediction import api as prediction_api
 from commprof_dash.data import Runs
+from commprof_dash.pages.bandwidth import data as bandwidth_data
 from commprof_dash.pages.timeline.data import path_of
 
 MOST_STEPS: Final = 600  # that a chart has room for
@@ -45,3 +50,30 @@ def resources(runs: Runs, name: str) -> pd.DataFrame:
     """What each training step used; of more than :data:`MOST_STEPS` steps evenly many."""
     frame: pd.DataFrame = runs.of_run("resource_use", name, api.resource_use)
     return frame.iloc[:: -(-len(frame) // MOST_STEPS) or 1]
+
+
+class Advised(NamedTuple):
+    """Which changes of a run are worth trying, and the calibration that their predictions used."""
+
+    answer: prediction_api.Promising
+    calibration: Path | None
+
+
+def promising(runs: Runs, name: str, hosts: Sequence[str]) -> Advised | None:
+    """Which changes of a run are worth trying; None while another process predicts them.
+
+    Args:
+        hosts: of the run; a calibration of other hosts is not used.
+    """
+    file = _calibration(runs, name, hosts)
+    question = f"promising {file} {bandwidth_data.stamp(file)}"
+    answer = runs.run_beside(question, name, partial(prediction_api.promising, calibration=file))
+    return None if answer is None else Advised(answer, file)
+
+
+def _calibration(runs: Runs, name: str, hosts: Sequence[str]) -> Path | None:
+    """The calibration that goes with a run, as on the Bandwidth page, if it was made on its hosts and processors."""
+    listed = bandwidth_data.calibrations(runs)
+    fitting = listed[(listed["hosts"] == ", ".join(hosts)) & (listed["device"] == "cpu")]
+    nearest = bandwidth_data.nearest(fitting, name)
+    return None if nearest is None else runs.directory / nearest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 import dash
@@ -30,6 +31,7 @@ from commprof_dash.theme import Scheme, scheme_of
 
 VERDICT: Final = "verdict"
 REST: Final = "overview-rest"
+PROMISING: Final = overview_cards.PROMISING
 # More rows slow down server and browser; the CSV file has all.
 _TABLE_ROWS: Final = 300
 
@@ -67,6 +69,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
                 _times(runs.step_times(name), scheme),
             ]
         ),
+        *_promising(runs, name),
         *_one_offs(runs.one_offs(name)),
     ]
     # Of a large run what stands below is asked for once this is drawn.
@@ -101,6 +104,13 @@ def _verdict(runs: Runs, name: str, facts: Mapping[str, Any]) -> Component:
     if ledger is None:
         return pending.pending(VERDICT, overview_cards.verdict_to_come(facts), name)
     return overview_cards.verdict(ledger, facts)
+
+
+def _promising(runs: Runs, name: str) -> list[Component]:
+    """The place of the changes worth trying, which a callback fills; none while the run is being recorded."""
+    if runs.is_going([name]):
+        return []
+    return [pending.pending(PROMISING, overview_cards.promising_to_come(), name)]
 
 
 def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
@@ -362,7 +372,7 @@ def _measure_fields() -> list[Field]:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of what was not there when the page was drawn: the verdict, and the lower half."""
+    """The callbacks of what was not there when the page was drawn: the verdict, the changes, and the lower half."""
 
     @app.callback(
         Output(pending.place(REST), "children"),
@@ -395,6 +405,24 @@ def register(app: dash.Dash, runs: Runs) -> None:
         if ledger is None:
             raise PreventUpdate
         return overview_cards.verdict(ledger, facts), True
+
+    @app.callback(
+        Output(pending.place(PROMISING), "children"),
+        Output(pending.clock(PROMISING), "disabled"),
+        Input(pending.clock(PROMISING), "n_intervals"),
+        Input(pending.about(PROMISING), "data"),
+    )
+    def promising(_: int | None, name: str) -> tuple[Any, bool]:
+        try:
+            facts = runs.overview(name)
+            advised = overview_data.promising(runs, name, facts["hosts"])
+        except KeyError:
+            return [], True  # the page says that there is no such run
+        except Exception as error:
+            return overview_cards.not_promising(f"No change can be predicted: {reason(error)}"), True
+        if advised is None:
+            raise PreventUpdate
+        return overview_cards.promising(advised, Path(facts["path"])), True
 
 
 PAGE: Final = Page(

@@ -96,8 +96,11 @@ def test_messages_that_hide_behind_compute_are_offered_with_the_numbers_of_predi
     assert "overlaps with compute instead of 0%" in change.why and "gradient_reduce is exposed" in change.why
     assert change.words == ["--set", f"{ZERO}overlap_comm=true"]
     assert predict_command("r", change).endswith(f"predict r --set {ZERO}overlap_comm=true")
-    assert f"--predict r --set {ZERO}overlap_comm=false,true -- train.py" in sweep_command(
-        "r", change, ["--", "train.py"]
+    assert sweep_command("r", change, best) is None  # the program names no config file
+    program = best._replace(program=["--nproc", "2", "--", "train.py", "--config", "ds.json"])
+    assert sweep_command("r", change, program, "c.json") == (
+        f"commprof sweep --predict r --calibration c.json --set {ZERO}overlap_comm=false,true --nproc 2 -- train.py "
+        "--config ds.json"
     )
 
 

@@ -1,0 +1,187 @@
+"""Predictions in a real Chromium: the changes worth trying on Overview, and predicted beside measured on Compare."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from commprof.analysis import api
+from commprof.calibration.file import write_calibration
+from commprof.calibration.results import Calibration, Timing
+from commprof.cli import execute
+from commprof.trace.predictions_file import PredictionsFile, write_predictions
+from support.browser import served, watched
+from support.predictable_runs import CONFIG, MS, predictable_run
+from support.runs import HOST, SyntheticRun
+
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
+
+CARD = "#card-promising"
+READY = f"{CARD}:not(:has-text('a few seconds'))"
+BUCKETS = "zero_optimization.reduce_bucket_size"
+PREDICTED = {
+    20_000: (150, 130, 170),
+    80_000: (120, 110, 135),
+}  # by bucket size: ms of the median, low and high
+BARS = """() => document.querySelector('#card-step-time .js-plotly-plot')._fullData.map((trace) => ({
+    name: trace.name, x: [...trace.x], fill: trace.marker.color, outline: trace.marker.line.width,
+    plus: [...(trace.error_x.array || [])], minus: [...(trace.error_x.arrayminus || [])]}))"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    base = tmp_path_factory.mktemp("predictions")
+    predictable_run(base / "exposed", gradient_ms=12)
+    predictable_run(base / "quiet", gradient_ms=0.2)
+    predictable_run(base / "measured" / "run", gradient_ms=12)
+    calibrate(base / "measured" / "calibration.json", HOST)
+    predictable_run(base / "elsewhere" / "run", gradient_ms=12)
+    calibrate(base / "elsewhere" / "calibration.json", "another-host")
+    SyntheticRun(1, config=CONFIG).write(base / "single")
+    for size in PREDICTED:
+        zero = CONFIG["zero_optimization"] | {"reduce_bucket_size": size}
+        predictable_run(
+            base / "sweep" / str(size),
+            gradient_ms=12 if size == 20_000 else 4,
+            config=CONFIG | {"zero_optimization": zero},
+            sweep={"name": "sweep", "point": {BUCKETS: size}, "repeat": 0},
+        )
+    settings = [
+        {"set": {BUCKETS: size}, "step_ns": {"median": middle * MS, "low": low * MS, "high": high * MS}}
+        for size, (middle, low, high) in PREDICTED.items()
+    ]
+    content = PredictionsFile({"settings": settings}, "2026-11-26T16:00:00+01:00", "exposed", "f" * 64, 2)
+    write_predictions(base / "sweep", content)
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(base):
+    with served(base) as url:
+        yield url
+
+
+def calibrate(path: Path, host: str) -> None:
+    """A calibration in which each message of any operation takes 12 ms."""
+    timings = {
+        op: tuple(Timing(4**power, 12 * MS, 12 * MS, 12 * MS, 5) for power in range(3, 12))
+        for op in ("all_reduce", "reduce", "all_gather", "all_to_all", "reduce_scatter")
+    }
+    machine = {"system": "Linux", "machine": "x86_64", "cpus": 2, "accelerator": None}
+    write_calibration(
+        path,
+        Calibration(
+            created="2026-11-26T16:00:00+01:00", torch="2.13.0", backend="gloo", backend_version=None, device="cpu",
+            dtype="float32", world_size=2, hosts=(host,), machine=machine, timings=timings,
+        ),
+    )  # fmt: skip
+
+
+def printed(capsys, run: Path, *words: str) -> dict:
+    assert execute(["predict", str(run), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def opened(page, base_url: str, run: str) -> str:
+    page.open(f"{base_url}/overview?run={run}")
+    page.page.wait_for_selector(READY, timeout=120_000)
+    page.settle()
+    return page.page.inner_text(CARD)
+
+
+def rows(page) -> list[dict[str, str]]:
+    with page.page.expect_download() as waiting:
+        page.page.click(f"{CARD} .card-action")
+    text = Path(waiting.value.path()).read_text(encoding="utf-8")
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def check_same(page, text: str, told: dict) -> None:
+    """The card and its file have the changes that the command printed, in their order."""
+    changes = told["promising"]["changes"]
+    assert changes
+    listed = page.page.locator(f"{CARD} .changes li").all_inner_texts()
+    for shown, row, change in zip(listed, rows(page), changes, strict=True):
+        gain, step = change["gain_ns"], change["step_ns"]
+        share = gain["median"] / told["recorded"]["step_ns"]
+        assert f"{api.format_ns(gain['median'])} less ({share:.0%})" in shown
+        assert f"{api.format_ns(gain['low'])} to {api.format_ns(gain['high'])}" in shown
+        assert change["why"] in shown
+        words = " ".join(f"--set {key}={json.dumps(value)}" for key, value in change["set"].items())
+        assert words.replace('"', "") in shown
+        assert [int(row[name]) for name in ("step_ns", "low_ns", "high_ns")] == [
+            step[name] for name in ("median", "low", "high")
+        ]
+        assert int(row["recorded_step_ns"]) == told["recorded"]["step_ns"]
+    assert f"{told['promising']['tried']} changes were predicted" in text
+
+
+def test_the_card_has_what_the_command_prints(page, base, base_url, capsys):
+    text = opened(page, base_url, "exposed")
+    told = printed(capsys, base / "exposed")
+    assert [each["set"] for each in told["promising"]["changes"]] == [
+        {"zero_optimization.overlap_comm": True}
+    ]
+    check_same(page, text, told)
+    page.page.click(f"{CARD} summary")
+    commands = page.page.locator(f"{CARD} .command").all_inner_texts()
+    assert commands == [
+        f"commprof predict {base / 'exposed'} --set zero_optimization.overlap_comm=true",
+        f"commprof sweep --predict {base / 'exposed'} --set zero_optimization.overlap_comm=false,true --nproc 2 -- "
+        "train.py --config ds.json",
+    ]
+    follows = "([one, other]) => !!(document.querySelector(one).compareDocumentPosition(document.querySelector(other)) & 4)"
+    assert page.page.evaluate(follows, ["#card-by-step", CARD])  # the answer of the page comes first
+
+
+def test_a_calibration_beside_the_run_is_used_if_it_is_of_its_hosts(page, base, base_url, capsys):
+    run = base / "measured" / "run"
+    calibration = base / "measured" / "calibration.json"
+    text = opened(page, base_url, "measured/run")
+    told = printed(capsys, run, "--calibration", str(calibration))
+    assert any(BUCKETS in each["set"] for each in told["promising"]["changes"])
+    check_same(page, text, told)
+    assert "more device memory" in text and "not predicted" not in text
+    page.page.click(f"{CARD} summary")
+    assert f"--calibration {calibration}" in page.page.locator(f"{CARD} .command").first.inner_text()
+    assert "4 changes were not predicted" in opened(page, base_url, "elsewhere/run")
+
+
+def test_a_line_says_that_no_change_is_better_or_that_none_can_be_predicted(page, base_url):
+    text = opened(page, base_url, "quiet")
+    assert "3 changes were predicted; none is faster than the recorded setting" in text
+    assert "commprof calibrate --nproc 2 --out calibration.json" in text
+    assert "No change can be predicted" in opened(page, base_url, "single")
+
+
+def test_compare_draws_what_a_sweep_predicted_as_hollow_bars(page, base_url):
+    names = "&".join(f"run=sweep/{size}" for size in PREDICTED)
+    page.open(f"{base_url}/compare?{names}")
+    hollow, solid = page.page.evaluate(BARS)
+    assert (hollow["name"], solid["name"]) == ("predicted step time", "median step time")
+    expected = sorted(PREDICTED.values())
+    assert sorted(hollow["x"]) == [middle * MS for middle, _, _ in expected]
+    drawn = sorted(zip(hollow["x"], hollow["minus"], hollow["plus"], strict=True))
+    assert [(x - minus, x + plus) for x, minus, plus in drawn] == [
+        (low * MS, high * MS) for _, low, high in expected
+    ]
+    assert hollow["fill"] == "rgba(0,0,0,0)" and hollow["outline"] > 0
+    assert solid["fill"] != hollow["fill"]
+    assert "Hollow bars: predicted before the sweep ran" in page.page.inner_text("#card-step-time")
+    page.open(f"{base_url}/compare?run=exposed&run=quiet")
+    assert [trace["name"] for trace in page.page.evaluate(BARS)] == ["median step time"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_telephone_shows_the_changes_without_scrolling_sideways(browser, base_url, scheme):
+    view = watched(browser, viewport={"width": 400, "height": 844}, color_scheme=scheme)
+    try:
+        opened(view, base_url, "exposed")
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert view.errors == [] and view.foreign_requests(base_url) == []
+    finally:
+        view.page.context.close()
