@@ -23,6 +23,8 @@ from commprof.prediction.predictions import (
     replayed_run,
     sent_messages,
 )
+from commprof.prediction.resharding import KEY as RESHARDING
+from commprof.prediction.resharding import gathered_again
 from commprof.prediction.streams import HOST
 from commprof.printable import command_line
 from commprof.trace.manifest import RUNNING, Manifest
@@ -246,6 +248,8 @@ def _is_other(base: Base, candidate: Candidate) -> bool:
     Raises:
         UsageError: that is not known, or it sends so much that its prediction takes long.
     """
+    if RESHARDING in candidate.setting:
+        return bool(gathered_again(base.recorded.program))
     world = base.recorded.world_size
     before, after = sent_messages(base.request, candidate.setting, candidate.config, world, world)
     count = sum(map(len, after.gradients)) + sum(map(len, after.at_end.values()))

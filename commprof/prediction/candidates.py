@@ -7,9 +7,11 @@ from math import ceil, floor, log10
 from typing import Any, Final, NamedTuple
 
 from commprof.ledger.requests.request import Request
+from commprof.prediction.resharding import KEY as RESHARDING
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.parameters import trained_groups
 from commprof.requested.wrappers.ddp import DEFAULT_BUCKET_MIB, MIB, Ddp
+from commprof.requested.wrappers.fully_shard import FullyShard
 from commprof.requested.zero.reductions import REDUCTIONS
 
 _STAGES: Final = (0, 1, 2)  # among which a change is predicted
@@ -41,6 +43,8 @@ def candidates(request: Request) -> list[Candidate]:
         return []
     if request.wrapped is not None:
         rules = request.wrapped.rules
+        if all(isinstance(each, FullyShard) for each in rules):
+            return [Candidate({RESHARDING: False}, {RESHARDING: True}, None)]
         return _of_ddp(rules[0]) if len(rules) == 1 and isinstance(rules[0], Ddp) else []
     return [] if not request.config or request.shared is not None else list(_of_zero(request))
 

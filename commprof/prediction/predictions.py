@@ -16,11 +16,14 @@ from commprof.prediction.changes import Changed, Sent, change, sent_by, sent_by_
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
+from commprof.prediction.resharding import KEY as RESHARDING
+from commprof.prediction.resharding import gathered_again, kept_bytes, with_resharding
 from commprof.prediction.simulation import Simulated, on_critical_path, quiet_steps, replayed, simulate
 from commprof.prediction.streams import HOST
 from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import holdings
 from commprof.requested.wrappers.ddp import Ddp
+from commprof.requested.wrappers.fully_shard import FullyShard
 from commprof.schema import Purpose
 from commprof.trace.reader import Run
 
@@ -250,7 +253,7 @@ def _predicted(
 ) -> Predicted:
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
-    changed, after = _changed(base, setting, config, world)
+    changed = _changed(base, setting, config, world)
     link = assumptions.link
     if link != UNCHANGED:
         link = link._replace(cpu_per_byte=recorded.cpu_per_byte or 0.0)
@@ -273,29 +276,30 @@ def _predicted(
         answer.exposed_ns,
         _memory(request, config, world),
         len(changed.program.messages),
-        _why(base, changed, answer, after, sources),
+        _why(base, changed, answer, sources),
         path,
         min(bounds[0], median),
         min(bounds[1], median),
     )
 
 
-def _changed(
-    base: Base, setting: Setting, config: Mapping[str, Any] | None, world: int
-) -> tuple[Changed, Sent | None]:
-    """The program with ``setting`` on ``world`` ranks, and what it sends; None if that is what was recorded."""
+def _changed(base: Base, setting: Setting, config: Mapping[str, Any] | None, world: int) -> Changed:
+    """The program with ``setting`` on ``world`` ranks."""
     recorded, request = base.recorded, base.request
     if not setting and world == recorded.world_size:
-        return Changed(recorded.program, base.quiet), None
+        return Changed(recorded.program, base.quiet)
+    if _is_fully_shard(request) and set(setting) == {RESHARDING}:
+        if world != recorded.world_size:
+            raise UsageError(f"{RESHARDING} is predicted only for the run's own number of ranks")
+        return with_resharding(recorded.program, base.quiet, setting)
     before, after = sent_messages(request, setting, config, recorded.world_size, world)
-    changed = change(
+    return change(
         recorded.program,
         [_on_ranks(each, world) for each in base.quiet],
         before,
         after,
         shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),
     )
-    return changed, after
 
 
 def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) -> float:
@@ -304,9 +308,14 @@ def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) 
     Raises:
         UsageError: the setting cannot be predicted.
     """
-    changed, _ = _changed(base, setting, config, base.recorded.world_size)
+    changed = _changed(base, setting, config, base.recorded.world_size)
     durations = Durations(base.times, base.calibration)
     return _simulated(changed, durations, AS_RECORDED, base.machine.slowdown).median_ns * base.scale
+
+
+def _is_fully_shard(request: Request) -> bool:
+    wrapped = request.wrapped
+    return wrapped is not None and all(isinstance(each, FullyShard) for each in wrapped.rules)
 
 
 def sent_messages(
@@ -317,19 +326,21 @@ def sent_messages(
     Raises:
         UsageError: what is sent with ``setting`` cannot be predicted from the run.
     """
-    unknown = [key for key in setting if key not in (*KEYS, *DDP_KEYS)]
+    known = (*KEYS, *DDP_KEYS, RESHARDING)
+    unknown = [key for key in setting if key not in known]
     if unknown:
         raise UsageError(
             f"{unknown[0]} cannot be predicted: it changes what is computed, or no rule reads it. These keys can: "
-            f"{', '.join((*KEYS, *DDP_KEYS))}"
+            f"{', '.join(known)}"
         )
     if request.wrapped is not None and request.reason is None:
         rules = request.wrapped.rules
         others = [key for key in setting if key not in DDP_KEYS]
         if others or len(rules) != 1 or not isinstance(rules[0], Ddp):
             raise UsageError(
-                f"this run trains with {request.wrapped.names}, of which only {', '.join(DDP_KEYS)} of a single "
-                f"DistributedDataParallel can be predicted; {', '.join(setting) or 'the number of ranks'} cannot"
+                f"this run trains with {request.wrapped.names}; {', '.join(setting) or 'the number of ranks'} cannot be "
+                f"predicted for it, only {', '.join(DDP_KEYS)} of a single DistributedDataParallel, and {RESHARDING} of "
+                "fully_shard alone"
             )
         arguments = {key.partition(".")[2]: value for key, value in setting.items()}
         _check_arguments(arguments)
@@ -451,11 +462,15 @@ def _memory(request: Request, config: Mapping[str, Any] | None, world: int) -> i
     return sum(each.device for each in held)
 
 
-def _why(base: Base, changed: Changed, answer: Simulated, after: Sent | None, sources: set[str]) -> list[str]:
+def _why(base: Base, changed: Changed, answer: Simulated, sources: set[str]) -> list[str]:
     sentences = []
-    if after is not None:
-        sentences += _other_messages(base.recorded.program, changed.program)
-        sentences += _overlap(base.plain, base.recorded.program, answer, changed.program)
+    recorded = base.recorded.program
+    if changed.program is not recorded:
+        sentences += _other_messages(recorded, changed.program)
+        sentences += _overlap(base.plain, recorded, answer, changed.program)
+    if gathered_again(recorded) and not gathered_again(changed.program):
+        more = kept_bytes(recorded) / 2**20
+        sentences.append(f"each rank holds {more:,.1f} MiB of parameters more between the passes")
     for purpose, ns in answer.exposed_ns.items():
         before = base.plain.exposed_ns.get(purpose, 0.0)
         if abs(ns - before) >= 0.01 * base.plain.median_ns:

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from commprof.trace.reader import open_run
 from support.command import commprof, output
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone, pytest.mark.shared_answers]
@@ -56,6 +57,20 @@ DDP = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(STEPS):
+    model(torch.randn(2, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+FULLY_SHARD = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+for layer in model:
+    fully_shard(layer, reshard_after_forward=RESHARD)
+fully_shard(model, reshard_after_forward=RESHARD)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for _ in range(STEPS):
     model(torch.randn(2, 256)).square().mean().backward()
@@ -218,6 +233,31 @@ def test_of_a_program_without_a_config_links_can_change(ddp):
     assert setting["step_ns"]["median"] >= 0.95 * COMPUTE_NS
     refused = commprof("predict", str(ddp), "--set", "zero_optimization.stage=1", cwd=ddp.parent)
     assert refused.returncode != 0 and "DistributedDataParallel" in refused.stderr
+
+
+def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
+    runs = {}
+    for reshard in (True, False):
+        folder = tmp_path / str(reshard)
+        folder.mkdir()
+        runs[reshard] = record(folder, FULLY_SHARD.replace("RESHARD", str(reshard)))
+    told = answer(runs[True], "--set", "fsdp.reshard_after_forward=true,false")
+    again, kept = told["settings"]
+    # Messages of a step in each run, as it was recorded.
+    sent = {}
+    for reshard, run in runs.items():
+        rows = open_run(run).table("collectives").to_pandas()
+        last = rows[(rows["rank"] == 0) & (rows["step"] == STEPS - 1)]
+        sent[reshard] = sorted(zip(last["op"], last["payload_bytes"], strict=True))
+    assert (again["messages"], kept["messages"]) == (len(sent[True]), len(sent[False])) == (12, 8)
+    assert sorted({*sent[True]}) == sorted({*sent[False]})
+    assert 0.95 * COMPUTE_NS <= kept["step_ns"]["median"] <= again["step_ns"]["median"]
+    assert kept["exposed_ns"]["parameter_gather"] < again["exposed_ns"]["parameter_gather"]
+    assert any("0.5 MiB of parameters more" in each for each in kept["why"])
+    refused = commprof("predict", str(runs[False]), "--set", "fsdp.reshard_after_forward=true", cwd=tmp_path)
+    assert refused.returncode != 0 and "record a run with true" in refused.stderr
+    other = commprof("predict", str(runs[True]), "--set", "ddp.bucket_cap_mb=1", cwd=tmp_path)
+    assert other.returncode != 0 and "fsdp.reshard_after_forward of fully_shard" in other.stderr
 
 
 @pytest.mark.long
