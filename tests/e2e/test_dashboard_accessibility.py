@@ -94,8 +94,8 @@ def open_details(view) -> None:
     view.page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
 
 
-# A sample of the pages each time; all of them with the long sets.
-SAMPLE = ("/overview", "/records")
+# One page each time; all of them with the long sets.
+SAMPLE = ("/overview",)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,7 @@ def test_several_runs_are_chosen_without_the_list_closing(page, base_url):
     assert page.page.url.count("run=") == 3
 
 
+@pytest.mark.long
 def test_settings_table_names_what_was_issued_and_for_what(page, base_url):
     page.open(f"{base_url}/compare")
     rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
@@ -390,12 +391,14 @@ def test_every_figure_has_its_table_and_its_csv(page, base_url):
             assert card.locator("a.card-action[download$='.csv']").count() == 1
 
 
+@pytest.mark.long
 def test_text_of_a_trace_is_shown_as_text(page, base_url):
     page.open(f"{base_url}/overview?run={name_of('reduce')}")
     assert HOSTILE in page.page.locator("#card-what-ran").inner_text()
     assert page.page.locator("img[src=x]").count() == 0
 
 
+@pytest.mark.long
 def test_unknown_runs_and_pages_are_said_in_the_page(page, base_url):
     page.open(f"{base_url}/compare?run={name_of('reduce')}&run=../../etc/passwd", ready=".message")
     assert "No such run" in page.page.inner_text("#page")

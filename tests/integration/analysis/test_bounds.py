@@ -206,6 +206,7 @@ def late_waits(rank, world):
     work.wait()
 
 
+@pytest.mark.long
 def test_waits_of_the_next_step_are_in_the_sums(tmp_path):
     run, _ = record(tmp_path / "run", 1, late_waits, aggregate=True)
     rows = run.table("aggregates").to_pylist()
@@ -231,6 +232,7 @@ def issue_by_steps(rank, world, run, steps, count):
     return sizes
 
 
+@pytest.mark.long
 def test_beyond_the_size_sums_are_kept(tmp_path):
     steps, count, limit = 8, 2_000, 1_000_000
     path = tmp_path / "run"

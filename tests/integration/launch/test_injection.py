@@ -331,6 +331,7 @@ def test_interpreters_that_pass_us_by_are_explained(tmp_path, environment, flag)
     assert "python -I, -E or -S" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_the_exit_code_of_a_command_stays_its_own(tmp_path, environment):
     done = commprof("run", "--", "sh", "-c", "kill -9 $$", cwd=tmp_path, environment=environment)
     assert done.returncode == 137

@@ -92,6 +92,7 @@ def test_an_interrupt_at_any_time_after_the_start_shows_no_traceback(tmp_path, r
     assert set(codes) <= {0, 1, 130, -signal.SIGINT} and 130 in codes, codes
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_and_output_that_cannot_be_written_give_no_traceback(run):
     words = f"{sys.executable} -m commprof report {run}"
     for command, code, said in (

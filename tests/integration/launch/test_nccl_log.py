@@ -74,6 +74,7 @@ def logs(run):
     return sorted(file.name for file in (run / "nccl").iterdir())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [["--nccl-log", "on"], []])
 def test_the_log_of_every_rank_is_in_the_run_and_its_cost_is_said(tmp_path, script, words):
     # A list of devices is how the environment says that there are GPUs.
@@ -141,6 +142,7 @@ def test_a_file_of_the_users_own_is_copied_and_stays_where_it_is(tmp_path, scrip
     )
 
 
+@pytest.mark.long
 def test_off_leaves_the_users_file_alone(tmp_path, script):
     done = commprof(
         "run", "--nccl-log", "off", "--nproc", "1", "-o", "run", script,

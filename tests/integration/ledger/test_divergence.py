@@ -223,6 +223,7 @@ def smaller_split(rank, world):
         dist.all_to_all_single(torch.zeros(sum(expected)), torch.ones(sum(given)), expected, given)
 
 
+@pytest.mark.long
 def test_a_program_that_died_of_unequal_splits(tmp_path):
     run = tmp_path / "run"
     with hanging_ranks(run, 2, smaller_split) as pids:

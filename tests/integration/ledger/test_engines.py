@@ -203,6 +203,7 @@ def destroyed(rank, world):
     engine.destroy()
 
 
+@pytest.mark.long
 def test_the_gathers_of_destroy_are_listed_apart_in_total(tmp_path, capsys):
     run, _ = record(tmp_path / "run", 2, destroyed)
     verdict = verify(run)

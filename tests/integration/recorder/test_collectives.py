@@ -183,6 +183,7 @@ def test_point_to_point(tmp_path):
     assert run.health.unseen == 0
 
 
+@pytest.mark.long
 def test_a_coalesced_call_is_one_row_with_summed_bytes(tmp_path):
     def body(rank, world):
         with dist.distributed_c10d._coalescing_manager():
@@ -295,6 +296,7 @@ def test_a_call_by_any_of_its_names_is_one_record(tmp_path):
         assert run.health.unseen == 0
 
 
+@pytest.mark.long
 def test_barriers(tmp_path):
     def body(rank, world):
         dist.barrier()

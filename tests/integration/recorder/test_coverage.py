@@ -123,6 +123,7 @@ def test_what_inductor_makes_of_a_program_is_recorded_once(tmp_path):
         assert run.health.unseen == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 def test_what_a_thread_without_python_issues_is_recorded(tmp_path, complete):
     """Autograd runs the backward pass of a GPU on such a thread, where DDP's reducer issues its sums."""

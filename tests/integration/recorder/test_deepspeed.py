@@ -144,6 +144,7 @@ def test_flat_groups_that_are_longer_than_their_parameters_have_padding(tmp_path
     assert {r["padding_bytes"] for r in rows if r["op"] != "all_gather"} == {None}
 
 
+@pytest.mark.long
 def test_results_and_exceptions_are_those_without_a_recorder(tmp_path):
     _, recorded = go(tmp_path / "a")
     _, alone = go(tmp_path / "b", "never")

@@ -39,6 +39,7 @@ def inner_functions() -> list[object]:
     return [[cell.cell_contents for cell in function.__closure__] for function in logged]
 
 
+@pytest.mark.sampled
 def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
     """The same call site with other reductions, types, shapes, roots, groups; synchronous and not, with results as ever."""
 
@@ -80,6 +81,7 @@ def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
     assert run.health.unseen == 0
 
 
+@pytest.mark.sampled
 def test_forms_that_the_short_way_does_not_take_are_recorded_all_the_same(tmp_path):
     """Views of complex numbers, methods of the group, torch's function without its logging wrapper, keyword arguments."""
 
@@ -107,6 +109,7 @@ def test_forms_that_the_short_way_does_not_take_are_recorded_all_the_same(tmp_pa
     assert all(row["wait_end_ns"] for row in run.table("collectives").to_pylist())
 
 
+@pytest.mark.sampled
 def test_threads_that_call_at_the_same_time_take_nothing_of_each_other(tmp_path):
     def body(rank, world):
         groups = [dist.new_group([0, 1]) for _ in range(3)]
@@ -128,6 +131,7 @@ def test_threads_that_call_at_the_same_time_take_nothing_of_each_other(tmp_path)
     assert len(set(calls(run, 0, "call_site"))) == 1
 
 
+@pytest.mark.sampled
 def test_no_tensor_outlives_its_call(tmp_path):
     def body(rank, world):
         alive = []
@@ -146,6 +150,7 @@ def test_no_tensor_outlives_its_call(tmp_path):
     assert [outcome["result"] for outcome in outcomes] == [0, 0]
 
 
+@pytest.mark.sampled
 def test_who_wraps_wait_while_recording_sees_synchronous_calls_too(tmp_path):
     def body(rank, world):
         seen = []
@@ -175,6 +180,7 @@ def test_who_wraps_wait_while_recording_sees_synchronous_calls_too(tmp_path):
     assert len(rows) == 10 and all(row["wait_end_ns"] for row in rows)
 
 
+@pytest.mark.sampled
 def test_what_waiting_raises_comes_through_and_the_wait_has_ended(tmp_path):
     def body(rank, world):
         commprof.attach(str(tmp_path / "run"))
@@ -220,6 +226,7 @@ class FirstUseOfDdp(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled
 def test_a_call_under_way_when_ddp_is_first_used_is_recorded_once(tmp_path):
     """From then on kernels look at what reaches c10d: also at what this call issues, after they were put in place."""
 
@@ -238,6 +245,7 @@ def test_a_call_under_way_when_ddp_is_first_used_is_recorded_once(tmp_path):
     assert run.health.unseen == 0
 
 
+@pytest.mark.sampled
 def test_everything_of_torch_is_as_it_was_after_detach(tmp_path):
     def body(rank, world):
         before = inner_functions(), dict(vars(ProcessGroup)), dict(vars(Work))
@@ -249,6 +257,7 @@ def test_everything_of_torch_is_as_it_was_after_detach(tmp_path):
     assert run_ranks(1, body) == [(True, True)]
 
 
+@pytest.mark.sampled
 def test_a_stand_in_that_somebody_replaced_is_left_alone(tmp_path):
     def body(rank, world):
         commprof.attach(str(tmp_path / "run"))
@@ -287,6 +296,7 @@ class PassesOn:
         return self.group.allreduce(tensors, dist.ReduceOp.SUM, datetime.timedelta(seconds=5))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
 def test_what_a_group_of_the_program_passes_on_arrives(tmp_path, complete):
     def body(rank, world):
@@ -332,6 +342,7 @@ def groups_in_python(rank, world):
     return tensor.tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
 def test_a_class_derived_from_torchs_in_python_works_as_ever(tmp_path, complete):
     plain = run_ranks(2, groups_in_python)

@@ -31,6 +31,7 @@ def objects(rank, world):
     dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.long
 def test_objects_and_barriers_say_so_where_nobody_says_more(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, objects)
     rows = calls(run, 0, "purpose", "op")

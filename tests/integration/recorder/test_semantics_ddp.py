@@ -118,6 +118,7 @@ def test_buffers_are_broadcast_in_every_forward_pass(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_what_a_comm_hook_issues_belongs_to_its_bucket(tmp_path):
     run, rows = said(tmp_path, steps=1, after_forward="compress")
     assert rows == [(0, 0, "backward", "all_reduce", "gradient_reduce", 0, 4 * 81, FORWARD_ORDER)]

@@ -313,6 +313,7 @@ def broken(rank, world, places, directory):
     return [each == plain for each in recorded]
 
 
+@pytest.mark.long
 def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
     from commprof.recorder.adapters import ddp, ddp_buckets
     from commprof.recorder.training import models, progress

@@ -150,6 +150,7 @@ def traffic(calls: list[Any]) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (counts[key], sums[key]) for key in counts}
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", range(len(CONFIGS)), ids=lambda number: str(CONFIGS[number][0]))
 def test_zero_runtime_issues_what_the_rules_expect(issued, number):

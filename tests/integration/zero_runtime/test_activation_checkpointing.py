@@ -104,6 +104,7 @@ def recorded(rank, world):
     trained(checkpointing.checkpoint, rank // 2)
 
 
+@pytest.mark.long
 def test_the_gathers_of_partitions_are_recorded_with_the_bytes_they_must_have(tmp_path):
     """Of 21 elements each rank keeps 11, and 22 travel; the mask has 21 too, and is gathered for each layer."""
     run, _ = record(tmp_path / "run", 4, recorded)

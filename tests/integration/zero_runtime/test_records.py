@@ -51,7 +51,12 @@ def train_recorded(rank, world, directory, zero, top):
     return log.calls
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[1])
+QUICK_FIRST = [
+    pytest.param(case, marks=[] if case is CASES[1] else pytest.mark.long, id=case[1]) for case in CASES
+]
+
+
+@pytest.fixture(scope="module", params=QUICK_FIRST)
 def recording(request, tmp_path_factory):
     world, name, zero, top = request.param
     directory = tmp_path_factory.mktemp("records") / name

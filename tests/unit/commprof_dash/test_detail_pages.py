@@ -221,6 +221,7 @@ def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(direct
     assert f"filter=rank%3A%3D%3A2&filter=seq%3A%3D%3A{worst['seq']}" in text
 
 
+@pytest.mark.long
 def test_the_links_of_late_collectives_show_them_on_the_timeline(directory):
     parts = draw(directory, "/stragglers?run=plain")
     found = api.straggling(directory / "plain").collectives
@@ -240,6 +241,7 @@ def test_the_links_of_late_collectives_show_them_on_the_timeline(directory):
         assert row["op"] in set(bars["op"])
 
 
+@pytest.mark.long
 def test_a_record_of_the_timeline_is_found_in_the_alignment(directory):
     rows = api.alignment(directory / "aligned").rows
     row = rows[rows["seq"].notna()].iloc[-1]

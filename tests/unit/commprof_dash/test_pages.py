@@ -88,6 +88,7 @@ def test_runs_that_are_broken_or_lost_something_are_listed_as_such(tmp_path):
     assert '"/overview?run=broken"' not in text, "a run that cannot be read is no link"
 
 
+@pytest.mark.long
 def test_the_newest_run_is_shown_when_none_is_named(directory):
     assert "sweep/b" in text_of(draw(directory, "/overview"))
 
@@ -232,6 +233,7 @@ def test_an_answer_is_kept_until_a_file_changes(directory, tmp_path, monkeypatch
     assert len(asked) == 2
 
 
+@pytest.mark.long
 def test_many_steps_are_drawn_as_means_of_neighbours(tmp_path):
     write_run(tmp_path / "run", steps=500)
     frame = Runs(tmp_path).traffic_by_step("run")

@@ -218,6 +218,7 @@ def test_one_refused_setting_does_not_hide_the_others(tmp_path):
     assert "stage=7 is refused" in text and "Use stage=1" in text
 
 
+@pytest.mark.long
 def test_a_setting_that_needs_several_ranks_begins_later(tmp_path):
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 8}}
     page = draw(tmp_path, config=json.dumps(config), model="params:1e8", set="")

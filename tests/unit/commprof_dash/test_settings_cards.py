@@ -134,6 +134,7 @@ def test_the_levels_of_large_runs_come_from_another_process(tmp_path, monkeypatc
     assert "levels" in body(tmp_path, "/compare")[1]
 
 
+@pytest.mark.long
 def test_the_verdict_and_the_lower_half_of_a_large_run_come_later(tmp_path, monkeypatch):
     path = write(tmp_path / "a")
     monkeypatch.setattr(overview_data, "MOST_RECORDS", 1)
@@ -184,6 +185,7 @@ def test_overview_draws_exposed_time(tmp_path):
     assert bars["exposed"] == pytest.approx([250_000.0, 250_000.0], abs=2)  # of the purpose, and of all
 
 
+@pytest.mark.long
 def test_a_run_without_steps_says_so(tmp_path):
     write(tmp_path / "a", steps=0)
     text, figures = body(tmp_path, "/overview")
@@ -296,6 +298,7 @@ def test_what_no_step_tells_is_not_known(tmp_path):
     assert api.compare_both([tmp_path / "True"]).resources["exposed_ns"].isna().all()
 
 
+@pytest.mark.long
 def test_settings_that_differ_in_many_keys_have_short_labels_and_all_keys_in_the_table(tmp_path):
     keys = [f"option_{number}" for number in range(7)]
     for run, value in (("a", 1), ("b", 2)):
@@ -322,6 +325,7 @@ def write_shared(path):
     return run.write(path)
 
 
+@pytest.mark.long
 def test_compare_tells_what_each_kind_of_group_carries(tmp_path):
     write(tmp_path / "flat")
     assert "card-groups" not in body(tmp_path, "/compare?run=flat")[0]

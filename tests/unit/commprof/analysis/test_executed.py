@@ -93,6 +93,7 @@ def shown(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_reduce_that_gloo_runs_with_more_bytes_is_not_as_good(tmp_path, capsys):
     paths = settings(tmp_path)
     text = " ".join(shown(capsys, "compare", *paths).split())
@@ -189,6 +190,7 @@ def test_a_comparison_says_that_bytes_are_as_issued(tmp_path, capsys):
     assert "wire by operation, as issued" not in shown(capsys, "compare", str(run), str(run))
 
 
+@pytest.mark.long
 def test_what_is_not_in_every_step_has_the_bytes_that_the_backend_sends(tmp_path, capsys):
     run = SyntheticRun(world_size=2)
     for step in range(5):

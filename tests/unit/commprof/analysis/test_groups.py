@@ -66,6 +66,7 @@ def test_they_are_the_mean_of_what_the_ranks_send(op):
     assert sent.sum() / 4 == pytest.approx(api.compare(runs)["wire_bytes_per_step"].item())
 
 
+@pytest.mark.long
 def test_bytes_by_group_add_up_to_those_of_the_setting():
     runs = opened(run(FLAT, kind="flat"), run(HALVES, ACTIVATIONS, STAGES, kind="shared"))
     frame = api.traffic_by_group(runs)
@@ -101,6 +102,7 @@ def test_jobs_that_share_their_models_in_unlike_ways_get_no_advice():
     assert "(groups and their sizes: pipe 2; pipe 4)" in other.sentences[0]
 
 
+@pytest.mark.long
 def test_replicas_in_other_groups_do_the_same_work():
     """Gradients reduced along two axes send more than in one group, and are weighed by what a rank sends."""
     inner = ("all_to_all", 1000, PAIRS, "axis 1", "gradient_reduce")

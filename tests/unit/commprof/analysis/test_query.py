@@ -73,6 +73,7 @@ def test_nothing_but_a_question_about_the_run(run, sql, capsys, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_notebook_asks_the_same(run):
     opened = commprof.open(run)
     assert opened.query(SQL)["bytes"].tolist() == [2 * (2**53 + 17), 16]

@@ -143,6 +143,7 @@ def test_random_buckets_give_the_same_rows(session):
     compare(session, random_tables(2), ["bucket_contents", "bucket_times", "bucket_flushes"])
 
 
+@pytest.mark.long
 def test_a_run_of_schema_1_is_read_where_its_files_lie_with_null_in_newer_columns(session, tmp_path):
     """Also with a path that Spark would take as a pattern, were it not escaped."""
     path = shutil.copytree(VERSION_1 / "finalised", tmp_path / "run [1] {x} *?")

@@ -93,6 +93,7 @@ def test_a_large_run_is_affordable_where_it_takes_half_a_percent_of_the_job():
     assert summaries.is_affordable(3_000_000, hour) and not summaries.is_affordable(3_000_001, hour)
 
 
+@pytest.mark.long
 def test_a_copied_run_is_answered_from_its_records(run, tmp_path):
     assert run_totals.summarise(run)
     copy = tmp_path / "copy"

@@ -47,6 +47,7 @@ def run(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.long
 def test_a_report_tells_initialisation_from_steps(capsys, run):
     text = printed(capsys, "report", "run")
     before, steps = text.split("Per training step, of 2 steps after the first")
@@ -79,6 +80,7 @@ def test_a_report_tells_initialisation_from_steps(capsys, run):
     assert "14 records, 0 dropped, 0 unseen" in steps
 
 
+@pytest.mark.long
 def test_per_step_reports_each_step(capsys, run):
     text = printed(capsys, "report", "run", "--per-step")
     assert [line for line in text.splitlines() if line.startswith("Step ")] == [
@@ -131,6 +133,7 @@ def test_a_report_says_what_a_step_stands_still_for(capsys, tmp_path, monkeypatc
     ]
 
 
+@pytest.mark.long
 def test_exposure_that_nobody_saw_is_not_called_none(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = SyntheticRun(world_size=2)
@@ -246,6 +249,7 @@ def test_an_alignment_with_an_empty_log_misses_everything(capsys, run):
     assert "already has an alignment; give --force" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_report_lists_the_places_of_what_has_no_purpose(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine, library = f"{tmp_path}/train.py:12 evaluate", "/venv/site-packages/library/loop.py:3 Loop.run"

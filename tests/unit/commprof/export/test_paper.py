@@ -163,6 +163,10 @@ def test_bad_input_is_one_line(exported, tmp_path, capsys):
     assert command("paper", broken, "--out", tmp_path / "out") == 1
     assert "has no column" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_figures_are_replaced_only_by_force(exported, tmp_path):
     assert command("paper", exported, "--out", tmp_path / "out") == 0
     assert command("paper", exported, "--out", tmp_path / "out") == 2
     assert command("paper", exported, "--out", tmp_path / "out", "--force") == 0

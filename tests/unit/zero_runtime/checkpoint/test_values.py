@@ -205,6 +205,7 @@ def test_files_have_the_length_of_those_of_safetensors(tmp_path):
     assert abs(sizes[0] - sizes[1]) < 64  # the empty metadata
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_leaves_no_file(tmp_path):
     program = f"""
 import resource, torch, pathlib
