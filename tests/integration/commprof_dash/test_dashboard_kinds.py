@@ -139,6 +139,7 @@ def rows_of(path):
         return list(csv.DictReader(stream))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_buckets_of_ddp_and_fsdp_are_those_of_the_exported_tables(base, tmp_path, kind):
     export_csv(base / kind, tmp_path / "csv")

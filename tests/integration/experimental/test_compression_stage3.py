@@ -143,6 +143,7 @@ def test_only_frozen_parameters_may_travel_quantized():
         assert dtypes == {"uint8", "float32"}
 
 
+@pytest.mark.long
 def test_the_secondary_group_gathers_what_the_forward_pass_used():
     """Backward gathers inside the smaller group what all ranks had, as it is."""
     for rank, found in enumerate(trained(4)):

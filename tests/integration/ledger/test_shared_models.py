@@ -122,6 +122,7 @@ def test_every_byte_is_explained(name):
     assert verdict.issued_bytes == verdict.explained_bytes + verdict.labelled_bytes > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["copies", "stages", "tensors", "sequences"])
 def test_what_is_said_to_agree_is_equal_in_bytes(name, capsys):
     """Of groups of several sizes too: the two lines of a purpose that was issued as asked show one number."""

@@ -142,6 +142,7 @@ def test_broadcasts_of_parameters_that_are_made_within_zero_init_or_not(hows):
     assert told == ([f"{once}{twice}."] if inside else [])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hows", MADE, ids=" and ".join)
 @pytest.mark.parametrize("times", [0, 2], ids=["missing", "extra"])
 def test_a_planted_broadcast_is_named(hows, times):

@@ -316,6 +316,7 @@ def test_the_messages_of_two_layers_by_hand():
     assert init == {"scatter": (3, (128 + 16 + 128) * 4), "broadcast": (1, 8 * 4)}
 
 
+@pytest.mark.long
 def test_the_messages_of_shared_sequences_by_hand():
     """Forward: the embedding and the attention sum into shards. Gathered: the norm's output, the head's input and output.
 
@@ -333,6 +334,7 @@ def test_the_messages_of_shared_sequences_by_hand():
     assert rows(with_adam, "gradient_reduce") == {"all_reduce": (6 * STEPS, 6 * STEPS * WIDTH * 4)}
 
 
+@pytest.mark.long
 def test_the_messages_of_uneven_shards_by_hand():
     """16 outputs on 3 ranks are 18 with their padding, and a batch of 2 is 3."""
     verdict = verify(recorded("uneven shards"))
@@ -411,6 +413,7 @@ class Doubled(ColwiseParallel):
         return ColwiseParallel._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
 
 
+@pytest.mark.long
 def test_a_style_of_the_program_s_own_is_labelled(tmp_path):
     body = functools.partial(train, plan=lambda: {"1": Doubled(), "3": RowwiseParallel()})
     verdict = verify(record(tmp_path / "run", 2, body)[0])
@@ -421,6 +424,7 @@ def test_a_style_of_the_program_s_own_is_labelled(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_other_optimizers_are_said_to_have_no_rules(tmp_path):
     body = functools.partial(train, plan=sequences, model=Block, inputs=tokens, optimizer=torch.optim.RMSprop)
     verdict = verify(record(tmp_path / "run", 2, body)[0])
@@ -428,6 +432,7 @@ def test_other_optimizers_are_said_to_have_no_rules(tmp_path):
     assert any("optimizers other than SGD and Adam" in text for text in verdict.sentences)
 
 
+@pytest.mark.long
 def test_passes_beyond_the_limit_are_said_not_to_be_known(tmp_path, monkeypatch):
     monkeypatch.setattr("commprof.recorder.training.wrapped._MOST_ROWS", 3)
     verdict = verify(record(tmp_path / "run", 2, functools.partial(train, inputs=longer))[0])

@@ -319,6 +319,7 @@ def test_the_messages_of_a_model_by_hand():
     assert (states.expected_count, states.expected_payload_bytes) == (2, (133 + 8 + 16) * 4 + 8)
 
 
+@pytest.mark.long
 def test_micro_batches_without_a_reduction_send_no_gradients_but_the_buffers_once():
     verdict = verify(recorded("ddp, unused"))
     (gradients,) = rows(verdict, "gradient_reduce")
@@ -363,6 +364,7 @@ def test_the_messages_of_flat_parameters_by_hand():
     assert (norms.expected_count, norms.expected_payload_bytes) == (STEPS, STEPS * 4)
 
 
+@pytest.mark.long
 def test_a_planted_gather_among_sharded_units_is_a_mismatch(tmp_path):
     between = functools.partial(planted, how=PLANTED["a gather of parameters"])
     verdict = verify(record(tmp_path / "run", 2, functools.partial(fsdp2, between=between))[0])
@@ -400,6 +402,7 @@ def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
     assert "mismatch" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_label_alone_explains_nothing(tmp_path):
     """A metric is the program's own; an activation that no rule speaks of may be anything."""
 
@@ -429,6 +432,7 @@ def test_a_hook_that_no_rule_knows_is_said(tmp_path):
     assert any("communication hook" in text and "hook decides" in text for text in verdict.sentences)
 
 
+@pytest.mark.long
 def test_the_parameters_that_a_sharded_optimizer_sends_by_hand():
     """8 x 5, 5, 5 x 3 and 3 elements: rank 0 of 2 updates the 40; rank 1 the others, which are 23.
 
@@ -443,6 +447,7 @@ def test_the_parameters_that_a_sharded_optimizer_sends_by_hand():
     assert (grown.expected_count, grown.expected_payload_bytes) == (4 * STEPS - 1, (STEPS * 63 - 3) * 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("body", [optimized, tensors_too])
 def test_a_planted_broadcast_beside_a_sharded_optimizer_is_a_mismatch(body, tmp_path):
     def broadcast():

@@ -208,6 +208,7 @@ def test_a_gap_that_the_group_itself_tells_of_is_closed_and_said(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_ddp_that_was_made_before_recording_began_is_recorded_from_its_first_step_on(tmp_path):
     def body(rank, world):
         import commprof
@@ -283,6 +284,7 @@ def test_waits_are_seen_where_kernels_record(tmp_path):
         assert all(returned <= begin <= end for _, returned, begin, end in waited)
 
 
+@pytest.mark.long
 def test_a_call_that_a_kernel_sees_raise_raises_the_same_and_is_marked(tmp_path):
     def body(rank, world):
         try:
@@ -338,6 +340,7 @@ def test_what_lies_beneath_c10d_is_named(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_another_wrapper_around_ours_makes_no_second_record(tmp_path):
     def body(rank, world):
         import commprof

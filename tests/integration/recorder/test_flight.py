@@ -68,6 +68,7 @@ def before_and_after(rank: int, world: int, run: str, store: str) -> None:
     dist.all_reduce(ones(4))
 
 
+@pytest.mark.long
 def test_a_group_of_the_same_name_is_another_group_and_only_what_was_recorded_is_listed(tmp_path):
     from commprof.trace.reader import open_run
 

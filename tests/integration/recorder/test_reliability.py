@@ -135,6 +135,7 @@ def _train_until_the_end(rank: int, place: Path, ending: str, recorded: bool) ->
     train(Log(place / f"log-{rank}"), 8, end)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_rank_that_ends_is_recorded_until_then_and_changes_nothing(tmp_path, ending):
     outcomes = {}

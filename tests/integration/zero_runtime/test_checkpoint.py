@@ -322,6 +322,7 @@ def recorded_loads():
     return outcomes
 
 
+@pytest.mark.long
 @needs_recordings
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_losses_after_loading_are_those_that_deepspeed_had(world):

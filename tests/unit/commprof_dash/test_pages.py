@@ -108,6 +108,7 @@ def test_figures_are_of_the_scheme(directory, scheme):
     assert colours == {{"light": "#212529", "dark": "#e4e6e9"}[scheme]}
 
 
+@pytest.mark.long
 def test_every_graph_has_the_one_config(directory):
     for path in [page.path for page in PAGES]:
         for graph in figures_of(draw(directory, path)).values():
@@ -192,6 +193,7 @@ def test_a_run_with_hardly_a_step_is_drawn(tmp_path, steps):
         assert "could not be drawn" not in text_of(draw(tmp_path, path))
 
 
+@pytest.mark.long
 def test_a_run_without_anything_is_drawn(tmp_path):
     SyntheticRun(2).write(tmp_path / "run")
     for path in ("/overview", "/compare"):

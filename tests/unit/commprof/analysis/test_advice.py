@@ -70,6 +70,7 @@ def test_what_several_settings_share_is_what_to_set():
     assert found.settings["recommended"].tolist() == [True, True, True, False]
 
 
+@pytest.mark.long
 def test_fewer_bytes_that_take_measurably_longer_are_not_simply_recommended():
     found = api.advice(
         opened(*(run("all_reduce", t, **ALL_REDUCE) for t in (1000, 1010, 1005)))
@@ -100,6 +101,7 @@ def test_equal_bytes_and_a_shorter_step():
     assert "No other setting is measurably faster" in found.sentences[2]
 
 
+@pytest.mark.long
 def test_one_repeat_never_claims_a_difference_in_time():
     found = api.advice(
         opened(run(step_ns=10, overlap_comm=True), run(step_ns=10_000_000, overlap_comm=False))
@@ -222,6 +224,7 @@ def test_welch_by_hand():
     assert (found.low, found.high) == pytest.approx((-0.155, 8.155), abs=2e-2)
 
 
+@pytest.mark.long
 def test_memory_and_samples_per_second():
     frame = api.resources(
         opened(

@@ -189,6 +189,7 @@ def test_several_threads_ask_at_once():
     assert len(cache) == 8
 
 
+@pytest.mark.long
 def test_nothing_stays_of_an_opened_live_run_that_nobody_has_any_more(tmp_path):
     write_rank(tmp_path / "run", records=10, ended=False)
     for _ in range(5):

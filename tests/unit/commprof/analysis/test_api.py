@@ -174,6 +174,7 @@ def test_requested_says_why_there_is_nothing(tmp_path):
     assert "communication.topology" in grid.attrs["reason"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("effective", "op"),
     [

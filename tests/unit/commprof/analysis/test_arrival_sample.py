@@ -79,6 +79,7 @@ def spoil(path, but=()):
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("groups", [("all",), ("host",), ("host", "all")])
 def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, groups):
     path = written(tmp_path / "run", job_of(groups))
@@ -91,6 +92,7 @@ def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, gr
     pd.testing.assert_frame_equal(found, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("groups", [("all",), ("host",), ("host", "all")])
 def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch, groups):
     path = written(tmp_path / "run", job_of(groups))
@@ -112,6 +114,7 @@ def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch
     assert cost_of(found.attrs["statement"]) == pytest.approx(cost_of(whole), rel=0.02)
 
 
+@pytest.mark.long
 def test_clocks_that_were_not_compared_name_no_rank_across_hosts(tmp_path, only_files):
     path = only_files(written(tmp_path / "run", job_of(("all",)), are_compared=False))
     said = api.sampled_stragglers(path).attrs["statement"]
@@ -125,6 +128,7 @@ def test_clocks_that_were_not_compared_still_name_a_rank_within_its_host(tmp_pat
     assert f"In {2 * STEPS} collectives the last rank is not known" in said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["missing", "damaged", "older"])
 def test_a_host_without_a_file_is_sampled_from_its_records(tmp_path, damage):
     path = written(tmp_path / "run", job_of(("all",)))
@@ -160,6 +164,7 @@ def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only
     )
 
 
+@pytest.mark.long
 def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_files, monkeypatch, capsys):
     path = only_files(written(tmp_path / "run", job_of(("all",), delay=0)))
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)

@@ -99,6 +99,7 @@ def spoil_records(path, host=None):
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_the_first_answers_are_those_of_the_records_and_read_none(tmp_path, seed):
     path = planted(tmp_path / "run", seed)
@@ -117,6 +118,7 @@ def test_where_ranks_disagree_the_records_tell_the_operations(tmp_path):
     assert_same(answers(path), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["missing", "damaged", "older", "records"])
 def test_a_host_without_a_file_that_counts_is_evaluated_from_its_records(tmp_path, damage):
     path = planted(tmp_path / "run", 2)

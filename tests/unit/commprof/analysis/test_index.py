@@ -559,6 +559,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, in_file, monkeypatch):
         api.index(path)
 
 
+@pytest.mark.long
 def test_where_the_run_cannot_be_written_to_the_index_lies_in_the_cache_directory(
     tmp_path, in_file, monkeypatch
 ):

@@ -117,6 +117,7 @@ def test_bytes_whose_root_nobody_knows_are_said_and_not_placed():
     assert sum(cells(frame).values()) == 300.0
 
 
+@pytest.mark.long
 def test_only_what_is_asked_for_is_in_it():
     run = SyntheticRun(world_size=2)
     for step in (-1, 0, 1, 2):

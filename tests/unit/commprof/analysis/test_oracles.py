@@ -148,6 +148,7 @@ def random_sums(seed: int, count: int) -> pa.Table:
     return table_from_rows("aggregates", rows)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "seed, count, sums", [(0, 0, 0), (0, 300, 0), (1, 300, 200), (2, 300, 200), (3, 0, 200)]
 )
@@ -156,6 +157,7 @@ def test_operations_of_records_that_disagree_in_everything(seed: int, count: int
     assert_operations(NO_SUMS | tables)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_operations_whose_numbers_come_once(seed: int):
     records = random_records(seed, 300)
@@ -196,6 +198,7 @@ def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dic
     return rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_operations_of_groups_whose_ranks_agree_or_nearly(seed: int):
     """Each attempt has another fault. Of the ranks that agree the product reads the sums of one."""
@@ -308,6 +311,7 @@ def test_times_of_transfers_are_those_of_the_plain_question(seed: int):
     assert set(found["time_source"].to_pylist()) == {None, "device", "sampled", "wait", "host"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_lateness_of_ranks_is_that_of_the_plain_questions(seed: int):
     arrived = random_arrivals(seed, 400)

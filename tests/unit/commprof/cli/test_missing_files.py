@@ -65,6 +65,7 @@ def test_the_tables_that_were_written_are_listed(run):
     assert read_manifest(run).tables is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["steps", "groups", "wire", "clocks"])
 def test_a_missing_table_is_named(run, capsys, name):
     (run / f"{name}.parquet").unlink()
@@ -118,6 +119,7 @@ def test_records_of_steps_without_their_table_are_no_mismatch(tmp_path, capsys):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("finalises", [True, False])
 def test_damaged_lines_of_readings_are_counted_by_file_and_host(tmp_path, capsys, finalises):
     run = tmp_path / "run"

@@ -118,6 +118,7 @@ def test_several_runs_stand_in_one_export(tmp_path, kind):
     assert {str(row["zero_optimization.reduce_scatter"]) for row in compared} == {"true", "false"}
 
 
+@pytest.mark.long
 def test_the_check_finds_what_was_changed(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert command("export", run, "--out", out) == 0

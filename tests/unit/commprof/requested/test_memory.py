@@ -135,6 +135,7 @@ LARGE = {
 }
 
 
+@pytest.mark.long
 def test_a_large_model(tmp_path, capsys):
     assert RuntimeConfig.from_mapping(LARGE, 256).train_micro_batch_size_per_gpu == 1
     path = tmp_path / "ds.json"

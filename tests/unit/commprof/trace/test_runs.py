@@ -246,6 +246,7 @@ def test_opening_writes_nothing_and_commands_finalise_once(tmp_path, capsys):
     assert open_run(run).table("collectives").num_rows == 20
 
 
+@pytest.mark.long
 def test_finalise_takes_several_runs_and_may_be_repeated(tmp_path, capsys):
     for name in ("a", "b"):
         two_ranks(tmp_path / name)

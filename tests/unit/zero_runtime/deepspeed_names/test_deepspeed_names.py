@@ -161,6 +161,7 @@ def test_the_documentation_is_made_of_the_table():
     assert "deepspeed.pipe.DualPipeVModule: refused: pipelines" in table_text()
 
 
+@pytest.mark.long
 def test_modules_run_with_python_m(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zero_runtime.deepspeed_names", "-m", "deepspeed.env_report"],

@@ -37,6 +37,7 @@ def paged(folder, dtype=torch.float32, **offload):
     return pager, shards
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_reads_and_writes(tmp_path, dtype, seed):
