@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Final
 
 _MOST_WAITING: Final = 64  # answers that no page has read yet
@@ -68,6 +68,15 @@ def _stand_back() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Exit with a dashboard that was killed: this process would wait for its next question for ever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(0)
 
 
 background: Final = Background()

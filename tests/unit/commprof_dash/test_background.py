@@ -96,3 +96,31 @@ def test_an_interrupt_ends_the_dashboard_and_the_process(tmp_path):
     while runs(done.stdout.strip()) and time.monotonic() < until:
         time.sleep(0.02)
     assert not runs(done.stdout.strip())
+
+
+KILLED = """
+import os, sys, time
+from commprof_dash.background import Background
+
+if __name__ == "__main__":
+    background = Background()
+    while (pid := background.ask("pid", os.getpgid, 0)) is None:
+        time.sleep(0.02)
+    import multiprocessing
+    while not multiprocessing.active_children():
+        time.sleep(0.02)
+    time.sleep(2)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_it_exits_with_a_dashboard_that_was_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=60)
+    pid = done.stdout.strip()
+    until = time.monotonic() + 20
+    while runs(pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not runs(pid)
