@@ -2,9 +2,10 @@
 
 Two hosts (network namespaces of this machine, a rank each, tbf on both ends of every link) train the example's GPT with
 zero_runtime. The seed, by default the current commit, draws the model, the recorded setting and the settings to predict.
-One run is recorded; all predictions are written with their hash and the time; then each setting is measured, in rounds that
-take turns. Needs root. A measured value is the median over rounds of the run's median step (mean over ranks); its noise is
-the median absolute deviation of the rounds, relative.
+The recorded setting is run a few times; all predictions are written with their hash and the time; then each setting is
+measured in rounds that take turns, and the recorded one with them: its error is what runs of one setting differ by. Needs
+root. A measured value is the median over rounds of the run's median step (mean over ranks); its noise is the median absolute
+deviation of the rounds, relative.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ RATES: Mapping[str, Any] = {
 MODELS = ((192, 8), (256, 4), (320, 6), (384, 4))  # width and layers
 
 
+UNCHANGED = "none: another run of the recorded setting"
+
+
 class Case(NamedTuple):
     """One setting of ``zero_optimization``."""
 
@@ -83,6 +87,8 @@ def drawn(chance: random.Random) -> Case:
 def kind_of_change(before: Case, after: Case) -> str:
     """The class of the largest change."""
     a, b = before.zero, after.zero
+    if a == b:
+        return UNCHANGED
     if a["stage"] != b["stage"]:
         return "stage"
     if a["overlap_comm"] != b["overlap_comm"]:
@@ -124,18 +130,20 @@ def step_ns(run: Path) -> float:
     return float(np.median(recorded_steps(open_run(run)).step_ns))
 
 
-def predicted(run: Path, cases: Sequence[Case], calibration: Path) -> list[dict[str, Any]]:
+def predicted(runs: Sequence[Path], cases: Sequence[Case], calibration: Path) -> list[dict[str, Any]]:
     """What the command says of each case; the settings are given as configs that differ in their keys."""
     from commprof.calibration.file import read_calibration
     from commprof.prediction.assumptions import AS_RECORDED
     from commprof.prediction.prediction_json import prediction_json
-    from commprof.prediction.predictions import predict
+    from commprof.prediction.repeats import predict_repeats
 
     settings = [
         ({f"zero_optimization.{key}": value for key, value in each.zero.items()}, each.config())
         for each in cases
     ]
-    answer = predict(open_run(run), settings, AS_RECORDED, read_calibration(calibration))
+    answer = predict_repeats(
+        [open_run(run) for run in runs], settings, AS_RECORDED, read_calibration(calibration)
+    )
     settings_answered: list[dict[str, Any]] = prediction_json(answer)["settings"]
     return settings_answered
 
@@ -157,7 +165,11 @@ def measure(rate: str, chance: random.Random, folder: Path, options: Any) -> dic
             cases.append(case)
     with network.hosts(2, copy.deepcopy(RATES[rate])) as machines:
         calibrate(folder / "calibration.json", machines, folder)
-        recorded = train(base, "base", folder, machines, model, options.steps)
+        recorded = [
+            train(base, f"base-{number}", folder, machines, model, options.steps)
+            for number in range(options.bases)
+        ]
+        cases.append(base)
         answers = predicted(recorded, cases, folder / "calibration.json")
         text = json.dumps(answers, sort_keys=True)
         stamp = {
@@ -198,7 +210,7 @@ def measure(rate: str, chance: random.Random, folder: Path, options: Any) -> dic
         "rate": rate,
         "model": model,
         "base": base.text(),
-        "base_ns": step_ns(folder / "base"),
+        "base_ns": [step_ns(each) for each in recorded],
         **stamp,
         "rows": rows,
     }
@@ -221,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seed", help="default: the current commit")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--settings", type=int, default=6, help="predicted from each recorded run")
+    parser.add_argument("--bases", type=int, default=3, help="recorded runs to predict from")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
@@ -235,8 +248,10 @@ def main() -> None:
     for rate in options.rates:
         with tempfile.TemporaryDirectory() as folder:
             answers.append(measure(rate, random.Random(f"{seed} {rate}"), Path(folder), options))
-    rows = [row for each in answers for row in each["rows"] if "error" in row]
-    refused = sum(len(each["rows"]) for each in answers) - len(rows)
+    unchanged = [row for each in answers for row in each["rows"] if row["kind"] == UNCHANGED]
+    changed = [row for each in answers for row in each["rows"] if row["kind"] != UNCHANGED]
+    rows = [row for row in changed if "error" in row]
+    refused = len(changed) - len(rows)
     errors = np.array([abs(row["error"]) for row in rows])
     counts = [order_is_right(each["rows"]) for each in answers]
     table = [
@@ -247,8 +262,12 @@ def main() -> None:
             f"{100 * max(abs(row['error']) for row in chosen):.1f} %",
             f"{sum(row['inside'] for row in chosen)} of {len(chosen)}",
         ]
-        for kind in [*dict.fromkeys(row["kind"] for row in rows), "all"]
-        if (chosen := [row for row in rows if kind in (row["kind"], "all")])
+        for kind in [*dict.fromkeys(row["kind"] for row in rows), "all", UNCHANGED]
+        if (
+            chosen := unchanged
+            if kind == UNCHANGED
+            else [row for row in rows if kind in (row["kind"], "all")]
+        )
     ]
     figures = {
         "seed": seed, "median_error": float(np.median(errors)), "p90_error": float(np.percentile(errors, 90)),
@@ -257,9 +276,9 @@ def main() -> None:
     }  # fmt: skip
     title = (
         f"Predicted against measured step times, zero_runtime on two hosts ({', '.join(options.rates)}), seed {seed[:12]}, "
-        f"{options.rounds} rounds: median error {100 * figures['median_error']:.1f} %, 90th percentile "
-        f"{100 * figures['p90_error']:.1f} %, noise of a measured step {100 * figures['noise']:.1f} %, order right in "
-        f"{figures['order'][0]} of {figures['order'][1]} pairs, {refused} refused"
+        f"{options.bases} recorded runs, {options.rounds} rounds: median error {100 * figures['median_error']:.1f} %, 90th "
+        f"percentile {100 * figures['p90_error']:.1f} %, noise of a measured step {100 * figures['noise']:.1f} %, order "
+        f"right in {figures['order'][0]} of {figures['order'][1]} pairs, {refused} refused"
     )
     publish(
         options,

@@ -51,7 +51,9 @@ REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
 _WIDE_ERROR: Final = 0.02  # above which a note says so
 _Z: Final = 1.2816  # an 80 % interval of a normal distribution
 # Standard deviations relative to the step, measured on the development runs: docs/predict.md.
-_BETWEEN_RUNS: Final = 0.08  # of two runs with the same messages, and what the model leaves out
+OF_A_RUN: Final = 0.05  # of two runs with the same messages
+OF_THE_MODEL: Final = 0.062  # what the model leaves out
+_BETWEEN_RUNS: Final = float(np.hypot(OF_A_RUN, OF_THE_MODEL))
 _OF_CALIBRATION: Final = 0.03
 _OF_LINKS: Final = 0.05
 _OF_CPU: Final = 0.2  # of links so fast that processors limit messages
@@ -141,6 +143,7 @@ class Base(NamedTuple):
     replay: Simulated
     plain: Simulated
     machine: Machine
+    between: float = _BETWEEN_RUNS
 
     @property
     def recorded_ns(self) -> float:
@@ -422,7 +425,7 @@ def _spread(
     step_ns = base.recorded.step_ns
     median = answer.median_ns
     parts = [
-        _BETWEEN_RUNS,
+        base.between,
         abs(base.replay.median_ns / float(np.median(step_ns)) - 1.0),
         # of a median of that many steps, for a normal distribution
         1.2533 * float(_deviation(step_ns)) / np.sqrt(len(step_ns)) / float(np.median(step_ns)),

@@ -11,7 +11,7 @@ from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.runs import RunArgument, opened
+from commprof.cli.runs import opened
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from commprof.prediction.predictions import Predicted, Prediction
 
 _RECORDED: Final = "as recorded"
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...",
+        help="A run directory, or 'latest'; or several of the same setting.",
+        show_default=False,
+    ),
+]
 CalibrationOption = Annotated[
     Path | None,
     typer.Option(
@@ -30,7 +38,7 @@ CalibrationOption = Annotated[
 
 
 def predict(
-    run: RunArgument,
+    runs: RunsArgument,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +75,7 @@ def predict(
 ) -> int:
     """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run.
 
-    Without options: the changes that are worth trying.
+    Without options: the changes that are worth trying. Several runs of one setting give a smaller interval.
     """
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
@@ -75,21 +83,24 @@ def predict(
         from commprof.prediction.api import promising
         from commprof.prediction.assumptions import Assumptions, parse_link
         from commprof.prediction.prediction_json import prediction_json, promising_json
-        from commprof.prediction.predictions import predict as predicted
+        from commprof.prediction.repeats import predict_repeats
 
         link = parse_link(bandwidth, latency)
         measured = None if calibration is None else read_calibration(calibration)
         listed = points(settings or [])
-        source = opened(run)
+        sources = [opened(each) for each in runs]
+        source = sources[0]
         # The config that the rules read: a recorded file may be another program's, beside the engine's own.
         config = request_of(source).config or None
-        answer = predicted(
-            source,
+        answer = predict_repeats(
+            sources,
             [(point, derive(config, point) if config is not None and point else None) for point in listed],
             Assumptions(link, world, comm == "free", no_straggler),
             measured,
         )
-        asks_nothing = not (settings or bandwidth or latency or comm or no_straggler or world)
+        asks_nothing = len(runs) == 1 and not (
+            settings or bandwidth or latency or comm or no_straggler or world
+        )
         best = promising(source.path, calibration) if asks_nothing else None
     if as_json:
         rendering.show_json(

@@ -135,6 +135,16 @@ def test_the_recorded_setting_is_replayed(zero):
     assert sum(each["ns"] for each in setting["critical_path"]) == pytest.approx(step["median"], rel=0.15)
 
 
+def test_several_runs_of_one_setting(zero, tmp_path):
+    again = shutil.copytree(zero, tmp_path / "again")
+    one, two = answer(zero), answer(zero, str(again))
+    assert two["recorded"] == one["recorded"] | {"steps": 2 * one["recorded"]["steps"]}
+    widths = [
+        each["settings"][0]["step_ns"]["high"] - each["settings"][0]["step_ns"]["low"] for each in (one, two)
+    ]
+    assert widths[1] < widths[0] and "promising" not in two
+
+
 def test_without_messages_the_compute_is_left(zero):
     told = answer(zero, "--comm", "free")
     (setting,) = told["settings"]
