@@ -102,8 +102,8 @@ def _of_ddp(rules: Ddp) -> list[Candidate]:
     cap = rules.argument("bucket_cap_mb")
     recorded = float(DEFAULT_BUCKET_MIB if cap is None else cap)
     total = sum(each.nbytes for each in rules.wrapper.trained) / MIB
-    used = min(recorded, total)
-    sizes = dict.fromkeys(_rounded_mib(each) for each in (4 * used, used / 4, total * 1.01))
+    used, one = min(recorded, total), 1.01 * total  # a bucket of exactly all may round to two
+    sizes = dict.fromkeys(_rounded_mib(each) for each in (one, min(4 * used, one), used / 4))
     return [
         Candidate({BUCKET_CAP: each}, {BUCKET_CAP: _rounded_mib(recorded)}, None)
         for each in sizes

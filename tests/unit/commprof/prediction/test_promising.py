@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ from commprof.prediction.api import MORE_MEMORY, predict_command, promising_of, 
 from commprof.prediction.candidates import candidates
 from commprof.prediction.prediction_json import promising_json
 from commprof.prediction.predictions import predict_from, replayed_steps
+from commprof.requested.wrappers.arguments import Tensor, Wrapper
+from commprof.requested.wrappers.ddp import Ddp
 from unit.commprof.prediction.made_runs import LAYERS, WIDTH, config, request, run, sent
 
 NUMEL = LAYERS * WIDTH * WIDTH
@@ -78,6 +81,21 @@ def test_deepspeed_has_its_own_two_keys():
 
 def test_stage_3_stays_at_its_stage():
     assert "stage" not in dict(listed(config(stage=3)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "caps"),
+    [
+        ({"bucket_cap_mb": 4}, [40.4, 16.0, 1.0]),  # of 40 MiB: one bucket, four times, a quarter
+        ({"bucket_cap_mb": 20}, [40.4, 5.0]),
+        ({}, [40.4, 6.25]),  # torch's 25 MiB
+    ],
+)
+def test_ddp_has_other_bucket_sizes(arguments, caps):
+    tensors = tuple(Tensor(f"w{number}", (1024, 1024), "float32", True) for number in range(10))
+    rules = Ddp(Wrapper("ddp", "", (0, 1), tensors, arguments=arguments))
+    of_ddp = Request(wrapped=SimpleNamespace(rules=[rules], names="DistributedDataParallel"))
+    assert [each.setting for each in candidates(of_ddp)] == [{"ddp.bucket_cap_mb": cap} for cap in caps]
 
 
 def test_messages_that_hide_behind_compute_are_offered_with_the_numbers_of_predict():
