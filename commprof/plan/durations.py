@@ -6,7 +6,6 @@ A rank sends its messages one after another. ``least`` overlaps all messages tha
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -19,13 +18,12 @@ from commprof.plan.links import Links
 from commprof.plan.nccl_model import SOURCE, Cost, fastest
 from commprof.plan.overlap import exposed_messages
 from commprof.plan.predictions import Prediction
+from commprof.quantities import duration_ns
 from commprof.requested.expectation import Expectation
 from commprof.requested.parallel import grid
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
 
-_UNITS: Final = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
-_DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ns|us|ms|s|min)\s*")
 _BEYOND: Final = 2  # times the largest calibrated size, up to which a fit is used
 _BARRIER_BYTES: Final = 4  # NCCL has no barrier: torch sums one number
 
@@ -205,10 +203,10 @@ def parse_duration(text: str, name: str) -> int:
     Raises:
         UsageError: it says none; ``name`` is the option.
     """
-    match = _DURATION.fullmatch(text)
-    if match is None:
+    ns = duration_ns(text)
+    if ns is None:
         raise UsageError(f"{name} is {text!r}; expected a time with its unit, such as 900ms or 1.5s")
-    return round(float(match[1]) * _UNITS[match[2]])
+    return ns
 
 
 def step_time(

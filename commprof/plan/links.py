@@ -6,10 +6,10 @@ import re
 from typing import Final, NamedTuple
 
 from commprof.errors import UsageError
+from commprof.quantities import bytes_per_second
 
 _EXAMPLE: Final = "intra=450GB/s,inter=8x50GB/s"
-_PREFIXES: Final = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_RATE: Final = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?(bit|b)/s", re.IGNORECASE)
+_LINKS: Final = re.compile(r"(?:(\d+)\s*x\s*)?(.*)")
 
 
 class Links(NamedTuple):
@@ -36,11 +36,13 @@ def parse_links(text: str) -> Links:
     rates: dict[str, float] = {}
     for word in text.split(","):
         name, equals, rate = word.strip().partition("=")
-        match = _RATE.fullmatch(rate.strip())
-        if not equals or name not in Links._fields or name in rates or match is None:
-            raise UsageError(f"--links is {text!r}, with {word.strip()!r}; expected {_EXAMPLE}")
-        scale = _PREFIXES[(match[3] or "").lower()] / (8 if match[4].lower() == "bit" else 1)
-        rates[name] = int(match[1] or 1) * float(match[2]) * scale
-        if not rates[name] > 0:
-            raise UsageError(f"--links is {text!r}: {word.strip()} is no rate; expected more than 0 bytes/s")
+        match = _LINKS.fullmatch(rate.strip())
+        of_one = bytes_per_second(match[2]) if match else None
+        if not equals or name not in Links._fields or name in rates or match is None or of_one is None:
+            raise UsageError(
+                f"--links is {text!r}, with {word.strip()!r}; expected {_EXAMPLE}, in GB/s (bytes) or Gbit/s and above 0"
+            )
+        rates[name] = int(match[1] or 1) * of_one
+        if not rates[name]:
+            raise UsageError(f"--links is {text!r}, with {word.strip()!r}; expected at least one link")
     return Links(**rates)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final, NamedTuple
 
 from commprof.errors import UsageError
 from commprof.prediction.durations import UNCHANGED, Link
-
-_RATE: Final = re.compile(r"(?P<number>\d+(\.\d+)?(e\d+)?)\s*(?P<prefix>[kKMGT]?)(?P<unit>bit(/s)?|B/s)")
-_PREFIXES: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_TIME: Final = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>ns|us|ms|s)")
-_UNITS: Final = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+from commprof.quantities import bytes_per_second, duration_ns
 
 
 class Assumptions(NamedTuple):
@@ -47,24 +42,20 @@ def parse_link(bandwidth: str | None, latency: str | None) -> Link:
         if bandwidth.startswith("x"):
             link = link._replace(factor=_factor(bandwidth))
         else:
-            matched = _RATE.fullmatch(bandwidth)
-            rate = 0.0
-            if matched:
-                rate = float(matched["number"]) * _PREFIXES[matched["prefix"]]
-                rate /= 8 if matched["unit"].startswith("bit") else 1
-            if not 0 < rate < 1e18:
+            rate = bytes_per_second(bandwidth)
+            if rate is None:
                 raise UsageError(
                     f"--bandwidth is {bandwidth!r}; expected the rate of a rank's link, such as 10Gbit or 1.25GB/s, or a "
                     "factor such as x4"
                 )
             link = link._replace(rate=rate)
     if latency is not None:
-        matched = _TIME.fullmatch(latency)
-        if not matched:
+        added_ns = duration_ns(latency)
+        if added_ns is None:
             raise UsageError(
                 f"--latency is {latency!r}; expected the time to add to each message, such as 50us"
             )
-        link = link._replace(added_ns=float(matched["number"]) * _UNITS[matched["unit"]])
+        link = link._replace(added_ns=float(added_ns))
     return link
 
 
