@@ -91,6 +91,7 @@ def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
         assert ("against the order of the group" in text) == (measure == "wire")
 
 
+@pytest.mark.long
 def test_compare_draws_each_rank_and_the_levels_of_a_step(page, base_url):
     page.open(f"{base_url}/compare?run=run")
     read = "(name) => document.querySelector(name + ' .js-plotly-plot')._fullData.map((trace) => Array.from(trace.x))"
@@ -102,6 +103,7 @@ def test_compare_draws_each_rank_and_the_levels_of_a_step(page, base_url):
     assert sorted(levels) == pytest.approx([SIZE * 2 / 3, SIZE * 8 / 9])
 
 
+@pytest.mark.long
 def test_the_buckets_of_a_step_have_both_bytes(page, base_url):
     page.open(f"{base_url}/buckets?run=run")
     tiles = page.page.locator(".tile").all_inner_texts()

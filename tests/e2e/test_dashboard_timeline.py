@@ -152,6 +152,7 @@ def test_a_drag_and_the_wheel_zoom(page, runs, base_url):
     assert again.end_ns - again.begin_ns < shown.end_ns - shown.begin_ns
 
 
+@pytest.mark.long
 def test_a_step_and_ranks_are_gone_to(page, runs, base_url):
     page.open(f"{base_url}/timeline?run=few")
 
@@ -172,6 +173,7 @@ def test_a_step_and_ranks_are_gone_to(page, runs, base_url):
     assert {bar[0] for bar in drawn_records(page.page)} == {1, 2}
 
 
+@pytest.mark.long
 def test_many_records_are_drawn_as_density_until_they_are_few(page, runs, base_url):
     page.open(f"{base_url}/timeline?run=many")
     shown = api.timeline(runs / "many", pixels=600)
@@ -214,6 +216,7 @@ def test_a_record_is_told_with_its_partners_and_links(page, runs, base_url):
     page.page.wait_for_function("document.body.innerText.includes('1 of 120 records fit')")
 
 
+@pytest.mark.long
 def test_the_scheme_is_changed_without_losing_the_window(page, runs, base_url):
     page.open(f"{base_url}/timeline?run=few")
     moved(page.page, page.page.get_by_label("Zoom in", exact=True).click)
@@ -232,6 +235,7 @@ def test_the_scheme_is_changed_without_losing_the_window(page, runs, base_url):
     )
 
 
+@pytest.mark.long
 def test_the_file_of_the_timeline_is_what_is_drawn(page, runs, base_url):
     page.open(f"{base_url}/timeline?run=few&from=0&to=1000000")
     page.page.locator("#card-timeline summary").click()
@@ -318,6 +322,7 @@ def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
     context.close()
 
 
+@pytest.mark.long
 def test_columns_are_chosen(page, base_url):
     page.open(f"{base_url}/records?run=few&column=rank&column=op")
     page.page.wait_for_selector(".ag-row[row-index='0'] [col-id='op']")

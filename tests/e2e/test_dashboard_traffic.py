@@ -104,6 +104,7 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
     assert traces(page, "owners")[0]["y"] == received
 
 
+@pytest.mark.long
 def test_buckets_of_a_step_and_their_links(page, base_url, runs):
     page.open(f"{base_url}/buckets?run=plain")
     choose(page, "Step", "4")
@@ -128,6 +129,7 @@ def test_stragglers_name_the_late_rank(page, base_url, runs):
     assert page.page.locator("#card-late-collectives a >> text=timeline").count() == len(found.collectives)
 
 
+@pytest.mark.long
 def test_an_alignment_with_its_rings(page, base_url, runs):
     page.open(f"{base_url}/alignment?run=aligned")
     found = api.alignment(runs / "aligned")
@@ -156,6 +158,7 @@ def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, 
         assert page.page.evaluate(focused) == "Run"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     view = watched(browser, viewport={"width": 400, "height": 800}, color_scheme=scheme)
@@ -177,6 +180,7 @@ def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     assert view.errors == []
 
 
+@pytest.mark.long
 def test_of_large_runs_ledgers_and_the_lower_half_appear_when_they_are_there(
     page, base_url, runs, monkeypatch
 ):

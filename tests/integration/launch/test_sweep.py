@@ -80,6 +80,7 @@ def test_a_failing_point_does_not_stop_the_others(script):
     assert "2 runs, 1 failed, 1 not run" in fast.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_an_engine_that_uses_other_values_is_found_out(script):
     (script / "train.py").write_text(
@@ -116,6 +117,7 @@ def test_the_comparison_of_two_reductions(tmp_path):
     assert commprof("compare", *map(str, runs), cwd=tmp_path).stdout in done.stdout
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_terminal_ends_the_sweep_in_order(script):
     import pty
 
@@ -156,6 +158,7 @@ def test_ctrl_c_in_a_terminal_ends_the_sweep_in_order(script):
     assert b"s  2 runs, 1 failed, 1 not run" in text
 
 
+@pytest.mark.long
 def test_a_script_written_for_deepspeed(script):
     (script / "train.py").write_text(
         "import argparse, deepspeed, json\n"

@@ -178,6 +178,7 @@ def longer(row):
     return [row | {"payload_bytes": row["payload_bytes"] + 8}] if sent else [row]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [without_one, longer])
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_not_as_the_config_asks_is_named(name, change):

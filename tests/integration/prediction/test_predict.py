@@ -245,6 +245,7 @@ def test_of_a_program_without_a_config_links_can_change(ddp):
     assert refused.returncode != 0 and "DistributedDataParallel" in refused.stderr
 
 
+@pytest.mark.long
 def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
     runs = {}
     for reshard in (True, False):

@@ -57,6 +57,7 @@ def with_everything_after(rank, world, names_steps):
     time.sleep(PAUSE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("names_steps", [False, True])
 def test_evaluations_checkpoints_and_the_rest_are_outside_all_steps(tmp_path, names_steps):
     run, _ = record(tmp_path / "run", 2, with_everything_after, names_steps)
@@ -168,6 +169,7 @@ def two_in_a_row(rank, world):
     dist.barrier()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("body", [in_backward, two_in_a_row])
 def test_several_optimizers_make_one_step(tmp_path, body):
     run, _ = record(tmp_path / "run", 2, body)

@@ -134,7 +134,6 @@ def test_the_levels_of_large_runs_come_from_another_process(tmp_path, monkeypatc
     assert "levels" in body(tmp_path, "/compare")[1]
 
 
-@pytest.mark.long
 def test_the_verdict_and_the_lower_half_of_a_large_run_come_later(tmp_path, monkeypatch):
     path = write(tmp_path / "a")
     monkeypatch.setattr(overview_data, "MOST_RECORDS", 1)

@@ -94,6 +94,7 @@ def store(tmp_path):
     return f"viewfs://{name}/bucket"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_that_only_spark_reads(run, store, tmp_path, capsys):
     plain = {name: QUESTIONS[name](run) for name in ("traffic", "steps", "exposure_per_step", "buckets")}
@@ -137,6 +138,7 @@ def test_what_is_no_finalised_run_of_a_store_is_one_line(run, store, tmp_path, c
     assert "has no run.json" in refused("run")
 
 
+@pytest.mark.long
 def test_pages_of_a_run_whose_records_lie_elsewhere(run, tmp_path, caplog):
     """Those that show sums do so; the others say where the records are, and nothing is logged as a fault."""
     analysed.analyse(open_run(run), tmp_path / "runs" / "out")

@@ -121,6 +121,7 @@ def test_random_times_of_microseconds_blame_nobody(tmp_path, seed):
     assert said == {"statement": None, "culprit": "nobody", "late": []}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reused", [True, False], ids=["numbers come twice", "numbers come once"])
 def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_path, monkeypatch, reused):
     seed = random.randrange(2**32)
@@ -168,6 +169,7 @@ def test_parts_hold_every_record_once_and_whole_collectives(runs):
             assert place.setdefault(key, number) == number
 
 
+@pytest.mark.long
 def test_a_scan_of_many_rows_is_asked_part_by_part(runs, monkeypatch):
     plain, _ = runs
     expected = api.straggling(plain), api.arrivals(plain)

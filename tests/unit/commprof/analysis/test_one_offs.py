@@ -77,6 +77,7 @@ def test_a_run_whose_steps_are_alike_has_none(tmp_path):
     assert api.one_offs(run.open()).empty
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(6))
 def test_one_offs_and_the_values_of_a_step_are_all_that_was_sent(seed):
     """What whole steps sent is their number times the value of a step, and the one-offs, where nothing varies or pauses."""

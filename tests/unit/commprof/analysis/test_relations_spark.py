@@ -139,6 +139,7 @@ def test_random_records_of_every_kind_give_the_same_operations(session):
     compare(session, tables, ["operations"], [("op", "sender")])
 
 
+@pytest.mark.long
 def test_random_buckets_give_the_same_rows(session):
     compare(session, random_tables(2), ["bucket_contents", "bucket_times", "bucket_flushes"])
 
