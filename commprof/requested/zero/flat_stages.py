@@ -164,13 +164,15 @@ def _gradient_reduce(
             for each in sent
         ]
     reduced = row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)
+    # Nearly all chunks are alike, and there may be millions: each kind is computed once.
+    rows = {message: message.row_bytes(size, world_size) for message in set(gradients.messages)}
     return [
         reduced._replace(
             requested_op=str(requested_op(configuration)),
             intended_op=str(Op.REDUCE_SCATTER) if op == Op.ALL_TO_ALL else None,
             exact=gradients.exact,
             padding_bytes=sum(message.padding for message in gradients.messages) * size,
-            payloads=tuple(message.row_bytes(size, world_size) for message in gradients.messages),
+            payloads=tuple(rows[message] for message in gradients.messages),
             arrived=gradients.arrived,
         )
     ]
