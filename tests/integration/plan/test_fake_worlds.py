@@ -194,6 +194,7 @@ def _verified(run):
     return verdict
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "precision", "world"),
     [

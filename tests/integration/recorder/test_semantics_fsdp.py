@@ -115,6 +115,7 @@ def check_parameters(run, order=AS_WRITTEN):
     assert {row["param_group"] for row in parameters} == {0}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp2_names_the_module_of_each_collective(tmp_path, reshard):
     run, outcomes = record(tmp_path / "run", 2, fsdp2, reshard)
@@ -154,6 +155,7 @@ def fsdp1(rank, world, original_parameters):
     train(model, 1, model.clip_grad_norm_)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("original_parameters", [False, True])
 def test_fsdp1_names_the_module_of_each_collective(tmp_path, original_parameters):
     run, _ = record(tmp_path / "run", 2, fsdp1, original_parameters)

@@ -58,6 +58,7 @@ def compress_bf16_around_all_reduce(model):
     model.register_comm_hook(None, lambda state, bucket: compressed(state, bucket))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hook", [compress_fp16, compress_bf16_around_all_reduce])
 def test_a_compressed_bucket_is_one_collective(tmp_path, hook):
     assert issued(tmp_path, hook) == [[("all_reduce", 81, *BUCKET)]]
@@ -70,6 +71,7 @@ def power_sgd(model):
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 def test_the_later_rounds_of_power_sgd_belong_to_the_bucket_too(tmp_path, complete):
     whole = [("all_reduce", 81, *BUCKET)]

@@ -84,6 +84,7 @@ def test_at_stage_3_they_are_whole_from_the_start_and_are_gathered_once_a_step(t
     assert sorted(name for phase, names in gathers for name in names & norms) == sorted(norms)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [2, 3])
 def test_their_gradients_are_summed_on_every_rank_in_buckets_of_their_own(tmp_path, stage):
     zero = {"stage": stage, "gradient_reduction": "reduce_scatter", **NORMS}

@@ -312,6 +312,7 @@ PROGRAMS = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("third", range(3))
 def test_two_stages(third):
     run_ranks(2, _in_turn, PROGRAMS[third::3], timeout=300.0)

@@ -108,6 +108,7 @@ def noted(rank, world, schedule):
     return [(str(action), number, chunk) for action, number, chunk in planned]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_do_what_the_schedule_says_in_its_order(name):
     """By what torch ran, and by the messages of the trace; and the timeline on paper is of the same instructions."""

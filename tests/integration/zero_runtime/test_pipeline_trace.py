@@ -84,6 +84,7 @@ def loss_of(name, ranks, *words, cwd):
     return float(re.search(r"2 steps, loss (\S+)", said)[1])
 
 
+@pytest.mark.long
 def test_the_example_and_what_verify_says_of_it(tmp_path):
     """Every byte of a pipeline's training is explained; what tells of the loss and the times is labelled."""
     assert 4.0 < loss_of("stages", 2, cwd=tmp_path) < 7.0

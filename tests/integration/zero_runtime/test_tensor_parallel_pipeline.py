@@ -90,6 +90,7 @@ def alone():
     return run_ranks(1, _train, 1, 1)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
 def test_two_stages_of_two_slices(alone, sequence):
     expected, norm, _ = alone

@@ -114,6 +114,7 @@ def test_a_rank_that_fails_alone_is_heard(tmp_path):
     assert done.stderr.count("zero_runtime: error: deepspeed.comm.barrier") == 1
 
 
+@pytest.mark.long
 def test_other_errors_keep_their_traceback(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

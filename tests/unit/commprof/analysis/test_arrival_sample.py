@@ -145,6 +145,7 @@ def test_a_host_without_a_file_is_sampled_from_its_records(tmp_path, damage):
     pd.testing.assert_frame_equal(api.sampled_stragglers(path), expected)
 
 
+@pytest.mark.long
 def test_a_report_of_many_records_names_the_rank_and_says_of_what(tmp_path, only_files, monkeypatch, capsys):
     path = written(tmp_path / "run", job_of(("host", "all")))
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)
