@@ -346,6 +346,7 @@ def test_the_messages_of_uneven_shards_by_hand():
     }
 
 
+@pytest.mark.long
 def test_passes_that_ask_for_no_gradient_send_none_back():
     """Behind frozen layers no input needs a gradient. An evaluation runs one forward pass in every second step."""
     assert rows(verify(recorded("frozen")), "activation") == {"all_reduce": (STEPS, STEPS * ACTIVATION)}
@@ -391,7 +392,7 @@ def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
     assert "mismatch" in capsys.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code"), [("untagged", 1), ("an activation of another operation", 1), ("an activation", 3)]
 )

@@ -330,11 +330,13 @@ def test_micro_batches_without_a_reduction_send_no_gradients_but_the_buffers_onc
     assert buffers.expected_count == 2 * STEPS
 
 
+@pytest.mark.long
 def test_a_hook_that_halves_gradients_halves_their_bytes():
     (gradients,) = rows(verify(recorded("ddp, hook")), "gradient_reduce")
     assert gradients.expected_payload_bytes == STEPS * 133 * 2
 
 
+@pytest.mark.long
 def test_the_messages_of_sharded_units_by_hand():
     """On 4 ranks in 2 shards: rows padded to a multiple of 2.
 

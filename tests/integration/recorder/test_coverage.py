@@ -151,6 +151,7 @@ def test_what_a_thread_without_python_issues_is_recorded(tmp_path, complete):
     assert run.health.unseen == run.health.lost == run.health.raised == 0
 
 
+@pytest.mark.long
 def test_no_kernel_stands_before_an_operator_until_a_program_needs_it(tmp_path):
     def body(rank, world):
         import commprof
@@ -230,6 +231,7 @@ def test_ddp_that_was_made_before_recording_began_is_recorded_from_its_first_ste
     assert late.health.unseen == 0
 
 
+@pytest.mark.long
 def test_the_kernels_see_what_a_mode_of_torch_hands_on_once(tmp_path):
     def body(rank, world):
         from torch.distributed.tensor.debug import CommDebugMode
@@ -245,6 +247,7 @@ def test_the_kernels_see_what_a_mode_of_torch_hands_on_once(tmp_path):
     assert outcomes[0]["result"] == 2
 
 
+@pytest.mark.long
 def test_an_operator_of_deepspeed_that_comes_after_attaching_is_recorded(tmp_path):
     def body(rank, world):
         from torch.library import Library

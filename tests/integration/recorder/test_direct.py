@@ -39,7 +39,7 @@ def inner_functions() -> list[object]:
     return [[cell.cell_contents for cell in function.__closure__] for function in logged]
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
     """The same call site with other reductions, types, shapes, roots, groups; synchronous and not, with results as ever."""
 
@@ -81,7 +81,7 @@ def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
     assert run.health.unseen == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 def test_forms_that_the_short_way_does_not_take_are_recorded_all_the_same(tmp_path):
     """Views of complex numbers, methods of the group, torch's function without its logging wrapper, keyword arguments."""
 
@@ -150,7 +150,7 @@ def test_no_tensor_outlives_its_call(tmp_path):
     assert [outcome["result"] for outcome in outcomes] == [0, 0]
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 def test_who_wraps_wait_while_recording_sees_synchronous_calls_too(tmp_path):
     def body(rank, world):
         seen = []
@@ -226,7 +226,7 @@ class FirstUseOfDdp(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 def test_a_call_under_way_when_ddp_is_first_used_is_recorded_once(tmp_path):
     """From then on kernels look at what reaches c10d: also at what this call issues, after they were put in place."""
 

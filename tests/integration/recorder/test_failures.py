@@ -444,7 +444,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_ranks_that_the_program_itself_starts(tmp_path, method):
     from commprof.trace.reader import open_run
@@ -477,6 +477,7 @@ dist.all_reduce(torch.ones(2))
 """
 
 
+@pytest.mark.long
 def test_a_data_loader_s_worker_is_no_rank(tmp_path):
     from commprof.trace.reader import open_run
 

@@ -165,6 +165,7 @@ def hooked(rank, world):
     model(torch.ones(2, 4)).sum().backward()
 
 
+@pytest.mark.long
 def test_a_hook_for_buffers_sends_buffers(tmp_path):
     run, _ = record(tmp_path / "run", 2, hooked)
     rows = [row for row in calls(run, 0, "step", "phase", "purpose", "op") if row[0] >= 0]
@@ -187,6 +188,7 @@ def test_collectives_that_gradients_flow_through_are_activations(tmp_path):
     assert len(calls(run, 0, "op")) == len(outcomes[0]["flights"]) >= 4
 
 
+@pytest.mark.long
 def test_all_that_join_sends_for_ranks_without_data_has_the_purpose_that_it_has_on_the_others(tmp_path):
     run, _ = record(tmp_path / "run", 2, uneven)
     begin = ["trace_check"] * 2 + ["parameter_broadcast"] * 2
@@ -248,6 +250,7 @@ def sharded_state(rank, world):
             model.load_state_dict(model.state_dict())
 
 
+@pytest.mark.long
 def test_the_state_of_a_module_in_shards_is_a_checkpoint(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, sharded_state)
     rows = calls(run, 0, "purpose", "phase", "op")

@@ -241,6 +241,7 @@ def test_a_directory_deleted_under_a_training_changes_nothing(tmp_path, capfd):
         open_run(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_step_of_the_wall_clock_moves_no_record(tmp_path, monkeypatch):
     from commprof.analysis import api
     from commprof.recorder.clocks import process_clocks

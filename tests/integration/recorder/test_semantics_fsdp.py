@@ -186,6 +186,7 @@ def hybrid(rank, world):
     model(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.long
 def test_the_second_half_of_a_hybrid_reduction_is_the_same_bucket(tmp_path):
     run, _ = record(tmp_path / "run", 4, hybrid)
     rows = [
@@ -241,6 +242,7 @@ def in_backward(rank, world):
         model(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.long
 def test_optimizers_that_step_within_the_backward_pass_end_one_step_together(tmp_path):
     run, _ = record(tmp_path / "run", 2, in_backward)
     reduced = [row for row in calls(run, 0, "step", "phase", "purpose") if row[2] == "gradient_reduce"]

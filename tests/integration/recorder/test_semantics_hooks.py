@@ -110,6 +110,7 @@ def own_chain(model):
     model.register_comm_hook(None, hook)
 
 
+@pytest.mark.long
 def test_callbacks_of_callbacks_keep_the_bucket_until_the_hook_says_more(tmp_path):
     said = ("metric", None, None)
     assert issued(tmp_path, own_chain) == [

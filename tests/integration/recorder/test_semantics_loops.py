@@ -163,7 +163,7 @@ def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone
     ]
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("way", [(failing,), (beside_its_base, failing)], ids=["alone", "beside its base"])
 def test_a_pass_that_raises_ends_its_phase(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, *way)
@@ -222,7 +222,7 @@ def named(rank, world, what):
             dist.barrier()
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "steps", "last"),
     [("steps", (10, 11), []), ("phases", (0, 1), []), ("checkpoint", (0, 1), ["checkpoint"])],
@@ -249,6 +249,7 @@ def line_search(rank, world):
         optimizer.step(closure)
 
 
+@pytest.mark.long
 def test_passes_within_an_optimizer_have_their_own_phases(tmp_path):
     run, _ = record(tmp_path / "run", 2, line_search)
     rows = said(run, "step", "phase")

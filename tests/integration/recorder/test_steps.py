@@ -94,6 +94,7 @@ def with_inputs_of_every_step(rank, world):
         trained(model, optimizer, torch.ones(2, 4))
 
 
+@pytest.mark.long
 def test_loading_its_input_belongs_to_a_step(tmp_path):
     run, _ = record(tmp_path / "run", 2, with_inputs_of_every_step)
     inputs = [step for step, op in calls(run, 0, "step", "op") if op == "broadcast"]
@@ -116,6 +117,7 @@ def with_overflow(rank, world):
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_step_that_an_overflow_leaves_out_ends_too(tmp_path):
     run, _ = record(tmp_path / "run", 2, with_overflow)
     expected = [*((number, "all_reduce") for number in range(STEPS)), (-1, "barrier")]
@@ -135,6 +137,7 @@ def with_a_teacher(rank, world):
         trained(model, optimizer, inputs)
 
 
+@pytest.mark.long
 def test_a_frozen_model_that_runs_in_each_step_is_no_evaluation(tmp_path):
     run, _ = record(tmp_path / "run", 2, with_a_teacher)
     assert [step for step, op in calls(run, 0, "step", "op") if op == "broadcast"] == [-1, 1, 2, 3]

@@ -130,6 +130,7 @@ def most_weights(rank, world):
     return seen
 
 
+@pytest.mark.long
 def test_weights_are_let_go_between_the_second_forward_pass_and_the_backward_pass():
     """All that is there are the gradients of the block that ran twice, which wait for those of its first time."""
     assert run_ranks(2, most_weights) == [[0, DEPTH, *[0] * (LAYERS - 1)]] * 2
@@ -156,6 +157,7 @@ def partitioned(rank, world):
         step(engine)
 
 
+@pytest.mark.long
 def test_gathers_of_activations_and_of_parameters_are_told_apart(tmp_path):
     run, _ = record(tmp_path / "run", 2, partitioned)
     rows = [row for row in run.table("collectives").to_pylist() if row["step"] >= 0 and row["rank"] == 0]

@@ -45,6 +45,7 @@ def test_stages_1_and_2_gather_a_flat_buffer_whose_end_is_padding(tmp_path):
         assert {(payload, padding) for payload, padding, _ in rows} == {(4 * 36, 4 * 5)}
 
 
+@pytest.mark.long
 def test_a_buffer_that_is_gathered_in_parts_has_its_padding_in_the_last_ones(tmp_path):
     rows, *_ = padded(tmp_path, {"stage": 1, "allgather_bucket_size": 12}, "all_gather", "parameter_gather")
     # Rows of 12 elements, 4 of each at a time: elements 0-3, 12-15, 24-27; then 4-7, 16-19, 28-31; then 8-11, 20-23, 32-35.
@@ -64,6 +65,7 @@ def test_stage_3_pads_each_parameter(tmp_path):
             assert padding == 4 * (WORLD * sum(slices) - sum(numels))
 
 
+@pytest.mark.long
 def test_a_native_reduce_scatter_states_the_padding_of_its_rows(tmp_path):
     zero = {"stage": 3, "gradient_reduction": "reduce_scatter", "reduce_scatter_impl": "native"}
     for rows in padded(tmp_path, zero, "reduce_scatter", "gradient_reduce"):

@@ -69,6 +69,7 @@ def test_losses_do_not_change(others, tolerance):
             assert all(loss == pytest.approx(plain, rel=tolerance) for loss in kept)
 
 
+@pytest.mark.long
 def test_at_stage_3_they_are_whole_from_the_start_and_are_gathered_once_a_step(tmp_path):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **NORMS}
     run, outcomes = record(tmp_path / "run", 2, train, zero)

@@ -94,6 +94,7 @@ def _sequences(rank, world, stages, pieces, schedules):
     return found
 
 
+@pytest.mark.long
 def test_stages_of_ranks_that_share_sequences():
     [expected] = run_ranks(1, _sequences, 1, 1, SCHEDULES[:1])[0]
     for outcomes in run_ranks(4, _sequences, 2, 2, SCHEDULES):

@@ -211,6 +211,7 @@ def _two_stages(rank, world, programs):
         program()
 
 
+@pytest.mark.long
 def test_two_stages():
     run_ranks(2, _two_stages, PROGRAMS, timeout=300.0)
 

@@ -174,6 +174,7 @@ def test_a_report_of_many_records_says_that_nobody_stands_out(tmp_path, only_fil
     assert "Stragglers: None stands out. Examined: the collectives of all 24 steps, no messages." in said
 
 
+@pytest.mark.long
 def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_files, monkeypatch, capsys):
     path = written(tmp_path / "run", job_of(("host", "all"), calls=20, delay=2 * MS))
     whole = api.stragglers(path).attrs["statement"]

@@ -191,6 +191,7 @@ def test_different_world_sizes_are_different_settings():
     assert frame["gradient_wire_bytes_per_step"].tolist() == [600.0, 800.0]
 
 
+@pytest.mark.long
 def test_a_sweep_is_in_its_own_order_whatever_the_order_of_the_arguments():
     def point(value, repeat, started):
         return training(

@@ -182,6 +182,7 @@ def test_what_a_record_without_a_line_ran_as_is_not_known(tmp_path, capsys):
     assert found.isna()["all_gather"]
 
 
+@pytest.mark.long
 def test_a_comparison_says_that_bytes_are_as_issued(tmp_path, capsys):
     run = logged_run(tmp_path)
     text = shown(capsys, "compare", str(run), str(run))

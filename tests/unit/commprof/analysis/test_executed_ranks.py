@@ -210,6 +210,7 @@ def test_the_levels_have_the_values_of_a_step_that_settings_have(seed):
     assert levels.loc["issued", "payload_bytes_per_step"] == 12 + 24 + 36
 
 
+@pytest.mark.long
 def test_repeats_count_by_their_steps():
     runs = []
     for steps, size in ((3, 120), (5, 240)):

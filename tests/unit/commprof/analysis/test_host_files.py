@@ -166,6 +166,7 @@ def test_the_launcher_of_a_host_keeps_its_file_alone_and_none_of_many_records(tm
     assert not (alone / HOSTS_DIRECTORY).exists()
 
 
+@pytest.mark.long
 def test_finalise_makes_the_files_that_are_missing_whatever_the_records(tmp_path, monkeypatch, capsys):
     path = planted(tmp_path / "run", 2)
     expected = answers(path)

@@ -148,6 +148,7 @@ def tables_of(run):
     return {name: made.ask(sql).to_pandas() for name, sql in wanted.items()}
 
 
+@pytest.mark.long
 def test_parts_hold_every_record_once_and_whole_collectives(runs):
     plain, _ = runs
     whole = api.open_run(plain).table("collectives")

@@ -128,7 +128,7 @@ def test_regular_lines_are_not_left_to_the_reader_of_lines(tmp_path):
     assert texts.count(3) < len(texts) / 100
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("text", [LOG, LOG + b"\n"], ids=["without", "with"])
 def test_a_block_that_ends_or_begins_at_any_byte(text):
     for place in range(len(text) + 1):

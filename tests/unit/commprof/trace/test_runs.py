@@ -319,6 +319,7 @@ def test_disk_space_per_record(tmp_path):
     assert size / 20_000 < 40
 
 
+@pytest.mark.long
 def test_answers_about_a_large_run_are_those_about_a_small_one(tmp_path, monkeypatch):
     from commprof.analysis import api
     from commprof.trace import reader
