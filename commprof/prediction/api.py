@@ -18,6 +18,7 @@ from commprof.prediction.durations import WITH_CALIBRATION
 from commprof.prediction.predictions import (
     Base,
     Predicted,
+    device_memory,
     median_step,
     predict_from,
     replayed_run,
@@ -33,7 +34,7 @@ from commprof.trace.reader import Run, open_run
 MOST_CHANGES: Final = 3
 MORE_MEMORY: Final = 0.10  # of the recorded memory: a change that needs this much more says so
 _MOST_WORK: Final = 24_000  # messages of a candidate in all steps: a simulation of them takes about 4 s
-_ADDS: Final = 0.02  # of the step, that a combination gains beyond the best of its changes
+_ADDS: Final = 0.02  # of the step: a smaller gain is worth neither more memory nor a second change
 
 
 class Change(NamedTuple):
@@ -208,7 +209,7 @@ def promising_of(base: Base) -> Promising:
         return Promising([], reason=_why_none(base.request))
     refused: list[tuple[dict[str, Any], str]] = []
     medians = _medians(base, listed, refused)
-    best = _offered(base, [each for each, _ in _best_of_keys(medians)])
+    best = _offered(base, _best_of_keys(base, medians))
     several = [
         combined(base.request, each)
         for count in (2, 3)
@@ -218,7 +219,7 @@ def promising_of(base: Base) -> Promising:
     # One combination says it all, and only where it gains more than its best part.
     if together and together[0][1] < best[0][1].median_ns - _ADDS * base.recorded_ns:
         best = [*_offered(base, [together[0][0]]), *best]
-    memory = _recorded_memory(base)
+    memory = device_memory(base.request, None, base.recorded.world_size)
     return Promising(
         [_change(base, each, answer, memory) for each, answer in best[:MOST_CHANGES]],
         round(base.recorded_ns),
@@ -258,12 +259,19 @@ def _is_other(base: Base, candidate: Candidate) -> bool:
     return before != after
 
 
-def _best_of_keys(medians: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
-    """The best value of each key."""
-    best: dict[tuple[str, ...], tuple[Candidate, float]] = {}
+def _best_of_keys(base: Base, medians: Sequence[tuple[Candidate, float]]) -> list[Candidate]:
+    """Of each key the fastest value; of those that are about as fast the one that needs the least memory."""
+    by_key: dict[tuple[str, ...], list[tuple[Candidate, float]]] = {}
     for each, ns in sorted(medians, key=lambda pair: pair[1]):
-        best.setdefault(tuple(each.setting), (each, ns))
-    return list(best.values())
+        by_key.setdefault(tuple(each.setting), []).append((each, ns))
+
+    def memory(each: Candidate) -> int:
+        return device_memory(base.request, each.config, base.recorded.world_size) or 0
+
+    return [
+        min((each for each, ns in values if ns <= values[0][1] + _ADDS * base.recorded_ns), key=memory)
+        for values in by_key.values()
+    ]
 
 
 def _offered(base: Base, listed: Sequence[Candidate]) -> list[tuple[Candidate, Predicted]]:
@@ -287,11 +295,6 @@ def _program(manifest: Manifest) -> list[str]:
     if manifest.nproc is None:  # the program starts its ranks itself
         return [*words, "--", *command]
     return [*words, "--nproc", str(manifest.nproc), "--", *command[1:]]  # without python
-
-
-def _recorded_memory(base: Base) -> int | None:
-    (answer,) = predict_from(base, [({}, None)]).settings
-    return answer.memory_bytes if isinstance(answer, Predicted) else None
 
 
 def _change(base: Base, candidate: Candidate, answer: Predicted, memory: int | None) -> Change:

@@ -277,7 +277,7 @@ def _predicted(
         max(0.0, median - _Z * spread),
         median + _Z * spread,
         answer.exposed_ns,
-        _memory(request, config, world),
+        device_memory(request, config, world),
         len(changed.program.messages),
         _why(base, changed, answer, sources),
         path,
@@ -455,7 +455,8 @@ def _deviation(values: Floats) -> float:
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
-def _memory(request: Request, config: Mapping[str, Any] | None, world: int) -> int | None:
+def device_memory(request: Request, config: Mapping[str, Any] | None, world: int) -> int | None:
+    """Bytes on the device of a rank with ``config``, without activations; None where that is not known."""
     if request.reason is not None or not request.config or request.shared is not None:
         return None
     try:

@@ -28,10 +28,15 @@ def base(given, *, ns_per_byte=0.0, latency_ms=1.0, calibration=None, **changes)
 
 
 def calibration(ms, **others):
-    """All operations take ``ms``, whatever their size, and those of ``others`` theirs."""
-    sizes = tuple(4**power for power in range(12))
+    """All operations take ``ms``, a number or a function of the size, and those of ``others`` theirs."""
+    sizes = [1, 4, 16, *range(10_000, 650_000, 10_000)]
+
+    def time(op, size):
+        of_op = others.get(op, ms)
+        return round((of_op(size) if callable(of_op) else of_op) * 1e6)
+
     timings = {
-        op: tuple(Timing(size, round(others.get(op, ms) * 1e6), 0, 0, 5) for size in sizes)
+        op: tuple(Timing(size, time(op, size), 0, 0, 5) for size in sizes)
         for op in ("all_reduce", "reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast")
     }
     return Calibration(
@@ -156,6 +161,19 @@ def test_with_a_calibration_one_bucket_is_offered_and_says_what_memory_it_needs(
     assert one.more_memory == pytest.approx(more / plain - 1)
     medians = [each.step_ns for each in best.changes]
     assert medians == sorted(medians)
+
+
+def test_of_values_that_are_about_as_fast_the_one_of_least_memory_is_offered():
+    given = config(reduce_bucket_size=4000)  # eight messages; ten times larger buckets make two
+    quick = calibration(lambda size: 8 if 20_000 < size < 60_000 else 0.1)
+    best = promising_of(base(given, latency_ms=8, calibration=quick))
+    key = f"{ZERO}reduce_bucket_size"
+    assert [each.setting[key] for each in candidates(request(given)) if key in each.setting] == [
+        NUMEL,
+        40_000,
+        400,
+    ]
+    assert [each.setting[key] for each in best.changes if list(each.setting) == [key]] == [40_000]
 
 
 def test_two_values_of_a_key_are_not_both_offered():
