@@ -45,6 +45,11 @@ $(STAMPS)/java: $(STAMPS)/venv
 		|| echo "make: no Java, and it could not be installed: the tests on Spark will be skipped" >&2
 	@touch $@
 
+$(STAMPS)/simgrid: $(STAMPS)/venv
+	@/usr/bin/python3 -c "import simgrid" >/dev/null 2>&1 || sh tools/apt_install.sh python3-simgrid \
+		|| echo "make: no SimGrid, and it could not be installed: schedules are not compared with its" >&2
+	@touch $@
+
 .PHONY: setup
 setup: $(STAMPS)/install ## make .venv with commprof, zero_runtime and the dashboard
 
@@ -98,7 +103,7 @@ test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: every test
 	$(call pytest,not long and )
 
 .PHONY: test-all
-test-all: checks $(STAMPS)/chromium $(STAMPS)/java ## everything, the long sets too
+test-all: checks $(STAMPS)/chromium $(STAMPS)/java $(STAMPS)/simgrid ## everything, the long sets too
 	$(call pytest,)
 
 # The sets that depend on torch's insides, with another torch than .venv has: what records, what finds the ranks, what
