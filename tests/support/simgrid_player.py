@@ -1,8 +1,8 @@
 """Plays programs of ranks in SimGrid, for a Python that has it: cases as JSON from stdin, when each rank ended to stdout.
 
-Every rank has a link of its own of 1 byte per nanosecond; a message is a flow over the link of each rank, as many bytes as it
-takes nanoseconds alone. It begins when all ranks of its group have issued it and the flow before it in the same groups has
-ended. How flows share a link is SimGrid's. Standard library and simgrid only.
+Every rank has a link of its own of 1 byte per nanosecond; a message is a flow over the link of each rank, as many bytes as
+it takes nanoseconds alone. It begins when all ranks of its group have issued it and the flow before it in the same groups
+has ended. How flows share a link is SimGrid's. Standard library and simgrid only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NS = 1e6  # of what is a second there, whose precision is 1e-9
 
 def rank_body(rank, case, issued, ended):
     """What a rank computes, issues and waits for."""
-    for (kind, message), spans in zip(case["events"], case["spans"]):
+    for (kind, message), spans in zip(case["events"], case["spans"], strict=False):
         this_actor.sleep_for(spans[rank] / NS)
         if kind == "issue":
             for member in group_of(case, message, rank):
@@ -61,7 +61,7 @@ def main():
         for number, case in enumerate(cases)
     ]
     zone.seal()
-    kept = [start(case, of_case) for case, of_case in zip(cases, hosts)]
+    kept = [start(case, of_case) for case, of_case in zip(cases, hosts, strict=False)]
     engine.run()
     del kept
     json.dump([[case["ends"][rank] for rank in range(ranks_of(case))] for case in cases], sys.stdout)
