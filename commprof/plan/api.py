@@ -23,6 +23,7 @@ from commprof.plan.models import Model, parse_number, read_model
 from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
 from commprof.plan.rank_classes import mean_wire_bytes, rank_classes, spreads
 from commprof.plan.recommendations import Candidate, advice, samples_of
+from commprof.plan.recorded_steps import RecordedStep
 from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
 from commprof.recorder.process.options import parse_size
 from commprof.requested.configuration import read_configuration
@@ -71,6 +72,7 @@ class Question(NamedTuple):
         capacity: bytes of a device; None where that is not known.
         calibration: for the times of messages.
         framework: that reads the config: ``zero_runtime`` or ``deepspeed``.
+        recorded: what a run of the same model and micro-batch tells; in the place of ``step_compute``.
         most_messages: of a step, above which a setting is refused; None predicts any number, however long that takes.
     """
 
@@ -88,6 +90,7 @@ class Question(NamedTuple):
     calibration: Calibration | None = None
     most_messages: int | None = None
     framework: str = "zero_runtime"
+    recorded: RecordedStep | None = None
 
 
 class Plan(NamedTuple):
@@ -188,9 +191,16 @@ def make_plan(question: Question) -> Plan:
     links = None if question.links is None else parse_links(question.links)
     compute = question.step_compute
     compute_ns = None if compute is None else parse_duration(compute, "--step-compute")
+    if question.recorded is not None:
+        if compute_ns is not None:
+            raise UsageError(
+                f"--step-compute is {compute} and --recorded {question.recorded.path}; give one of them: both say how long "
+                "a rank computes"
+            )
+        compute_ns = question.recorded.compute_ns
     framework = _framework(question.framework)
     timing = timing_by(question.calibration, links, question.backend, compute_ns)
-    timing = timing._replace(framework=framework)
+    timing = timing._replace(framework=framework, recorded=question.recorded)
     settings = points(question.settings)
     check_keys(dict.fromkeys(key for setting in settings for key in setting))
     configs = [derive(question.config, setting) for setting in settings]
@@ -204,7 +214,7 @@ def make_plan(question: Question) -> Plan:
     )
     if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
         return plan
-    return plan._replace(timing=timing._replace(compute_ns=None), remarks=[UNUSED_COMPUTE])
+    return plan._replace(timing=timing._replace(compute_ns=None, recorded=None), remarks=[UNUSED_COMPUTE])
 
 
 def _framework(name: str) -> Runtime:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from commprof.calibration.bandwidths import bus_factor, calibrated_op
 from commprof.calibration.results import Calibration
@@ -23,6 +23,9 @@ from commprof.requested.expectation import Expectation
 from commprof.requested.parallel import grid
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
+
+if TYPE_CHECKING:
+    from commprof.plan.recorded_steps import RecordedStep
 
 _BEYOND: Final = 2  # times the largest calibrated size, up to which a fit is used
 _BARRIER_BYTES: Final = 4  # NCCL has no barrier: torch sums one number
@@ -163,12 +166,14 @@ class Timing(NamedTuple):
         missing: why there is no source; empty with one.
         compute_ns: of a rank, in a step; None where it is not known.
         framework: that issues the messages.
+        recorded: a run whose part of communication that overlapped narrows the bounds of a step.
     """
 
     source: TimeSource | None
     missing: str
     compute_ns: int | None
     framework: Runtime = "zero_runtime"
+    recorded: RecordedStep | None = None
 
     def of(self, found: Prediction, hosts: Hosts) -> StepTime | str:
         """Return the time of a step of that setting, or why it is not known."""
@@ -179,9 +184,28 @@ class Timing(NamedTuple):
         steps = grid.micro_batches(found.config, found.axes)
         exposed = exposed_messages(found.config, steps, self.framework)
         try:
-            return step_time(found.sent, hosts, self.source, exposed, self.compute_ns)
+            bounds = step_time(found.sent, hosts, self.source, exposed, self.compute_ns)
         except UnknownTimeError as problem:
             return str(problem)
+        return bounds if self.recorded is None else narrowed(bounds, self.recorded)
+
+
+def narrowed(bounds: StepTime, recorded: RecordedStep) -> StepTime:
+    """``bounds`` of a step of which such a part of what can overlap does as in the run; never beyond ``bounds``.
+
+    >>> from commprof.plan.recorded_steps import RecordedStep
+    >>> run = RecordedStep(None, 100, 0.25, 0.5, ("gradient_reduce",))
+    >>> narrowed(StepTime(60, 0, 40, 120, 160, []), run)[3:5]
+    (140, 150)
+    """
+    if bounds.least_ns is None or bounds.most_ns is None:
+        return bounds
+    ends = [
+        round(bounds.most_ns - hidden * bounds.overlapping_ns)
+        for hidden in (recorded.most_hidden, recorded.least_hidden)
+    ]
+    least, most = (min(max(each, bounds.least_ns), bounds.most_ns) for each in ends)
+    return bounds._replace(least_ns=least, most_ns=most)
 
 
 def timing_by(

@@ -51,9 +51,14 @@ def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
     part = shown(timed.overlapping_ns) if timed.overlapping_ns else "nothing"
     sent = f"{shown(timed.communication_ns)} of communication, of which {part} can overlap"
     if timed.least_ns is None:
-        return [f"A step has {sent} computation. Its time is not predicted without --step-compute.", source]
+        return [
+            f"A step has {sent} computation. Its time is not predicted without --step-compute or --recorded.",
+            source,
+        ]
+    narrowed = [] if timing.recorded is None else [f"Narrowed by {timing.recorded.text}."]
     return [
         f"A step takes {_bounds(timed)}: {shown(timing.compute_ns)} of computation and {sent} it.",
+        *narrowed,
         source,
     ]
 

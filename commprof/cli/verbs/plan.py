@@ -9,6 +9,8 @@ import typer
 
 from commprof.cli import rendering
 from commprof.cli.console import say
+from commprof.cli.extras import needed
+from commprof.cli.runs import opened
 from commprof.cli.sections.planned import latency_sentences, show_comparison, show_one
 from commprof.cli.sections.predicted import (
     AsJson,
@@ -86,6 +88,15 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
             show_default=False,
         ),
     ] = None,
+    recorded: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="A run of this model and micro-batch: its computation, and the part of its communication that overlapped, "
+            "narrow the bounds of the step.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
@@ -95,6 +106,12 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     from commprof.plan.traffic import traffic_of
 
     measured = None if calibration is None else read_calibration(calibration)
+    told = None
+    if recorded is not None:
+        with needed("analysis", "to read a run"):
+            from commprof.plan.recorded_steps import recorded_step
+
+            told = recorded_step(opened(recorded))
     question = api.Question(
         read_config(config),
         model,
@@ -109,6 +126,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         device_capacity(device_memory),
         measured,
         framework=framework,
+        recorded=told,
     )
     planned = api.make_plan(question)
     for remark in planned.remarks:

@@ -1,0 +1,78 @@
+"""What a recorded run tells about a planned step: how long its ranks compute, and how much of what can overlap does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from commprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from commprof.trace.reader import Run
+
+_UNION: Final = "all"  # of all purposes
+
+
+class RecordedStep(NamedTuple):
+    """The warm steps of a run, per step.
+
+    Attributes:
+        path: of the run.
+        compute_ns: the step without exposed communication.
+        least_hidden, most_hidden: between which lies the part of the communication of :attr:`purposes` that overlapped
+            computation; they differ where some ends of collectives are not known.
+        purposes: whose communication may have overlapped.
+    """
+
+    path: Path
+    compute_ns: int
+    least_hidden: float
+    most_hidden: float
+    purposes: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """What the times are taken from."""
+        if not self.purposes:
+            return f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, and no communication beside it"
+        part = f"{self.least_hidden:.0%}"
+        if self.most_hidden > self.least_hidden:
+            part += f" to {self.most_hidden:.0%}"
+        return (
+            f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, and {part} of the communication for "
+            f"{' and '.join(self.purposes)} beside it"
+        )
+
+
+def recorded_step(run: Run) -> RecordedStep:
+    """Return what ``run`` tells.
+
+    Raises:
+        UsageError: it has no steps, or exposed time is not known.
+    """
+    from commprof.analysis import api
+
+    frame = api.exposure_per_step(run)
+    rows: Sequence[Mapping[Any, Any]] = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    union = next((row for row in rows if row["purpose"] == _UNION), None)
+    if union is None or union["exposed_ns"] is None or union["step_ns"] is None:
+        raise UsageError(
+            f"--recorded is {run.path}, of which the exposed communication of a step is not known; give a run of several "
+            "steps that was recorded with times"
+        )
+    others = [
+        row
+        for row in rows
+        if row is not union and row["exposed_ns"] is not None and row["overlapped_at_most_ns"]
+    ]
+    exposed = sum(row["exposed_ns"] for row in others)
+    least = sum(row["overlapped_ns"] or 0 for row in others)
+    most = sum(row["overlapped_at_most_ns"] for row in others)
+    return RecordedStep(
+        run.path,
+        int(union["step_ns"] - union["exposed_ns"]),
+        least / (least + exposed) if least else 0.0,
+        most / (most + exposed) if most else 0.0,
+        tuple(str(row["purpose"]) for row in others),
+    )
