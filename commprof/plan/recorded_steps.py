@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from commprof.trace.reader import Run
 
 _UNION: Final = "all"  # of all purposes
+_LEAST: Final = 0.01  # of the step, below which a purpose does not overlap
 
 
 class RecordedStep(NamedTuple):
@@ -64,7 +65,9 @@ def recorded_step(run: Run) -> RecordedStep:
     others = [
         row
         for row in rows
-        if row is not union and row["exposed_ns"] is not None and row["overlapped_at_most_ns"]
+        if row is not union
+        and row["exposed_ns"] is not None
+        and (row["overlapped_at_most_ns"] or 0) > _LEAST * union["step_ns"]
     ]
     exposed = sum(row["exposed_ns"] for row in others)
     least = sum(row["overlapped_ns"] or 0 for row in others)
