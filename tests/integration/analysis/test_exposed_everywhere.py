@@ -153,6 +153,7 @@ def printed(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
 def test_the_exposed_time_of_a_step_is_one_number(tmp_path, capsys, monkeypatch, program):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)

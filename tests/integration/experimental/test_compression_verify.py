@@ -76,6 +76,7 @@ def test_the_traffic_falls_once_the_warm_up_is_over():
             assert {(row["op"], row["intended_op"]) for row in rows} == {("all_gather", "all_reduce")}
 
 
+@pytest.mark.long
 def test_buckets_keep_their_uncompressed_size():
     run, _ = recorded("topk")
     rows = [row for row in gradient_rows("topk") if row["rank"] == 0 and row["step"] == 1]

@@ -196,6 +196,7 @@ def test_each_collective_is_tagged_and_names_its_axis_and_verify_explains_it(tmp
     assert any("communication.topology: [2, 2] has sums" in each for each in verdict.sentences)
 
 
+@pytest.mark.long
 def test_verify_closes_the_ledger_of_ranks_that_are_watched(tmp_path):
     from commprof.analysis import api
 
@@ -223,6 +224,7 @@ def calibrations(folder):
     return {"world": str(made["world"]), "axes": [str(made["outer"]), str(made["inner"])]}
 
 
+@pytest.mark.long
 def test_measured_costs_choose_for_each_size(tmp_path):
 
     config = {

@@ -144,6 +144,7 @@ def test_several_machines_over_ssh_are_refused_in_one_sentence(tmp_path):
     assert "deepspeed_multinode_launcher: standard" in done.stderr
 
 
+@pytest.mark.long
 def test_a_shell_script_that_starts_deepspeed(tmp_path):
     (tmp_path / "train.py").write_text(
         "import deepspeed, torch\n"

@@ -70,6 +70,7 @@ def recorded(place: Path, config: dict, when: str, step: int = 0) -> int:
     return commprof("run", "--nproc", "2", "--out", "run", *words, cwd=place).returncode
 
 
+@pytest.mark.sampled
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "precision", "when", "step"), DEATHS)
 def test_a_program_that_dies_closes_as_far_as_it_came(tmp_path, stage, precision, when, step):
@@ -89,6 +90,7 @@ def test_a_program_that_dies_before_its_engine_cannot_be_judged(tmp_path):
     assert commprof("verify", "run", cwd=tmp_path).returncode == 3
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_group_that_the_script_made_cannot_be_told(tmp_path):
     assert recorded(tmp_path, {"zero_optimization": {"stage": 1}}, "group") == 0
