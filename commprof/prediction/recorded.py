@@ -164,8 +164,8 @@ def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
     usable = sorted(step for step, ranks in counts.items() if ranks == world and step > first)
     if len(usable) < LEAST_STEPS:
         raise UsageError(
-            f"{path} has {len(usable)} complete steps after the first; a prediction needs at least {LEAST_STEPS}: record "
-            "more steps"
+            f"{path} has {len(usable)} complete step{'s' * (len(usable) != 1)} after the first; a prediction needs at least "
+            f"{LEAST_STEPS}: record more steps"
         )
     return usable
 

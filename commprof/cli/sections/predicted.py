@@ -1,4 +1,4 @@
-"""What ``plan`` and its old name ``requested`` share: options, memory and offload as tables, whether a setting fits."""
+"""What ``plan``, ``predict`` and the old name ``requested`` share: options, memory and offload as tables, whether a setting fits."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ DeviceMemory: TypeAlias = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
+        show_default=False,
+    ),
+]
+Settings: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=V1,V2",
+        help="A dotted key of the config and its values. Several --set: every combination.",
         show_default=False,
     ),
 ]

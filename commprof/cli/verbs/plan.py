@@ -18,6 +18,7 @@ from commprof.cli.sections.predicted import (
     ConfigFile,
     DeviceMemory,
     SequenceLength,
+    Settings,
     World,
     device_capacity,
 )
@@ -57,15 +58,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
             show_default=False,
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=V1,V2",
-            help="A dotted key of the config and its values. Several --set: every combination.",
-            show_default=False,
-        ),
-    ] = None,
+    settings: Settings = None,
     framework: Annotated[
         str, typer.Option(help="Whose rules say what is sent: zero_runtime or deepspeed.")
     ] = "zero_runtime",

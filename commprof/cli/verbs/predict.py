@@ -12,6 +12,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import opened
+from commprof.cli.sections.predicted import AsJson, Settings
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:
@@ -39,15 +40,7 @@ CalibrationOption = Annotated[
 
 def predict(
     runs: RunsArgument,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=V1,V2",
-            help="A dotted key of the config and its values. Several --set: every combination.",
-            show_default=False,
-        ),
-    ] = None,
+    settings: Settings = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +64,7 @@ def predict(
         typer.Option(metavar="W", min=2, help="Ranks. Default: those of the run.", show_default=False),
     ] = None,
     calibration: CalibrationOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run.
 
