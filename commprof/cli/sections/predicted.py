@@ -1,4 +1,4 @@
-"""What ``plan``, ``predict`` and the old name ``requested`` share: options, memory and offload as tables, whether a setting fits."""
+"""What ``plan``, ``predict`` and the old name ``requested`` share: options, tables of memory, whether a setting fits."""
 
 from __future__ import annotations
 
