@@ -56,7 +56,7 @@ __all__ = [
 WHOLE_CONFIG: Final = "the config"  # the label of a setting without --set
 PLACES: Final = ("device", "host", "disk")
 UNUSED_COMPUTE: Final = (
-    "--step-compute is not used: steps have different numbers of samples, "
+    "the time of computation (--step-compute, --recorded) is not used: steps have different numbers of samples, "
     "so ranks compute for different times"
 )
 

@@ -114,6 +114,8 @@ class Promising(NamedTuple):
             return []
         if self.reason:
             return [f"No change can be predicted: {self.reason}."]
+        if not self.tried and not self.refused:
+            return ["There is no change to try: no candidate sends anything else than the run."]
         sentences = [f"{_counted(self.tried)} predicted{self._outcome}."]
         if self.uncalibrated:
             command = command_line("calibrate", "--nproc", self.ranks, "--out", "calibration.json")
@@ -285,7 +287,7 @@ def _offered(base: Base, listed: Sequence[Candidate]) -> list[tuple[Candidate, P
 
 
 def _program(manifest: Manifest) -> list[str]:
-    """The words of a sweep that start the program of a run again."""
+    """The arguments of ``commprof sweep`` that start the program of a run again; none where it does not name its config."""
     command = list(manifest.command or ())
     named = any(word.partition("=")[0] == manifest.config_argument for word in command)
     if not named:  # a sweep gives each run its config in this argument

@@ -119,7 +119,7 @@ def test_the_time_of_a_step_decides_where_it_is_known(plan):
     assert "Use stage=3: its hosts send the fewest bytes" in " ".join(plan(*words).out.split())
     batches = ("--set", "train_micro_batch_size_per_gpu=1,4")
     shown = plan(*words[:4], *batches, "--links", LINKS, "--step-compute", "900ms")
-    assert "--step-compute is not used: steps have different numbers of samples" in shown.err
+    assert "(--step-compute, --recorded) is not used: steps have different numbers of samples" in shown.err
     assert (
         "Use train_micro_batch_size_per_gpu=4: its messages take the least time for each sample."
         in " ".join(shown.out.split())

@@ -9,7 +9,7 @@ import pytest
 
 from commprof.calibration.results import Calibration, Timing
 from commprof.ledger.requests.request import Request
-from commprof.prediction.api import MORE_MEMORY, predict_command, promising_of, sweep_command
+from commprof.prediction.api import MORE_MEMORY, Promising, predict_command, promising_of, sweep_command
 from commprof.prediction.candidates import candidates
 from commprof.prediction.prediction_json import promising_json
 from commprof.prediction.predictions import predict_from, replayed_steps
@@ -213,3 +213,9 @@ def test_the_json_has_whole_nanoseconds():
         "high": best.changes[0].gain_high_ns,
     }
     assert told["tried"] == best.tried and told["reason"] is None
+
+
+def test_without_a_candidate_that_sends_something_else_a_sentence_says_so():
+    assert Promising([], recorded_ns=10, ranks=2).sentences == [
+        "There is no change to try: no candidate sends anything else than the run."
+    ]
