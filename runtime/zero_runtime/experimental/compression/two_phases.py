@@ -90,6 +90,7 @@ def begin(
         share = filled.new_zeros(width)
         for each in received:
             codec.add(each, share)
+        share[own:] = 0.0  # padding, which a codec without zero decodes to other numbers
         payload = _of_share(share, own, shared, codec, residuals, group.rank * width)
         gathered = payload.new_empty(ranks * payload.numel())
         group.all_gather_single(gathered, payload, why=why("all_reduce"))
