@@ -3,8 +3,7 @@
 =================== ==========================================================================
 ``models``          the parameters of a model: from its size, a function, or a transformers config
 ``predictions``     messages, memory and offload of one setting, by the rules of ``commprof.requested``
-``hosts``           how ranks share hosts, and what crosses from one host to another
-``links``           rates of the links inside a host and between hosts
+``hosts``           how ranks share hosts, what crosses between hosts, and the rates of links
 ``rank_classes``    ranks with equal traffic, and the least, mean and most of a rank
 ``traffic``         the messages per purpose and operation, with sizes and bytes per rank and host
 ``blocks``          the blocks of a model, and gathering each as one unit at stage 3
@@ -13,6 +12,7 @@
 ``durations``       the time of all messages, and the bounds of a step
 ``latency``         whether messages are latency bound, by a calibration
 ``memory``          activations, and the peak of what is alive at once
+``options``         the options of the command, which are the fields of the page
 ``keys``            the keys of a config that can change the prediction
 ``recommendations`` which of several settings to use, and why
 ``api``             what the command line and the dashboard ask

@@ -9,21 +9,25 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_args
 
+from commprof.calibration.file import read_calibration
+from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
 from commprof.launch.sweeps.configuration import parse_config
 from commprof.launch.sweeps.points import derive, label, parse_setting, points
 from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
-from commprof.plan.hosts import Hosts, groups_of, parse_hosts
+from commprof.plan.hosts import Hosts, Links, groups_of, parse_hosts, parse_links
 from commprof.plan.keys import check_keys
-from commprof.plan.links import Links, parse_links
+from commprof.plan.latency import by_calibration, by_model
 from commprof.plan.memory.peak import Peak
 from commprof.plan.models import Model, parse_number, read_model
+from commprof.plan.options import OPTIONS
 from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
 from commprof.plan.rank_classes import mean_wire_bytes, rank_classes, spreads
 from commprof.plan.recommendations import Candidate, advice, samples_of
-from commprof.plan.recorded_steps import RecordedStep
+from commprof.plan.recorded_steps import RecordedStep, recorded_step
 from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
 from commprof.recorder.process.options import parse_size
 from commprof.requested.configuration import read_configuration
@@ -32,28 +36,32 @@ from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import axes_of_config
 from commprof.requested.zero.flat_stages import Runtime
 
-if TYPE_CHECKING:
-    from commprof.calibration.results import Calibration
-
 __all__ = [
+    "BACKENDS",
+    "OPTIONS",
     "Plan",
     "Question",
+    "RecordedStep",
     "Row",
     "WorldOutcome",
     "as_json",
     "combinations",
     "compare",
     "histogram",
+    "latency_sentences",
     "make_plan",
     "over_worlds",
     "parse_capacity",
     "parse_config",
     "parse_number",
+    "read_calibration",
+    "read_recorded",
     "recommendation",
     "traffic",
 ]
 
 WHOLE_CONFIG: Final = "the config"  # the label of a setting without --set
+BACKENDS: Final = ("nccl", "gloo")
 PLACES: Final = ("device", "host", "disk")
 UNUSED_COMPUTE: Final = (
     "the time of computation (--step-compute, --recorded) is not used: steps have different numbers of samples, "
@@ -102,6 +110,7 @@ class Plan(NamedTuple):
         links: between them; None where they are not given.
         timing: how times are found.
         capacity: bytes of a device; None where that is not known.
+        calibration: that the times are from; None without one.
         settings: the dotted keys and values of each setting.
         configs: the config of each setting.
         outcomes: of each setting.
@@ -113,6 +122,7 @@ class Plan(NamedTuple):
     links: Links | None
     timing: Timing
     capacity: int | None
+    calibration: Calibration | None
     settings: list[dict[str, Any]]
     configs: list[dict[str, Any]]
     outcomes: list[Prediction | Refusal]
@@ -198,6 +208,8 @@ def make_plan(question: Question) -> Plan:
                 "a rank computes"
             )
         compute_ns = question.recorded.compute_ns
+    if question.backend not in BACKENDS:
+        raise UsageError(f"--backend is {question.backend[:80]!r}; expected {' or '.join(BACKENDS)}")
     framework = _framework(question.framework)
     timing = timing_by(question.calibration, links, question.backend, compute_ns)
     timing = timing._replace(framework=framework, recorded=question.recorded)
@@ -210,7 +222,16 @@ def make_plan(question: Question) -> Plan:
         for setting, config in zip(settings, configs, strict=True):
             _check_messages(label(setting), config, job, question.most_messages)
     plan = Plan(
-        job, hosts, links, timing, question.capacity, settings, configs, predict_each(configs, job), []
+        job,
+        hosts,
+        links,
+        timing,
+        question.capacity,
+        question.calibration,
+        settings,
+        configs,
+        predict_each(configs, job),
+        [],
     )
     if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
         return plan
@@ -223,6 +244,27 @@ def _framework(name: str) -> Runtime:
             known: Runtime = each
             return known
     raise UsageError(f"--framework is {name!r}; expected {' or '.join(get_args(Runtime))}")
+
+
+def read_recorded(path: Path) -> RecordedStep:
+    """Return what the run at ``path`` tells about a planned step.
+
+    Raises:
+        CommprofError: it cannot be read, or its exposed time is not known.
+    """
+    from commprof.trace.reader import open_run  # needs pyarrow, which a plan without a run does not
+
+    return recorded_step(open_run(path))
+
+
+def latency_sentences(plan: Plan, found: Prediction) -> list[str]:
+    """Return whether the largest gradient message of a setting is latency bound: by the calibration, or by NCCL's model."""
+    sentence = None
+    if plan.calibration is not None:
+        sentence = by_calibration(found.sent, plan.hosts, plan.calibration)
+    elif plan.links is not None and plan.job.backend == "nccl":
+        sentence = by_model(found.sent, plan.hosts, plan.links)
+    return [] if sentence is None else [sentence]
 
 
 def compare(plan: Plan) -> list[Row]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from commprof.calibration.bandwidths import bus_factor, calibrated_op
 from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
-from commprof.plan.hosts import Hosts, Place, equal_ranks, groups_of, places_of
-from commprof.plan.links import Links
+from commprof.plan.hosts import Hosts, Links, Place, equal_ranks, groups_of, places_of
 from commprof.plan.nccl_model import SOURCE, Cost, fastest
 from commprof.plan.overlap import exposed_messages
 from commprof.plan.predictions import Prediction

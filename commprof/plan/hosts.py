@@ -1,4 +1,4 @@
-"""How ranks share hosts, and how many bytes each host sends to others.
+"""How ranks share hosts, how many bytes each host sends to others, and the rates of the links (``--hosts``, ``--links``).
 
 Ranks are numbered host by host. Rings are assumed to connect the ranks of a group in rank order: each rank sends to the
 next one, so of a group that spans several hosts one rank of each host sends to another host. NCCL may order them otherwise.
@@ -14,11 +14,15 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from commprof.errors import UsageError
+from commprof.quantities import bytes_per_second
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op
 
 USUAL_RANKS: Final = 8  # per host, where the user names no hosts
 DIRECT: Final = (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER)  # sent to every other rank, not along a ring
+
+_EXAMPLE: Final = "intra=450GB/s,inter=8x50GB/s"
+_LINKS: Final = re.compile(r"(?:(\d+)\s*x\s*)?(.*)")
 
 
 class Hosts(NamedTuple):
@@ -163,3 +167,39 @@ def equal_ranks(groups: Iterable[Sequence[int]], hosts: Hosts) -> dict[tuple[Seq
     for rank, each in enumerate(numbers):
         found.setdefault(tuple(each), []).append(rank)
     return {tuple(listed[number] for number in each): ranks for each, ranks in found.items()}
+
+
+class Links(NamedTuple):
+    """Rates in bytes per second; None where one is not given.
+
+    Attributes:
+        intra: of one rank to others of its host.
+        inter: of one host to other hosts, all of its links together.
+    """
+
+    intra: float | None = None
+    inter: float | None = None
+
+
+def parse_links(text: str) -> Links:
+    """Parse ``intra=450GB/s,inter=8x50GB/s``: the rate of a rank inside its host, and links x rate of a host.
+
+    >>> parse_links("intra=450GB/s,inter=8x400Gbit/s")
+    Links(intra=450000000000.0, inter=400000000000.0)
+
+    Raises:
+        UsageError: the text has another form.
+    """
+    rates: dict[str, float] = {}
+    for word in text.split(","):
+        name, equals, rate = word.strip().partition("=")
+        match = _LINKS.fullmatch(rate.strip())
+        of_one = bytes_per_second(match[2]) if match else None
+        if not equals or name not in Links._fields or name in rates or match is None or of_one is None:
+            raise UsageError(
+                f"--links is {text!r}, with {word.strip()!r}; expected {_EXAMPLE}, in GB/s (bytes) or Gbit/s and above 0"
+            )
+        rates[name] = int(match[1] or 1) * of_one
+        if not rates[name]:
+            raise UsageError(f"--links is {text!r}, with {word.strip()!r}; expected at least one link")
+    return Links(**rates)

@@ -1,4 +1,4 @@
-"""Whether messages are so small at a number of ranks that latency takes longer than the transfer.
+"""Whether messages are so small at a number of ranks that latency takes longer than the transfer, and a sentence about it.
 
 With a calibration that is a question of the chunk of one owner, without one of NCCL's model.
 
@@ -9,15 +9,15 @@ to hold at other numbers of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Final, NamedTuple
 
+from commprof.analysis.api import format_bytes, format_ns
 from commprof.calibration.results import Calibration
-from commprof.plan.hosts import Hosts, Place, groups_of, places_of
-from commprof.plan.links import Links
+from commprof.plan.hosts import Hosts, Links, Place, groups_of, places_of
 from commprof.plan.nccl_model import fastest
-from commprof.plan.traffic import Traffic
+from commprof.plan.traffic import Traffic, traffic_of
 from commprof.requested.expectation import Expectation
 from commprof.schema import Purpose
 
@@ -125,3 +125,35 @@ def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> B
         1 + max((each for each in _SIZES if is_latency_bound(each, place)), default=0),
         bandwidth_bound[-1].ranks if bandwidth_bound else 0,
     )
+
+
+def by_calibration(sent: Sequence[Expectation], hosts: Hosts, calibration: Calibration) -> str | None:
+    """Return whether the largest gradient message among ``sent`` is latency bound by ``calibration``; None where that is
+    not known.
+    """
+    chunk = gradient_chunk(traffic_of(sent, hosts), calibration)
+    if chunk is None:
+        return None
+    bound = "latency" if chunk.num_bytes < chunk.least_bytes else "bandwidth"
+    return (
+        f"The largest gradient message, {chunk.op} of {format_bytes(chunk.message_bytes)}, is "
+        f"{format_bytes(chunk.num_bytes)} per owner at {chunk.group_size:,} ranks: {bound} bound. Up to "
+        f"{chunk.most_ranks:,} ranks it is bandwidth bound: latency equals the transfer of "
+        f"{format_bytes(chunk.least_bytes)} per owner in the calibration "
+        f"({calibration.world_size} ranks, {calibration.backend} on {calibration.device})."
+    )
+
+
+def by_model(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> str | None:
+    """The same by NCCL's model."""
+    bound = gradient_bound(sent, hosts, links)
+    if bound is None:
+        return None
+    message = (
+        f"By NCCL's model the largest gradient message, {bound.op} of {format_bytes(bound.message_bytes)}, takes "
+        f"{format_ns(bound.time_ns)} at {bound.ranks:,} ranks, {format_ns(bound.latency_ns)} of it latency"
+    )
+    if bound.by_latency:
+        ranks = f"up to {bound.most_ranks:,} ranks, or " if bound.most_ranks else ""
+        return f"{message}: latency bound. It is bandwidth bound {ranks}from {format_bytes(bound.least_bytes)} on."
+    return f"{message}: bandwidth bound up to {bound.most_ranks:,} ranks, and from {format_bytes(bound.least_bytes)} on."

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from commprof.calibration.bandwidths import bus_factor
-from commprof.plan.hosts import DIRECT, Place
-from commprof.plan.links import Links
+from commprof.plan.hosts import DIRECT, Links, Place
 from commprof.schema import Op
 
 SOURCE: Final = "NCCL's model of latencies, as in torch 2.13's inductor, at the rates of --links"

@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 
+from commprof.calibration.file import write_calibration
 from commprof.cli import execute
 from support.browser import served, watched
+from support.calibrations import made_calibration
 from support.runs import SyntheticRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+RECORDED = Path(__file__).resolve().parents[1] / "golden" / "h100" / "zero_stage2"
 SETS = "zero_optimization.stage=1,2,3"
 ADDRESS = f"config={quote(json.dumps(CONFIG))}&model=params:1e9&world=32&sequence=512&set={SETS}"
 
@@ -27,9 +31,16 @@ LABELS = """(name) => [...document.querySelectorAll(`#card-${name} .xtick text`)
 
 
 @pytest.fixture(scope="module")
-def base_url(tmp_path_factory):
+def base(tmp_path_factory):
     base = tmp_path_factory.mktemp("plan")
     SyntheticRun(2, config=CONFIG | {"zero_optimization": {"stage": 3}}).write(base / "trained")
+    shutil.copytree(RECORDED, base / "timed")
+    write_calibration(base / "calibration.json", made_calibration())
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(base):
     with served(base) as url:
         yield url
 
@@ -44,11 +55,11 @@ def form(page) -> dict[str, str]:
     return {key: value for key, (value,) in values.items()}
 
 
-def printed(tmp_path, capsys, world: int) -> list[dict]:
+def printed(tmp_path, capsys, world: int, *more: str) -> list[dict]:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG))
     words = ["--model", "params:1e9", "--world", str(world), "--sequence", "512", "--set", SETS]
-    assert execute(["plan", str(path), *words, "--json"]) == 0
+    assert execute(["plan", str(path), *words, *more, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["settings"]
 
 
@@ -119,6 +130,30 @@ def test_the_config_of_a_run_and_the_setting_of_the_figures_are_chosen(page, bas
     page.page.get_by_role("option", name="stage=1").click()
     page.page.wait_for_selector("#card-plan-traffic .card-subtitle:has-text('stage=1:')")
     assert (form(page)["run"], form(page)["setting"]) == ("trained", "stage=1")
+
+
+def test_a_calibration_and_a_recorded_run_give_the_times_of_the_command(
+    page, base, base_url, tmp_path, capsys
+):
+    page.open(f"{base_url}/plan?{ADDRESS}")
+    for key, name in (("calibration", "calibration.json"), ("recorded", "timed"), ("backend", "gloo")):
+        field(page, key).click()
+        page.page.get_by_role("option", name=name, exact=True).click()
+        page.page.wait_for_url(f"**{key}={name}**")
+    field(page, "layers").fill("24")
+    page.page.wait_for_selector("text=--layers 24 --sequence 512")
+    page.page.wait_for_selector("text=The bounds of a step are narrowed by")
+    with page.page.expect_download() as waiting:
+        page.page.click("#card-settings .card-action")
+    rows = list(csv.DictReader(io.StringIO(Path(waiting.value.path()).read_text(encoding="utf-8"))))
+    words = ["--layers", "24", "--backend", "gloo", "--hosts", "4x8"]
+    words += ["--calibration", str(base / "calibration.json"), "--recorded", str(base / "timed")]
+    settings = printed(tmp_path, capsys, 32, *words)
+    for row, setting in zip(rows, settings, strict=True):
+        assert int(row["communication_ns"]) == setting["communication_ns"]["all"] > 0
+        bounds = int(float(row["step_least_ns"])), int(float(row["step_most_ns"]))
+        assert bounds == tuple(setting["step_ns"].values())
+        assert int(row["device_bytes"]) == setting["memory_bytes_per_rank"]["peak"]["device"]
 
 
 @pytest.mark.sampled

@@ -11,10 +11,8 @@ from commprof.cli.sections.predicted import fit_sentence, memory_rows, movement_
 from commprof.cli.sections.step_times import show_missing_times, show_time, time_cells, time_headings
 
 if TYPE_CHECKING:
-    from commprof.calibration.results import Calibration
     from commprof.plan.api import Plan
-    from commprof.plan.hosts import Hosts
-    from commprof.plan.links import Links
+    from commprof.plan.hosts import Hosts, Links
     from commprof.plan.predictions import Job, Prediction
     from commprof.plan.rank_classes import RankClass
     from commprof.plan.traffic import Totals, Traffic
@@ -22,8 +20,9 @@ if TYPE_CHECKING:
 _MOST_CLASSES: Final = 4  # of ranks, in a sentence
 
 
-def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> None:
+def show_one(found: Prediction, plan: Plan) -> None:
     """Print memory, messages and sentences of the only setting of ``plan``."""
+    from commprof.plan.api import latency_sentences
     from commprof.plan.traffic import histogram, totals_of, traffic_of
 
     hosts, capacity = plan.hosts, plan.capacity
@@ -51,8 +50,7 @@ def show_one(found: Prediction, plan: Plan, calibration: Calibration | None) -> 
         for sentence in [
             *_class_sentences(totals.classes),
             *_link_sentences(totals, hosts, plan.links),
-            *latency_sentences(traffic, calibration),
-            *_bound_sentences(found, plan, calibration),
+            *latency_sentences(plan, found),
             *_gathers(found, plan.job),
         ]:
             rendering.show(rendering.paragraph(sentence))
@@ -156,45 +154,6 @@ def _link_sentences(totals: Totals, hosts: Hosts, links: Links | None) -> list[s
         slowest = max(seconds, key=lambda place: seconds[place])
         sentences[-1] += f" The links {slowest} saturate first."
     return sentences
-
-
-def latency_sentences(traffic: Sequence[Traffic], calibration: Calibration | None) -> list[str]:
-    """Return whether the largest gradient message is latency bound by ``calibration``; nothing without one."""
-    from commprof.plan.latency import gradient_chunk
-
-    chunk = None if calibration is None else gradient_chunk(traffic, calibration)
-    if chunk is None or calibration is None:
-        return []
-    shown = rendering.number_of_bytes
-    bound = "latency" if chunk.num_bytes < chunk.least_bytes else "bandwidth"
-    return [
-        f"The largest gradient message, {chunk.op} of {shown(chunk.message_bytes)}, is {shown(chunk.num_bytes)} per owner "
-        f"at {chunk.group_size:,} ranks: {bound} bound. Up to {chunk.most_ranks:,} ranks it is bandwidth bound: latency "
-        f"equals the transfer of {shown(chunk.least_bytes)} per owner in the calibration ({calibration.world_size} ranks, "
-        f"{calibration.backend} on {calibration.device})."
-    ]
-
-
-def _bound_sentences(found: Prediction, plan: Plan, calibration: Calibration | None) -> list[str]:
-    """The same by NCCL's model, where a calibration does not tell."""
-    from commprof.plan.latency import gradient_bound
-
-    if calibration is not None or plan.links is None or plan.job.backend != "nccl":
-        return []
-    bound = gradient_bound(found.sent, plan.hosts, plan.links)
-    if bound is None:
-        return []
-    size, time = rendering.number_of_bytes, rendering.duration
-    message = (
-        f"By NCCL's model the largest gradient message, {bound.op} of {size(bound.message_bytes)}, takes "
-        f"{time(bound.time_ns)} at {bound.ranks:,} ranks, {time(bound.latency_ns)} of it latency"
-    )
-    if bound.by_latency:
-        ranks = f"up to {bound.most_ranks:,} ranks, or " if bound.most_ranks else ""
-        return [f"{message}: latency bound. It is bandwidth bound {ranks}from {size(bound.least_bytes)} on."]
-    return [
-        f"{message}: bandwidth bound up to {bound.most_ranks:,} ranks, and from {size(bound.least_bytes)} on."
-    ]
 
 
 def _gathers(found: Prediction, job: Job) -> list[str]:

@@ -10,40 +10,25 @@ import typer
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
+from commprof.plan.options import OPTIONS
 
 _DEVICES: Final = Path("/dev")
+
+
+def plan_option(name: str, **more: Any) -> Any:
+    """Return typer's declaration of an option of ``commprof plan``."""
+    option = OPTIONS[name]
+    return typer.Option(option.flag, metavar=option.metavar, help=option.help, **more)
+
 
 ConfigFile: TypeAlias = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")
 ]
-World: TypeAlias = Annotated[int, typer.Option(metavar="W", min=1, help="Ranks.")]
-Backend: TypeAlias = Annotated[str, typer.Option(help="Backend of the ranks: nccl or gloo.")]
-SequenceLength: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        metavar="S",
-        min=1,
-        help="Sequence length in tokens, for activations.",
-        show_default=False,
-    ),
-]
-DeviceMemory: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
-        show_default=False,
-    ),
-]
-Settings: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=V1,V2",
-        help="A dotted key of the config and its values. Several --set: every combination.",
-        show_default=False,
-    ),
-]
+World: TypeAlias = Annotated[int, plan_option("world", min=1)]
+Backend: TypeAlias = Annotated[str, plan_option("backend")]
+SequenceLength: TypeAlias = Annotated[int | None, plan_option("sequence", min=1, show_default=False)]
+DeviceMemory: TypeAlias = Annotated[str | None, plan_option("device_memory", show_default=False)]
+Settings: TypeAlias = Annotated[list[str] | None, plan_option("settings", show_default=False)]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
-
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.runs import opened
-from commprof.cli.sections.planned import latency_sentences, show_comparison, show_one
+from commprof.cli.sections.planned import show_comparison, show_one
 from commprof.cli.sections.predicted import (
     AsJson,
     Backend,
@@ -21,6 +19,7 @@ from commprof.cli.sections.predicted import (
     Settings,
     World,
     device_capacity,
+    plan_option,
 )
 from commprof.launch.sweeps.points import label
 
@@ -29,74 +28,25 @@ _NAMES: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed 0.19"}
 
 def plan(  # noqa: PLR0913 - a parameter for each option of the command
     config: ConfigFile,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="params:175e9, py:module:function that returns the model, or hf:CONFIG_DIR (no weights are read).",
-            show_default=False,
-        ),
-    ],
+    model: Annotated[str, plan_option("model", show_default=False)],
     world: World = 1,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="L", min=1, help="Layers of params:N. Default: typical for N.", show_default=False
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HxR", help="H hosts of R ranks each: 128x8. Default: hosts of 8.", show_default=False
-        ),
-    ] = None,
-    links: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATES",
-            help="Rate of a rank inside its host, and links x rate of a host: intra=450GB/s,inter=8x50GB/s.",
-            show_default=False,
-        ),
-    ] = None,
+    layers: Annotated[int | None, plan_option("layers", min=1, show_default=False)] = None,
+    hosts: Annotated[str | None, plan_option("hosts", show_default=False)] = None,
+    links: Annotated[str | None, plan_option("links", show_default=False)] = None,
     settings: Settings = None,
-    framework: Annotated[
-        str, typer.Option(help="Whose rules say what is sent: zero_runtime or deepspeed.")
-    ] = "zero_runtime",
+    framework: Annotated[str, plan_option("framework")] = "zero_runtime",
     backend: Backend = "nccl",
     sequence: SequenceLength = None,
     device_memory: DeviceMemory = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Of commprof calibrate: times of messages, and is the largest gradient message latency bound?",
-            show_default=False,
-        ),
-    ] = None,
-    step_compute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time that a rank computes in a step, without communication: 900ms. Gives bounds of the step.",
-            show_default=False,
-        ),
-    ] = None,
-    recorded: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN",
-            help="A run of this model and micro-batch: its computation, and the part of its communication that overlapped, "
-            "narrow the bounds of the step.",
-            show_default=False,
-        ),
-    ] = None,
+    calibration: Annotated[Path | None, plan_option("calibration", show_default=False)] = None,
+    step_compute: Annotated[str | None, plan_option("step_compute", show_default=False)] = None,
+    recorded: Annotated[str | None, plan_option("recorded", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
     from commprof.calibration.file import read_calibration
     from commprof.plan import api
     from commprof.plan.predictions import read_config
-    from commprof.plan.traffic import traffic_of
 
     measured = None if calibration is None else read_calibration(calibration)
     told = None
@@ -140,11 +90,11 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         "",
     )
     if len(planned.outcomes) == 1:
-        show_one(found[0], planned, measured)
+        show_one(found[0], planned)
         return 0
     show_comparison(planned)
     if measured is not None:
         for setting, each in planned.usable:
-            for sentence in latency_sentences(traffic_of(each.sent, planned.hosts), measured):
+            for sentence in api.latency_sentences(planned, each):
                 rendering.show(rendering.paragraph(f"{label(setting)}: {sentence}"))
     return 0

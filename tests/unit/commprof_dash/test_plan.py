@@ -1,21 +1,33 @@
 """The Plan page without a browser: it draws what ``commprof plan`` prints, and refuses bad input in one line."""
 
+import inspect
 import json
+import shlex
+import shutil
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from dash import dcc
 from plotly.utils import PlotlyJSONEncoder
 
+from commprof.calibration.file import write_calibration
 from commprof.cli import execute
+from commprof.cli.verbs.plan import plan as plan_verb
+from commprof.plan import api as plan_api
+from commprof_dash import ids
 from commprof_dash.app import draw_page, find_page
+from commprof_dash.components import controls
 from commprof_dash.data import Runs
 from commprof_dash.pages.plan import data as plan_data
+from commprof_dash.pages.plan import page as page_module
+from support.calibrations import made_calibration
 from support.runs import SyntheticRun
 
 pytestmark = pytest.mark.shared_answers
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+RECORDED = Path(__file__).resolve().parents[2] / "golden" / "h100" / "zero_stage2"
 HOSTILE = "<script>alert(1)</script>"
 
 
@@ -23,6 +35,15 @@ def draw(directory, **values):
     search = "?" + "&".join(f"{key}={quote(text)}" for key, text in values.items())
     _, drawing = draw_page(find_page("/plan"), Runs(directory), "/plan", search, "light")
     return [*drawing.controls, *drawing.body]
+
+
+def choices_of(components, key):
+    """The values that a list of the form offers."""
+    for root in components:
+        for part in root._traverse():
+            if getattr(part, "id", None) == ids.control(key):
+                return [choice["value"] for choice in part.data]
+    raise AssertionError(f"the form has no field {key}")
 
 
 def text_of(components):
@@ -138,6 +159,79 @@ def test_times_are_drawn_with_a_time_of_computation(tmp_path, capsys):
     assert drawn["step, nothing overlapped"][64] == setting["step_ns"]["most"]
 
 
+def test_the_form_has_every_option_of_the_command():
+    listed = inspect.signature(plan_verb).parameters
+    assert set(plan_data.OPTION_OF_FIELD.values()) == set(listed) - {"config", "as_json"}
+    assert set(plan_data.OPTION_OF_FIELD) <= set(plan_data.DEFAULTS)
+    with_controls = controls.values_by_key(
+        page_module.PAGE.render(Runs(Path("missing")), {}, "light").controls
+    )
+    assert set(plan_data.DEFAULTS) <= set(with_controls)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layers": "40"}, ["--layers", "40"]),
+        ({"backend": "gloo"}, ["--backend", "gloo"]),
+        ({"calibration": "calibration.json"}, ["--calibration", "{}/calibration.json"]),
+        (
+            {"calibration": "calibration.json", "compute": "90ms"},
+            ["--calibration", "{}/calibration.json", "--step-compute", "90ms"],
+        ),
+        (
+            {"calibration": "calibration.json", "recorded": "trained", "backend": "gloo"},
+            ["--calibration", "{}/calibration.json", "--recorded", "{}/trained", "--backend", "gloo"],
+        ),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_each_option_answers_as_the_command_does(tmp_path, capsys, fields, words):
+    runs = tmp_path / "runs"
+    shutil.copytree(RECORDED, runs / "trained")
+    write_calibration(runs / "calibration.json", made_calibration())
+    words = [word.format(runs) for word in words]
+    sets = "zero_optimization.stage=0,1,3"
+    plain = {"config": json.dumps(CONFIG), "model": "params:1e8", "world": "16", "hosts": "4x4", "links": ""}
+    texts = {**plain, "sequence": "128", "set": sets, **fields}
+    form = plan_data.form_of({key: (value,) for key, value in texts.items()})
+    answer = plan_data.planned(Runs(runs), form)
+    command = shlex.split(plan_data.command(Runs(runs), form))
+    common = ["--hosts", "4x4", "--sequence", "128", "--set", sets]
+    listed = [*("--model", "params:1e8", "--world", "16", "--device-memory", "80GiB"), *common, *words]
+    assert dict(pairs_of(command[3:])) == dict(pairs_of(listed))
+    settings = printed(tmp_path, capsys, 16, *common, *words)
+    assert plan_api.as_json(answer.plan)["settings"] == settings
+    assert settings != printed(tmp_path, capsys, 16, *common)
+
+
+def pairs_of(words):
+    """Pairs of an option and its value."""
+    return zip(words[::2], words[1::2], strict=True)
+
+
+def test_a_calibration_says_whether_messages_are_latency_bound(tmp_path):
+    write_calibration(tmp_path / "calibration.json", made_calibration())
+    fields = {"config": json.dumps(CONFIG), "model": "params:1e8", "set": ""}
+    text = text_of(draw(tmp_path, **fields, calibration="calibration.json"))
+    assert "in the calibration (2 ranks, gloo on cpu)" in text and "By NCCL's model" not in text
+    assert "By NCCL's model" in text_of(draw(tmp_path, **fields))
+
+
+def test_a_recorded_run_narrows_the_bounds_or_is_refused(tmp_path):
+    shutil.copytree(RECORDED, tmp_path / "trained")
+    SyntheticRun(2).write(tmp_path / "bare")
+    fields = {"config": json.dumps(CONFIG), "model": "params:1e8", "set": "", "sequence": ""}
+    page = draw(tmp_path, **fields, recorded="trained")
+    figure = figures_of(page)["plan-times"]
+    assert [trace.name for trace in figure.data] == ["communication", "step, at least", "step, at most"]
+    assert "The bounds of a step are narrowed by" in text_of(page)
+    both = notice_of(draw(tmp_path, **fields, recorded="trained", compute="90ms"))
+    assert "give one of them" in both
+    damaged = notice_of(draw(tmp_path, **fields, recorded="bare"))
+    assert "of which the exposed communication of a step is not known" in damaged
+
+
 def test_the_config_of_a_run_is_planned(tmp_path):
     SyntheticRun(2, config=CONFIG).write(tmp_path / "trained")
     SyntheticRun(2).write(tmp_path / "bare")
@@ -145,7 +239,8 @@ def test_the_config_of_a_run_is_planned(tmp_path):
     text = text_of(page)
     assert f"commprof plan {tmp_path}/trained/config.json --model params:1e8" in text
     assert "Config (JSON" not in text  # the run's counts, so there is no text to edit
-    assert '"bare"' not in text  # it has no config that could be chosen
+    assert choices_of(page, "run") == ["trained"]  # the other has no config that could be chosen
+    assert set(choices_of(page, "recorded")) == {"trained", "bare"}
     assert "The run bare has no config.json; choose another run" in notice_of(draw(tmp_path, run="bare"))
 
 
@@ -191,6 +286,14 @@ def test_the_page_needs_no_run_and_begins_with_an_example(tmp_path):
         ("sequence", "many", ["from 1 to 1,000,000,000"]),
         ("compute", "fast", ["a time with its unit"]),
         ("framework", "megatron", ["expected zero_runtime or deepspeed"]),
+        ("backend", "mpi", ["expected nccl or gloo"]),
+        ("layers", "0", ["The number of layers", "from 1 to 10,000"]),
+        (
+            "calibration",
+            "../calibration.json",
+            ["no calibration '../calibration.json'", "commprof calibrate"],
+        ),
+        ("recorded", "../run", ["no run '../run'", "choose another"]),
         ("memory", "big", ["a number of bytes was expected"]),
         ("set", "zero_optimization.stag=1,2", ["did you mean zero_optimization.stage"]),
         ("set", "zero_optimization.stage", ["key=value1,value2"]),

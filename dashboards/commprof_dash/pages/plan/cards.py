@@ -10,6 +10,8 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
+from commprof.plan import api as plan_api
+from commprof.plan.api import Row
 from commprof_dash.components import cards, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
@@ -19,7 +21,7 @@ from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
 
-def advice(answer: Planned, command: str) -> Component:
+def advice(answer: Planned, row: Row, command: str) -> Component:
     """The setting to use with the reason, what is not known, and the command that answers the same."""
     plan = answer.plan
     sentences = [
@@ -37,6 +39,7 @@ def advice(answer: Planned, command: str) -> Component:
             if row.prediction.uncounted
         ),
         *_times(answer),
+        *(f"{row.label}: {sentence}" for sentence in plan_api.latency_sentences(answer.plan, row.prediction)),
         *(_sentence(remark) for remark in plan.remarks),
     ]
     title = "Recommendation" if answer.chosen is not None else "No recommendation"
@@ -53,7 +56,11 @@ def _times(answer: Planned) -> list[str]:
         for row in answer.rows
         if isinstance(row.timed, str) and row.timed != row.prediction.note
     ]
-    return [*_once(missing), f"Times are from {_sentence(source.text)}"]
+    recorded = answer.plan.timing.recorded
+    narrowed = (
+        [] if recorded is None else [f"The bounds of a step are narrowed by {_sentence(recorded.text)}"]
+    )
+    return [*_once(missing), f"Times are from {_sentence(source.text)}", *narrowed]
 
 
 def _once(sentences: Iterable[str]) -> list[str]:
@@ -94,7 +101,9 @@ def settings(frame: pd.DataFrame) -> Component:
 
 def _bounds(row: Any) -> str | None:
     least, most = row["step_least_ns"], row["step_most_ns"]
-    return None if pd.isna(least) or pd.isna(most) else f"{api.format_ns(least)} to {api.format_ns(most)}"
+    if pd.isna(least) or pd.isna(most):
+        return None
+    return " to ".join(dict.fromkeys([api.format_ns(least), api.format_ns(most)]))
 
 
 def _says_something(column: pd.Series[Any]) -> bool:
@@ -161,16 +170,20 @@ def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme:
     )
 
 
-def times(curves: Curves, label: str, world: int, scheme: Scheme) -> Component | None:
-    """The time of messages and the bounds of a step over the number of ranks; None where no time is known."""
+def times(curves: Curves, label: str, world: int, is_narrowed: bool, scheme: Scheme) -> Component | None:
+    """The time of messages and the bounds of a step over the number of ranks; None where no time is known.
+
+    Args:
+        is_narrowed: a recorded run has narrowed the bounds.
+    """
     if curves.times.empty:
         return None
     return cards.figure_card(
         "plan-times",
         "Time of a step",
         f"{label}: the messages of the slowest rank, one after another; with a time of computation also the bounds of the "
-        "step.",
-        charts.times_over_worlds(curves.times, world, scheme),
+        f"step{', narrowed by the recorded run' * is_narrowed}.",
+        charts.times_over_worlds(curves.times, world, is_narrowed, scheme),
         curves.times,
         [
             Field("world", "Ranks", format_count, numeric=True),

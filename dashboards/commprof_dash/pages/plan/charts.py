@@ -71,18 +71,24 @@ def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, sc
     return figure
 
 
-def times_over_worlds(frame: pd.DataFrame, world: int, scheme: Scheme) -> go.Figure:
+def times_over_worlds(frame: pd.DataFrame, world: int, is_narrowed: bool, scheme: Scheme) -> go.Figure:
     """The time of messages, and the bounds of a step where these are known, over the number of ranks.
 
     Args:
         frame: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``.
         world: marked by a line.
+        is_narrowed: the bounds are closer than "all overlapped" and "nothing overlapped".
     """
     figure = go.Figure(layout={"template": template(scheme)})
+    least, most = (
+        ("step, at least", "step, at most")
+        if is_narrowed
+        else ("step, all overlapped that can be", "step, nothing overlapped")
+    )
     looks = {
         "communication_ns": ("communication", EXPOSED_COLOUR, "solid"),
-        "step_least_ns": ("step, all overlapped that can be", STEP_COLOUR, "dash"),
-        "step_most_ns": ("step, nothing overlapped", STEP_COLOUR, "solid"),
+        "step_least_ns": (least, STEP_COLOUR, "dash"),
+        "step_most_ns": (most, STEP_COLOUR, "solid"),
     }
     shown = [name for name in looks if frame[name].notna().any()]
     for column in shown:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
+from commprof.analysis import api
 from commprof.errors import UsageError
 from commprof.plan import api as plan_api
 from commprof_dash import address
@@ -26,6 +27,7 @@ MOST_WORLD: Final = 1 << 16
 MOST_SETTINGS: Final = 16
 MOST_MESSAGES: Final = 20_000  # of a step: one setting takes a few seconds then
 MOST_PARAMETERS: Final = 10**13
+MOST_LAYERS: Final = 10_000
 _MOST_CONFIG_BYTES: Final = 200_000
 _MICRO_BATCH: Final = "train_micro_batch_size_per_gpu"
 _SIZED: Final = "params:"
@@ -48,14 +50,36 @@ DEFAULTS: Final = {
     "hosts": "",
     "micro_batch": "",
     "links": "intra=450GB/s,inter=8x50GB/s",
+    "layers": "",
     "sequence": "2048",
+    "calibration": "",
     "compute": "",
+    "recorded": "",
     "memory": "80GiB",
     "set": "zero_optimization.stage=1,2,3",
     "framework": "zero_runtime",
+    "backend": "nccl",
 }
+# The option of `commprof plan` that a field is; "config" is its argument, and a micro-batch one more setting.
+OPTION_OF_FIELD: Final = {
+    "model": "model",
+    "world": "world",
+    "hosts": "hosts",
+    "links": "links",
+    "layers": "layers",
+    "sequence": "sequence",
+    "calibration": "calibration",
+    "compute": "step_compute",
+    "recorded": "recorded",
+    "framework": "framework",
+    "backend": "backend",
+    "memory": "device_memory",
+    "set": "settings",
+}
+_CLI_DEFAULTS: Final = {"framework": "zero_runtime", "backend": "nccl"}  # which a command need not name
 
 FRAMEWORKS: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed"}  # whose rules say what is sent
+BACKENDS: Final = {"nccl": "NCCL", "gloo": "gloo"}
 
 
 class Form(NamedTuple):
@@ -72,6 +96,33 @@ class Form(NamedTuple):
     setting: str
 
 
+class File(NamedTuple):
+    """A file as it stands now."""
+
+    path: Path
+    modified_ns: int
+    num_bytes: int
+
+
+class Asked(NamedTuple):
+    """The attributes of a :class:`commprof.plan.api.Question` that the form sets; can be hashed."""
+
+    config: str
+    model: str
+    world: int
+    hosts: str | None
+    links: str | None
+    settings: tuple[str, ...]
+    layers: int | None
+    backend: str
+    sequence: int | None
+    step_compute: str | None
+    capacity: int | None
+    calibration: File | None
+    framework: str
+    recorded: plan_api.RecordedStep | None
+
+
 class Planned(NamedTuple):
     """The answer to a form.
 
@@ -86,6 +137,12 @@ class Planned(NamedTuple):
     rows: list[plan_api.Row]
     chosen: int | None
     sentence: str
+
+
+def help_of(field: str) -> str:
+    """Return what the option of a field says, as on the command line; empty for a field that is none."""
+    option = OPTION_OF_FIELD.get(field)
+    return plan_api.OPTIONS[option].help if option else ""
 
 
 def form_of(query: Query) -> Form:
@@ -121,18 +178,16 @@ def config_text(runs: Runs, form: Form) -> str:
 def command(runs: Runs, form: Form) -> str:
     """Return the command that gives the same answer."""
     file = runs.directory / form.run / _CONFIG_FILE if form.run else Path("ds.json")
-    options = {
-        "--model": form.texts["model"],
-        "--world": form.texts["world"],
-        "--hosts": form.texts["hosts"],
-        "--links": form.texts["links"],
-        "--sequence": form.texts["sequence"],
-        "--step-compute": form.texts["compute"],
-        "--framework": "" if form.texts["framework"] == DEFAULTS["framework"] else form.texts["framework"],
-        "--device-memory": form.texts["memory"],
-    }
-    words = [word for option, text in options.items() if text.strip() for word in (option, text.strip())]
-    words += [word for text in _settings(form) for word in ("--set", text)]
+    words = []
+    for field, option in OPTION_OF_FIELD.items():
+        text = form.texts[field].strip()
+        if field == "set" or not text or text == _CLI_DEFAULTS.get(field):
+            continue
+        words += [
+            plan_api.OPTIONS[option].flag,
+            str(runs.directory / text) if field in ("calibration", "recorded") else text,
+        ]
+    words += [word for text in _settings(form) for word in (plan_api.OPTIONS["settings"].flag, text)]
     return shlex.join(["commprof", "plan", str(file), *words])
 
 
@@ -152,17 +207,49 @@ def planned(runs: Runs, form: Form) -> Planned:
     world = _number(texts["world"] or "1", "the number of ranks", MOST_WORLD)
     _check_model(texts["model"])
     return _planned(
-        json.dumps(config),
-        texts["model"],
-        world,
-        texts["hosts"] or None,
-        texts["links"] or None,
-        _settings(form),
-        _number(texts["sequence"], "the sequence length", 10**9) if texts["sequence"] else None,
-        texts["compute"] or None,
-        plan_api.parse_capacity(texts["memory"]) if texts["memory"] else None,
-        texts["framework"] or DEFAULTS["framework"],
+        Asked(
+            json.dumps(config),
+            texts["model"],
+            world,
+            texts["hosts"] or None,
+            texts["links"] or None,
+            _settings(form),
+            _number(texts["layers"], "the number of layers", MOST_LAYERS) if texts["layers"] else None,
+            texts["backend"] or DEFAULTS["backend"],
+            _number(texts["sequence"], "the sequence length", 10**9) if texts["sequence"] else None,
+            texts["compute"] or None,
+            plan_api.parse_capacity(texts["memory"]) if texts["memory"] else None,
+            _calibration(runs, texts["calibration"]) if texts["calibration"] else None,
+            texts["framework"] or DEFAULTS["framework"],
+            _recorded(runs, texts["recorded"]) if texts["recorded"] else None,
+        )
     )
+
+
+def calibrations(runs: Runs) -> list[str]:
+    """Return the names of the calibrations beside the runs that can be read, the newest first."""
+    listed = api.calibrations(runs.directory)
+    return [str(name) for name in listed["name"][listed["note"].isna()]]
+
+
+def _calibration(runs: Runs, name: str) -> File:
+    if name not in calibrations(runs):
+        raise UsageError(
+            f"there is no calibration {name[:80]!r} below {runs.directory} that can be read; choose another, or make one: "
+            "commprof calibrate --out calibration.json"
+        )
+    path = runs.directory / name
+    stat = path.stat()
+    return File(path, stat.st_mtime_ns, stat.st_size)
+
+
+def _recorded(runs: Runs, name: str) -> plan_api.RecordedStep:
+    if name not in runs.select([name]).readable:
+        raise UsageError(
+            f"there is no run {name[:80]!r} below {runs.directory} that can be read; choose another"
+        )
+    told: plan_api.RecordedStep = runs.of_run("recorded step", name, plan_api.read_recorded)
+    return told
 
 
 def _settings(form: Form) -> tuple[str, ...]:
@@ -190,35 +277,20 @@ def _check_model(text: str) -> None:
 
 
 @lru_cache(maxsize=16)  # of many renderings: another scheme or setting in the figures asks the same
-def _planned(
-    config: str,
-    model: str,
-    world: int,
-    hosts: str | None,
-    links: str | None,
-    settings: tuple[str, ...],
-    sequence: int | None,
-    compute: str | None,
-    capacity: int | None,
-    framework: str,
-) -> Planned:
-    combinations = plan_api.combinations(settings)
+def _planned(asked: Asked) -> Planned:
+    combinations = plan_api.combinations(asked.settings)
     if combinations > MOST_SETTINGS:
         raise UsageError(
             f"there are {combinations:,} combinations of settings; expected at most {MOST_SETTINGS} on this page"
         )
+    file = asked.calibration
     question = plan_api.Question(
-        json.loads(config),
-        model,
-        world,
-        hosts,
-        links,
-        settings,
-        sequence=sequence,
-        step_compute=compute,
-        capacity=capacity,
+        **asked._replace(calibration=None)._asdict()
+        | {
+            "config": json.loads(asked.config),
+            "calibration": None if file is None else plan_api.read_calibration(file.path),
+        },
         most_messages=MOST_MESSAGES,
-        framework=framework,
     )
     try:
         plan = plan_api.make_plan(question)

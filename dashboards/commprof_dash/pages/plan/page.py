@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import dash_mantine_components as dmc
@@ -25,8 +26,9 @@ _FIELDS: Final = {  # label, placeholder
     "world": ("Ranks", "64"),
     "hosts": ("Hosts x ranks", "hosts of 8"),
     "micro_batch": ("Micro-batch", "of the config"),
-    "links": ("Links", "intra=450GB/s,inter=8x50GB/s"),
+    "layers": ("Layers", "typical of the size"),
     "sequence": ("Sequence length", "2048"),
+    "links": ("Links", "intra=450GB/s,inter=8x50GB/s"),
     "compute": ("Computation of a step", "900ms"),
     "memory": ("Memory of a device", "80GiB"),
 }
@@ -60,11 +62,11 @@ def _answer(answer: plan_data.Planned, row: Row, command: str, scheme: Scheme) -
     figures = [
         plan_cards.traffic(over, row.label, world, scheme),
         plan_cards.memory(over, row.label, world, capacity, scheme),
-        plan_cards.times(over, row.label, world, scheme),
+        plan_cards.times(over, row.label, world, answer.plan.timing.recorded is not None, scheme),
         plan_cards.sizes(sent.sizes, row.label, world, scheme),
     ]
     return [
-        plan_cards.advice(answer, command),
+        plan_cards.advice(answer, row, command),
         plan_cards.settings(plan_data.settings_frame(answer)),
         cards.columns([figure for figure in figures if figure is not None]),
         plan_cards.sent(sent.sent, row.label, world),
@@ -74,57 +76,97 @@ def _answer(answer: plan_data.Planned, row: Row, command: str, scheme: Scheme) -
 def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: str = "") -> list[Component]:
     """The form; with several ``labels`` of settings also the choice of the one that the figures show."""
     names = list(plan_data.runs_with_configs(runs))
-    config = [_run_choice(names, form.run)] if names or form.run else []
+    config = (
+        [_choice(address.RUN, "Config of a run", names, form.run, "none: the text below", "(no config)")]
+        if names or form.run
+        else []
+    )
     if not form.run:
         config.append(
             controls.area("config", "Config (JSON, as DeepSpeed reads it)", form.texts["config"], "{ }")
         )
-    fields = [
-        html.Div(
-            controls.text(key, label, form.texts[key], placeholder),
-            className="plan-wide" if key in _WIDE else "",
+    config.append(
+        controls.area(
+            "set",
+            "Settings to compare (KEY=V1,V2, one key a line)",
+            form.texts["set"],
+            "zero_optimization.stage=1,2,3",
         )
-        for key, (label, placeholder) in _FIELDS.items()
+    )
+    texts = form.texts
+    config += [
+        _titled(
+            "calibration",
+            _choice(
+                *(
+                    "calibration",
+                    "Times of a calibration",
+                    plan_data.calibrations(runs),
+                    texts["calibration"],
+                ),
+                "none: NCCL's model at the rates of the links",
+            ),
+        ),
+        _titled(
+            "recorded",
+            _choice(
+                *("recorded", "Computation and overlap of a run", runs.names(), texts["recorded"]),
+                'none: "Computation of a step"',
+            ),
+        ),
     ]
-    settings = controls.area(
-        "set",
-        "Settings to compare (KEY=V1,V2, one key a line)",
-        form.texts["set"],
-        "zero_optimization.stage=1,2,3",
-    )
-    framework = controls.select(
-        "framework",
-        "Messages of",
-        list(plan_data.FRAMEWORKS),
-        form.texts["framework"] or plan_data.DEFAULTS["framework"],
-    )
-    choice = _setting_choice(labels, form.setting, recommended) if len(labels) > 1 else None
+    fields = {
+        **{
+            key: controls.text(key, label, texts[key], placeholder)
+            for key, (label, placeholder) in _FIELDS.items()
+        },
+        "framework": _one_of("framework", "Messages of", plan_data.FRAMEWORKS, texts),
+        "backend": _one_of("backend", "Backend", plan_data.BACKENDS, texts),
+    }
+    shown = [_titled(key, field) for key, field in fields.items()]
+    if len(labels) > 1:
+        shown.append(html.Div(_setting_choice(labels, form.setting, recommended), className="plan-wide"))
     return [
         html.Div(
-            [
-                html.Div([*config, settings], className="plan-config"),
-                html.Div(
-                    [*fields, framework, html.Div(choice, className="plan-wide")], className="plan-fields"
-                ),
-            ],
+            [html.Div(config, className="plan-config"), html.Div(shown, className="plan-fields")],
             className="plan-form",
         )
     ]
 
 
-def _run_choice(names: list[str], run: str) -> Component:
-    listed = [{"value": name, "label": name} for name in names]
-    if run and run not in names:
-        listed.append({"value": run, "label": f"{run[:80]} (no config)"})
+def _titled(key: str, field: Component) -> Component:
+    """``field`` with the help of its option, as a tooltip."""
+    return html.Div(field, className="plan-wide" if key in _WIDE else "", title=plan_data.help_of(key))
+
+
+def _one_of(key: str, label: str, choices: Mapping[str, str], texts: Mapping[str, str]) -> Component:
+    value = texts[key] or plan_data.DEFAULTS[key]
+    listed = choices if value in choices else {**choices, value: f"{value[:80]} (unknown)"}
     return dmc.Select(
-        id=ids.control(address.RUN),
-        label="Config of a run",
+        id=ids.control(key),
+        label=label,
+        data=[{"value": choice, "label": name} for choice, name in listed.items()],
+        value=value,
+        allowDeselect=False,
+    )
+
+
+def _choice(
+    key: str, label: str, names: list[str], value: str, placeholder: str, missing: str = "(not found)"
+) -> Component:
+    """One of ``names``, or none; a value that is not among them stays visible."""
+    listed = [{"value": name, "label": name} for name in names]
+    if value and value not in names:
+        listed.append({"value": value, "label": f"{value[:80]} {missing}"})
+    return dmc.Select(
+        id=ids.control(key),
+        label=label,
         data=listed,
-        value=run or None,
+        value=value or None,
         searchable=True,
         clearable=True,
-        placeholder="none: the text below",
-        nothingFoundMessage="No run with this name",
+        placeholder=placeholder,
+        nothingFoundMessage="Nothing with this name",
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commprof.plan.hosts import Hosts, Place, places_of
-from commprof.plan.links import Links
+from commprof.plan.hosts import Hosts, Links, Place, places_of
 from commprof.plan.nccl_model import fastest
 
 SIZES = [4, 64, 1_000, 2**15, 10**6, 2**24, 10**8, 2**29, 2**30 + 4, 10**10]

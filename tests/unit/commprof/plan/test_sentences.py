@@ -8,9 +8,8 @@ from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
 from commprof.cli import execute
 from commprof.plan.blocks import all_gathers, all_gathers_by_block, blocks_of
-from commprof.plan.hosts import Hosts
+from commprof.plan.hosts import Hosts, Links
 from commprof.plan.latency import gradient_bound, gradient_chunk
-from commprof.plan.links import Links
 from commprof.plan.models import Model, sized_model
 from commprof.plan.predictions import Job, predict
 from commprof.plan.traffic import traffic_of

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from commprof.errors import UsageError
-from commprof.plan.hosts import Hosts, parse_hosts, sent_by_link
+from commprof.plan.hosts import Hosts, Links, parse_hosts, parse_links, sent_by_link
 from commprof.plan.keys import KNOWN, check_keys
-from commprof.plan.links import Links, parse_links
 from commprof.plan.recommendations import Candidate, recommend
 from commprof.plan.traffic import histogram, median_size, totals_of, traffic_of
 from commprof.requested.expectation import row
