@@ -17,6 +17,8 @@ _ZERO: Final = (
     "cpu_offload",
     "cpu_offload_param",
     "enable_sanity_checks",
+    "gradient_accumulation_limit",
+    "gradient_accumulation_reduce",
     "gradient_reduction",
     "hierarchical_compress",
     "memory_efficient_linear",

@@ -18,6 +18,7 @@ from commprof.requested.expectation import Expectation
 from commprof.requested.memory.deepspeed import deepspeed_holdings
 from commprof.requested.memory.models import shared_transformer
 from commprof.requested.memory.states import Holding, Movement, holdings, movements
+from commprof.requested.open_values import decide
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, axes_of_config
@@ -70,6 +71,7 @@ class Prediction(NamedTuple):
         activations: of one micro-batch; None where they cannot be counted.
         uncounted: why; empty where they are counted.
         peak: the most that rank 0 holds at once; None where activations are not counted.
+        decisions: what was decided about values that the config leaves open.
     """
 
     config: Mapping[str, Any]
@@ -82,6 +84,7 @@ class Prediction(NamedTuple):
     activations: Activations | None
     uncounted: str
     peak: Peak | None
+    decisions: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[Holding]:
@@ -144,6 +147,10 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
+    decisions: tuple[str, ...] = ()
+    if job.framework == "zero_runtime":
+        plain, decisions = decide(plain, of_rank)
+        config = decide(config, of_rank).config
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = _held(plain, of_rank, replicas, job)
     sent, note = _sent(config, model, axes, job)
@@ -163,6 +170,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         activations,
         uncounted,
         peak,
+        decisions,
     )
 
 

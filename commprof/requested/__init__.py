@@ -7,6 +7,7 @@ no code with the runtime, so that the two can be compared.
 ``parameters``          the input besides the config: what is known of each parameter
 ``configuration``       the keys that decide what is sent, with DeepSpeed's defaults
 ``gather_configuration`` those that only stage 3 has
+``open_values``         the values that a config leaves to the start of a run
 ``keys``                reading one key of a config
 ``partition``           the flat buffers of a parameter group, and which rank owns which shard
 ``buckets``             which gradients are reduced together

@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed config that decide what is sent, with DeepSpeed 0.19's defaults.
 
-Only these keys are read; the runtime validates the rest of a config. Two of them are zero_runtime's
-own: ``zero_optimization.gradient_reduction`` and ``zero_optimization.reduce_scatter_impl``.
+Only these keys are read; the runtime validates the rest of a config. Some of them are zero_runtime's
+own: in ``zero_optimization`` those of :data:`OWN_KEYS`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from commprof.requested.errors import RequestedError
 from commprof.requested.keys import choice, count, dtype, flag, number, section, wrong
 from commprof.requested.zero.reductions import REDUCTIONS
 
+OWN_KEYS: Final = (
+    "gradient_reduction",
+    "reduce_scatter_impl",
+    "gradient_accumulation_reduce",
+    "gradient_accumulation_limit",
+)
+ACCUMULATION_REDUCES: Final = ("each", "boundary")
 REDUCE_SCATTER_IMPLS: Final = ("auto", "native", "all_to_all")
 
 
@@ -38,6 +45,8 @@ class Configuration:
         compression: how gradients are compressed (zero_runtime only); None where they are not.
         quantises_gradients: gradients are sent in 4 bits at stages 1 and 2 (zero_runtime only).
         quantises_weights: updated parameters are sent in 8 bits (zero_runtime only).
+        accumulation_reduce: ``each``, or ``boundary``: stages 2 and 3 reduce in the last micro-batch of a step alone
+            (zero_runtime only). :mod:`commprof.requested.open_values` replaces ``auto``.
     """
 
     stage: int
@@ -66,6 +75,7 @@ class Configuration:
     compression: Compression | None = None
     quantises_gradients: bool = False
     quantises_weights: bool = False
+    accumulation_reduce: str = "each"
 
     @property
     def partitions(self) -> bool:
@@ -133,12 +143,13 @@ class Configuration:
             compression=None,
             quantises_gradients=False,
             quantises_weights=False,
+            accumulation_reduce="each",
         )
 
     @property
     def reduces_every_micro_step(self) -> bool:
         """Whether gradients are reduced in each micro-batch, rather than once per step."""
-        return self.stage >= 2
+        return self.stage >= 2 and self.accumulation_reduce != "boundary"
 
 
 def read_configuration(config: Mapping[str, Any]) -> Configuration:
@@ -193,6 +204,9 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         quantises_gradients=stage in (1, 2)
         and flag(zero, "zero_optimization.zero_quantized_gradients", False),
         quantises_weights=stage in (1, 2) and flag(zero, "zero_optimization.zero_quantized_weights", False),
+        accumulation_reduce=choice(
+            zero, "zero_optimization.gradient_accumulation_reduce", ACCUMULATION_REDUCES
+        ),
     )
 
 

@@ -160,6 +160,11 @@ def default_group() -> ProcessGroup:
     return group
 
 
+def store() -> Any:
+    """The key-value store by which the ranks have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def barrier(group: ProcessGroup | None = None) -> None:
     """Wait for all ranks of ``group``."""
     dist.barrier(group, device_ids=_devices_of_barrier(group))

@@ -55,8 +55,8 @@ def show_one(found: Prediction, plan: Plan) -> None:
         ]:
             rendering.show(rendering.paragraph(sentence))
         show_time(plan.timing.of(found, hosts), plan.timing)
-    if found.note:
-        rendering.show(rendering.paragraph(found.note))
+    for sentence in [*found.decisions, *filter(None, [found.note])]:
+        rendering.show(rendering.paragraph(sentence))
     if found.moved:
         rendering.show("", movement_rows(found.moved))
     for line in sorted({row.note for row in found.sent if row.note}):

@@ -77,7 +77,8 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     found = [each for _, each in planned.usable]
     if as_json:
         missing = [f"activations are not counted: {each.uncounted}" for each in found if each.uncounted]
-        for note in dict.fromkeys([*(each.note for each in found if each.note), *missing]):
+        decided = [sentence for each in found for sentence in each.decisions]
+        for note in dict.fromkeys([*decided, *(each.note for each in found if each.note), *missing]):
             say(note)
         rendering.show_json(api.as_json(planned))
         return 0

@@ -76,7 +76,13 @@ def peak_of(
     """
     configuration = read_configuration(config)
     held = {each.what: each.device for each in memory}
-    whole = held.get("gradients", 0) if configuration.stage < 2 else 0
+    waits = (
+        configuration.stage >= 2
+        and not configuration.reduces_every_micro_step
+        and micro_batches > 1
+        and framework == "zero_runtime"
+    )
+    whole = held.get("gradients", 0) if configuration.stage < 2 or waits else 0
     buckets, gathered = held.get("gradient buckets", 0), held.get("gathered parameters", 0)
     lasting = sum(held.values()) - whole - buckets - gathered
     numels = {each.name: each.numel for each in parameters if each.requires_grad}
@@ -96,7 +102,7 @@ def peak_of(
     prefetch = read_gather_configuration(zero_section(config)).prefetch_bucket_size
     arriving = min(gathered, prefetch * item_bytes(types[0]))
     gradients = _Gradients(
-        0 if in_passes else whole,
+        0 if in_passes and not waits else whole,
         micro_batches > 1,
         configuration.reduce_bucket_size,
         _copied(configuration, types[0]) if in_passes else 0,
@@ -112,7 +118,9 @@ def peak_of(
     copies = 0 if configuration.accumulation_dtype == "float32" else held.get("masters", 0)
     if not configuration.partitions and trained < _WIDE * sum(numels.values()):
         copies = _WIDE * sum(numels.values())  # for the norm, without masters too
-    kept = whole if not configuration.partitions or configuration.reduces_chunks else 0
+    # Gradients that wait for the last micro-batch leave in its backward pass.
+    left = 0 if waits else whole
+    kept = left if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
         GATHER: lasting + stays + gathered + arriving,
         PASSES: lasting
@@ -121,7 +129,7 @@ def peak_of(
         REDUCTION: lasting
         + late
         + (0 if late and in_passes else buckets)
-        + (0 if configuration.reduces_flat_groups else whole),
+        + (0 if configuration.reduces_flat_groups else left),
         STEP: lasting + stays + kept + copies + concatenated + (concatenated if late else 0),
     }
     phase = max(phases, key=lambda each: phases[each])

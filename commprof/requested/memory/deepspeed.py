@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from commprof.requested.configuration import read_configuration, zero_section
+from commprof.requested.configuration import OWN_KEYS, read_configuration, zero_section
 from commprof.requested.memory.offload import read_offload
 from commprof.requested.memory.states import Holding, holdings
 from commprof.requested.parameters import Parameter, item_bytes
 
 _WIDE: Final = 4  # bytes of an fp32 number
-_OWN_KEYS: Final = ("gradient_reduction", "reduce_scatter_impl")  # of zero_runtime, in zero_optimization
 
 
 def deepspeed_holdings(
@@ -22,7 +21,7 @@ def deepspeed_holdings(
     Raises:
         RequestedError: the config or the parameters cannot be used as they are.
     """
-    zero = {key: value for key, value in zero_section(config).items() if key not in _OWN_KEYS}
+    zero = {key: value for key, value in zero_section(config).items() if key not in OWN_KEYS}
     config = {
         **{key: value for key, value in config.items() if key != "gradient_compression"},
         "zero_optimization": zero,

@@ -12,11 +12,13 @@ from commprof.requested.configuration import Configuration, read_configuration, 
 from commprof.requested.errors import RequestedError
 from commprof.requested.keys import flag, section
 from commprof.requested.memory.offload import Offload, read_offload
+from commprof.requested.open_values import decide
 from commprof.requested.parameters import Parameter, check_parameters, in_model_order, item_bytes
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
 from commprof.requested.zero.partition import lay_out
+from commprof.requested.zero.stages import micro_steps
 
 # fp32 numbers that an optimizer keeps for each parameter.
 _STATES: Final[Mapping[str, int]] = {
@@ -108,6 +110,7 @@ def holdings(
         RequestedError: the config or the parameters cannot be used as they are.
     """
     check_parameters(parameters)
+    config = decide(config, parameters).config
     by_type: dict[str, list[Parameter]] = {}
     named = read_configuration(config).model_dtype
     for parameter in parameters:
@@ -131,7 +134,7 @@ def _of_one_type(
     listed = _parameters(config, configuration, offload, sizes, parameters)
     if sizes.chunk or configuration.quantises_weights:
         listed.append(Holding("updated shards", sizes.share * sizes.item, note="before they are shared"))
-    listed += _gradients(config, configuration, sizes, backend)
+    listed += _gradients(config, configuration, sizes, backend, micro_steps(config, world_size) > 1)
     away = round(sizes.share * offload.ratio) if offload.optimizer != "none" else 0
     for what, item in (("masters", sizes.master), ("optimizer states", sizes.state)):
         there = away * item
@@ -287,9 +290,15 @@ def _parameters(
 
 
 def _gradients(
-    config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str
+    config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str, accumulates: bool
 ) -> list[Holding]:
-    if configuration.stage < 2:
+    if configuration.stage >= 2 and not configuration.reduces_every_micro_step and accumulates:
+        note = "whole on every rank until the last micro-batch of a step"
+        listed = [
+            Holding("gradients", sizes.numel * sizes.gradient, note=note),
+            Holding("reduced gradients", sizes.share * sizes.gradient),
+        ]
+    elif configuration.stage < 2:
         listed = [
             Holding("gradients", sizes.numel * sizes.item, note="whole on every rank until they are reduced")
         ]

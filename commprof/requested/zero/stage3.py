@@ -180,7 +180,8 @@ def _micro_step(
     new_step = training.iteration % training.micro_steps == 0 and training.iteration >= training.micro_steps
     sent = gather_messages(gathers, configuration, gathering, world, first_of_step=new_step)
     gathered = _rows("micro_step", Purpose.PARAMETER_GATHER, sent, world)
-    reduced = _rows("micro_step", Purpose.GRADIENT_REDUCE, gradients, world)
+    when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
+    reduced = _rows(when, Purpose.GRADIENT_REDUCE, gradients, world)
     requested_gather = str(Op.ALL_REDUCE if gathering.gathers_by_all_reduce else Op.ALL_GATHER)
     return [
         *_rows("micro_step", Purpose.TRACE_CHECK, checks, world),

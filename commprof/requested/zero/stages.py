@@ -26,6 +26,7 @@ from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.keys import count, section
+from commprof.requested.open_values import decide
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.support import optimizer_type, refuse_unsupported
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
@@ -93,6 +94,9 @@ def expected(
         RequestedError: the config, the parameters or the order cannot be used as they are.
     """
     configuration = read_configuration(config)
+    if runtime == "zero_runtime":
+        config = decide(config, parameters).config
+        configuration = read_configuration(config)
     refuse_unsupported(config, configuration.stage, world_size, is_own=runtime == "zero_runtime")
     if runtime not in get_args(Runtime):
         raise RequestedError(f"runtime is {runtime!r}; expected one of {', '.join(get_args(Runtime))}")

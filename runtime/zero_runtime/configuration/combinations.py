@@ -8,6 +8,7 @@ from typing import Final
 from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL, ZeroConfig, automatic_reduction
 from zero_runtime.configuration.config_values import ConfigValues
 from zero_runtime.errors import ConfigError
+from zero_runtime.gradient_reduction.stages import EACH
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
@@ -64,6 +65,11 @@ def check(config: ConfigValues) -> None:
             "zero_optimization.compute_grad_norm is false, but clipping to gradient_clipping "
             f"{config.gradient_clipping:g} (1.0 when the key is absent) needs the norm; set gradient_clipping to 0"
         )
+    if zero.stage.waits and not config.managed_gradient_accumulation:
+        raise ConfigError(
+            "zero_optimization.gradient_accumulation_reduce is boundary, and with managed_gradient_accumulation false the "
+            "last micro-batch of a step is known after its backward pass only; remove one of the two keys"
+        )
     if not config.managed_gradient_accumulation and zero.overlap_comm and not zero.stage.shards_gradients:
         raise ConfigError(
             "managed_gradient_accumulation false works with overlap_comm at stage 2 only, and the stage is "
@@ -103,6 +109,11 @@ def _check_quantized(config: ConfigValues) -> None:
 def note_contradictions(config: ConfigValues, notices: list[str]) -> None:
     """Add a line to ``notices`` for each setting that another one overrides."""
     zero, zero_block = config.zero, config.given.get("zero_optimization", {})
+    if not zero.stage.shards_gradients and zero_block.get("gradient_accumulation_reduce", EACH) != EACH:
+        notices.append(
+            f"zero_optimization.gradient_accumulation_reduce has no effect at stage {zero.stage.number}, which always "
+            "reduces once a step, in the last micro-batch"
+        )
     if config.precision.fp32_modules and config.precision.model == "fp32":
         notices.append("fp16_override_modules has no effect here: the whole model trains in fp32")
     if not zero.stage.shards_optimizer:

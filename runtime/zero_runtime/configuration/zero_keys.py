@@ -28,6 +28,7 @@ from zero_runtime.configuration.reading.key_table import (
     used,
 )
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
+from zero_runtime.gradient_reduction.stages import BOUNDARY, EACH
 
 _SIZE: Final = integer(0)
 _OFFLOAD: Final = "offload"
@@ -81,6 +82,18 @@ ZERO: Final[Table] = {
         "how a reduce_scatter is implemented; auto is all_to_all and a local sum on gloo. Not a key of DeepSpeed",
     ),
     "reduce_bucket_size": used(integer(1), 500_000_000, "elements of a gradient bucket; not used at stage 0"),
+    "gradient_accumulation_reduce": used(
+        choice(EACH, BOUNDARY, "auto"),
+        EACH,
+        "stages 2 and 3: reduce gradients in each micro-batch, or once, in the last one of a step (boundary), which keeps "
+        "whole gradients until then; auto is boundary if they fit. Not a key of DeepSpeed",
+    ),
+    "gradient_accumulation_limit": used(
+        optional(integer(0)),
+        None,
+        "bytes of whole gradients that gradient_accumulation_reduce auto may keep; null is half of the free memory, with "
+        "the states. Not a key of DeepSpeed",
+    ),
     "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's shard instead"),
     "allgather_bucket_size": used(
         optional(integer(0)),

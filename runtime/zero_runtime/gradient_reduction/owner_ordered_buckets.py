@@ -143,9 +143,9 @@ class OwnerOrderedGradients:
     def finish_backward(self) -> None:
         """Send the remaining chunks; where the stage reduces whole gradients, fill them first."""
         stage = self._policy.stage
-        if self._paused or not (stage.shards_gradients or self._at_boundary()):
+        if self._paused or not (stage.reduces_every_micro_batch or self._at_boundary()):
             return
-        if not stage.shards_gradients:
+        if not stage.reduces_every_micro_batch:
             # Hooks have sent the gradients of this micro-batch. Parameters used only in earlier ones are left.
             self._put_all()
         self._finish_pass()
@@ -155,7 +155,7 @@ class OwnerOrderedGradients:
         """Reduce the gradients that several backward passes accumulated while paused."""
         self._put_all()
         self._finish_pass()
-        if self._policy.stage.shards_gradients:
+        if self._policy.stage.reduces_every_micro_batch:
             for parameter in self._of:
                 parameter.grad = None
 
@@ -202,7 +202,7 @@ class OwnerOrderedGradients:
 
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._paused or not (self._policy.stage.shards_gradients or self._at_boundary()):
+        if self._paused or not (self._policy.stage.reduces_every_micro_batch or self._at_boundary()):
             return
         assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
         places = self._of[parameter]

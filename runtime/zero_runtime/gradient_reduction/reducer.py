@@ -186,9 +186,9 @@ class ShardedGradients:
     def finish_backward(self) -> None:
         """Flush the buckets; where the stage reduces whole gradients, fill them first."""
         stage = self._policy.stage
-        if self._paused or not (stage.shards_gradients or self._at_boundary()):
+        if self._paused or not self._is_due():
             return
-        if not stage.shards_gradients:
+        if not stage.reduces_every_micro_batch:
             # Hooks have added the gradients of this micro-batch. Parameters used only in earlier ones are left.
             self._add_all()
         for leaf in self._leaves.values():
@@ -241,8 +241,12 @@ class ShardedGradients:
                 parameter.grad = None
 
     def _on_gradient(self, number: int, index: int, parameter: torch.Tensor) -> None:
-        if not self._paused and (self._policy.stage.shards_gradients or self._at_boundary()):
+        if not self._paused and self._is_due():
             self._add(number, index)
+
+    def _is_due(self) -> bool:
+        """Whether this micro-batch reduces gradients."""
+        return self._policy.stage.reduces_every_micro_batch or self._at_boundary()
 
     def leaf_done(self, module: torch.nn.Module) -> None:
         """Add the gradients of ``module``, whose backward has ended; does nothing unless it is a leaf module.
@@ -250,7 +254,7 @@ class ShardedGradients:
         ``finish_backward`` adds the gradients of leaf modules without differentiable inputs.
         """
         leaf = self._leaves.get(module)
-        if leaf is not None and not self._paused:
+        if leaf is not None and not self._paused and self._is_due():
             self._add_leaf(leaf)
 
     @torch.no_grad()

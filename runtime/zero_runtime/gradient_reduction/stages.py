@@ -7,6 +7,9 @@
 | 2     | sharded          | own shard; the rest is freed bucket by bucket    | replicated | in every micro-batch          |
 | 3     | sharded          | own shards; the rest is freed bucket by bucket   | sharded    | in every micro-batch          |
 
+With ``gradient_accumulation_reduce: boundary`` stages 2 and 3 keep whole gradients until the last micro-batch of a step, and
+reduce them during its backward pass.
+
 No other module depends on the number of the stage.
 """
 
@@ -17,17 +20,28 @@ from typing import Final, NamedTuple
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 
+# Values of gradient_accumulation_reduce: reduce in each micro-batch, or once, in the last one of a step.
+EACH: Final = "each"
+BOUNDARY: Final = "boundary"
+
 
 class Stage(NamedTuple):
     """What a stage shards, and when gradients enter the buckets."""
 
     number: int
     shards_optimizer: bool
-    shards_gradients: bool  # reduced in every micro-batch, and freed where another rank owns them
+    shards_gradients: bool  # reduced gradients are freed where another rank owns them
     # As gradients become ready, in backward order; otherwise after backward, in forward order.
     reduces_in_hooks: bool
     # Each rank has a shard of every parameter, instead of shards of flat buffers.
     shards_parameters: bool = False
+    # Gradients wait, whole, for the last micro-batch of a step, at a stage that would reduce them in each one.
+    waits: bool = False
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether gradients are reduced in every micro-batch, not once a step."""
+        return self.shards_gradients and not self.waits
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -43,8 +57,10 @@ STAGES: Final[dict[int, Stage]] = {
 }
 
 
-def stage(number: int, overlap_comm: bool = False) -> Stage:
+def stage(number: int, overlap_comm: bool = False, accumulation_reduce: str = EACH) -> Stage:
     """The row of stage ``number``. ``overlap_comm`` moves the reduction of a sharded stage into the hooks.
+
+    ``accumulation_reduce`` is the key ``gradient_accumulation_reduce``; a value that is not decided yet counts as each.
 
     Raises:
         ConfigError: for a number that is no stage.
@@ -52,4 +68,7 @@ def stage(number: int, overlap_comm: bool = False) -> Stage:
     if number not in STAGES:
         raise ConfigError(f"zero_optimization.stage is {number}; expected 0, 1, 2 or 3")
     row = STAGES[number]
-    return row._replace(reduces_in_hooks=row.reduces_in_hooks or (row.shards_optimizer and overlap_comm))
+    return row._replace(
+        reduces_in_hooks=row.reduces_in_hooks or (row.shards_optimizer and overlap_comm),
+        waits=row.shards_gradients and accumulation_reduce == BOUNDARY,
+    )

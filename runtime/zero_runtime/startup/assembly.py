@@ -270,8 +270,8 @@ def _sharded(
     else:
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         _add_foreign(dtypes, groups, kinds)
-        # Stage 1 accumulates in each parameter's grad; from stage 2 on the reducer accumulates in its own shards.
-        if not config.zero.stage.shards_gradients:
+        # Gradients that wait for the last micro-batch accumulate in each parameter's grad, others in the reducer's shards.
+        if not config.zero.stage.reduces_every_micro_batch:
             accumulate_in((p for each in groups for p in each.parameters), kinds.accumulation)
         gradients = (
             OwnerOrderedGradients(
@@ -402,6 +402,8 @@ def _with_sharded_parameters(
     construction = construction_of(module.parameters())
     groups = None if inner is None else inner.param_groups
     sharded = ShardedModel(config, module, groups, kinds, group, boundary, replicas)
+    if config.zero.stage.waits:
+        accumulate_in(sharded.trained, kinds.accumulation)
     _gradients_of[module] = weakref.ref(sharded.gradients)
     optimizer, scale = None, LossScale()
     if inner is not None:

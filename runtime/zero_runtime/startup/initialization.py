@@ -25,6 +25,7 @@ from zero_runtime.pipeline.transfer.micro_batches import inputs_of
 from zero_runtime.schedules import schedule
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import assemble
+from zero_runtime.startup.open_values import decide
 from zero_runtime.startup.process_end import pause_before_ending
 from zero_runtime.startup.uncaught import report_uncaught
 from zero_runtime.tensor_access import remember
@@ -112,6 +113,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     else:
         parallelism = shared.parallelism()
     _notify_host_update(checked, optimizer)
+    checked = decide(checked, model, comm.DataParallelGroup(parallelism.data))
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
     # Activations that all tensor-parallel ranks have can be partitioned for checkpointing; with sequence parallelism there
     # are none.

@@ -64,6 +64,13 @@ def memory_in_use() -> Memory:
     )
 
 
+def free_bytes(device: torch.device) -> int:
+    """Free memory of ``device``: of a GPU, or this rank's share of the host memory that the system reports as available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return _host()[1] // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Print ``message`` and the memory in use, on rank 0; nothing without ``force``.
 

@@ -342,7 +342,10 @@ class Engine(Settings, Saving, torch.nn.Module):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
-        if not self._config.managed_gradient_accumulation and not self._config.zero.stage.shards_gradients:
+        if (
+            not self._config.managed_gradient_accumulation
+            and not self._config.zero.stage.reduces_every_micro_batch
+        ):
             with torch.no_grad():
                 self._gradients.finish_backward()
         self._step_applied = self._apply_gradients(lr_kwargs)
@@ -420,11 +423,15 @@ class Engine(Settings, Saving, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients only accumulate on each rank. Not at stages 2 and 3, which free them early."""
-        if self._config.zero.stage.shards_gradients:
+        """A context in which gradients only accumulate on each rank.
+
+        Not at stages 2 and 3 with gradient_accumulation_reduce each, which free them early.
+        """
+        if self._config.zero.stage.reduces_every_micro_batch:
             raise UsageError(
                 f"no_sync has no effect at ZeRO stage {self.zero_optimization_stage()}, which reduces and frees "
-                "gradients in every micro-batch; use stage 0 or 1"
+                "gradients in every micro-batch; use stage 0 or 1, or zero_optimization.gradient_accumulation_reduce "
+                "boundary"
             )
         with self._paused_reduction("no_sync"):
             yield

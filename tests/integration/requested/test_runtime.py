@@ -52,11 +52,20 @@ CONFIGS = [
         ),
         (sharded(stage, allgather_bucket_size=1_000), True),
         (sharded(stage) | {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}, True),
+        (
+            sharded(stage, gradient_accumulation_reduce="boundary") | {"gradient_accumulation_steps": 3},
+            True,
+        ),
     )
 ] + [
     ({"zero_optimization": {"stage": 0}}, True),
     ({"bf16": {"enabled": True}}, False),
     (sharded(3), False),
+    (
+        sharded(3, gradient_accumulation_reduce="boundary", stage3_param_persistence_threshold=0)
+        | {"gradient_accumulation_steps": 2},
+        True,
+    ),
     (sharded(3, reduce_scatter_impl="native", sub_group_size=20_000, stage3_prefetch_bucket_size=0), True),
     (sharded(3, gradient_reduction="all_reduce", stage3_param_persistence_threshold=200), False),
     (

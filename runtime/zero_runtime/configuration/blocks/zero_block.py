@@ -10,7 +10,7 @@ from zero_runtime.configuration.blocks.offload_block import OptimizerOffload, re
 from zero_runtime.configuration.blocks.sharding_block import ShardingConfig, read_sharding
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
-from zero_runtime.gradient_reduction.stages import Stage, stage
+from zero_runtime.gradient_reduction.stages import EACH, Stage, stage
 from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
 
 # The bucket size of unsharded gradients; neither this runtime nor DeepSpeed has a key for it.
@@ -24,7 +24,8 @@ class ZeroConfig:
     ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` is True if the config names it.
     ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` has an effect if the stage shards parameters,
     ``ignore_unused_parameters`` if the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
-    ``quantized_weights`` are those of stages 1 and 2.
+    ``quantized_weights`` are those of stages 1 and 2. ``gradient_accumulation_reduce`` is each, boundary or auto; the
+    start of a training replaces auto (:mod:`zero_runtime.startup.open_values`). ``gradient_accumulation_limit`` is in bytes.
     """
 
     stage: Stage
@@ -35,6 +36,8 @@ class ZeroConfig:
     explicit_reduction: bool
     reduce_scatter_impl: str | None
     reduce_bucket_size: int
+    gradient_accumulation_reduce: str
+    gradient_accumulation_limit: int | None
     allgather_partitions: bool
     allgather_bucket_size: int | None
     overlap_comm: bool
@@ -54,7 +57,7 @@ class ZeroConfig:
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     """The checked ``values`` of the block, resolved. Raises ConfigError if the stage does not support them."""
     offload = read_optimizer_offload(values)
-    row = stage(values["stage"], bool(values["overlap_comm"]))
+    row = stage(values["stage"], bool(values["overlap_comm"]), values["gradient_accumulation_reduce"])
     if offload is not None and row.shards_optimizer and not row.shards_parameters:
         # Gradients are offloaded through one buffer, as in DeepSpeed.
         values = {**values, "contiguous_gradients": True}
@@ -99,6 +102,8 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         if values["reduce_scatter_impl"] == "auto"
         else values["reduce_scatter_impl"],
         reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
+        gradient_accumulation_reduce=values["gradient_accumulation_reduce"] if row.shards_gradients else EACH,
+        gradient_accumulation_limit=values["gradient_accumulation_limit"],
         allgather_partitions=values["allgather_partitions"] and not disable_allgather,
         allgather_bucket_size=gather,
         overlap_comm=automatic_overlap(row, reduction)

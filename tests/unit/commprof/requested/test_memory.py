@@ -50,6 +50,48 @@ def test_what_every_stage_shares_out():
     assert table(3)["gradient buckets"] == (2 * 2 * 1000, 0, 0)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_wait_for_the_boundary_are_whole(stage):
+    """Only where a step has several micro-batches; the shards of the reduced gradients are there beside them."""
+    one = {**config(stage, gradient_accumulation_reduce="boundary")}
+    held = {each.what: each.device for each in holdings(one, MODEL, 4)}
+    assert (held["gradients"], "reduced gradients" in held) == (2 * N // 4, False)
+    held = {each.what: each.device for each in holdings({**one, "gradient_accumulation_steps": 2}, MODEL, 4)}
+    assert (held["gradients"], held["reduced gradients"]) == (2 * N, 2 * N // 4)
+    several = {"gradient_accumulation_steps": 2}
+    for limit, gradients in ((2 * N, 2 * N), (2 * N - 1, 2 * N // 4)):
+        zero = {"gradient_accumulation_reduce": "auto", "gradient_accumulation_limit": limit}
+        held = {each.what: each.device for each in holdings(config(stage, **zero) | several, MODEL, 4)}
+        assert held["gradients"] == gradients
+
+
+def test_plan_says_what_decides_about_auto(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    zero = {"stage": 2, "gradient_accumulation_reduce": "auto"}
+    for limit, sentence in (
+        (
+            {},
+            "the start of the run decides by the free memory, of which whole gradients need 4,000,000 bytes",
+        ),
+        (
+            {"gradient_accumulation_limit": 5_000_000},
+            "boundary, since whole gradients need 4,000,000 bytes, within",
+        ),
+        ({"gradient_accumulation_limit": 5}, "each, since whole gradients need 4,000,000 bytes, more than"),
+    ):
+        path.write_text(
+            json.dumps(
+                {
+                    "train_micro_batch_size_per_gpu": 1,
+                    "gradient_accumulation_steps": 2,
+                    "zero_optimization": {**zero, **limit},
+                }
+            )
+        )
+        assert invoke(["plan", str(path), "--model", "params:1e6", "--world", "4"]) == 0
+        assert sentence in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_stays_gathered_is_limited():
     zero = {"stage3_max_live_parameters": 1000, "stage3_max_reuse_distance": 2000}
     assert table(3, **zero)["gathered parameters"] == (2 * (2000 + N // 8), 0, 0)

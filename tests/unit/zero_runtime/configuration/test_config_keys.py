@@ -82,6 +82,8 @@ VALUES = {
     "zero_optimization.use_multi_rank_bucket_allreduce": (False, {}),
     "zero_optimization.gradient_reduction": ("reduce_to_owner", {}),
     "zero_optimization.reduce_scatter_impl": ("native", {}),
+    "zero_optimization.gradient_accumulation_reduce": ("boundary", {"zero_optimization": {"stage": 2}}),
+    "zero_optimization.gradient_accumulation_limit": (1000, {"zero_optimization": {"stage": 2}}),
     "zero_optimization.reduce_bucket_size": (1000, {}),
     "zero_optimization.allgather_partitions": (False, {}),
     "zero_optimization.allgather_bucket_size": (1000, {}),
