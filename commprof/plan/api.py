@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
+from commprof.calibration.bandwidths import bus_factor
 from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
@@ -30,11 +31,13 @@ from commprof.plan.recommendations import Candidate, advice, samples_of
 from commprof.plan.recorded_steps import RecordedStep, recorded_step
 from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
 from commprof.recorder.process.options import parse_size
+from commprof.requested.communication.measured_costs import Cost
 from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import Holding
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import axes_of_config
 from commprof.requested.zero.flat_stages import Runtime
+from commprof.schema import Op
 
 __all__ = [
     "BACKENDS",
@@ -217,7 +220,8 @@ def make_plan(question: Question) -> Plan:
     check_keys(dict.fromkeys(key for setting in settings for key in setting))
     configs = [derive(question.config, setting) for setting in settings]
     model = read_model(question.model, question.layers, question.sequence)
-    job = Job(model, question.world, hosts.ranks, question.backend, question.sequence, framework)
+    costs = _costs(question.calibration)
+    job = Job(model, question.world, hosts.ranks, question.backend, question.sequence, framework, costs)
     if question.most_messages is not None:
         for setting, config in zip(settings, configs, strict=True):
             _check_messages(label(setting), config, job, question.most_messages)
@@ -236,6 +240,19 @@ def make_plan(question: Question) -> Plan:
     if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
         return plan
     return plan._replace(timing=timing._replace(compute_ns=None, recorded=None), remarks=[UNUSED_COMPUTE])
+
+
+def _costs(calibration: Calibration | None) -> Mapping[Op, Cost] | None:
+    """The fits of ``calibration``, rounded as in its file, from which a run reads them."""
+    if calibration is None:
+        return None
+    costs = {}
+    for name, fit in calibration.fits().items():
+        factor = bus_factor(name, calibration.world_size)
+        if factor is not None and name in set(map(str, Op)):
+            beta = round(fit.beta_bytes_per_s) * factor
+            costs[Op(name)] = Cost(round(fit.alpha_ns, 1), 1e9 / beta)
+    return costs
 
 
 def _framework(name: str) -> Runtime:

@@ -12,6 +12,7 @@ from commprof.plan.memory.activations import activations_of
 from commprof.plan.memory.peak import Peak, peak_of
 from commprof.plan.memory.spans import Activations
 from commprof.plan.models import Model
+from commprof.requested.communication.measured_costs import Cost
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
@@ -25,6 +26,7 @@ from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, 
 from commprof.requested.parameters import Parameter
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.stages import expected_in_step, steady_step
+from commprof.schema import Op
 
 NO_ACTIVATIONS: Final = (
     "activations that ranks send each other are left out: give --sequence to predict their size"
@@ -47,6 +49,7 @@ class Job(NamedTuple):
         backend: ``nccl`` or ``gloo``.
         sequence: tokens of a sequence, for activations; None leaves out those that ranks send each other.
         framework: whose rules say what is sent.
+        costs: of a calibration, which decide sizes that a config leaves open.
     """
 
     model: Model
@@ -55,6 +58,7 @@ class Job(NamedTuple):
     backend: str = "nccl"
     sequence: int | None = None
     framework: Runtime = "zero_runtime"
+    costs: Mapping[Op, Cost] | None = None
 
 
 class Prediction(NamedTuple):
@@ -149,8 +153,8 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
     decisions: tuple[str, ...] = ()
     if job.framework == "zero_runtime":
-        plain, decisions = decide(plain, of_rank)
-        config = decide(config, of_rank).config
+        plain, decisions = decide(plain, of_rank, replicas, job.backend, job.costs)
+        config = decide(config, of_rank, replicas, job.backend, job.costs).config
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = _held(plain, of_rank, replicas, job)
     sent, note = _sent(config, model, axes, job)

@@ -1,21 +1,32 @@
 """The values that a config leaves open (``auto``), and what the start of a run decides about them.
 
 A recorded run has the decided values. Before a run, the rules decide what they can: ``gradient_accumulation_reduce`` by a
-stated limit. What depends on the machine alone is a sentence.
+stated limit, sizes by a calibration. What depends on the machine alone is a sentence.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from commprof.requested.configuration import read_configuration, zero_section
-from commprof.requested.keys import count
+from commprof.requested.communication.measured_costs import Cost, read_costs, smallest_payload
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.errors import UnsupportedError
+from commprof.requested.keys import count, section
 from commprof.requested.parameters import Parameter, item_bytes
+from commprof.schema import Op
 
 _ZERO: Final = "zero_optimization"
 _REDUCE: Final = "gradient_accumulation_reduce"
 _LIMIT: Final = "gradient_accumulation_limit"
+_SIZES: Final = {
+    "reduce_bucket_size": "500,000,000 elements",
+    "allgather_bucket_size": "all at once",
+    "stage3_prefetch_bucket_size": "50,000,000 elements",
+    "prefetch_bucket_size": "50,000,000 elements",
+}
+_EVEN: Final = 2  # shards are aligned to 2 elements
 
 
 class Decided(NamedTuple):
@@ -30,21 +41,59 @@ class Decided(NamedTuple):
     sentences: tuple[str, ...] = ()
 
 
-def decide(config: Mapping[str, Any], parameters: Sequence[Parameter]) -> Decided:
+def decide(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    world_size: int,
+    backend: str,
+    costs: Mapping[Op, Cost] | None = None,
+) -> Decided:
     """Replace the open values of ``config``.
 
     Args:
         config: as zero_runtime reads it.
         parameters: of one rank.
+        world_size: ranks among which gradients are reduced.
+        backend: of their group.
+        costs: of a calibration; None for the one that the config names, if any.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.
     """
     block = config.get(_ZERO)
-    if not isinstance(block, Mapping) or block.get(_REDUCE) != "auto":
+    if not isinstance(block, Mapping) or "auto" not in [block.get(name) for name in (_REDUCE, *_SIZES)]:
         return Decided(config)
-    value, sentence = _accumulation_reduce(config, parameters)
-    return Decided({**config, _ZERO: {**block, _REDUCE: value}}, (sentence,))
+    values, sentences = dict(block), []
+    if block.get(_REDUCE) == "auto":
+        values[_REDUCE], sentence = _accumulation_reduce(config, parameters)
+        sentences.append(sentence)
+    for name in _SIZES:
+        if block.get(name) == "auto" and _acts(name, read_configuration(config)):
+            numel, sentence = _size(name, config, parameters, world_size, backend, costs)
+            sentences.append(sentence)
+            if numel is not None:
+                values[name] = numel
+    # A key that is still auto has its default, as in DeepSpeed.
+    return Decided({**config, _ZERO: values}, tuple(sentences))
+
+
+def filled(config: Mapping[str, Any], effective: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """``config`` with the values that a run decided where it is ``auto``.
+
+    Args:
+        config: as the user wrote it.
+        effective: as the engine of the run published it; None where it did not.
+    """
+    block, decided = config.get(_ZERO), (effective or {}).get(_ZERO)
+    if not isinstance(block, Mapping) or not isinstance(decided, Mapping):
+        return config
+    values = dict(block)
+    for name in (_REDUCE, *_SIZES):
+        # Stage 3 has two names of its keys.
+        found = decided.get(name, decided.get(f"stage3_{name}", decided.get(name.removeprefix("stage3_"))))
+        if block.get(name) == "auto" and found is not None:
+            values[name] = found
+    return {**config, _ZERO: values}
 
 
 def whole_gradient_bytes(config: Mapping[str, Any], parameters: Sequence[Parameter]) -> int:
@@ -81,3 +130,61 @@ def _accumulation_reduce(config: Mapping[str, Any], parameters: Sequence[Paramet
         chosen,
         f"{name}: {chosen}, since whole gradients need {needed:,} bytes, {relation} {_LIMIT} {limit:,}",
     )
+
+
+def _acts(name: str, configuration: Configuration) -> bool:
+    if name == "reduce_bucket_size":
+        return configuration.partitions and not configuration.reduces_flat_groups
+    if name == "allgather_bucket_size":
+        return configuration.stage in (1, 2) and not configuration.gather_by_broadcast
+    return configuration.stage == 3
+
+
+def _size(
+    name: str,
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    world_size: int,
+    backend: str,
+    costs: Mapping[Op, Cost] | None,
+) -> tuple[int | None, str]:
+    """The elements of a size, None for its default, and a sentence."""
+    configuration = read_configuration(config)
+    key, default = f"{_ZERO}.{name} is auto", _SIZES[name]
+    if world_size == 1:
+        return None, f"{key}: the default, {default}, since one rank sends nothing"
+    op = _reducing(configuration, backend) if name == "reduce_bucket_size" else Op.ALL_GATHER
+    dtype = configuration.model_dtype or (parameters[0].dtype if parameters else "float32")
+    item = item_bytes(configuration.communication_dtype if name == "reduce_bucket_size" else dtype)
+    path = section(section(config, "communication"), "calibration").get("world")
+    rule = f"the smallest {op} among {world_size} ranks at 90 % of its bandwidth"
+    if costs is None and path is not None:
+        try:
+            costs = read_costs(str(path), (op,))
+        except UnsupportedError as error:
+            return None, f"{key}: the default, {default}, is assumed here; {error}"
+    if costs is None:
+        return None, (
+            f"{key}: the start of the run measures {rule}; the default, {default}, is assumed here, and --calibration or "
+            "communication.calibration.world decides before"
+        )
+    if op not in costs:
+        return (
+            None,
+            f"{key}: the default, {default}, is assumed here; the calibration has no fitted times of {op}",
+        )
+    numel = _elements(smallest_payload(costs[op], op, world_size), item)
+    return numel, f"{key}: {numel:,} elements ({numel * item:,} bytes), {rule}, by the calibration"
+
+
+def _elements(payload_bytes: float, item: int) -> int:
+    """An even number of elements. Rounded first, so that the order of the arithmetic does not matter."""
+    return max(1, -(-math.ceil(round(payload_bytes, 3) / item) // _EVEN)) * _EVEN
+
+
+def _reducing(configuration: Configuration, backend: str) -> Op:
+    """The operation whose bandwidth decides the size of gradient buckets."""
+    if configuration.reduction == "reduce_scatter":
+        native = configuration.reduce_scatter_on(backend) == "native"
+        return Op.REDUCE_SCATTER if native else Op.ALL_TO_ALL
+    return Op.REDUCE if configuration.reduction == "reduce_to_owner" else Op.ALL_REDUCE

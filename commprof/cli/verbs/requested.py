@@ -51,6 +51,8 @@ def requested(
     say("commprof requested is deprecated; use commprof plan CONFIG --model params:N")
     model = sized_model(parse_number(params, "--params"), layers)
     found = predict(read_config(config), Job(model, world, devices_per_host, backend, sequence))
+    for sentence in found.decisions:
+        say(sentence)
     capacity, sent = device_capacity(device_memory), found.sent
     assumed = (
         f"{model.source}; {world} rank{'s' * (world > 1)} "

@@ -27,6 +27,7 @@ from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_mo
 from commprof.ledger.requests.wrapped_models import WrappedModels, wrapped_models_of
 from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.expectation import Expectation
+from commprof.requested.open_values import filled
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import DATA, SEQUENCE
 from commprof.requested.zero import stages
@@ -412,7 +413,7 @@ def _chosen_config(
             if effective is None:
                 return None, "", str(error)
         else:
-            return written, "the config file", None
+            return filled(written, effective), "the config file", None
     if effective is not None:
         return without_derived_reduction(effective), "the engine's own config", None
     return None, "", why_no_zero_config(written)

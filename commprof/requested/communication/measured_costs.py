@@ -20,6 +20,7 @@ from commprof.schema import Op
 
 KEY: Final = "communication.calibration"
 OPS: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+BANDWIDTH_SHARE: Final = 0.9
 
 
 class Cost(NamedTuple):
@@ -68,11 +69,20 @@ class Costs(NamedTuple):
         return along < plain
 
 
+def smallest_payload(cost: Cost, op: Op, ranks: int) -> float:
+    """The bytes from which ``op`` reaches :data:`BANDWIDTH_SHARE` of its bandwidth: p / (1 - p) alpha beta."""
+    share = BANDWIDTH_SHARE / (1 - BANDWIDTH_SHARE)
+    return share * cost.alpha_ns / (_factor(op, ranks) * cost.bus_ns_per_byte)
+
+
+def _factor(op: Op, ranks: int) -> float:
+    return 1.0 if op == Op.REDUCE else (2 if op == Op.ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
 def _time_ns(table: Table, op: Op, payload_bytes: float, ranks: int, exchanges: bool) -> float:
     issued = Op.ALL_TO_ALL if op == Op.REDUCE_SCATTER and exchanges else op
-    factor = (2 if issued == Op.ALL_REDUCE else 1) * (ranks - 1) / ranks
     cost = table[issued]
-    return cost.alpha_ns + payload_bytes * factor * cost.bus_ns_per_byte
+    return cost.alpha_ns + payload_bytes * _factor(issued, ranks) * cost.bus_ns_per_byte
 
 
 def costs_of(
@@ -100,7 +110,7 @@ def costs_of(
         raise UnsupportedError(KEY, files, reason)
     if host_ranks is None:
         raise UnsupportedError(KEY, files, "how many ranks share the links of a host is not known")
-    world, *axes = (_read(str(path)) for path in paths)
+    world, *axes = (read_costs(str(path)) for path in paths)
     return Costs(world, axes, _sharing(sizes, host_ranks))
 
 
@@ -121,17 +131,23 @@ def _published_costs(published: object, axes: int, files: object) -> Costs:
     return Costs(tables[0], tables[1:], sharing)
 
 
-def _read(path: str) -> Table:
+def read_costs(path: str, wanted: Sequence[Op] = OPS) -> Table:
+    """The costs of the ``wanted`` operations in a file of ``commprof calibrate``.
+
+    Raises:
+        UnsupportedError: it cannot be read here, or has no fitted times of one of them.
+    """
     try:
         ops = json.loads(Path(path).read_bytes())["ops"]
         costs = {}
-        for op in OPS:
+        for op in wanted:
             fit, factor = ops[op]["fit"], float(ops[op]["bus_factor"])
             costs[op] = Cost(float(fit["alpha_ns"]), 1e9 / (float(fit["beta_bytes_per_s"]) * factor))
     except OSError as error:
         raise UnsupportedError(KEY, path, f"it cannot be read here: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
-        raise UnsupportedError(KEY, path, "it has no fitted times of all operations") from None
+        needed = ", ".join(wanted)
+        raise UnsupportedError(KEY, path, f"it has no fitted times of {needed}") from None
     return costs
 
 

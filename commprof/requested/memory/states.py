@@ -110,7 +110,7 @@ def holdings(
         RequestedError: the config or the parameters cannot be used as they are.
     """
     check_parameters(parameters)
-    config = decide(config, parameters).config
+    config = decide(config, parameters, world_size, backend).config
     by_type: dict[str, list[Parameter]] = {}
     named = read_configuration(config).model_dtype
     for parameter in parameters:

@@ -95,7 +95,7 @@ def expected(
     """
     configuration = read_configuration(config)
     if runtime == "zero_runtime":
-        config = decide(config, parameters).config
+        config = decide(config, parameters, world_size, backend).config
         configuration = read_configuration(config)
     refuse_unsupported(config, configuration.stage, world_size, is_own=runtime == "zero_runtime")
     if runtime not in get_args(Runtime):

@@ -159,6 +159,7 @@ class ConfigValues:
             values["given"],
             values["notices"],
             zero["explicit_reduction"],
+            zero["open_sizes"],
             zero["sharding"],
         )
         zero["zero_quantized_weights"] = zero.pop("quantized_weights")

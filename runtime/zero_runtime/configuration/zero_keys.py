@@ -10,6 +10,7 @@ from zero_runtime.configuration.reading.checks import (
     anything,
     boolean,
     choice,
+    either,
     integer,
     mapping,
     number,
@@ -31,6 +32,7 @@ from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import BOUNDARY, EACH
 
 _SIZE: Final = integer(0)
+_AUTO: Final = "; auto: as many as reach 90 % of the bandwidth"
 _OFFLOAD: Final = "offload"
 _ZENFLOW: Final = "ZenFlow"
 ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
@@ -81,7 +83,9 @@ ZERO: Final[Table] = {
         "auto",
         "how a reduce_scatter is implemented; auto is all_to_all and a local sum on gloo. Not a key of DeepSpeed",
     ),
-    "reduce_bucket_size": used(integer(1), 500_000_000, "elements of a gradient bucket; not used at stage 0"),
+    "reduce_bucket_size": used(
+        either("auto", integer(1)), 500_000_000, "elements of a gradient bucket; not used at stage 0" + _AUTO
+    ),
     "gradient_accumulation_reduce": used(
         choice(EACH, BOUNDARY, "auto"),
         EACH,
@@ -96,9 +100,9 @@ ZERO: Final[Table] = {
     ),
     "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's shard instead"),
     "allgather_bucket_size": used(
-        optional(integer(0)),
+        optional(either("auto", integer(0))),
         None,
-        "stages 1 and 2: elements of a message that gathers parameters; null or 0 is all at once",
+        "stages 1 and 2: elements of a message that gathers parameters; null or 0 is all at once" + _AUTO,
     ),
     "overlap_comm": used(
         optional(boolean),
@@ -143,7 +147,12 @@ ZERO: Final[Table] = {
     **{
         prefix + name: stage_3(check, default, meaning if prefix else f"another name of stage3_{name}")
         for name, check, default, meaning in (
-            ("prefetch_bucket_size", _SIZE, 50_000_000, "elements that are gathered ahead; 0 for none"),
+            (
+                "prefetch_bucket_size",
+                either("auto", _SIZE),
+                50_000_000,
+                "elements that are gathered ahead; 0 for none" + _AUTO,
+            ),
             (
                 "param_persistence_threshold",
                 _SIZE,

@@ -20,6 +20,7 @@ from zero_runtime.gradient_reduction.stages import BOUNDARY, EACH
 from zero_runtime.groups.agreements import as_first_decides
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.memory_status import free_bytes
+from zero_runtime.startup.open_sizes import with_sizes
 
 _FREE_SHARE: Final = (
     0.5  # of the free memory; the rest is for activations, which are not known before the first pass
@@ -50,6 +51,7 @@ def decide(config: RuntimeConfig, module: torch.nn.Module, group: DataParallelGr
         module: the model, before it is moved and sharded.
         group: the ranks that will share its optimizer states.
     """
+    config = with_sizes(config, group)
     zero = config.zero
     if zero.gradient_accumulation_reduce != EACH and config.gradient_accumulation_steps > 1:
         need = _need(config, module, group)

@@ -47,7 +47,7 @@ COMMUNICATION: Final[Table] = {
     "calibration": used(
         optional(inside(CALIBRATION)),
         None,
-        "measured costs, by which each message size goes along the axes or not",
+        "measured costs, which decide sizes that are auto, and which messages go along the axes",
     ),
     "slow_node_tolerance": used(
         optional(Check("number above 0 and below 1", _fraction)),
@@ -109,10 +109,11 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
             "expected sizes whose product is the number of ranks, or auto"
         )
     files = values["calibration"]
-    if files is not None and not (files["world"] and files["axes"]):
+    along_axes = topology != 1
+    if files is not None and not (files["world"] and (files["axes"] or not along_axes)):
         raise ConfigError(
-            "communication.calibration needs world, a file of commprof calibrate among all ranks, and axes, a list with one "
-            "such file for each axis; give both, or remove the block so that every message goes along the axes"
+            "communication.calibration needs world, a file of commprof calibrate among all ranks, and for a topology of "
+            "several axes also axes, a list with one such file for each; give them, or remove the block"
         )
     if files is not None and isinstance(topology, tuple):
         expected = max(1, sum(size > 1 for size in topology))

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from zero_runtime.configuration.blocks.offload_block import OptimizerOffload, read_optimizer_offload
-from zero_runtime.configuration.blocks.sharding_block import ShardingConfig, read_sharding
+from zero_runtime.configuration.blocks.sharding_block import PREFIX, ShardingConfig, read_sharding
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import EACH, Stage, stage
 from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
 
+# The keys of sizes that may be auto, and their defaults.
+REDUCE_SIZE: Final = "reduce_bucket_size"
+GATHER_SIZE: Final = "allgather_bucket_size"
+PREFETCH_SIZE: Final = "stage3_prefetch_bucket_size"
+DEFAULT_SIZES: Final = {REDUCE_SIZE: 500_000_000, GATHER_SIZE: None, PREFETCH_SIZE: 50_000_000}
 # The bucket size of unsharded gradients; neither this runtime nor DeepSpeed has a key for it.
 WHOLE_BUCKET_NUMEL: Final = 500_000_000
 
@@ -26,6 +31,7 @@ class ZeroConfig:
     ``ignore_unused_parameters`` if the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
     ``quantized_weights`` are those of stages 1 and 2. ``gradient_accumulation_reduce`` is each, boundary or auto; the
     start of a training replaces auto (:mod:`zero_runtime.startup.open_values`). ``gradient_accumulation_limit`` is in bytes.
+    ``open_sizes`` are the keys of sizes that are auto and act at this stage; until they are decided, the sizes are defaults.
     """
 
     stage: Stage
@@ -52,10 +58,12 @@ class ZeroConfig:
     partitioned_types: PartitionedTypes
     quantized_gradients: bool
     quantized_weights: bool
+    open_sizes: tuple[str, ...] = ()
 
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     """The checked ``values`` of the block, resolved. Raises ConfigError if the stage does not support them."""
+    values, unset = _without_auto(values)
     offload = read_optimizer_offload(values)
     row = stage(values["stage"], bool(values["overlap_comm"]), values["gradient_accumulation_reduce"])
     if offload is not None and row.shards_optimizer and not row.shards_parameters:
@@ -122,7 +130,25 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         partitioned_types=_partitioned_types(values),
         quantized_gradients=flat and values["zero_quantized_gradients"],
         quantized_weights=flat and values["zero_quantized_weights"],
+        open_sizes=tuple(name for name in unset if _acts(name, row, values["allgather_partitions"])),
     )
+
+
+def _without_auto(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """``values`` with the default of each size that is ``auto``, and the names of these sizes."""
+    names = {name: name for name in (REDUCE_SIZE, GATHER_SIZE, PREFETCH_SIZE)}
+    names[PREFETCH_SIZE.removeprefix(PREFIX)] = PREFETCH_SIZE
+    unset = [name for name in names if values[name] == "auto"]
+    defaults = {name: DEFAULT_SIZES[names[name]] for name in unset}
+    return {**values, **defaults}, list(dict.fromkeys(names[name] for name in unset))
+
+
+def _acts(size: str, row: Stage, gathers: bool) -> bool:
+    if size == PREFETCH_SIZE:
+        return row.shards_parameters
+    if size == GATHER_SIZE:
+        return row.shards_optimizer and not row.shards_parameters and gathers
+    return row.shards_optimizer
 
 
 def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:

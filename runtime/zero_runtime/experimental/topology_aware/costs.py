@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Bus bandwidth / algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
-    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
+    return 1.0 if operation == "reduce" else (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 class Costs(NamedTuple):
@@ -80,11 +80,11 @@ def _issued(operation: str, implementation: str) -> str:
     return "all_to_all" if operation == "reduce_scatter" and implementation == ALL_TO_ALL else operation
 
 
-def read_costs(path: str) -> dict[str, Cost]:
+def read_costs(path: str, operations: Sequence[str] = OPERATIONS) -> dict[str, Cost]:
     """The costs in a file of ``commprof calibrate --out``: operation -> cost.
 
     Raises:
-        ConfigError: it cannot be read, is no calibration, or lacks one of :data:`OPERATIONS`.
+        ConfigError: it cannot be read, is no calibration, or lacks one of ``operations``.
     """
     key = "communication.calibration"
     try:
@@ -98,7 +98,7 @@ def read_costs(path: str) -> dict[str, Cost]:
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
         raise ConfigError(f"{key}: {path} is no calibration; make one: commprof calibrate --out FILE")
     costs = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         try:
             entry = content["ops"][operation]
             fit, factor = entry["fit"], entry["bus_factor"]

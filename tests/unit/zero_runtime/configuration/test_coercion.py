@@ -15,7 +15,7 @@ def make(**given):
 def test_auto_that_nobody_filled_in_is_the_default_where_deepspeed_drops_the_key():
     left = {
         "zero_optimization": {
-            "stage": 2, "reduce_bucket_size": "auto", "overlap_comm": "auto", "offload_optimizer": "auto",
+            "stage": 2, "sub_group_size": "auto", "overlap_comm": "auto", "offload_optimizer": "auto",
         },
         "fp16": {"enabled": "auto", "loss_scale_window": "auto"},
         "bf16": {"enabled": "auto"},
@@ -24,13 +24,24 @@ def test_auto_that_nobody_filled_in_is_the_default_where_deepspeed_drops_the_key
     plain = make(zero_optimization={"stage": 2})
     assert found.effective() == plain.effective()
     assert found.notices == (
-        "zero_optimization.reduce_bucket_size, zero_optimization.overlap_comm, zero_optimization.offload_optimizer, "
+        "zero_optimization.sub_group_size, zero_optimization.overlap_comm, zero_optimization.offload_optimizer, "
         'fp16.enabled, fp16.loss_scale_window, bf16.enabled: nothing replaced "auto", so the default is used, as '
         "in DeepSpeed",
     )
 
 
 def test_auto_that_is_a_value_stays_one():
+    zero = make(
+        zero_optimization={"stage": 2, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    ).zero
+    assert (zero.open_sizes, zero.reduce_bucket_size) == (("reduce_bucket_size",), 500_000_000)
+    for name in ("prefetch_bucket_size", "stage3_prefetch_bucket_size"):
+        zero = make(zero_optimization={"stage": 3, name: "auto", "allgather_bucket_size": "auto"}).zero
+        assert (zero.open_sizes, zero.sharding.residency.prefetch) == (
+            ("stage3_prefetch_bucket_size",),
+            50_000_000,
+        )
+    assert make(zero_optimization={"stage": 0, "reduce_bucket_size": "auto"}).zero.open_sizes == ()
     assert make(zero_optimization={"stage": 2, "gradient_reduction": "auto"}).notices == ()
     assert make(data_types={"keep_in_fp32_modules": "auto"}).notices == ()
 

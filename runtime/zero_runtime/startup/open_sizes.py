@@ -1,0 +1,122 @@
+"""Sizes of messages that a configuration leaves open (``auto``), decided by rank 0 for all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from zero_runtime import comm, log
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.config import RuntimeConfig
+from zero_runtime.configuration.blocks.zero_block import DEFAULT_SIZES, PREFETCH_SIZE, REDUCE_SIZE, ZeroConfig
+from zero_runtime.errors import ConfigError
+from zero_runtime.experimental.topology_aware.costs import Cost, read_costs
+from zero_runtime.gradient_reduction.reduction import default_implementation
+from zero_runtime.groups.agreements import as_first_decides
+from zero_runtime.optimizer_step.dtypes import precision
+from zero_runtime.startup.message_sizes import SHARE, measured_cost, smallest_payload
+
+_ERROR: Final = "error"
+_EVEN: Final = 2  # shards are aligned to 2 elements
+
+
+class _Message(NamedTuple):
+    """What a size limits: messages of one operation and dtype."""
+
+    operation: str
+    dtype: torch.dtype
+
+
+def with_sizes(config: RuntimeConfig, group: DataParallelGroup) -> RuntimeConfig:
+    """``config`` with the sizes that are auto decided; rank 0 prints them. All ranks must call it.
+
+    Args:
+        config: the configuration.
+        group: the ranks among which the messages go.
+
+    Raises:
+        ConfigError: on every rank, if rank 0 cannot read the calibration.
+    """
+    zero = config.zero
+    # All gradients are one message with fp32 accumulation at stage 1, and one rank sends nothing.
+    names = [name for name in zero.open_sizes if name != REDUCE_SIZE or not config.accumulates_whole]
+    if not names or comm.get_world_size() == 1:
+        return dataclasses.replace(config, zero=dataclasses.replace(zero, open_sizes=()))
+    messages = {name: _message(name, config, group) for name in names}
+    path = config.communication.world_calibration
+    measured: dict[_Message, Cost] = {}
+    if path is None and 0 in group.global_ranks and group.world_size > 1:
+        measured = {each: measured_cost(group, *each) for each in dict.fromkeys(messages.values())}
+
+    def decide(_: Any) -> str:
+        try:
+            costs = _calibrated(path, messages) if path is not None else measured
+        except ConfigError as error:
+            return json.dumps({_ERROR: str(error)})
+        return json.dumps(
+            {
+                name: _numel(costs.get(each), each, group) or DEFAULT_SIZES[name]
+                for name, each in messages.items()
+            }
+        )
+
+    decided = json.loads(as_first_decides("sizes", "", decide))
+    if _ERROR in decided:
+        raise ConfigError(decided[_ERROR])
+    if comm.get_rank() == 0:
+        source = f"the calibration {path}" if path is not None else "a measurement at the start"
+        for name, numel in decided.items():
+            log.info(_sentence(name, numel, messages[name], group, source))
+    return dataclasses.replace(config, zero=_set(zero, decided))
+
+
+def _message(name: str, config: RuntimeConfig, group: DataParallelGroup) -> _Message:
+    kinds = precision(config.precision)
+    if name != REDUCE_SIZE:
+        return _Message("all_gather", kinds.model or torch.float32)
+    reduction = config.zero.gradient_reduction
+    if reduction == "reduce_scatter":
+        implementation = config.zero.reduce_scatter_impl or default_implementation(group.backend)
+        operation = "reduce_scatter" if implementation == "native" else "all_to_all"
+    else:
+        operation = "reduce" if reduction == "reduce_to_owner" else "all_reduce"
+    return _Message(operation, kinds.communication)
+
+
+def _calibrated(path: str, messages: Mapping[str, _Message]) -> dict[_Message, Cost]:
+    costs = read_costs(path, sorted({each.operation for each in messages.values()}))
+    return {each: costs[each.operation] for each in messages.values()}
+
+
+def _numel(cost: Cost | None, message: _Message, group: DataParallelGroup) -> int | None:
+    """Elements of the smallest message at 90 % of the bandwidth, an even number; None without a cost."""
+    if cost is None:
+        return None
+    payload = smallest_payload(cost, message.operation, group.world_size)
+    # Rounded first, so that the same numbers give the same size whatever the order of the arithmetic.
+    elements = math.ceil(round(payload, 3) / message.dtype.itemsize)
+    return max(1, -(-elements // _EVEN)) * _EVEN
+
+
+def _sentence(name: str, numel: int | None, message: _Message, group: DataParallelGroup, source: str) -> str:
+    key = f"zero_optimization.{name} is auto"
+    if numel is None or group.world_size == 1:
+        return f"{key}: the default, since no other rank has the parameters of rank 0"
+    return (
+        f"{key}: {numel:,} elements ({numel * message.dtype.itemsize:,} bytes), the smallest {message.operation} among "
+        f"{group.world_size} ranks at {SHARE:.0%} of its bandwidth, by {source}"
+    )
+
+
+def _set(zero: ZeroConfig, decided: Mapping[str, int | None]) -> ZeroConfig:
+    sizes: dict[str, Any] = dict(decided)
+    sharding = zero.sharding
+    if PREFETCH_SIZE in sizes:
+        residency = sharding.residency._replace(prefetch=sizes.pop(PREFETCH_SIZE))
+        sharding = dataclasses.replace(sharding, residency=residency)
+    return dataclasses.replace(zero, **sizes, sharding=sharding, open_sizes=())
