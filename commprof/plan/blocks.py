@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from commprof.plan.predictions import Job, Prediction, predict
 from commprof.requested.configuration import zero_section
+from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import Parameter
+from commprof.requested.zero.parameter_blocks import numbered_module
 from commprof.schema import Op, Purpose
 
 
@@ -17,13 +19,8 @@ def blocks_of(parameters: Iterable[Parameter]) -> list[str]:
     >>> blocks_of([Parameter("h.0.mlp.weight", 4), Parameter("h.0.norm.weight", 2), Parameter("head.weight", 4)])
     ['h.0']
     """
-    names: dict[str, None] = {}
-    for parameter in parameters:
-        parts = parameter.module.split(".")
-        depth = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
-        if depth + 1 < len(parts):
-            names[".".join(parts[: depth + 1])] = None
-    return list(names)
+    numbered = {each.module: numbered_module(each.module) for each in parameters}
+    return list(dict.fromkeys(name for module, name in numbered.items() if name not in ("", module)))
 
 
 def all_gathers(sent: Iterable[Expectation]) -> int:
@@ -41,5 +38,15 @@ def all_gathers_by_block(found: Prediction, job: Job) -> int | None:
     names = blocks_of(job.model.parameters)
     if not names or zero.get("leaf_module"):
         return None
-    by_block = predict({**found.config, "zero_optimization": {**zero, "leaf_module": {"names": names}}}, job)
+    key = gather_unit_key(job)
+    keys = {key: "block"} if key == "stage3_gather_unit" else {key: {"names": names}}
+    try:
+        by_block = predict({**found.config, "zero_optimization": {**zero, **keys}}, job)
+    except RequestedError:  # another key does not go together with it
+        return None
     return None if by_block.note else all_gathers(by_block.sent)
+
+
+def gather_unit_key(job: Job) -> str:
+    """Return the key of ``zero_optimization`` by which the framework of ``job`` gathers blocks."""
+    return "stage3_gather_unit" if job.framework == "zero_runtime" else "leaf_module"

@@ -20,7 +20,7 @@ DTYPES: Final[dict[str, str]] = {
 
 
 _AUTO: Final = "auto"
-_AUTO_IS_A_VALUE: Final = ("topology",)
+_AUTO_IS_A_VALUE: Final = ("topology", "stage3_gather_unit")
 _WORDS: Final[dict[str, bool]] = {
     **dict.fromkeys(("true", "t", "yes", "y", "on"), True),
     **dict.fromkeys(("false", "f", "no", "n", "off"), False),

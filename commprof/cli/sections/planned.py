@@ -157,19 +157,24 @@ def _link_sentences(totals: Totals, hosts: Hosts, links: Links | None) -> list[s
 
 
 def _gathers(found: Prediction, job: Job) -> list[str]:
-    from commprof.plan.blocks import all_gathers, all_gathers_by_block
-    from commprof.requested.configuration import read_configuration
+    from commprof.plan.blocks import all_gathers, all_gathers_by_block, gather_unit_key
+    from commprof.requested.configuration import read_configuration, zero_section
+    from commprof.requested.zero.gather_configuration import read_gather_configuration
+    from commprof.requested.zero.parameter_blocks import gathered_blocks
 
     if read_configuration(found.config).stage != 3:
         return []
     gathers = all_gathers(found.sent)
     if not gathers:
         return []
+    gathering = read_gather_configuration(zero_section(found.config))
+    if job.framework == "zero_runtime" and gathered_blocks(job.model.parameters, gathering):
+        return [f"Stage 3 launches {gathers:,} all-gathers per step: each block of the model is a unit."]
     sentence = f"Stage 3 launches {gathers:,} all-gathers per step because each module is a unit"
     by_block = all_gathers_by_block(found, job)
     if by_block is None or by_block >= gathers:
         return [f"{sentence}."]
-    return [f"{sentence}; by block it would be {by_block:,} (zero_optimization.leaf_module)."]
+    return [f"{sentence}; by block it would be {by_block:,} (zero_optimization.{gather_unit_key(job)})."]
 
 
 def show_comparison(plan: Plan) -> None:

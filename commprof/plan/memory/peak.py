@@ -14,6 +14,7 @@ from commprof.requested.memory.states import Holding, reduces_beside_backward
 from commprof.requested.parameters import Parameter, item_bytes
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.gather_configuration import read_gather_configuration
+from commprof.requested.zero.parameter_blocks import gathered_blocks
 
 GATHER: Final = "parameter gather"
 PASSES: Final = "forward and backward pass"
@@ -99,13 +100,15 @@ def peak_of(
             lasting -= concatenated
     types = [configuration.model_dtype or each.dtype for each in parameters]
     # What is prefetched arrives in a buffer, from which the parameters are copied.
-    prefetch = read_gather_configuration(zero_section(config)).prefetch_bucket_size
-    arriving = min(gathered, prefetch * item_bytes(types[0]))
+    gathering = read_gather_configuration(zero_section(config))
+    blocks = gathered_blocks(parameters, gathering) if configuration.stage == 3 else []
+    arriving_numel = max((sum(each.numel for each in members) for members in blocks), default=0)
+    arriving = min(gathered, (arriving_numel or gathering.prefetch_bucket_size) * item_bytes(types[0]))
     gradients = _Gradients(
         0 if in_passes and not waits else whole,
         micro_batches > 1,
         configuration.reduce_bucket_size,
-        _copied(configuration, types[0]) if in_passes else 0,
+        _copied(configuration, types[0]) if in_passes and not blocks else 0,
         reduces_beside_backward(config),
         late,
     )

@@ -17,6 +17,7 @@ from commprof.requested.parameters import Parameter, check_parameters, in_model_
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
+from commprof.requested.zero.parameter_blocks import gathered_blocks, most_gathered
 from commprof.requested.zero.partition import lay_out
 from commprof.requested.zero.stages import micro_steps
 
@@ -83,6 +84,7 @@ class _Sizes(NamedTuple):
         master: bytes of an element of the master copy; 0 where the optimizer updates the parameter itself.
         state: bytes of the optimizer's state for an element.
         gradient: bytes of an element of an accumulated gradient.
+        block: elements of the largest block that stage 3 gathers and reduces by one message; 0 where modules are.
     """
 
     numel: int
@@ -92,6 +94,7 @@ class _Sizes(NamedTuple):
     master: int
     state: int
     gradient: int
+    block: int
 
 
 def holdings(
@@ -204,9 +207,11 @@ def _read(
     configuration = read_configuration(config)
     offload = read_offload(zero_section(config), configuration.stage)
     numel = share = sum(parameter.numel for parameter in parameters)
-    chunk = 0
+    chunk = block = 0
     if configuration.stage == 3:
         share = sum(-(-parameter.numel // world_size) for parameter in parameters)
+        blocks = gathered_blocks(parameters, read_gather_configuration(zero_section(config)))
+        block = max((sum(each.numel for each in members) for members in blocks), default=0)
     elif configuration.partitions:
         layout = lay_out(
             [parameters] if parameters else [],
@@ -232,7 +237,7 @@ def _read(
     return (
         configuration,
         offload,
-        _Sizes(numel, share, chunk, item, 0 if own else wide, wide * _states(config), gradient),
+        _Sizes(numel, share, chunk, item, 0 if own else wide, wide * _states(config), gradient, block),
     )
 
 
@@ -276,12 +281,17 @@ def _parameters(
     )
     gathering = read_gather_configuration(zero_section(config))
     listed = in_model_order(parameters)
+    note = "at most, while modules use them"
+    if sizes.block:
+        blocks = gathered_blocks(listed, gathering)
+        numel = most_gathered(listed, blocks, gathering)
+        note += f": {len(blocks)} blocks, each gathered by one message, {sizes.block * sizes.item:,} bytes at most"
+        return [shards, Holding("gathered parameters", numel * sizes.item, note=note)]
     persistent = sum(each.numel for each in persistent_parameters(listed, gathering))
     largest = max((each.numel for each in listed), default=0)
     # Parameters that are used again soon stay gathered, and prefetching stops at max_live_parameters.
     limit = max(gathering.max_live_parameters, gathering.max_reuse_distance) + largest + persistent
     gathered_numel = min(sizes.numel, limit)
-    note = "at most, while modules use them"
     if gathered_numel == sizes.numel:
         note += (
             ": all of the model, since stage3_max_reuse_distance and stage3_max_live_parameters allow as much"
@@ -328,11 +338,11 @@ def _bucket_bytes(
         return 0 if same else sizes.numel * sent_item
     numel = min(configuration.reduce_bucket_size, sizes.numel)
     overlaps = reduces_beside_backward(config)
-    if configuration.reduces_chunks:
+    if configuration.reduces_chunks or sizes.block:
         # One is filled; of those that are sent there is also what arrives, where that is not a shard alone.
         sent = _BUCKETS_UNDER_WAY if overlaps else 1
         arrives = configuration.reduce_scatter_on(backend) != "native"
-        return (sizes.chunk or numel) * sent_item * (1 + sent * (1 + arrives))
+        return (sizes.block or sizes.chunk or numel) * sent_item * (1 + sent * (1 + arrives))
     if not overlaps:
         return numel * sizes.item
     # Buffers take turns, and on CPUs both stay allocated however few buckets a step has.

@@ -6,12 +6,14 @@ Each of them may be written with or without ``stage3_``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from commprof.requested.errors import UnsupportedError
 from commprof.requested.keys import count, flag, section, wrong
 
 UNLIMITED: Final = 2**63 - 1
+MODULE: Final = "module"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,7 @@ class GatherConfiguration:
         leaf_suffixes: the same, by the end of their names.
         quantises: parameters are gathered in 8 bits; ``quantises_frozen``: those that are not trained are.
         quantises_gradients: gradients are reduced in 4 bits.
+        unit: what one message gathers: ``module``, ``block``, or ``auto`` where the model decides. A key of zero_runtime.
         weight_before_bias: whether the gradient of a linear layer's weight comes before that of its bias.
     """
 
@@ -54,6 +57,7 @@ class GatherConfiguration:
     quantises: bool = False
     quantises_frozen: bool = False
     quantises_gradients: bool = False
+    unit: str = MODULE
 
     def is_leaf(self, module: str) -> bool:
         """Whether the module of this name is gathered as one unit."""
@@ -69,7 +73,7 @@ def read_gather_configuration(zero: Mapping[str, Any]) -> GatherConfiguration:
     sequential = flag(zero, _key(zero, "allgather_sequential"), False)
     prefetch = _limit(zero, "prefetch_bucket_size", 50_000_000)
     leaf = section(zero, "leaf_module")
-    return GatherConfiguration(
+    read = GatherConfiguration(
         prefetch_bucket_size=1 if sequential else prefetch,
         persistence_threshold=_limit(zero, "param_persistence_threshold", 100_000),
         model_persistence_threshold=_limit(zero, "model_persistence_threshold", UNLIMITED),
@@ -86,6 +90,39 @@ def read_gather_configuration(zero: Mapping[str, Any]) -> GatherConfiguration:
         quantises=flag(zero, "zero_optimization.zero_quantized_weights", False),
         quantises_frozen=flag(zero, "zero_optimization.zero_quantized_nontrainable_weights", False),
         quantises_gradients=flag(zero, "zero_optimization.zero_quantized_gradients", False),
+    )
+    return replace(read, unit=_unit(zero, read))
+
+
+def _unit(zero: Mapping[str, Any], read: GatherConfiguration) -> str:
+    """What one message gathers; ``auto`` takes modules where a key works with modules alone."""
+    unit = zero.get("stage3_gather_unit", MODULE)
+    if unit not in (MODULE, "block", "auto"):
+        raise wrong("zero_optimization.stage3_gather_unit", unit, "module, block or auto")
+    offload = section(zero, "offload_param").get("device") not in (None, "none")
+    all_reduces = not flag(zero, "zero_optimization.reduce_scatter", True) and flag(
+        zero, "zero_optimization.contiguous_gradients", True
+    )
+    reduction = zero.get("gradient_reduction", "auto")
+    granularity = zero.get(_key(zero, "module_granularity_threshold").rpartition(".")[2], 0)
+    by_module = {
+        "stage3_allgather_sequential": read.sequential,
+        "stage3_use_all_reduce_for_fetch_params": read.gathers_by_all_reduce,
+        "stage3_module_granularity_threshold": isinstance(granularity, int) and granularity > 0,
+        "leaf_module": any(section(zero, "leaf_module").values()),
+        "zero_hpz_partition_size": read.secondary_size > 1,
+        "quantization": read.quantises or read.quantises_frozen or read.quantises_gradients,
+        "enable_sanity_checks": read.sanity_checks,
+        "offload_param": offload or flag(zero, "zero_optimization.cpu_offload_param", False),
+        "an all_reduce of gradients": reduction == "all_reduce" or (reduction == "auto" and all_reduces),
+    }
+    found = [name for name, is_set in by_module.items() if is_set]
+    if unit == MODULE or not found:
+        return str(unit)
+    if unit == "auto":
+        return MODULE
+    raise UnsupportedError(
+        "zero_optimization.stage3_gather_unit", unit, f"the runtime refuses it with {', '.join(found)}"
     )
 
 

@@ -289,6 +289,33 @@ def reduced_gradients(
     ]
 
 
+def reduced_blocks(
+    configuration: Configuration,
+    messages: Sequence[tuple[Sequence[Parameter], int]],
+    world_size: int,
+    *,
+    exchanges: bool,
+    notes: tuple[str, ...],
+) -> list[Sent]:
+    """The messages that reduce gradients block by block; every rank's row has the padding of each parameter.
+
+    Args:
+        messages: the parameters of each, and how many gradients have arrived when it is sent.
+        exchanges: an all_to_all is issued instead of a reduce_scatter.
+    """
+    dtype = configuration.communication_dtype
+    payloads = [sum(padded_bytes(each, world_size, dtype) for each in members) for members, _ in messages]
+    sent = Sent(
+        Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER,
+        tuple(payloads),
+        notes=notes,
+        rows=tuple((size // world_size,) * world_size for size in payloads) if exchanges else (),
+        arrived=tuple(count for _, count in messages),
+        padding_bytes=padding_of((each for members, _ in messages for each in members), world_size, dtype),
+    )
+    return [sent] if messages else []
+
+
 def unpartitioned_gradients(
     configuration: Configuration, buckets: Sequence[Bucket], *, exact: bool, notes: Iterable[str] = ()
 ) -> list[Sent]:

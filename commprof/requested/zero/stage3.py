@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from commprof.requested.configuration import Configuration
@@ -10,7 +11,8 @@ from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
 from commprof.requested.parameters import Parameter, in_model_order, item_bytes, trained_groups
 from commprof.requested.zero.gather_configuration import GatherConfiguration, read_gather_configuration
-from commprof.requested.zero.gathering import gathers_of, persistent_parameters
+from commprof.requested.zero.gathering import Gathers, gathers_of, persistent_parameters
+from commprof.requested.zero.parameter_blocks import Block, block_gathers, block_messages, gathered_blocks
 from commprof.requested.zero.sharded import (
     Sent,
     bucket_checks,
@@ -19,6 +21,7 @@ from commprof.requested.zero.sharded import (
     order_checks,
     padded_bytes,
     padding_of,
+    reduced_blocks,
     reduced_gradients,
     sub_groups,
     unpartitioned_gradients,
@@ -29,6 +32,7 @@ from commprof.schema import Op, Purpose
 FLAG_BYTES: Final = 1  # one uint8
 NORM_BYTES: Final = 8  # one float64
 OFFLOADED_NORM_BYTES: Final = 4  # one fp32
+NOTHING: Final = -1  # a threshold below the size of any parameter
 
 
 class Construction(NamedTuple):
@@ -144,42 +148,15 @@ def _start(configuration: Configuration, training: Training) -> list[Expectation
 def _micro_step(
     configuration: Configuration, gathering: GatherConfiguration, training: Training
 ) -> list[Expectation]:
-    world, order = training.world_size, training.gradient_order
-    used = used_parameters(training.parameters, order)
-    listed = in_model_order(training.parameters)
-    persistent = {p.name for p in persistent_parameters(listed, gathering, training.unpartitioned)}
-    gathers = gathers_of(
-        used,
-        gathering,
-        persistent & {p.name for p in used},
-        training.micro_steps,
-        training.iteration,
-        training.unpartitioned,
-        after_skip=training.after_skip,
-    )
-    trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
-    buckets, exact, notes = gradient_buckets(configuration, gathering, trained, order, training.unpartitioned)
-    texts = (describe_configuration(configuration), *notes)
-    gradients = reduced_gradients(
-        configuration,
-        buckets,
-        world,
-        exact=exact,
-        notes=texts,
-        exchanges=training.exchanges,
-        quantises=gathering.quantises_gradients and world > 1,
-    )
-    summed, is_certain, _ = gradient_buckets(
-        configuration, gathering, trained, order, {each.name for each in trained} - training.unpartitioned
-    )
-    gradients += unpartitioned_gradients(configuration, summed, exact=is_certain, notes=texts)
-    checks = [order_checks(gathers, training.iteration)]
-    if gathering.sanity_checks:
-        checks.append(bucket_checks(buckets, exact))
+    world = training.world_size
+    blocks = gathered_blocks(training.parameters, gathering, training.unpartitioned)
     # Attaching the hooks before the first step has already gathered everything.
     new_step = training.iteration % training.micro_steps == 0 and training.iteration >= training.micro_steps
+    gathers = _gathers(gathering, training, blocks)
     sent = gather_messages(gathers, configuration, gathering, world, first_of_step=new_step)
     gathered = _rows("micro_step", Purpose.PARAMETER_GATHER, sent, world)
+    gradients, check = _gradients(configuration, gathering, training, blocks)
+    checks = [None if blocks else order_checks(gathers, training.iteration), check]
     when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
     reduced = _rows(when, Purpose.GRADIENT_REDUCE, gradients, world)
     requested_gather = str(Op.ALL_REDUCE if gathering.gathers_by_all_reduce else Op.ALL_GATHER)
@@ -200,6 +177,59 @@ def _micro_step(
             for each in reduced
         ),
     ]
+
+
+def _gathers(gathering: GatherConfiguration, training: Training, blocks: Sequence[Block]) -> Gathers:
+    used = used_parameters(training.parameters, training.gradient_order)
+    if blocks:
+        return block_gathers(
+            training.parameters,
+            used,
+            blocks,
+            gathering,
+            training.iteration,
+            training.unpartitioned,
+            after_skip=training.after_skip,
+        )
+    listed = in_model_order(training.parameters)
+    persistent = {p.name for p in persistent_parameters(listed, gathering, training.unpartitioned)}
+    return gathers_of(
+        used,
+        gathering,
+        persistent & {p.name for p in used},
+        training.micro_steps,
+        training.iteration,
+        training.unpartitioned,
+        after_skip=training.after_skip,
+    )
+
+
+def _gradients(
+    configuration: Configuration, gathering: GatherConfiguration, training: Training, blocks: Sequence[Block]
+) -> tuple[list[Sent], Sent | None]:
+    """The messages that reduce gradients, and those that compare their buckets."""
+    world, order, unpartitioned = training.world_size, training.gradient_order, training.unpartitioned
+    trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
+    buckets, exact, notes = gradient_buckets(configuration, gathering, trained, order, unpartitioned)
+    texts = (describe_configuration(configuration), *notes)
+    if blocks:
+        messages = block_messages(blocks, trained, order, configuration.model_dtype)
+        sent = reduced_blocks(configuration, messages, world, exchanges=training.exchanges, notes=texts[:1])
+    else:
+        sent = reduced_gradients(
+            configuration,
+            buckets,
+            world,
+            exact=exact,
+            notes=texts,
+            exchanges=training.exchanges,
+            quantises=gathering.quantises_gradients and world > 1,
+        )
+    summed, is_certain, _ = gradient_buckets(
+        configuration, gathering, trained, order, {each.name for each in trained} - unpartitioned
+    )
+    sent += unpartitioned_gradients(configuration, summed, exact=is_certain, notes=texts)
+    return sent, bucket_checks(buckets, exact) if gathering.sanity_checks else None
 
 
 def sharded_agreements(
@@ -241,6 +271,8 @@ def _step_end(
         notes=() if configuration.gradient_clipping else ("sent although clipping is off",),
     )
     listed = in_model_order(training.parameters)
+    if gathered_blocks(listed, gathering, training.unpartitioned):
+        gathering = replace(gathering, persistence_threshold=NOTHING)
     persistent = persistent_parameters(listed, gathering, training.unpartitioned) if world > 1 else []
     regathered = Sent(
         Op.ALL_GATHER,

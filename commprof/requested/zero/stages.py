@@ -30,7 +30,7 @@ from commprof.requested.open_values import decide
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.support import optimizer_type, refuse_unsupported
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
-from commprof.requested.zero.gather_configuration import read_gather_configuration
+from commprof.requested.zero.gather_configuration import MODULE, read_gather_configuration
 from commprof.requested.zero.reductions import REDUCTIONS
 from commprof.requested.zero.stage3 import Construction, Training, stage3_expectations
 from commprof.requested.zero.unpartitioned import unpartitioned
@@ -124,6 +124,8 @@ def expected(
             after_skip,
         )
         gathering = read_gather_configuration(zero_section(config))
+        if runtime != "zero_runtime":
+            gathering = replace(gathering, unit=MODULE)
         rows = stage3_expectations(configuration, gathering, training)
     else:
         rows = flat_expectations(

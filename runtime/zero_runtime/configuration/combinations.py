@@ -9,6 +9,7 @@ from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL, Zer
 from zero_runtime.configuration.config_values import ConfigValues
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.stages import EACH
+from zero_runtime.sharding.gather_schedule.parameter_blocks import BLOCK
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
@@ -204,6 +205,15 @@ def _note_stage_3(config: ConfigValues, notices: list[str]) -> None:
         notices.append(
             f"{', '.join(idle)}: no effect at stage 3, where each parameter is partitioned separately"
         )
+    by_block = (
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "reduce_bucket_size",
+    )
+    if zero.sharding.residency.unit == BLOCK:
+        idle = [name for name in by_block if name in zero_block or name.removeprefix("stage3_") in zero_block]
+        if idle:
+            notices.append(f"{', '.join(idle)}: no effect with stage3_gather_unit block")
     unheeded = zero.gradient_reduction == "reduce_scatter" and zero_block.get("reduce_scatter") is False
     if unheeded and not zero.explicit_reduction:
         notices.append(

@@ -189,6 +189,12 @@ ZERO: Final[Table] = {
         )
         for prefix in ("stage3_", "")
     },
+    "stage3_gather_unit": stage_3(
+        choice("module", "block", "auto"),
+        "module",
+        "what one message gathers: a module's own parameters, as in DeepSpeed, or those of a block such as a layer; auto "
+        "chooses by the model. Not a key of DeepSpeed",
+    ),
     "stage3_gather_fp16_weights_on_model_save": stage_3(
         boolean, False, "old name of stage3_gather_16bit_weights_on_model_save"
     ),

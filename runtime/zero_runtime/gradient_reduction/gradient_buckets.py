@@ -263,6 +263,11 @@ class Bucketer:
         """Count buckets from 0 again."""
         self._number = 0
 
+    def take_number(self) -> int:
+        """The number of the next bucket of the step, which counts it."""
+        self._number += 1
+        return self._number - 1
+
     def add(self, entry: Entry, dtype: torch.dtype, replicated: bool = False) -> None:
         """Add a gradient to the bucket of communication dtype ``dtype``; flush the bucket first if it would not fit.
 
@@ -321,7 +326,7 @@ class Bucketer:
         else:
             tensor = joined([entry.gradient for entry in entries])
         bucket = Bucket(
-            number=self._number,
+            number=self.take_number(),
             tensor=tensor,
             runs=owner_runs([(shard.owner, shard.numel) for entry in entries for shard in entry.shards]),
             dtype=dtypes[0],
@@ -334,7 +339,6 @@ class Bucketer:
         )
         current.entries = []
         current.numel = 0
-        self._number += 1
         if hooks.recording():
             bucket.publish()
         flight = self._send(bucket)

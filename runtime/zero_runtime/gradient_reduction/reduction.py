@@ -141,7 +141,7 @@ def exchange(
         group: the data-parallel ranks.
     """
     received = _room(group.world_size * numels[group.rank], rows, bucket)
-    why = bucket.why(intended_op="reduce_scatter")
+    why = bucket.why(intended_op="reduce_scatter", padded=rows)
     return group.sum_rows(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
 
 

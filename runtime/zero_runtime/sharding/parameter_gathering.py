@@ -75,6 +75,8 @@ class Gatherer:
         quantizes: whether a parameter is gathered in 8 bits among all ranks; never inside the secondary group, nor by
             ``gather_each``, whose parameters may be changed and kept.
         why: the tag of the messages; None for the gather of a pass.
+        group: the ranks as a group of their own for the messages of :meth:`start`, so that they do not wait for other
+            messages; None for the group of each shard.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Gatherer:
         dtypes: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
         quantizes: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
         why: hooks.tag | None = None,
+        group: DataParallelGroup | None = None,
     ) -> None:
         self._why = why or _GATHER
+        self._group = group
         self._quantizes = quantizes
         self._sequential = sequential
         self._by_all_reduce = by_all_reduce
@@ -143,16 +147,22 @@ class Gatherer:
 
     def _send_one(self, shard: Shard) -> _Message:
         dtype, secondary = self._dtypes.get(shard.parameter, shard.dtype), self._secondary_of(shard)
-        return self._send(shard, secondary, dtype, secondary is None and self._quantizes(shard.parameter))
+        quantize = secondary is None and self._quantizes(shard.parameter)
+        return self._send(shard, secondary, dtype, quantize, self._group)
 
     def _secondary_of(self, shard: Shard) -> DataParallelGroup | None:
         return None if shard.secondary is None else self._secondary
 
     def _send(
-        self, shard: Shard, secondary: DataParallelGroup | None, dtype: torch.dtype, quantize: bool = False
+        self,
+        shard: Shard,
+        secondary: DataParallelGroup | None,
+        dtype: torch.dtype,
+        quantize: bool = False,
+        primary: DataParallelGroup | None = None,
     ) -> _Message:
         """Gather one parameter from its shards in the group ``secondary``, or with None from its primary shards."""
-        group = shard.group if secondary is None else secondary
+        group = secondary or primary or shard.group
         numel = _numel(shard, secondary)
         buffer = torch.empty(numel * group.world_size, dtype=dtype, device=shard.parameter.device)
         if secondary is None and shard.pager is not None:
@@ -181,7 +191,7 @@ class Gatherer:
     def _send_batch(self, shards: Sequence[Shard], quantize: bool) -> _Message:
         first = shards[0]
         secondary = self._secondary_of(first)
-        group = first.group if secondary is None else secondary
+        group = secondary or self._group or first.group
         dtype, device = self._dtypes.get(first.parameter, first.dtype), first.parameter.device
         if self._by_all_reduce and secondary is None:
             return _reduce_whole(shards, group, dtype, device)

@@ -13,6 +13,7 @@ from zero_runtime.gradient_reduction.reducer import Leaf, ParameterGroup, Policy
 from zero_runtime.optimizer_step.dtypes import Precision, communication_dtypes
 from zero_runtime.optimizer_step.grouping import shard_groups
 from zero_runtime.optimizer_step.partitioned_types import whole_parameters
+from zero_runtime.sharding.block_gradients import BlockGradients
 from zero_runtime.sharding.gather_schedule.leaves import get_z3_leaf_modules
 from zero_runtime.sharding.gather_schedule.residency import Residency
 from zero_runtime.sharding.shard_reduction import ShardReduction
@@ -74,15 +75,15 @@ class ShardedModel:
             norm_dtype=torch.float64 if config.zero.offload_optimizer is None else torch.float32,
             overlap=config.zero.overlap_comm,
         )
-        self.gradients = ShardedGradients(
-            self.groups,
-            dtypes,
-            policy,
-            group,
-            kinds.accumulation,
-            at_boundary,
-            _leaves(module, self.groups),
-            self._unpartitioned,
+        rest = (
+            *(self.groups, dtypes, policy, group, kinds.accumulation, at_boundary),
+            *(_leaves(module, self.groups), self._unpartitioned),
+        )
+        blocks = self._blocks()
+        self.gradients = (
+            BlockGradients(blocks, config.zero.reduce_scatter_impl, *rest)
+            if blocks
+            else ShardedGradients(*rest)
         )
         self.residency.listen(self.gradients.leaf_done)
         self.parameters = ShardedParameters(self.groups, self.residency)
@@ -97,9 +98,17 @@ class ShardedModel:
         )
         self._numbers.update(_numbers(groups))
         dtypes = communication_dtypes(self._module, self._kinds, self._config.precision.autocast_modules)
-        self.gradients.add(groups, dtypes, _leaves(self._module, groups))
+        leaves = _leaves(self._module, groups)
+        if isinstance(self.gradients, BlockGradients):
+            self.gradients.add(groups, dtypes, leaves, self._blocks())
+        else:
+            self.gradients.add(groups, dtypes, leaves)
         self.parameters.add(groups)
         return groups
+
+    def _blocks(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each block that is gathered and reduced by one message."""
+        return [[shard.parameter for shard in block.shards] for block in self.residency.blocks]
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:

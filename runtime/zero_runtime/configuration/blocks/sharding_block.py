@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from zero_runtime.configuration.blocks.offload_param_block import read_slice_offload
 from zero_runtime.errors import ConfigError
+from zero_runtime.sharding.gather_schedule.parameter_blocks import AUTO, MODULE
 from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
 
 # Keys that DeepSpeed accepts with and without the prefix, and their defaults. Sizes are elements.
@@ -69,6 +70,7 @@ class ShardingConfig:
             "zero_quantized_nontrainable_weights": policy.quantized_frozen,
             "zero_quantized_gradients": self.quantized_gradients,
             "log_trace_cache_warnings": policy.report_trace,
+            "stage3_gather_unit": policy.unit,
             "offload_param": policy.offload.effective(),
             "leaf_module": {
                 "classes": list(policy.leaf_classes),
@@ -97,6 +99,7 @@ def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
         leaf_suffixes=tuple(leaves.get("name_suffixes") or ()),
         granularity=named["module_granularity_threshold"],
         report_trace=values["log_trace_cache_warnings"],
+        unit=_unit(values, named),
         quantized=values["zero_quantized_weights"],
         quantized_frozen=values["zero_quantized_nontrainable_weights"],
         offload=read_slice_offload(values),
@@ -124,6 +127,37 @@ def _check_quantization(values: Mapping[str, Any], by_all_reduce: bool) -> None:
             "zero_optimization.zero_quantized_gradients is true, and gradient_reduction is all_reduce; quantized gradients "
             "go to the ranks that own them; remove one of the two keys"
         )
+
+
+def _unit(values: Mapping[str, Any], named: Mapping[str, Any]) -> str:
+    """What one message gathers. Keys that only modules know make auto choose them. Raises ConfigError if they conflict."""
+    unit: str = values["stage3_gather_unit"]
+    if unit == MODULE:
+        return unit
+    all_reduces = values["contiguous_gradients"] and not values["reduce_scatter"]
+    conflicts = {
+        "stage3_allgather_sequential": named["allgather_sequential"],
+        "stage3_use_all_reduce_for_fetch_params": named["use_all_reduce_for_fetch_params"],
+        "stage3_module_granularity_threshold": named["module_granularity_threshold"] > 0,
+        "leaf_module": bool(values["leaf_module"] and any(values["leaf_module"].values())),
+        "zero_hpz_partition_size": values["zero_hpz_partition_size"] > 1,
+        "zero_quantized_weights": values["zero_quantized_weights"],
+        "zero_quantized_nontrainable_weights": values["zero_quantized_nontrainable_weights"],
+        "zero_quantized_gradients": values["zero_quantized_gradients"],
+        "enable_sanity_checks": values["enable_sanity_checks"],
+        "offload_param": read_slice_offload(values).device != "none",
+        "gradient_reduction all_reduce": values["gradient_reduction"] == "all_reduce",
+        "reduce_scatter false": values["gradient_reduction"] == "auto" and all_reduces,
+    }
+    found = [name for name, conflict in conflicts.items() if conflict]
+    if not found:
+        return unit
+    if unit == AUTO:
+        return MODULE
+    raise ConfigError(
+        "zero_optimization.stage3_gather_unit is block, which gathers a block by one all_gather and reduces its gradients "
+        f"by one reduce_scatter, and does not go together with {', '.join(found)}; remove one of the two, or use module"
+    )
 
 
 def _either(values: Mapping[str, Any], name: str) -> Any:

@@ -91,7 +91,7 @@ class Unit:
         self._external[id(parameter)] = parameter
 
     def read(self, shard: Shard) -> None:
-        """Gather a released parameter that the forward pass of this unit reads."""
+        """Gather a parameter that the forward pass of this unit reads and that no running module uses."""
         self.host.read(self, shard)
 
 

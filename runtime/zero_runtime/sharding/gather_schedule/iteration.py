@@ -124,6 +124,8 @@ class Iteration:
 
     def read(self, unit: Unit, shard: Shard) -> None:
         """Gather a released parameter that a module reads in its forward pass, from now on with its own."""
+        if shard.available:
+            return
         self._borrow(unit, shard)
         self._gatherer.gather_each([shard])
 
@@ -253,8 +255,11 @@ class Iteration:
         self.drain()
         if self.pager is not None:
             self.pager.cancel()
+        self._warn(f"{type(unit.module).__name__} (module {unit.number})")
+
+    def _warn(self, what: str) -> None:
+        """Report that ``what`` does not run in the recorded order, if that is wanted."""
         if self._report_trace and self._group.rank == 0:
-            what = f"{type(unit.module).__name__} (module {unit.number})"
             log.warning(f"{what} does not run in the recorded order of modules; recording again")
 
     def _compare(self, numbers: Sequence[int]) -> None:

@@ -38,20 +38,21 @@ class Modules(Protocol):
         """The parameters gathered with ``module``; if ``deep`` is not None, its own with or without its submodules'."""
 
 
-class _Reach:
+class Reach:
     """The distance to the next use of parameters, in elements that other modules use before."""
 
-    def __init__(self, used: Sequence[Sequence[int]], numels: Mapping[int, int]) -> None:
+    def __init__(self, used: Sequence[Sequence[int]], numels: Mapping[int, int] | Sequence[int]) -> None:
         self._before = [0, *accumulate(sum(numels[p] for p in each) for each in used)]
         self._positions: dict[int, list[int]] = {}
         for position, each in enumerate(used):
             for parameter in each:
                 self._positions.setdefault(parameter, []).append(position)
 
-    def distance(self, parameter: int, position: int) -> int | None:
+    def distance(self, parameter: int, position: int, end: int | None = None) -> int | None:
+        """Elements used from ``position`` on before ``parameter`` is; None if it is not, or not before ``end``."""
         positions = self._positions.get(parameter, [])
         index = bisect_left(positions, position)
-        if index == len(positions):
+        if index == len(positions) or (end is not None and positions[index] >= end):
             return None
         return self._before[positions[index]] - self._before[position]
 
@@ -75,7 +76,7 @@ class Trace:
         self.uses = tuple(Use(p, at) for at, module in enumerate(self.modules) for p in parameters_of(module))
         self._parameters_of = parameters_of
         self._numels = numels
-        self._reaches: dict[bool, _Reach] = {}
+        self._reaches: dict[bool, Reach] = {}
 
     def distance(self, parameter: int, position: int, deep: bool = False) -> int | None:
         """Elements that modules from ``position`` on use before one uses ``parameter``; None if none does.
@@ -84,7 +85,7 @@ class Trace:
         """
         reach = self._reaches.get(deep)
         if reach is None:
-            reach = _Reach([self._parameters_of(module, deep) for module in self.modules], self._numels)
+            reach = Reach([self._parameters_of(module, deep) for module in self.modules], self._numels)
             self._reaches[deep] = reach
         return reach.distance(parameter, position)
 

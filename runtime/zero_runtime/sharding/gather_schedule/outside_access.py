@@ -28,7 +28,7 @@ running: Final[list[Reader]] = []
 
 
 class WatchedParameters(dict[str, Any]):
-    """The parameters of a module (``module._parameters``); reading a released one in a forward pass gathers it.
+    """The parameters of a module (``module._parameters``); reading a released or unused one in a forward pass gathers it.
 
     Attributes:
         version: counts the changes.
@@ -48,7 +48,7 @@ class WatchedParameters(dict[str, Any]):
         parameter = super().__getitem__(name)
         if running and parameter is not None:
             shard = shard_of(parameter)
-            if shard is not None and not shard.available:
+            if shard is not None and not (shard.available and shard.active):
                 running[-1].read(shard)
         return parameter
 

@@ -10,6 +10,7 @@ from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.offload.tensor_files import AsynchronousIO
+from zero_runtime.sharding.gather_schedule.parameter_blocks import MODULE
 
 
 class SliceOffload(NamedTuple):
@@ -61,6 +62,7 @@ class ResidencyPolicy(NamedTuple):
         granularity: modules of fewer elements per layer than this are leaf modules; 0 for none.
         quantized: parameters are gathered in 8 bits among all ranks; ``quantized_frozen``: only frozen parameters.
         report_trace: print a warning when the recorded order of modules no longer holds.
+        unit: what one message gathers: ``module``, ``block`` or ``auto``.
         offload: the storage of released shards.
     """
 
@@ -77,6 +79,7 @@ class ResidencyPolicy(NamedTuple):
     leaf_suffixes: tuple[str, ...] = ()
     granularity: int = 0
     report_trace: bool = False
+    unit: str = MODULE
     quantized: bool = False
     quantized_frozen: bool = False
     offload: SliceOffload = SliceOffload()
@@ -101,3 +104,11 @@ def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | 
         if first <= group.rank < first + size:
             own_group = DataParallelGroup(ranks)
     return own_group
+
+
+def gather_group(group: DataParallelGroup) -> DataParallelGroup:
+    """The ranks of ``group`` as a further group with the same observers. Every rank must call it."""
+    own = DataParallelGroup(comm.new_group(group.global_ranks, "parameter gathering"))
+    for observer in group.observers:
+        own.observe(observer)
+    return own

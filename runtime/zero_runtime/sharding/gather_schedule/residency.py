@@ -27,10 +27,12 @@ from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.gather_schedule import leaves, outside_access
+from zero_runtime.sharding.gather_schedule.block_iteration import Block, BlockIteration
 from zero_runtime.sharding.gather_schedule.gather_units import Unit, units_of, watch_inputs
 from zero_runtime.sharding.gather_schedule.iteration import Iteration
 from zero_runtime.sharding.gather_schedule.module_order import Limits
-from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy, secondary_group
+from zero_runtime.sharding.gather_schedule.parameter_blocks import blocks_of, gathers_by_block
+from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy, gather_group, secondary_group
 from zero_runtime.sharding.parameter_gathering import ACCESS, Gatherer, broadcast
 from zero_runtime.sharding.placement.shard_storage import SliceStorage
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
@@ -61,13 +63,20 @@ class Residency:
         self._module = module
         self._group = group
         self._policy = policy
-        secondary = secondary_group(group, policy.secondary_size)
+        numels = {name: _numel(parameter) for name, parameter in module.named_parameters()}
+        by_block = gathers_by_block(policy.unit, numels, policy.max_live)
         self._gatherer = Gatherer(
-            policy.sequential, policy.by_all_reduce, secondary, dtypes, policy.quantizes
+            policy.sequential,
+            policy.by_all_reduce,
+            secondary_group(group, policy.secondary_size),
+            dtypes,
+            policy.quantizes,
+            group=gather_group(group) if by_block else None,
         )
         prefetch = min(policy.prefetch, 1) if policy.sequential else policy.prefetch
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
-        self._iteration = Iteration(group, self._gatherer, limits, policy.report_trace)
+        kind = BlockIteration if by_block else Iteration
+        self._iteration = kind(group, self._gatherer, limits, policy.report_trace)
         self._storage = SliceStorage(policy.offload, group.device, comm.get_rank())
         self._handles: list[Any] = []
         self._flagged: list[torch.nn.Module] = []  # leaf modules by the policy's granularity
@@ -108,6 +117,8 @@ class Residency:
         if storage.pager is not None:
             storage.pager.ahead = min(self._policy.prefetch, self._policy.max_live) // self._group.world_size
         self._iteration.pager = storage.pager
+        if isinstance(self._iteration, BlockIteration):
+            self._iteration.divide(self.blocks)
         storage.report(self._iteration.shards.values())
 
     def _flag_leaves(self) -> None:
@@ -123,8 +134,25 @@ class Residency:
             )
         self._flagged = [module for module in fine if module not in before]
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks that are gathered by one message each; none if modules are. Unpartitioned parameters are in none."""
+        if not isinstance(self._iteration, BlockIteration):
+            return []
+        partitioned = {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter not in self._unpartitioned
+        }
+        return [
+            Block(name, shards_of(partitioned[each] for each in members))
+            for name, members in blocks_of(partitioned).items()
+        ]
+
     def _persists(self, shard: Shard, before: int) -> bool:
         """Whether a parameter persists: it is small, and fits after ``before`` persistent elements."""
+        if isinstance(self._iteration, BlockIteration):
+            return False
         fits = before + shard.numel <= self._policy.model_persistence
         return fits and shard.numel <= self._policy.persistence
 
@@ -239,6 +267,14 @@ class Residency:
         self._iteration.shards.clear()
         if residency_of(self._module) is self:
             delattr(self._module, _ATTRIBUTE)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of a parameter, sharded or not; 0 for a lazy one."""
+    shard = shard_of(parameter)
+    if shard is not None:
+        return shard.numel
+    return 0 if torch.nn.parameter.is_lazy(parameter) else parameter.numel()
 
 
 def _before_gradient(iteration: Iteration, shard: Shard, gradient: torch.Tensor) -> None:

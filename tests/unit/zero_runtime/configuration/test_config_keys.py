@@ -163,6 +163,7 @@ VALUES = {
     "zero_optimization.memory_efficient_linear": (False, STAGE_3),
     "zero_optimization.log_trace_cache_warnings": (True, STAGE_3),
     "zero_optimization.enable_sanity_checks": (True, STAGE_3),
+    "zero_optimization.stage3_gather_unit": ("block", {"zero_optimization": {"stage": 3}}),
     "zero_optimization.leaf_module": ({"names": ["a"]}, STAGE_3),
     "zero_optimization.leaf_module.classes": (["a"], STAGE_3),
     "zero_optimization.leaf_module.names": (["a"], STAGE_3),

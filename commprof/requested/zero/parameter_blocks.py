@@ -1,0 +1,245 @@
+"""Stage 3 of zero_runtime by blocks (``stage3_gather_unit``): which parameters one message gathers, and when.
+
+A block is what an outermost numbered module contains (a child of a ModuleList or Sequential), or the parameters between two
+of them; in a model without numbered modules what a child of the model contains. Passing from one block to another is a
+visit. The first micro-batch records the visits: each gathers its block, and gives the one before back. Later ones also
+gather the next blocks ahead, and keep what is used again soon. Gradients of a block leave in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import accumulate, groupby
+from typing import Final, NamedTuple
+
+from commprof.requested.parameters import Parameter, in_model_order
+from commprof.requested.zero.gather_configuration import GatherConfiguration
+from commprof.requested.zero.gathering import REPEATED_USES, Gather, Gathers
+from commprof.requested.zero.modules import Visit, module_tree, training_visits
+
+Block = tuple[Parameter, ...]
+_NEVER: Final = 2**63
+
+
+def numbered_module(module: str) -> str:
+    """The outermost numbered module that ``module`` is or is in; empty without one.
+
+    >>> numbered_module("h.3.mlp.experts.0")
+    'h.3'
+    """
+    parts = module.split(".")
+    ends = (place for place, part in enumerate(parts, 1) if part.isdecimal())
+    return ".".join(parts[: next(ends, 0)])
+
+
+def blocks_of(parameters: Sequence[Parameter], unpartitioned: Set[str] = frozenset()) -> list[Block]:
+    """The blocks of a model with ``parameters``, in model order; ``unpartitioned`` parameters are in none."""
+    listed = [each for each in in_model_order(parameters) if each.name not in unpartitioned]
+    numbers = any(numbered_module(each.module) for each in listed)
+    blocks: dict[str, list[Parameter]] = {}
+    for name, run in groupby(
+        listed, lambda each: numbered_module(each.module) if numbers else each.module.split(".")[0]
+    ):
+        members = list(run)
+        blocks.setdefault(name or f"{members[0].module}:{members[-1].module}", []).extend(members)
+    return [tuple(each) for each in blocks.values()]
+
+
+def gathered_blocks(
+    parameters: Sequence[Parameter], configuration: GatherConfiguration, unpartitioned: Set[str] = frozenset()
+) -> list[Block]:
+    """The blocks that are gathered by one message each; none where modules are.
+
+    With ``auto`` there are some if the model has two numbered modules, and the largest block fits twice into
+    ``stage3_max_live_parameters``.
+    """
+    if configuration.unit == "module":
+        return []
+    if configuration.unit == "auto":
+        numbered = {numbered_module(each.module) for each in parameters} - {""}
+        largest = max(map(_numel, blocks_of(parameters)), default=0)
+        if len(numbered) < 2 or 2 * largest > configuration.max_live_parameters:
+            return []
+    return blocks_of(parameters, unpartitioned)
+
+
+class _Live(NamedTuple):
+    """What a visit leaves gathered, and what it gathers."""
+
+    numel: int
+    gathers: tuple[Gather, ...]
+
+
+class _Visits:
+    """The visits of one micro-batch.
+
+    Args:
+        blocks: of the model.
+        configuration: the keys of stage 3.
+        visits: of the modules, in the order in which they run.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], configuration: GatherConfiguration, visits: Sequence[Visit]
+    ) -> None:
+        self._configuration = configuration
+        self._members = blocks
+        self._numels = [_numel(block) for block in blocks]
+        self._window = min(configuration.prefetch_bucket_size, max(self._numels, default=0))
+        self._block_of = {each.name: number for number, block in enumerate(blocks) for each in block}
+        self._visits = visits
+        self._order: list[int] = []
+        for visit in visits:
+            for block in self._used(visit) if visit.enters else ():
+                if not self._order or self._order[-1] != block:
+                    self._order.append(block)
+        self._until = [0, *accumulate(self._numels[block] for block in self._order)]
+
+    def run(self, *, recording: bool, missing: Iterable[Parameter] = ()) -> Iterator[_Live]:
+        """What each visit gathers.
+
+        Args:
+            recording: the order is not known yet.
+            missing: unpartitioned parameters that are not gathered.
+        """
+        absent = {each.name: each for each in missing}
+        users: list[set[tuple[str, bool]]] = [set() for _ in self._members]
+        gathered: set[int] = set()
+        place = -1
+        for visit in self._visits:
+            module, enters, forward = visit
+            used = self._used(visit)
+            for block in used:
+                (users[block].add if enters else users[block].discard)((module.name, forward))
+            for block in used if enters else ():
+                if place >= 0 and self._order[place] == block:
+                    continue
+                place += 1
+                ahead = [] if recording else self._ahead(place)
+                idle = [each for each in gathered if each != block and not users[each] and each not in ahead]
+                gathered -= self._released(place, idle, ahead) if not recording else set(idle)
+                lacking = [each for each in (block, *ahead) if each not in gathered]
+                gathered |= set(lacking)
+                yield _Live(
+                    sum(self._numels[each] for each in gathered),
+                    tuple(Gather(self._members[each], forward) for each in lacking),
+                )
+            alone = tuple(
+                absent.pop(each.name) for each in module.parameters if enters and each.name in absent
+            )
+            if alone:
+                yield _Live(0, (Gather(alone, forward),))
+
+    def _used(self, visit: Visit) -> list[int]:
+        names = (each.name for each in visit.module.parameters)
+        return list(dict.fromkeys(self._block_of[name] for name in names if name in self._block_of))
+
+    def _ahead(self, place: int) -> list[int]:
+        """The next blocks: one, and further ones while all of them are no larger than the largest block."""
+        current, limit = self._order[place], self._configuration.max_live_parameters
+        ahead: list[int] = []
+        for block in self._order[place + 1 :] if self._configuration.prefetch_bucket_size else ():
+            if block == current or block in ahead:
+                continue
+            numel = sum(self._numels[each] for each in (*ahead, block))
+            if (ahead and numel > self._window) or self._numels[current] + numel > limit:
+                break
+            ahead.append(block)
+        return ahead
+
+    def _released(self, place: int, idle: Sequence[int], ahead: Sequence[int]) -> set[int]:
+        """The ``idle`` blocks that are not kept; those that are used again first are kept first."""
+        room = self._configuration.max_live_parameters
+        room -= sum(self._numels[each] for each in {self._order[place], *ahead})
+        released = set()
+        for distance, block in sorted((self._distance(place, block), block) for block in idle):
+            if distance < self._configuration.max_reuse_distance and self._numels[block] <= room:
+                room -= self._numels[block]
+            else:
+                released.add(block)
+        return released
+
+    def _distance(self, place: int, block: int) -> int:
+        """Elements of the visits from ``place`` on before one of ``block``."""
+        try:
+            return self._until[self._order.index(block, place)] - self._until[place]
+        except ValueError:
+            return _NEVER
+
+
+def block_gathers(
+    parameters: Sequence[Parameter],
+    used: Sequence[Parameter],
+    blocks: Sequence[Block],
+    configuration: GatherConfiguration,
+    iteration: int,
+    unpartitioned: Set[str] = frozenset(),
+    *,
+    after_skip: bool = False,
+) -> Gathers:
+    """What micro-batch number ``iteration`` of a training gathers.
+
+    Args:
+        parameters: of the model.
+        used: those whose modules run.
+        blocks: that are gathered.
+        configuration: the keys of stage 3.
+        iteration: number of the micro-batch since training started, from 0.
+        unpartitioned: names of the parameters that are in no block, and stay gathered.
+        after_skip: the step before was skipped, which released all parameters.
+    """
+    listed = in_model_order(parameters)
+    missing = [each for each in listed if each.name in unpartitioned] if after_skip else []
+    visits = _Visits(blocks, configuration, training_visits(module_tree(used)))
+    gathers = tuple(
+        gather for live in visits.run(recording=iteration == 0, missing=missing) for gather in live.gathers
+    )
+    numel = sum(map(_numel, blocks))
+    fits = numel <= configuration.max_live_parameters
+    once = iteration > 0 and fits and REPEATED_USES * numel <= configuration.max_reuse_distance
+    return Gathers(gathers, once and not missing, once, 0, 0)
+
+
+def most_gathered(
+    parameters: Sequence[Parameter], blocks: Sequence[Block], configuration: GatherConfiguration
+) -> int:
+    """Most elements of ``blocks`` that are gathered at once, if all of the model's ``parameters`` are used."""
+    visits = _Visits(blocks, configuration, training_visits(module_tree(in_model_order(parameters))))
+    return max((live.numel for live in visits.run(recording=False)), default=0)
+
+
+def block_messages(
+    blocks: Sequence[Block],
+    trained: Sequence[Parameter],
+    gradient_order: Sequence[str] | None,
+    model_dtype: str | None,
+) -> list[tuple[Block, int]]:
+    """The messages that reduce gradients: their parameters, and how many gradients have arrived when each is sent.
+
+    One is sent when the last of its gradients arrives; at the end of the pass, if some of them are missing.
+
+    Args:
+        blocks: of the model.
+        trained: the trained parameters.
+        gradient_order: names in the order of the gradients; None for the reverse order of the model.
+        model_dtype: the element type of all parameters; None where each has its own.
+    """
+    order = gradient_order
+    if order is None:
+        order = [each.name for each in reversed(in_model_order(trained))]
+    place = {name: number for number, name in enumerate(order, 1)}
+    names = {each.name for each in trained if each.numel}
+    sent = []
+    for block in blocks:
+        members = tuple(each for each in block if each.name in names)
+        for dtype in dict.fromkeys(model_dtype or each.dtype for each in members):
+            alike = tuple(each for each in members if (model_dtype or each.dtype) == dtype)
+            arrived = [place[each.name] for each in alike if each.name in place]
+            if arrived:
+                is_full = len(arrived) == len(alike)
+                sent.append((max(arrived) if is_full else len(order), not is_full, alike))
+    return [(alike, count) for count, _, alike in sorted(sent, key=lambda each: each[:2])]
+
+
+def _numel(block: Iterable[Parameter]) -> int:
+    return sum(each.numel for each in block)

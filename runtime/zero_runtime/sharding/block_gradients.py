@@ -1,0 +1,240 @@
+"""Reduction of gradients block by block (stage 3): one reduce_scatter for the parameters that are gathered by one message.
+
+Each gradient is copied into the rows of its block when it is ready: row r has shard r of every parameter, padded with zeros
+to ceil(numel / ranks) elements. The rows are sent when the last gradient has arrived, during the backward pass.
+At the end of the pass a block without some of its gradients is sent with zeros for them, and one without any is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_runtime.gradient_reduction import reduction
+from zero_runtime.gradient_reduction.flat_layout import Run
+from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, FULL, Bucket, Entry
+from zero_runtime.gradient_reduction.reducer import Leaf, ParameterGroup, ShardedGradients, add_rounded
+from zero_runtime.gradient_reduction.reduction import Finish
+from zero_runtime.sharding.shards import shard_of, slice_numel
+
+
+class _Member(NamedTuple):
+    """One parameter of a message. Counts are elements.
+
+    Attributes:
+        name: of the parameter.
+        group, place: the number of its group, and its number in that.
+        numel: of the parameter.
+        start, width: its place in a row, padding included.
+        target: first element of its shard in the gradients of its group.
+    """
+
+    name: str
+    group: int
+    place: int
+    numel: int
+    start: int
+    width: int
+    target: int
+
+
+class _Message:
+    """The parameters that one reduce_scatter carries, and the gradients that have arrived.
+
+    Attributes:
+        members: the parameters, in the order of the rows.
+        dtype: the communication dtype.
+        kept: the dtype of the gradients.
+        width: elements of a row.
+        rows: the gradients, one row for each rank; None while none has arrived.
+        arrived: the members whose gradients are in ``rows``.
+    """
+
+    __slots__ = ("arrived", "dtype", "kept", "members", "rows", "spans", "width")
+
+    def __init__(self, members: Sequence[_Member], dtype: torch.dtype, kept: torch.dtype) -> None:
+        self.members = members
+        self.dtype = dtype
+        self.kept = kept
+        self.width = sum(each.width for each in members)
+        self.rows: torch.Tensor | None = None
+        self.arrived: set[_Member] = set()
+        self.spans = _spans(members)
+
+    def real(self, rank: int) -> int:
+        """Elements of row ``rank`` without padding."""
+        return sum(max(0, min(each.width, each.numel - rank * each.width)) for each in self.members)
+
+
+class BlockGradients(ShardedGradients):
+    """A :class:`ShardedGradients` that sends one message for each block and dtype.
+
+    Unpartitioned parameters are in no block; their gradients enter buckets.
+
+    Args:
+        blocks: the parameters of each block, in the order of the rows.
+        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        arguments: the others are those of a ShardedGradients.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[torch.nn.Parameter]],
+        implementation: str | None,
+        groups: Sequence[ParameterGroup],
+        *arguments: Any,
+    ) -> None:
+        self._blocks = blocks
+        self._implementation = implementation
+        self._messages: list[_Message] = []
+        self._message_of: dict[tuple[int, int], tuple[_Message, _Member]] = {}
+        super().__init__(groups, *arguments)
+        self._divide()
+
+    def add(
+        self,
+        groups: Sequence[ParameterGroup],
+        dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+        leaves: Sequence[Leaf] = (),
+        blocks: Sequence[Sequence[torch.nn.Parameter]] | None = None,
+    ) -> None:
+        """Reduce the gradients of further ``groups`` too; the parameters are in ``blocks`` then."""
+        super().add(groups, dtypes, leaves)
+        if blocks is not None:
+            self._blocks = blocks
+            self._divide()
+
+    def _divide(self) -> None:
+        self._messages.clear()
+        self._message_of.clear()
+        for block in self._blocks:
+            alike: dict[tuple[torch.dtype, torch.dtype], list[torch.nn.Parameter]] = {}
+            for parameter in block:
+                if parameter in self._places and _numel(parameter):
+                    dtypes = self._dtypes[parameter], parameter.dtype
+                    alike.setdefault(dtypes, []).append(parameter)
+            for (dtype, _), parameters in sorted(alike.items(), key=lambda each: str(each[0])):
+                self._add_message(parameters, dtype)
+
+    def _add_message(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
+        members, start = [], 0
+        for parameter in parameters:
+            number, index = self._places[parameter]
+            numel = _numel(parameter)
+            width = slice_numel(numel, self._group.world_size)
+            target = self._shards[number][index][0].offset
+            name = self._groups[number].names[index]
+            members.append(_Member(name, number, index, numel, start, width, target))
+            start += width
+        message = _Message(members, dtype, parameters[0].dtype)
+        self._messages.append(message)
+        self._message_of.update(((each.group, each.place), (message, each)) for each in members)
+
+    @torch.no_grad()
+    def _add(self, number: int, index: int) -> None:
+        place = self._message_of.get((number, index))
+        parameter = self._groups[number].parameters[index]
+        if place is None:
+            super()._add(number, index)
+            return
+        message, member = place
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        self._lay(message, member, gradient.reshape(-1))
+        if len(message.arrived) == len(message.members):
+            self._send_message(message, FULL)
+
+    def _lay(self, message: _Message, member: _Member, gradient: torch.Tensor) -> None:
+        """Copy a gradient into its places of the rows; add it, if it is there already."""
+        world = self._group.world_size
+        if message.rows is None:
+            message.rows = torch.empty((world, message.width), dtype=message.dtype, device=gradient.device)
+        places = message.rows.narrow(1, member.start, member.width)
+        divisor = self._policy.scaling.bucket_divisor
+        if divisor != 1.0:
+            gradient = gradient / divisor
+        again = member in message.arrived
+        message.arrived.add(member)
+        whole, rest = divmod(member.numel, member.width)
+        put = torch.Tensor.add_ if again else torch.Tensor.copy_
+        if whole:
+            put(places[:whole], gradient[: whole * member.width].view(whole, member.width))
+        if rest:
+            put(places[whole, :rest], gradient[whole * member.width :])
+        if not again and whole < world:
+            places[whole, rest:].zero_()
+            places[whole + 1 :].zero_()
+
+    def _finish(self) -> None:
+        for message in self._messages:
+            if message.rows is not None:
+                for member in message.members:
+                    if member not in message.arrived:
+                        message.rows.narrow(1, member.start, member.width).zero_()
+                self._send_message(message, END_OF_BACKWARD)
+        super()._finish()
+
+    def _send_message(self, message: _Message, reason: str) -> None:
+        rows = message.rows
+        assert rows is not None
+        message.rows = None
+        message.arrived = set()
+        scaling = self._policy.scaling
+        if scaling.divisor != 1.0:
+            rows.div_(scaling.divisor)
+        if scaling.factor_before != 1.0:
+            rows.mul_(scaling.factor_before)
+        bucket = Bucket(
+            number=self._bucketer.take_number(),
+            tensor=rows.view(-1),
+            runs=tuple(
+                Run(rank, rank * message.width, message.real(rank)) for rank in range(self._group.world_size)
+            ),
+            dtype=message.dtype,
+            limit=rows.numel(),
+            scaling=scaling,
+            entries=tuple(Entry(each.name, rows, (), each.group) for each in message.members),
+            flush_reason=reason,
+            members=self._group.global_ranks,
+        )
+        bucket.publish()
+        self._overlap.send(bucket, lambda each: self._scatter(message, each))
+
+    def _scatter(self, message: _Message, bucket: Bucket) -> Finish | None:
+        """Send the rows, and add this rank's sum to its shards."""
+        group = self._group
+        if (self._implementation or reduction.default_implementation(group.backend)) == reduction.ALL_TO_ALL:
+            work, total = reduction.exchange(bucket.tensor, [message.width] * group.world_size, bucket, group)
+        else:
+            work, total = reduction.scatter(bucket.tensor, bucket, group)
+        return reduction.after([work], lambda: self._take(message, total(), bucket.scaling.factor_after))
+
+    @torch.no_grad()
+    def _take(self, message: _Message, total: torch.Tensor, factor: float) -> None:
+        mine = total.to(message.kept)
+        if factor != 1.0:
+            mine = mine * factor
+        for group, target, start, width in message.spans:
+            add_rounded(self.shards[group].narrow(0, target, width), mine.narrow(0, start, width))
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    shard = shard_of(parameter)
+    assert shard is not None
+    return shard.numel
+
+
+def _spans(members: Sequence[_Member]) -> list[tuple[int, int, int, int]]:
+    """Adjacent members that are adjacent in one group too: the group, the places in it and in a row, and the width."""
+    spans: list[tuple[int, int, int, int]] = []
+    for each in members:
+        if spans:
+            group, target, start, width = spans[-1]
+            if group == each.group and target + width == each.target:
+                spans[-1] = group, target, start, width + each.width
+                continue
+        spans.append((each.group, each.target, each.start, each.width))
+    return spans

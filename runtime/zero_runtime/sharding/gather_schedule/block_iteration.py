@@ -1,0 +1,180 @@
+"""Gathering and releasing of blocks of parameters while a model runs forward and backward (stage 3).
+
+A block is gathered by one message when one of its modules begins, unless it has been gathered ahead. It is released when a
+module of another block begins, so the head of a model stays gathered from its forward to its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.sharding.gather_schedule.block_order import BlockOrder
+from zero_runtime.sharding.gather_schedule.gather_units import Unit
+from zero_runtime.sharding.gather_schedule.iteration import Iteration
+from zero_runtime.sharding.gather_schedule.module_order import Limits
+from zero_runtime.sharding.parameter_gathering import Gatherer
+from zero_runtime.sharding.shards import Shard, Status
+
+
+class Block(NamedTuple):
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: of the block.
+        shards: of its parameters.
+    """
+
+    name: str
+    shards: Sequence[Shard]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a module uses one of its parameters."""
+        return any(each.active for each in self.shards)
+
+    @property
+    def missing(self) -> list[Shard]:
+        """The shards of its released parameters."""
+        return [each for each in self.shards if each.status is Status.NOT_AVAILABLE]
+
+
+class BlockIteration(Iteration):
+    """An :class:`Iteration` that gathers whole blocks, and follows the order of blocks.
+
+    Args:
+        group, gatherer, limits, report_trace: as of an Iteration.
+    """
+
+    def __init__(
+        self, group: DataParallelGroup, gatherer: Gatherer, limits: Limits, report_trace: bool
+    ) -> None:
+        super().__init__(group, gatherer, limits, report_trace)
+        self._limits = limits
+        self._gathered: dict[int, None] = {}  # blocks that are gathered, or on their way
+        self._ahead: set[int] = set()  # those that are gathered ahead of their use
+        self._differentiates = False  # a backward pass follows, or runs
+        self._turned = False  # it runs
+        self.divide([])
+
+    def divide(self, blocks: Sequence[Block]) -> None:
+        """Gather ``blocks`` from now on; the order is recorded again."""
+        self._blocks = blocks
+        self._block_of = {shard.number: index for index, block in enumerate(blocks) for shard in block.shards}
+        self._order = BlockOrder(self._limits, [sum(each.numel for each in block.shards) for block in blocks])
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Begin the forward pass of the whole model."""
+        self.drain()
+        self._leave_unseen()
+        self._order.begin()
+        self._differentiates = torch.is_grad_enabled()
+        self._turned = False
+
+    def anticipate(self) -> None:
+        """Do nothing: shards are in memory."""
+
+    def read(self, unit: Unit, shard: Shard) -> None:
+        """Gather the block of a parameter that a module reads in its forward pass, or keep it until that has ended."""
+        if shard.persistent and shard.available:
+            return
+        self._borrow(unit, shard)
+        self._use([shard])
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather for the backward pass of a module: the gradient of an output is ready."""
+        if not self._turned:
+            self._turned = self._differentiates = True
+            self._order.turn()
+        super().before_backward(unit)
+
+    def finish_backward(self) -> None:
+        """Release all blocks. Call it after each backward pass."""
+        super().finish_backward()
+        self._release([index for index in self._gathered if not self._blocks[index].busy])
+
+    def stop(self) -> None:
+        """Release all parameters, in use or not."""
+        super().stop()
+        self._gathered.clear()
+
+    def restart(self) -> None:
+        """Release all parameters, and forget the order of blocks."""
+        self.stop()
+        self._order.begin()
+        self._order.forget()
+
+    def drain(self) -> None:
+        """Wait for the blocks that were gathered ahead and not used, and release them."""
+        self._release(list(self._ahead))
+
+    def _enter(self, unit: Unit, use: int) -> None:
+        shards = unit.shards()
+        for shard in shards:
+            if shard.number not in self.shards:  # of another model, named by register_external_parameter
+                self.add(shard)
+            shard.active.add(use)
+        self._use(shards)
+
+    def _leave(self, unit: Unit, use: int) -> None:
+        for shard in unit.shards():
+            shard.active.discard(use)
+
+    def _use(self, shards: Sequence[Shard]) -> None:
+        """Gather the blocks of ``shards``, which a module uses, and those that have no block."""
+        for index in dict.fromkeys(self._block_of.get(shard.number) for shard in shards):
+            if index is not None:
+                self._visit(index)
+        alone = [shard for shard in shards if shard.number not in self._block_of and not shard.available]
+        if alone:
+            self._gatherer.start(alone)
+            for shard in alone:
+                shard.wait()
+
+    def _visit(self, index: int) -> None:
+        order = self._order
+        if index == order.current:
+            self._gather(index)
+            return
+        if order.expected not in (None, index):
+            self._depart(index)
+        order.visit(index)
+        idle = tuple(each for each in self._gathered if each != index and not self._blocks[each].busy)
+        decision = order.decide(idle, self._differentiates)
+        self._release(decision.released)
+        self._gather(index)
+        for each in decision.ahead:
+            self._start_block(each)
+            self._ahead.add(each)
+
+    def _depart(self, index: int) -> None:
+        """Leave the recorded order: block ``index`` is used instead of the expected one."""
+        self._warn(f"block {self._blocks[index].name}")
+        self.drain()
+        self._order.forget()
+
+    def _gather(self, index: int) -> None:
+        """Gather a block that is used now, and wait for it."""
+        self._start_block(index)
+        self._ahead.discard(index)
+        for shard in self._blocks[index].shards:
+            shard.wait()
+
+    def _start_block(self, index: int) -> None:
+        missing = self._blocks[index].missing
+        if missing:
+            self._gatherer.start(missing)
+        self._gathered[index] = None
+
+    def _release(self, indices: Collection[int]) -> None:
+        for index in indices:
+            self._ahead.discard(index)
+            for shard in self._blocks[index].shards:
+                shard.wait()
+                if shard.number not in self._returned:
+                    self.release(shard)
+            if not self._blocks[index].busy:
+                self._gathered.pop(index, None)
