@@ -44,13 +44,17 @@ class Compression(NamedTuple):
 
     Attributes:
         algorithm: one of :data:`ALGORITHMS`, not ``none``.
-        ratio: share of the elements that ``topk`` sends.
+        ratio: share of the elements that ``topk`` sends, after its own warm-up.
         warmup_steps: steps at the start of the training that are not compressed.
         error_feedback: whether each rank adds what it did not send to the next gradient.
         coded: payloads are Huffman coded, so that their sizes depend on the values.
         hierarchical: only what hosts send to each other is compressed.
         two_phase: whether more than two ranks sum in two phases.
         host_ranks: ranks of each host, which only the launcher knows; 0 where it is not known.
+        ratio_steps: compressed steps in which the share that ``topk`` sends falls exponentially to ``ratio``.
+        first_ratio: the share in the first of these steps.
+        clips_before: each rank clips its own gradients, and nobody clips their sum.
+        corrects_momentum: each rank stores the momentum of its own gradients.
     """
 
     algorithm: str
@@ -61,6 +65,23 @@ class Compression(NamedTuple):
     hierarchical: bool
     two_phase: bool = False
     host_ranks: int = 0
+    ratio_steps: int = 0
+    first_ratio: float = 0.25
+    clips_before: bool = False
+    corrects_momentum: bool = False
+
+    @property
+    def steady_step(self) -> int:
+        """The first step that sends what all later ones do."""
+        return self.warmup_steps + self.ratio_steps
+
+    def in_step(self, step: int) -> Compression:
+        """How gradients are compressed in step ``step``, after ``warmup_steps``: with the ratio of that step."""
+        done = step - self.warmup_steps
+        if done >= self.ratio_steps:
+            return self
+        ratio = self.first_ratio * (self.ratio / self.first_ratio) ** (done / self.ratio_steps)
+        return self._replace(ratio=ratio)
 
     def payload_bytes(self, numel: int, item_bytes: int) -> int:
         """Bytes of ``numel`` compressed elements of one rank, each of ``item_bytes`` uncompressed."""
@@ -96,6 +117,11 @@ def read_compression(config: Mapping[str, Any]) -> Compression | None:
     ratio = number(block, "gradient_compression.topk_ratio", 0.01)
     if not 0 < ratio <= 1:
         raise wrong("gradient_compression.topk_ratio", ratio, "a number above 0 and up to 1")
+    is_topk = algorithm == "topk"
+    first_ratio = number(block, "gradient_compression.topk_warmup_ratio", 0.25)
+    ratio_steps = count(block, "gradient_compression.topk_warmup_steps", 0, least=0) or 0
+    if not 0 < first_ratio <= 1:
+        raise wrong("gradient_compression.topk_warmup_ratio", first_ratio, "a number above 0 and up to 1")
     between_hosts = bool(plain_block(config.get("zero_optimization")).get("hierarchical_compress"))
     return Compression(
         algorithm,
@@ -105,4 +131,8 @@ def read_compression(config: Mapping[str, Any]) -> Compression | None:
         algorithm != "1bit" and flag(block, "gradient_compression.huffman_coding", False),
         between_hosts or flag(block, "gradient_compression.hierarchical_compress", False),
         flag(block, "gradient_compression.two_phase", False),
+        ratio_steps=ratio_steps if is_topk else 0,
+        first_ratio=first_ratio,
+        clips_before=flag(block, "gradient_compression.clip_before_residual", False),
+        corrects_momentum=flag(block, "gradient_compression.momentum_correction", False),
     )

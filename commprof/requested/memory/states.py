@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.communication.compression import read_compression
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError
 from commprof.requested.keys import flag, section
@@ -250,6 +251,9 @@ def _narrow_masters(config: Mapping[str, Any]) -> bool:
 def _states(config: Mapping[str, Any]) -> int:
     kind = optimizer_type(config)
     if kind == "sgd":
+        compression = read_compression(config)
+        if compression is not None and compression.corrects_momentum:
+            return 0  # each rank stores the momentum of its own gradients instead
         block = config["optimizer"].get("params") or {}
         return 1 if isinstance(block, Mapping) and block.get("momentum") else 0
     return _STATES.get(kind, 2)
@@ -321,6 +325,9 @@ def _gradients(
     if compression is not None and compression.error_feedback:
         left = Holding("left-over gradients", sizes.numel * _WIDE, note="what compression has not sent yet")
         listed.append(left)
+        if compression.corrects_momentum:
+            note = "the momentum of SGD, of this rank's own gradients"
+            listed.append(Holding("momentum before compression", sizes.numel * _WIDE, note=note))
     buckets = _bucket_bytes(config, configuration, sizes, backend)
     return [*listed, Holding("gradient buckets", buckets, note="at most, in the backward pass")]
 

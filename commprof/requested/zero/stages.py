@@ -203,7 +203,7 @@ def steady_step(config: Mapping[str, Any]) -> int:
     """
     compression = read_configuration(config).compression
     settled = sign_optimizers.steady_step(config) if optimizer_type(config) in sign_optimizers.NAMES else 0
-    return max(STEADY, settled, 0 if compression is None else compression.warmup_steps)
+    return max(STEADY, settled, 0 if compression is None else compression.steady_step)
 
 
 def step_that_counts(config: Mapping[str, Any], step: int, skipped: int) -> int:
@@ -242,9 +242,11 @@ def kind_of_step(config: Mapping[str, Any], step: int) -> str:
     if optimizer_type(config) in sign_optimizers.NAMES:
         return sign_optimizers.kind_of_step(config, step)
     compression = read_configuration(config).compression
-    if compression is None or not compression.warmup_steps:
+    if compression is None or not compression.steady_step:
         return ""
-    return "warming" if step < compression.warmup_steps else "compressed"
+    if step < compression.warmup_steps:
+        return "warming"
+    return "compressed" if step >= compression.steady_step else f"topk of step {step}"
 
 
 def _as_signs(
@@ -289,10 +291,15 @@ def _without_idle_compression(
         raise UnsupportedError(
             "gradient_compression", compression.algorithm, "the runtime refuses it at stage 3"
         )
-    warming = iteration is not None and iteration < compression.warmup_steps * micro_steps(config, world_size)
+    if compression.clips_before:
+        configuration = replace(configuration, gradient_clipping=0.0)
+    step = compression.steady_step
+    if iteration is not None:
+        step = iteration // micro_steps(config, world_size)
+    warming = step < compression.warmup_steps
     if warming or world_size == 1:
         return replace(configuration, compression=None)
-    compression = compression._replace(host_ranks=host_ranks or 0)
+    compression = compression.in_step(step)._replace(host_ranks=host_ranks or 0)
     compression.refuse_unknown_hosts(world_size)
     if compression.hierarchical and compression.host_ranks == world_size:
         return replace(configuration, compression=None)

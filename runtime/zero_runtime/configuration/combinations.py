@@ -61,7 +61,7 @@ def check(config: ConfigValues) -> None:
             f"gradient_allreduce_op is {config.gradient_allreduce_op}, which is not supported with ZeRO stage 3; set it to "
             "mean, or use stage 1 or 2"
         )
-    if not zero.compute_grad_norm and config.gradient_clipping > 0 and zero.stage.shards_optimizer:
+    if not zero.compute_grad_norm and config.sum_clipping > 0 and zero.stage.shards_optimizer:
         raise ConfigError(
             "zero_optimization.compute_grad_norm is false, but clipping to gradient_clipping "
             f"{config.gradient_clipping:g} (1.0 when the key is absent) needs the norm; set gradient_clipping to 0"

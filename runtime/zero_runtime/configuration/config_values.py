@@ -112,6 +112,12 @@ class ConfigValues:
         return self.precision.buffer_dtype
 
     @property
+    def sum_clipping(self) -> float:
+        """The norm to which reduced gradients are clipped; 0 where each rank clips its own before they are compressed."""
+        compression = self.gradient_compression
+        return 0.0 if compression is not None and compression.clip_before_residual else self.gradient_clipping
+
+    @property
     def accumulates_whole(self) -> bool:
         """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_runtime.configuration.blocks.compression_block import ONE_BIT, TOP_K, TWO_BIT
+from zero_runtime.configuration.blocks.compression_block import ONE_BIT, TOP_K, TWO_BIT, GradientCompression
 from zero_runtime.configuration.config_values import ConfigValues
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.loss_scale import UNSCALED
@@ -47,14 +47,49 @@ def check_compression(config: ConfigValues, notices: list[str]) -> None:
             "gradient_compression.two_phase needs payloads of one length, and huffman_coding makes them differ; set one of "
             "the two to false"
         )
+    _check_convergence_keys(config, compression)
     block = config.given.get("gradient_compression") or {}
-    if compression.algorithm != TOP_K and "topk_ratio" in block:
-        notices.append(
-            f"gradient_compression.topk_ratio has no effect with algorithm {compression.algorithm}"
+    if compression.algorithm != TOP_K:
+        notices.extend(
+            f"gradient_compression.{key} has no effect with algorithm {compression.algorithm}"
+            for key in ("topk_ratio", "topk_warmup_steps", "topk_warmup_ratio")
+            if key in block
         )
+    if compression.clip_before_residual and config.gradient_clipping == 0:
+        notices.append("gradient_compression.clip_before_residual has no effect with gradient_clipping 0")
+    if compression.residual_decay < 1 and not compression.error_feedback:
+        notices.append("gradient_compression.residual_decay has no effect with error_feedback false")
     if compression.algorithm == ONE_BIT and compression.huffman_coding:
         notices.append(
             "gradient_compression.huffman_coding has no effect with algorithm 1bit, whose signs do not get smaller"
+        )
+
+
+def _check_convergence_keys(config: ConfigValues, compression: GradientCompression) -> None:
+    """Refuse settings that conflict with the keys that keep a compressed training close to the uncompressed one."""
+    if compression.topk_warmup_steps and compression.topk_warmup_ratio < compression.topk_ratio:
+        raise ConfigError(
+            f"gradient_compression.topk_warmup_ratio is {compression.topk_warmup_ratio:g}, below the topk_ratio of "
+            f"{compression.topk_ratio:g} that follows it; expected a larger share, or topk_warmup_steps 0"
+        )
+    if compression.momentum_correction:
+        for conflict, instead in (
+            (not compression.error_feedback and "error_feedback false, which drops the momentum", "true"),
+            (
+                compression.hierarchical_compress
+                and "hierarchical_compress, where ranks exchange other elements before warmup_steps than after",
+                "one of the two",
+            ),
+        ):
+            if conflict:
+                raise ConfigError(
+                    f"gradient_compression.momentum_correction does not go together with {conflict}; use {instead}"
+                )
+    accumulated = config.gradient_accumulation_steps
+    if compression.clip_before_residual and config.zero.stage.shards_gradients and accumulated > 1:
+        raise ConfigError(
+            "gradient_compression.clip_before_residual clips the gradients of a step, and stage 2 sends those of each of "
+            f"{accumulated} micro-batches (gradient_accumulation_steps); use stage 0 or 1, or set it to false"
         )
 
 

@@ -19,7 +19,7 @@ from zero_runtime.configuration.blocks.communication_block import check_optimize
 from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL
 from zero_runtime.configuration.feature_combinations import check_one_bit
 from zero_runtime.errors import ConfigError, UnsupportedError
-from zero_runtime.experimental.compression.compressor_assembly import by_signs, compressed
+from zero_runtime.experimental.compression.compressor_assembly import Trained, by_signs, compressed
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.experimental.topology_aware.delay import DelayedGradients
@@ -192,9 +192,8 @@ def _reduction(
         return by_signs(inner, plain, module, group)
     if config.gradient_compression is None:
         return plain, None
-    return compressed(
-        config.gradient_compression, plain, group, lambda: boundary.steps(), lambda: scale.value
-    )
+    trained = Trained(inner, config.gradient_clipping, group, lambda: boundary.steps(), lambda: scale.value)
+    return compressed(config.gradient_compression, plain, trained)
 
 
 _gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | OwnerOrderedGradients]] = (
@@ -445,7 +444,7 @@ def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
     # Without a norm, torch.autocast in fp16 would not see an overflow.
     scaled = config.precision.loss_scale.dynamic and not norm
     return StepPolicy(
-        clipping=config.gradient_clipping,
+        clipping=config.sum_clipping,
         compute_norm=norm,
         check_overflow=kinds.check_overflow or scaled,
         check_norm=kinds.model is not torch.bfloat16 or kinds.check_overflow,

@@ -14,6 +14,7 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import UsageError
+from zero_runtime.experimental.compression.residual_watch import ResidualWatch
 from zero_runtime.experimental.delayed_steps import DelayedSteps
 from zero_runtime.groups.timed import clock_of
 from zero_runtime.optimizer_step.dtypes import autocast
@@ -87,6 +88,7 @@ class Engine(Settings, Saving, torch.nn.Module):
         self._gradients = assembly.gradients
         self._delayed = DelayedSteps(assembly.gradients, self.global_rank)
         self._residuals = assembly.residuals
+        self._residual_watch = ResidualWatch(assembly.residuals, self.global_rank)
         self._residency = assembly.residency
         self._moved = MovedStates(
             Movable(self.module, self.optimizer, self._gradients, self._residency),
@@ -350,6 +352,7 @@ class Engine(Settings, Saving, torch.nn.Module):
                 self._gradients.finish_backward()
         self._step_applied = self._apply_gradients(lr_kwargs)
         self.global_steps += 1
+        self._residual_watch.see_step(self.global_steps)
         per_micro_batch = self._config.train_micro_batch_size_per_gpu * self.world_size
         self.global_samples += per_micro_batch * self._window.passes
         self._window.passes = 0
@@ -522,6 +525,10 @@ class Engine(Settings, Saving, torch.nn.Module):
     def get_global_grad_norm(self) -> torch.Tensor | None:
         """The gradient norm of the last step, before clipping; None where it is not computed (stage 0 in fp32)."""
         return getattr(self.optimizer, "grad_norm", None)
+
+    def get_residual_norm(self) -> float | None:
+        """The norm of what compression has not sent yet of this rank's gradients; None without error feedback."""
+        return self._residual_watch.norm
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""

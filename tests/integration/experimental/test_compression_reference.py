@@ -41,15 +41,44 @@ CASES = {
     },
     "clipped after the sum": (ADAMW, TOPK, {"gradient_clipping": 0.5}),
     "late": (MOMENTUM, {**TOPK, "warmup_steps": 3}, {}),
+    "falling ratio": (SGD, {**TOPK, "warmup_steps": 1, "topk_warmup_steps": 5, "topk_warmup_ratio": 0.5}, {}),
+    "corrected": (MOMENTUM, {**TOPK, "momentum_correction": True}, {}),
+    "corrected, late": (MOMENTUM, {**TOPK, "momentum_correction": True, "warmup_steps": 3}, {}),
+    "corrected, clipped before": (
+        MOMENTUM,
+        {**TOPK, "momentum_correction": True, "clip_before_residual": True},
+        {"gradient_clipping": 0.5},
+    ),
+    "corrected signs": (MOMENTUM, {"algorithm": "1bit", "momentum_correction": True}, {}),
+    "clipped before, decaying": (
+        ADAMW,
+        {**TOPK, "clip_before_residual": True, "residual_decay": 0.75},
+        {"gradient_clipping": 0.5},
+    ),
+    "clipped before, no error feedback": (
+        ADAMW,
+        {**TOPK, "clip_before_residual": True, "error_feedback": False},
+        {"gradient_clipping": 0.5},
+    ),
 }
 OF_THREE = {
     "1bit in two phases": (MOMENTUM, {"algorithm": "1bit", "two_phase": True}, {}),
     "2bit in two phases": (ADAMW, {"algorithm": "2bit", "two_phase": True}, {}),
+    "2bit in two phases, decaying": (
+        ADAMW,
+        {"algorithm": "2bit", "two_phase": True, "clip_before_residual": True, "residual_decay": 0.75},
+        {"gradient_clipping": 0.5},
+    ),
+    "1bit in two phases, corrected": (
+        MOMENTUM,
+        {"algorithm": "1bit", "two_phase": True, "momentum_correction": True},
+        {},
+    ),
     "topk of three": (SGD, TOPK, {}),
 }
 
 
-def train(rank, optimizer, compression, top):
+def train_one(rank, optimizer, compression, top):
     """This rank's losses, and the weights."""
     model = make_model("gpt")
     config = {
@@ -70,8 +99,12 @@ def train(rank, optimizer, compression, top):
     return losses, torch.cat([each.detach().reshape(-1) for each in model.parameters()])
 
 
+def train(rank, world, optimizer, compression, top):
+    return train_one(rank, optimizer, compression, top)
+
+
 def train_all(rank, world, cases):
-    return {name: train(rank, *case) for name, case in cases.items()}
+    return {name: train_one(rank, *case) for name, case in cases.items()}
 
 
 def simulate(workers, optimizer, compression, top):
@@ -118,3 +151,12 @@ def test_every_step_is_that_of_the_reference(name):
 @pytest.mark.parametrize("name", OF_THREE)
 def test_every_step_of_three_ranks_is_that_of_the_reference(name):
     compare(3, name, OF_THREE[name])
+
+
+def test_corrected_momentum_without_compression_is_that_of_sgd():
+    """A corrected training that compresses only after its last step is the dense one."""
+    losses, weights = simulate(2, *CASES["dense"])
+    corrected = {**TOPK, "momentum_correction": True, "warmup_steps": STEPS}
+    for rank, (found, weights_found) in enumerate(run_ranks(2, train, MOMENTUM, corrected, {})):
+        assert found == pytest.approx(losses[rank], rel=TOLERANCE)
+        torch.testing.assert_close(weights_found, weights, rtol=1e-5, atol=1e-7)

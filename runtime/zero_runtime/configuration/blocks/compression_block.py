@@ -26,6 +26,19 @@ COMPRESSION: Final[Table] = {
     "topk_ratio": used(fraction, 0.01, "share of the elements that topk sends"),
     "error_feedback": used(boolean, True, "add to the next gradients what was not sent of the last ones"),
     "warmup_steps": used(integer(0), 0, "steps at the start of the training that are not compressed"),
+    "topk_warmup_steps": used(
+        integer(0), 0, "compressed steps in which the share that topk sends falls exponentially to topk_ratio"
+    ),
+    "topk_warmup_ratio": used(fraction, 0.25, "the share that topk sends in the first of these steps"),
+    "momentum_correction": used(
+        boolean, False, "SGD: each rank applies the momentum to its own gradients, before compression"
+    ),
+    "clip_before_residual": used(
+        boolean,
+        False,
+        "each rank clips its own gradients to gradient_clipping / sqrt(ranks), instead of clipping the sum",
+    ),
+    "residual_decay": used(fraction, 1.0, "factor of the residual each time it is added to a gradient"),
     "huffman_coding": used(
         boolean, False, "code the payloads of topk and 2bit, where that makes them smaller"
     ),
@@ -46,9 +59,22 @@ class GradientCompression:
     topk_ratio: float
     error_feedback: bool
     warmup_steps: int
+    topk_warmup_steps: int
+    topk_warmup_ratio: float
+    momentum_correction: bool
+    clip_before_residual: bool
+    residual_decay: float
     huffman_coding: bool
     hierarchical_compress: bool
     two_phase: bool
+
+    def topk_ratio_of(self, step: int) -> float:
+        """The share that topk sends in step number ``step`` of the training."""
+        compressed = step - self.warmup_steps
+        if compressed >= self.topk_warmup_steps:
+            return self.topk_ratio
+        fall = self.topk_ratio / self.topk_warmup_ratio
+        return float(self.topk_warmup_ratio * fall ** (compressed / self.topk_warmup_steps))
 
 
 def read_compression(top: Mapping[str, Any]) -> GradientCompression | None:

@@ -19,8 +19,10 @@ from torch.nn import functional
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup, sum_of_rows
 from zero_runtime.experimental.compression import two_phases
+from zero_runtime.experimental.compression.codecs import TopK
 from zero_runtime.experimental.compression.compressed_exchange import Exchange
 from zero_runtime.experimental.compression.hosts import Hosts
+from zero_runtime.experimental.compression.local_gradients import LocalGradients
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.gradient_reduction.gradient_buckets import Bucket
 from zero_runtime.gradient_reduction.reduction import (
@@ -39,6 +41,7 @@ class CompressedReduction:
         exchange: how buckets of each communication dtype are compressed and sent.
         plain: the reduction of the first steps, and of a single rank.
         is_warm: whether the first steps are over.
+        local: what is done to this rank's gradients before.
         residuals: this rank's residuals; None without error feedback.
         scale: the current loss scale.
         hosts: the groups, if only messages between hosts are compressed.
@@ -47,8 +50,9 @@ class CompressedReduction:
     def __init__(
         self,
         exchange: Callable[[torch.dtype], Exchange],
-        plain: Reduction,
+        plain: PlainReduction,
         is_warm: Callable[[], bool],
+        local: LocalGradients,
         residuals: Residuals | None,
         scale: Callable[[], float],
         hosts: Hosts | None = None,
@@ -56,6 +60,7 @@ class CompressedReduction:
         self._exchange = exchange
         self._plain = plain
         self._is_warm = is_warm
+        self._local = local
         self._residuals = residuals
         self._scale = scale
         self._hosts = hosts
@@ -63,10 +68,9 @@ class CompressedReduction:
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         """Sum the bucket over the ranks."""
         if group.world_size == 1 or not self._is_warm():
-            if self._residuals is not None and self._is_warm():
-                hand_over(self._residuals, bucket, self._scale())
             return self._plain(bucket, group)
         values = _contribution(bucket)
+        self._local.prepare(values, bucket.entries, self._scale())
         if self._hosts is not None:
             self._between_hosts(bucket, values, self._hosts)
             return None
@@ -101,6 +105,8 @@ class CompressedReduction:
         if self._residuals is not None:
             exchange.codec.add(payload, total)
             self._residuals.keep(values.sub_(total), bucket.entries, start, self._scale())
+            if isinstance(exchange.codec, TopK):
+                self._local.mask(total, bucket.entries)
             total.zero_()
         why = bucket.why(intended_op="all_reduce")
         work, payloads = exchange.send(payload, numel, group, why, asynchronous)
@@ -126,28 +132,36 @@ class CompressedReduction:
 
 
 class PlainReduction:
-    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` on one host, without compression.
+    """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` that does not compress.
+
+    It serves the first steps, a single rank, and ranks that are all on one host.
 
     Args:
         plain: the reduction.
-        residuals: residuals of an earlier training on several hosts.
+        local: what is done to this rank's gradients before.
+        residuals: residuals of an earlier training with compression; None without error feedback.
         scale: the current loss scale.
     """
 
-    def __init__(self, plain: Reduction, residuals: Residuals, scale: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        plain: Reduction,
+        local: LocalGradients,
+        residuals: Residuals | None,
+        scale: Callable[[], float],
+    ) -> None:
         self._plain = plain
+        self._local = local
         self._residuals = residuals
         self._scale = scale
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
         """Sum the bucket and its residuals over the ranks."""
-        hand_over(self._residuals, bucket, self._scale())
+        scale = self._scale() / _factor(bucket)
+        self._local.prepare(bucket.tensor, bucket.entries, scale)
+        if self._residuals is not None:
+            self._residuals.hand_over(bucket.tensor, bucket.entries, scale)
         return self._plain(bucket, group)
-
-
-def hand_over(residuals: Residuals, bucket: Bucket, scale: float) -> None:
-    """Add the residuals of its gradients to ``bucket``, which is not compressed; ``scale`` is the loss scale."""
-    residuals.hand_over(bucket.tensor, bucket.entries, scale / _factor(bucket))
 
 
 def _why(bucket: Bucket, intended_op: str) -> hooks.tag:

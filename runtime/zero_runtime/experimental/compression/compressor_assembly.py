@@ -4,27 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import sqrt
+from typing import NamedTuple
 
 import torch
 
+from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.blocks.compression_block import ONE_BIT, TOP_K, GradientCompression
+from zero_runtime.errors import ConfigError
 from zero_runtime.experimental.compression.codecs import Codec, OneBit, TopK, TwoBit
 from zero_runtime.experimental.compression.compressed_exchange import Exchange
 from zero_runtime.experimental.compression.compressed_reduction import CompressedReduction, PlainReduction
 from zero_runtime.experimental.compression.hosts import hosts_of
+from zero_runtime.experimental.compression.local_gradients import LocalGradients, take_momentum
 from zero_runtime.experimental.compression.residuals import Layout, Residuals
 from zero_runtime.experimental.compression.signs import MeanOfSigns, WantedReduction
 from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.gradient_reduction.reduction import Reduction
 
 
+class Trained(NamedTuple):
+    """What the compression of gradients needs of a training.
+
+    Attributes:
+        optimizer: the optimizer of the gradients.
+        clipping: ``gradient_clipping``.
+        group: the data-parallel ranks.
+        steps: returns the optimizer steps taken so far.
+        scale: returns the current loss scale.
+    """
+
+    optimizer: torch.optim.Optimizer
+    clipping: float
+    group: DataParallelGroup
+    steps: Callable[[], int]
+    scale: Callable[[], float]
+
+
 def compressed(
-    settings: GradientCompression,
-    plain: Reduction,
-    group: DataParallelGroup,
-    steps: Callable[[], int],
-    scale: Callable[[], float],
+    settings: GradientCompression, plain: Reduction, trained: Trained
 ) -> tuple[Reduction, Residuals | None]:
     """The configured reduction and its residuals; the residuals are None without error feedback.
 
@@ -33,36 +52,69 @@ def compressed(
     Args:
         settings: how gradients are compressed.
         plain: the uncompressed reduction that the other keys configure.
-        group: the data-parallel ranks.
-        steps: optimizer steps taken so far.
-        scale: the current loss scale.
+        trained: the training.
+
+    Raises:
+        ConfigError: the ranks, the hosts or the optimizer do not fit the settings.
     """
-    hosts = None
-    if settings.hierarchical_compress and group.world_size > 1:
+    group, hosts = trained.group, None
+    by_hosts = settings.hierarchical_compress and group.world_size > 1
+    if by_hosts:
         hosts = hosts_of(group)
-        if hosts is None:
-            return _on_one_host(settings, plain, scale)
     places = 1 if hosts is None else hosts.inside.world_size
     layout = Layout(places, settings.two_phase and group.world_size // places > 2)
-    residuals = Residuals(layout) if settings.error_feedback else None
+    residuals = None
+    if settings.error_feedback:
+        residuals = Residuals(layout, decay=settings.residual_decay, momentum=settings.momentum_correction)
+    local = _local_gradients(settings, trained, residuals)
+    uncompressed = PlainReduction(plain, local, residuals, trained.scale)
+    if by_hosts and hosts is None:
+        return uncompressed, residuals
+    _warn_of_momentum(settings, trained)
     reduce = CompressedReduction(
-        partial(_exchange, settings),
-        plain,
-        lambda: steps() >= settings.warmup_steps,
+        partial(_exchange, settings, trained.steps),
+        uncompressed,
+        lambda: trained.steps() >= settings.warmup_steps,
+        local,
         residuals,
-        scale,
+        trained.scale,
         hosts,
     )
     return reduce, residuals
 
 
-def _on_one_host(
-    settings: GradientCompression, plain: Reduction, scale: Callable[[], float]
-) -> tuple[Reduction, Residuals | None]:
-    if not settings.error_feedback:
-        return plain, None
-    residuals = Residuals()
-    return PlainReduction(plain, residuals, scale), residuals
+def _local_gradients(
+    settings: GradientCompression, trained: Trained, residuals: Residuals | None
+) -> LocalGradients:
+    group, limit = trained.group, 0.0
+    if settings.clip_before_residual:
+        if group.world_size < comm.get_world_size():
+            raise ConfigError(
+                "gradient_compression.clip_before_residual clips by the norm of the whole model on each rank, and here "
+                f"{group.world_size} of {comm.get_world_size()} ranks hold the same parameters; set it to false, or leave "
+                "tp_size, sequence_parallel_size and stages out"
+            )
+        limit = trained.clipping / sqrt(group.world_size)
+    updated = [each for params in trained.optimizer.param_groups for each in params["params"]]
+    numel = sum(each.numel() for each in updated if each.requires_grad)
+    momentum = take_momentum(trained.optimizer) if settings.momentum_correction else None
+    return LocalGradients(limit, numel, momentum, residuals, trained.steps)
+
+
+def _warn_of_momentum(settings: GradientCompression, trained: Trained) -> None:
+    """Warn of SGD whose momentum is applied after decompression, which multiplies what error feedback sends late."""
+    is_sgd = isinstance(trained.optimizer, torch.optim.SGD)
+    has_momentum = is_sgd and any(each["momentum"] for each in trained.optimizer.param_groups)
+    if not (has_momentum and settings.error_feedback) or trained.group.rank or trained.group.world_size == 1:
+        return
+    if settings.algorithm == ONE_BIT:
+        log.warning(
+            "gradient_compression: algorithm 1bit with the momentum of SGD does not converge like the uncompressed training"
+        )
+    elif not settings.momentum_correction:
+        log.warning(
+            "gradient_compression: SGD applies its momentum after decompression, to gradients that error feedback sends late"
+        )
 
 
 def by_signs(
@@ -85,10 +137,10 @@ def by_signs(
     return WantedReduction(optimizer, plain), residuals
 
 
-def _exchange(settings: GradientCompression, dtype: torch.dtype) -> Exchange:
+def _exchange(settings: GradientCompression, steps: Callable[[], int], dtype: torch.dtype) -> Exchange:
     codec: Codec
     if settings.algorithm == TOP_K:
-        codec = TopK(settings.topk_ratio, dtype)
+        codec = TopK(settings.topk_ratio_of(steps()), dtype)
     else:
         codec = OneBit() if settings.algorithm == ONE_BIT else TwoBit()
     coded = settings.huffman_coding and settings.algorithm != ONE_BIT

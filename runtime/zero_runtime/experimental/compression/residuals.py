@@ -22,6 +22,10 @@ from zero_runtime.gradient_reduction.gradient_buckets import Entry
 OF_SHARE: Final = "share of "
 
 
+# The prefix of the momentum of a rank's own gradients, which is kept, saved and divided as residuals are.
+OF_MOMENTUM: Final = "corrected momentum of "
+
+
 # The prefix of a residual that was saved by ranks of another layout and has not been used yet.
 PENDING: Final = "pending "
 
@@ -44,15 +48,26 @@ class Residuals:
     Args:
         layout: which elements this rank uses; default: all.
         of_mean: whether the sum of residuals is divided by the number of ranks.
+        decay: factor of a residual each time it is added.
+        momentum: whether the momentum of gradients is stored too; otherwise that of a checkpoint is not loaded.
 
     Attributes:
         tensors: fp32, 1-D, by name; a parameter is added with its first compressed gradient.
     """
 
-    def __init__(self, layout: Layout | None = None, *, of_mean: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        *,
+        of_mean: bool = False,
+        decay: float = 1.0,
+        momentum: bool = False,
+    ) -> None:
         self.layout = layout or Layout()
+        self._decay = decay
         self.tensors: dict[str, torch.Tensor] = {}
         self._of_mean = of_mean
+        self._momentum = momentum
         self._pending: dict[str, torch.Tensor] = {}  # an even share of the residuals of all ranks
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -75,9 +90,8 @@ class Residuals:
 
     def add_to(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
         """Add the residuals, times ``scale``, to ``values``: elements ``start`` and up of a bucket of ``entries``."""
-        self._take(values, entries, start)
-        for target, residual in self._ranges_of(values, entries, start):
-            target.add_(residual, alpha=scale)
+        for target, residual in self.ranges(values, entries, start):
+            target.add_(residual, alpha=scale * self._decay)
 
     def keep(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
         """Replace the residuals by ``values`` divided by ``scale``.
@@ -88,6 +102,18 @@ class Residuals:
             return
         for source, residual in self._ranges_of(values, entries, start):
             torch.mul(source, 1.0 / scale, out=residual)
+
+    def ranges(
+        self, values: torch.Tensor, entries: Sequence[Entry], start: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The range of ``values`` of each of ``entries`` and its residual, which takes what is pending of it first."""
+        self._take(values, entries, start)
+        return self._ranges_of(values, entries, start)
+
+    def norm(self) -> float:
+        """The norm of this rank's residuals; 0 without any."""
+        norms = [each.norm() for name, each in self.tensors.items() if not name.startswith(OF_MOMENTUM)]
+        return float(torch.linalg.vector_norm(torch.stack(norms)).item()) if norms else 0.0
 
     def _take(self, values: torch.Tensor, entries: Sequence[Entry], start: int) -> None:
         """Take the pending residuals of ``entries`` for the elements of ``values``. Other ranks take the rest."""
@@ -150,14 +176,19 @@ class Residuals:
         """
         self.tensors, self._pending = {}, {}
         if saved_by == world_size and layout in (None, self.layout):
-            for name, each in read(rank).items():
+            for name, each in self._used(read(rank)):
                 kind = self._pending if name.startswith(PENDING) else self.tensors
                 kind[name.removeprefix(PENDING)] = each.to(device)
             return
         for number in range(saved_by):
-            for name, tensor in read(number).items():
+            for name, tensor in self._used(read(number)):
                 share = tensor.to(device) / (saved_by if self._of_mean else world_size)
                 _add(self._pending, name.removeprefix(PENDING).removeprefix(OF_SHARE), share)
+
+    def _used(self, saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in saved.items():
+            if self._momentum or not name.removeprefix(PENDING).startswith(OF_MOMENTUM):
+                yield name, each
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:

@@ -112,6 +112,15 @@ def test_states_of_optimizers(optimizer, numbers):
     assert table(2, optimizer=optimizer).get("optimizer states", (0,))[0] == 4 * numbers * N // 4
 
 
+def test_corrected_momentum_is_that_of_each_rank():
+    sgd = {"type": "SGD", "params": {"momentum": 0.9}}
+    keys = {"gradient_compression": {"momentum_correction": True}}
+    found = {each.what: each[1] for each in holdings(config(1, "fp32", sgd) | keys, MODEL, 4)}
+    assert found["momentum before compression"] == found["left-over gradients"] == 4 * N
+    assert not found.get("optimizer states")
+    assert "momentum before compression" not in table(1, "fp32", sgd)
+
+
 def test_a_wide_parameter_is_its_own_master():
     assert "masters" not in table(2, "fp32")
     assert table(2, "fp32", offload_optimizer={"device": "cpu"})["masters"] == (0, N, 0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.requested import Parameter, RequestedError, expected
-from commprof.requested.zero.stages import steady_step
+from commprof.requested.zero.stages import kind_of_step, steady_step
 from support.sample import examples
 
 PARAMETERS = [
@@ -367,6 +367,29 @@ def test_the_first_steps_are_not_compressed():
     assert steady_step(stage(3)) == 2
 
 
+def test_the_share_that_topk_sends_falls_before_all_steps_send_the_same():
+    keys = {"topk_ratio": 0.01, "topk_warmup_ratio": 0.16, "topk_warmup_steps": 4, "warmup_steps": 1}
+    config = stage(1) | {"gradient_compression": keys, "gradient_accumulation_steps": 2}
+    # Of 16,090 elements 16 %, 8 %, 4 %, 2 % and 1 %, rounded up, each with its place, from four ranks.
+    expected_bytes = [4 * TRAINED_NUMEL, *(4 * 8 * count for count in (2575, 1288, 644, 322, 161, 161))]
+    for step, payload in enumerate(expected_bytes):
+        for iteration in (2 * step, 2 * step + 1):
+            found = by_purpose(config, iteration=iteration)["gradient_reduce"]
+            assert found.payload_bytes == payload, iteration
+    assert steady_step(config) == 5
+    assert by_purpose(config)["gradient_reduce"].payload_bytes == expected_bytes[-1]
+    assert len({kind_of_step(config, step) for step in range(9)}) == 6
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_clipping_before_the_residual_needs_no_norm_of_the_sum(number):
+    keys = {"clip_before_residual": True, "warmup_steps": 3}
+    for iteration in (0, None):  # the uncompressed steps too
+        rows = by_purpose(stage(number) | {"gradient_compression": keys}, iteration=iteration)
+        assert ("gradient_norm" in rows) == (number == 1)  # stage 1 reports the norm anyway
+    assert "gradient_norm" in by_purpose(stage(0) | {"gradient_compression": {}})
+
+
 @pytest.mark.parametrize(
     ("number", "keys", "named"),
     [
@@ -380,7 +403,16 @@ def test_compression_whose_bytes_are_not_known_is_named(number, keys, named):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"topk_ratio": 0}, {"topk_ratio": 2}, {"algorithm": "4bit"}, {"warmup_steps": -1}]
+    "keys",
+    [
+        {"topk_ratio": 0},
+        {"topk_ratio": 2},
+        {"algorithm": "4bit"},
+        {"warmup_steps": -1},
+        {"topk_warmup_steps": -1},
+        {"topk_warmup_ratio": 0},
+        {"clip_before_residual": 3},
+    ],
 )
 def test_bad_compression_is_refused(keys):
     with pytest.raises(RequestedError, match=f"gradient_compression.{next(iter(keys))}"):

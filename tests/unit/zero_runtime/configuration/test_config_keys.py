@@ -146,6 +146,11 @@ VALUES = {
             ("topk_ratio", 0.5, True),
             ("error_feedback", False, True),
             ("warmup_steps", 3, True),
+            ("topk_warmup_steps", 3, True),
+            ("topk_warmup_ratio", 0.5, True),
+            ("momentum_correction", True, True),
+            ("clip_before_residual", True, True),
+            ("residual_decay", 0.5, True),
             ("huffman_coding", True, True),
             ("hierarchical_compress", True, True),
         )

@@ -122,6 +122,29 @@ def test_gradients_that_overflowed_leave_it_as_it_is():
     assert values[:7].tolist() == [8.0] * 7
 
 
+def test_a_residual_that_decays_is_added_in_part_and_replaced_whole():
+    residuals = Residuals(decay=0.5)
+    for expected in (0.0, 2.0):
+        values = torch.zeros(NUMEL)
+        residuals.add_to(values, bucket(), 0, 2.0)
+        assert values.tolist() == [expected] * NUMEL
+        residuals.keep(torch.full((NUMEL,), 4.0), bucket(), 0, 2.0)
+    assert residuals.norm() == pytest.approx((4.0 * NUMEL) ** 0.5)
+
+
+def test_other_ranks_use_the_sum_of_the_momentum_if_they_have_any():
+    files = [{"a": torch.ones(7), "corrected momentum of a": torch.full((7,), each)} for each in (1.0, 5.0)]
+    entries = [Entry("corrected momentum of a", torch.zeros(7), ())]
+    for ranks in (1, 2, 3):
+        found = [
+            part[1].tolist()
+            for each in load(files, ranks, 1, None, momentum=True)
+            for part in each.ranges(torch.zeros(7), entries)
+        ]
+        assert [sum(values) for values in zip(*found, strict=True)] == pytest.approx([6.0] * 7)
+        assert all(set(each.stored()) <= {"a", "pending a"} for each in load(files, ranks, 1, None))
+
+
 def test_what_a_checkpoint_says_of_the_layout_is_checked():
     assert layout_of(None) is None
     assert layout_of({"places": 2, "two_phases": True}) == Layout(2, True)

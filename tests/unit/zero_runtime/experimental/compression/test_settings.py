@@ -72,6 +72,22 @@ def test_the_effective_configuration_holds_them():
         ({"topk_ratio": True}, "topk_ratio is True"),
         ({"algorithm": "3bit"}, "algorithm is '3bit'; expected one of: topk, 1bit, 2bit, none"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
+        ({"topk_warmup_steps": -1}, "topk_warmup_steps is -1"),
+        ({"topk_warmup_ratio": 0}, "topk_warmup_ratio is 0; expected a number above 0 and up to 1"),
+        (
+            {"topk_ratio": 0.5, "topk_warmup_steps": 9},
+            "topk_warmup_ratio is 0.25, below the topk_ratio of 0.5 that follows it",
+        ),
+        ({"residual_decay": 0}, "residual_decay is 0; expected a number above 0 and up to 1"),
+        ({"momentum_correction": 1.5}, "momentum_correction is 1.5; expected true or false"),
+        (
+            {"momentum_correction": True, "error_feedback": False},
+            "momentum_correction does not go together with error_feedback false",
+        ),
+        (
+            {"momentum_correction": True, "hierarchical_compress": True},
+            "momentum_correction does not go together with hierarchical_compress",
+        ),
         ({"error_feedback": 2}, "error_feedback is 2; expected true or false"),
         (
             {"topkratio": 0.1},
@@ -106,3 +122,43 @@ def test_what_has_no_effect_is_said():
     ).notices
     assert any("topk_ratio has no effect with algorithm 1bit" in each for each in notices)
     assert any("huffman_coding has no effect with algorithm 1bit" in each for each in notices)
+
+
+def test_the_share_that_topk_sends_falls_exponentially():
+    keys = {"topk_ratio": 0.01, "topk_warmup_ratio": 0.16, "topk_warmup_steps": 4, "warmup_steps": 10}
+    asked = compression(**keys)
+    assert [asked.topk_ratio_of(step) for step in range(10, 16)] == pytest.approx(
+        [0.16, 0.08, 0.04, 0.02, 0.01, 0.01]
+    )
+    assert compression(topk_ratio=0.02).topk_ratio_of(0) == 0.02
+
+
+def test_clipping_before_the_residual_takes_the_place_of_clipping_the_sum():
+    asked = read(gradient_clipping=2.0, gradient_compression={"clip_before_residual": True})
+    assert (asked.gradient_clipping, asked.sum_clipping) == (2.0, 0.0)
+    assert read(gradient_clipping=2.0, gradient_compression={}).sum_clipping == 2.0
+
+
+def test_clipping_single_micro_batches_is_refused():
+    keys = {"clip_before_residual": True}
+    with pytest.raises(
+        ConfigError, match=r"stage 2 sends those of each of 4 micro-batches.*use stage 0 or 1"
+    ):
+        read(stage=2, gradient_accumulation_steps=4, gradient_compression=keys)
+    assert read(stage=1, gradient_accumulation_steps=4, gradient_compression=keys).gradient_compression
+
+
+def test_convergence_keys_without_effect_are_said():
+    for keys, said in (
+        ({"clip_before_residual": True}, "clip_before_residual has no effect with gradient_clipping 0"),
+        (
+            {"residual_decay": 0.5, "error_feedback": False},
+            "residual_decay has no effect with error_feedback false",
+        ),
+        (
+            {"algorithm": "1bit", "topk_warmup_steps": 5},
+            "topk_warmup_steps has no effect with algorithm 1bit",
+        ),
+    ):
+        notices = read(gradient_clipping=0.0, gradient_compression=keys).notices
+        assert any(said in each for each in notices), keys
