@@ -4,6 +4,10 @@ Each host is a network namespace of this machine with one rank and a link of its
 ``--rate`` says otherwise). Every case starts from the same weights and sees the same batches. Bytes are those that a
 host's interface sent while the steps ran, so they hold the headers of TCP, and at stages 2 and 3 the parameters that are
 gathered. Needs root.
+
+With ``--methods`` the rows are those of ``compression_losses.py``, for their bytes and times:
+
+    python benchmarks/compression.py --methods --hosts 4 --steps 50 --record
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from compression_losses import METHODS, OPTIMIZERS
 from results import arguments, publish
 
 from support import hosts as network
@@ -88,6 +93,15 @@ def cases(steps: int) -> list[Case]:
     ]
 
 
+def method_cases() -> list[Case]:
+    """The rows of the table of losses."""
+    return [
+        Case(f"{optimizer}, {method}", keys, 0, {"optimizer": OPTIMIZERS[optimizer]})
+        for optimizer, methods in METHODS.items()
+        for method, keys in methods.items()
+    ]
+
+
 def _one_bit(kind: str, **more: int) -> dict[str, Any]:
     return {"optimizer": {"type": kind, "params": {**COMMON["optimizer"]["params"], **more}}}
 
@@ -130,6 +144,9 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of each link, in the words of tc(8)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
+        "--methods", action="store_true", help="the rows of compression_losses.py instead of those here"
+    )
+    parser.add_argument(
         "--lr", type=float, help="learning rate; default: that of the example, or of each case"
     )
     parser.add_argument("--clipping", type=float, default=1.0, help="gradient_clipping; 0 for none")
@@ -143,7 +160,7 @@ def main() -> None:
     if (why := network.why_impossible()) is not None:
         print(f"there can be no hosts here: {why}", file=sys.stderr)
         raise SystemExit(CANNOT)
-    known = cases(args.steps)
+    known = method_cases() if args.methods else cases(args.steps)
     names = {each.name for each in known}
     chosen = [
         each
@@ -190,7 +207,8 @@ def main() -> None:
 def _uncompressed(name: str, figures: Mapping[str, dict[str, float]]) -> dict[str, float]:
     """The uncompressed case at the stage of the case called ``name``; that case itself where it was not run."""
     _, comma, stage = name.partition(", stage ")
-    return figures.get(f"uncompressed{comma}{stage}" if comma else "uncompressed", figures[name])
+    plain = f"uncompressed{comma}{stage}" if comma else "uncompressed"
+    return figures.get(plain, figures.get("SGD, dense", figures[name]))
 
 
 if __name__ == "__main__":

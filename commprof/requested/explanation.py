@@ -91,6 +91,8 @@ def _describe_compression(compression: Compression) -> str:
         "2bit": "the signs of each bucket, and which of two magnitudes each has,",
     }[compression.algorithm]
     begin = f", after {compression.warmup_steps} uncompressed steps" if compression.warmup_steps else ""
+    if compression.ratio_steps:
+        begin += f", and {100 * compression.first_ratio:g} % at first, which falls over {compression.ratio_steps} steps"
     return (
         f"gradient_compression: {compression.algorithm} requests compressed gradients; zero_runtime has all ranks gather "
         f"{what_is_sent} in one all_gather per bucket{begin}"

@@ -6,6 +6,7 @@ from zero_runtime.configuration.blocks.compression_block import ONE_BIT, TOP_K, 
 from zero_runtime.configuration.config_values import ConfigValues
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.loss_scale import UNSCALED
+from zero_runtime.gradient_reduction.stages import BOUNDARY
 
 
 def check_compression(config: ConfigValues, notices: list[str]) -> None:
@@ -86,10 +87,12 @@ def _check_convergence_keys(config: ConfigValues, compression: GradientCompressi
                     f"gradient_compression.momentum_correction does not go together with {conflict}; use {instead}"
                 )
     accumulated = config.gradient_accumulation_steps
-    if compression.clip_before_residual and config.zero.stage.shards_gradients and accumulated > 1:
+    sends_each = config.zero.stage.shards_gradients and config.zero.gradient_accumulation_reduce != BOUNDARY
+    if compression.clip_before_residual and sends_each and accumulated > 1:
         raise ConfigError(
             "gradient_compression.clip_before_residual clips the gradients of a step, and stage 2 sends those of each of "
-            f"{accumulated} micro-batches (gradient_accumulation_steps); use stage 0 or 1, or set it to false"
+            f"{accumulated} micro-batches (gradient_accumulation_steps); use stage 0 or 1, or set "
+            f"zero_optimization.gradient_accumulation_reduce to {BOUNDARY}, or clip_before_residual to false"
         )
 
 

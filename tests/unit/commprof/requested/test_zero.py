@@ -379,6 +379,10 @@ def test_the_share_that_topk_sends_falls_before_all_steps_send_the_same():
     assert steady_step(config) == 5
     assert by_purpose(config)["gradient_reduce"].payload_bytes == expected_bytes[-1]
     assert len({kind_of_step(config, step) for step in range(9)}) == 6
+    assert (
+        "1 uncompressed steps, and 16 % at first, which falls over 4 steps"
+        in by_purpose(config)["gradient_reduce"].note
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -146,6 +146,8 @@ def test_clipping_single_micro_batches_is_refused():
     ):
         read(stage=2, gradient_accumulation_steps=4, gradient_compression=keys)
     assert read(stage=1, gradient_accumulation_steps=4, gradient_compression=keys).gradient_compression
+    once = {"gradient_accumulation_reduce": "boundary"}
+    assert read(zero=once, gradient_accumulation_steps=4, gradient_compression=keys).gradient_compression
 
 
 def test_convergence_keys_without_effect_are_said():
