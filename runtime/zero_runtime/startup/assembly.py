@@ -20,6 +20,7 @@ from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL
 from zero_runtime.configuration.feature_combinations import check_one_bit
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.experimental.compression.compressor_assembly import Trained, by_signs, compressed
+from zero_runtime.experimental.compression.local_gradients import return_momentum
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.experimental.topology_aware.delay import DelayedGradients
@@ -186,6 +187,7 @@ def _reduction(
     scale: LossScale,
 ) -> tuple[Reduction, Residuals | None]:
     """The reduction of gradients, and the residuals if they or the values of a 1-bit optimizer are compressed."""
+    return_momentum(inner)
     plain = reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl)
     if isinstance(inner, OneBitOptimizer):
         check_one_bit(config, type(inner).__name__)

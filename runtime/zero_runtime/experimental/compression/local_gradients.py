@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zero_runtime.errors import ConfigError
 from zero_runtime.experimental.compression.residuals import OF_MOMENTUM, Residuals
@@ -51,9 +53,6 @@ class LocalGradients:
         self._momentum = momentum
         self._velocities = velocities
         self._steps = steps
-        self._step_of: dict[
-            str, int
-        ] = {}  # in which the momentum of each parameter was last multiplied by its factor
 
     def prepare(self, values: torch.Tensor, entries: Sequence[Entry], scale: float) -> None:
         """Clip ``values``, the gradients of ``entries`` times ``scale``, and add the momentum. In place."""
@@ -78,14 +77,14 @@ class LocalGradients:
         ranges = velocities.ranges(values, _of_momentum(entries))
         for entry, (gradient, velocity) in zip(entries, ranges, strict=True):
             # The first micro-batch of a step brings the momentum along; each later one only adds its gradients.
-            if self._step_of.get(entry.name) != now:
+            if velocities.step_of.get(entry.name) != now:
                 velocity.mul_(momentum)
                 carried = velocity * scale
                 velocity.add_(gradient, alpha=1.0 / scale)
                 gradient.add_(carried)
             else:
                 velocity.add_(gradient, alpha=1.0 / scale)
-            self._step_of[entry.name] = now
+            velocities.step_of[entry.name] = now
 
     def mask(self, sent: torch.Tensor, entries: Sequence[Entry]) -> None:
         """Forget the momentum of all elements that are not zero in ``sent``, the values of ``entries`` that are sent."""
@@ -99,6 +98,9 @@ def _of_momentum(entries: Sequence[Entry]) -> list[Entry]:
     return [replace(each, name=f"{OF_MOMENTUM}{each.name}") for each in entries]
 
 
+_hooks: WeakKeyDictionary[torch.optim.Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
+
+
 def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
     """Make ``optimizer`` take its steps without momentum. Returns a function that returns the momentum of its param groups.
 
@@ -107,8 +109,9 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
     Raises:
         ConfigError: it is not SGD with one momentum above 0 for all param groups.
     """
-    groups = optimizer.param_groups
-    used = {(each.get("momentum"), each.get("dampening"), each.get("nesterov")) for each in groups}
+    used = {
+        (each.get("momentum"), each.get("dampening"), each.get("nesterov")) for each in optimizer.param_groups
+    }
     momentum, dampening, nesterov = next(iter(used)) if len(used) == 1 else (None, None, None)
     if type(optimizer) is not torch.optim.SGD or not momentum or dampening or nesterov:
         raise ConfigError(
@@ -119,14 +122,23 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
     held: list[float] = []
 
     def lay_down(*_: object) -> None:
-        held[:] = [each["momentum"] for each in groups]
-        for each in groups:
+        held[:] = [each["momentum"] for each in optimizer.param_groups]
+        for each in optimizer.param_groups:
             each["momentum"] = 0.0
 
     def take_up(*_: object) -> None:
-        for each, value in zip(groups, held, strict=True):
+        for each, value in zip(optimizer.param_groups, held, strict=True):
             each["momentum"] = value
 
-    optimizer.register_step_pre_hook(lay_down)
-    optimizer.register_step_post_hook(take_up)
-    return lambda: float(groups[0]["momentum"])
+    return_momentum(optimizer)
+    _hooks[optimizer] = (
+        optimizer.register_step_pre_hook(lay_down),
+        optimizer.register_step_post_hook(take_up),
+    )
+    return lambda: float(optimizer.param_groups[0]["momentum"])
+
+
+def return_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`take_momentum`: a script may give the same optimizer to ``initialize`` again, with another config."""
+    for each in _hooks.pop(optimizer, ()):
+        each.remove()

@@ -53,6 +53,7 @@ class Residuals:
 
     Attributes:
         tensors: fp32, 1-D, by name; a parameter is added with its first compressed gradient.
+        step_of: by parameter the step in which its momentum was last multiplied by its factor; empty after a load.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Residuals:
         self.layout = layout or Layout()
         self._decay = decay
         self.tensors: dict[str, torch.Tensor] = {}
+        self.step_of: dict[str, int] = {}
         self._of_mean = of_mean
         self._momentum = momentum
         self._pending: dict[str, torch.Tensor] = {}  # an even share of the residuals of all ranks
@@ -174,7 +176,7 @@ class Residuals:
             layout: of the ranks that saved; None if the checkpoint lacks it, which means an equal layout.
             device: of gradients.
         """
-        self.tensors, self._pending = {}, {}
+        self.tensors, self._pending, self.step_of = {}, {}, {}
         if saved_by == world_size and layout in (None, self.layout):
             for name, each in self._used(read(rank)):
                 kind = self._pending if name.startswith(PENDING) else self.tensors

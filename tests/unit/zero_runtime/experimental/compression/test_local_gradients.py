@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.experimental.compression.local_gradients import LocalGradients, take_momentum
+from zero_runtime.experimental.compression.local_gradients import (
+    LocalGradients,
+    return_momentum,
+    take_momentum,
+)
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
@@ -91,6 +95,33 @@ def test_the_optimizer_steps_without_momentum_and_schedules_still_set_it():
         assert optimizer.param_groups[0]["momentum"] == momentum() == 0.9
     optimizer.param_groups[0]["momentum"] = 0.8
     assert momentum() == 0.8
+
+
+def test_an_optimizer_can_be_used_again_with_and_without_correction():
+    optimizer = sgd(momentum=0.5)
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.tensor([1.0])
+    take_momentum(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())  # makes other param groups
+    take_momentum(optimizer)
+    optimizer.step()
+    optimizer.step()
+    assert weight.item() == 0.0 and optimizer.param_groups[0]["momentum"] == 0.5
+    return_momentum(optimizer)
+    return_momentum(optimizer)
+    optimizer.step()
+    optimizer.step()
+    assert weight.item() == -1.25
+
+
+def test_the_step_after_a_load_brings_the_momentum_along():
+    training = Training()
+    training.prepare(1.0, -2.0, 4.0)
+    training.step = 1
+    saved = {name: each.clone() for name, each in training.velocities.stored().items()}
+    expected = training.prepare(1.0, 1.0, 0.0)
+    training.velocities.load(lambda rank: saved, 0, 1, 1, None, torch.device("cpu"))
+    assert training.prepare(1.0, 1.0, 0.0) == expected  # the same step once more, in the same engine
 
 
 def of_two_momenta():
