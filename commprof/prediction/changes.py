@@ -3,232 +3,103 @@
 What a rank computes does not depend on its messages, so it keeps its place on an axis of *work*: ns computed since the
 step began. The messages of the recorded config are taken off this axis, and those of the other config put on it, where
 enough gradients have arrived. When gradients arrive is known at the recorded messages; in between, the backward pass takes
-as long for each element of a weight matrix (its FLOPs grow with them), and nothing for embeddings and vectors.
+as long for each element of a weight matrix (its FLOPs grow with them), and nothing for embeddings and vectors. The same
+holds for the forward pass, in which modules of stage 3 gather their parameters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from commprof.errors import CommprofError, UsageError
-from commprof.ledger.requests.request import Request
+from commprof.errors import UsageError
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
-from commprof.requested.configuration import Configuration, read_configuration
-from commprof.requested.expectation import Expectation
-from commprof.requested.parameters import Parameter, in_model_order, trained_groups
-from commprof.requested.wrappers.ddp import Ddp
-from commprof.requested.zero import stages
-from commprof.schema import Op, Phase, Purpose
+from commprof.prediction.sent import AT_END, GRADIENTS, Sent, groups_of
+from commprof.requested.parameters import Parameter
+from commprof.requested.zero.module_calls import ModuleCalls
+from commprof.schema import Phase, Purpose
 
 # What a gradient message costs beside its own time and its call: filling and emptying a bucket, waking up after the wait. In
 # calls of it, since both are mostly Python; measured on the development runs: docs/predict.md.
 _BESIDE_CALL: Final = 2.0
-DEPTH: Final = (
-    2  # buckets that zero_runtime has in flight at once (zero_runtime/gradient_reduction/overlap.py)
-)
 _FORWARD: Final = 1 / 3  # of the compute of both passes: the backward pass has twice the FLOPs
 _LEAST_FORWARD: Final = 0.15  # where recorded messages say otherwise
 _MOST_FORWARD: Final = 0.5
-_AT_END: Final = (str(Purpose.OVERFLOW_CHECK), str(Purpose.GRADIENT_NORM), str(Purpose.PARAMETER_GATHER))
-_GRADIENTS: Final = str(Purpose.GRADIENT_REDUCE)
 _BOTH: Final[tuple[Literal["issue", "wait"], ...]] = ("issue", "wait")
-# Turns of events at the same work: recorded ones within the passes, gradient messages, what follows the backward pass.
-_WITHIN, _GRADIENT, _AFTER = range(3)
+# Turns of events at the same work: recorded ones and forward passes, backward passes, and what follows the last of these. At
+# stage 3 the number of the module call follows in the passes, and then a 1 for gradients, which come after its gathers.
+_WITHIN, _BACKWARD, _AFTER = (0,), (1,), (2,)
 
 
-class Sent(NamedTuple):
-    """What a config sends in a step, in the order of issue.
+class Assumed(NamedTuple):
+    """What a run does not show of gathering parameters within the passes.
 
     Attributes:
-        gradients: of each micro-batch: messages, each with how many gradients have arrived when it is sent.
-        at_end: messages after the last gradients, by purpose.
-        arriving: the parameters in the order in which their gradients arrive.
-        overlaps: gradient messages do not block.
-        waits_before: with overlap, a message is issued only when fewer than ``depth`` are in flight; else the oldest is
-            waited for right after the issue of the next, whose buffer is its own.
-        depth: buckets in flight at once; None for all of a backward pass.
+        fill_ns: for each byte that is gathered, beside its message: allocating and filling the parameters.
+        evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
     """
 
-    gradients: list[list[tuple[Message, int]]]
-    at_end: dict[str, list[Message]]
-    arriving: list[Parameter]
-    overlaps: bool
-    waits_before: bool = False
-    depth: int | None = DEPTH
+    fill_ns: float = 0.0
+    evenly: bool = False
 
 
 class Changed(NamedTuple):
-    """The program of another config and the compute of its steps."""
+    """The program of another config and the compute of its steps.
+
+    Attributes:
+        assumed: sentences about what the recorded run does not show.
+    """
 
     program: Program
     steps: list[Step]
+    assumed: tuple[str, ...] = ()
 
 
 class _Place(NamedTuple):
-    """An event on the axis of work: (steps, ranks) ns. Of events at the same work those of a lower ``turn`` come first."""
+    """An event on the axis of work: (steps, ranks) ns.
+
+    Of events at the same work those of an earlier micro-batch come first, then those of a lower ``turn``. ``cost`` is
+    computed after it, and is not on the axis.
+    """
 
     work: Floats
     event: Event
-    turn: int
+    micro: int
+    turn: tuple[int, ...]
+    cost: Floats | float = 0.0
 
 
-def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
-    """Return what ``config`` sends in a steady step of ``world`` ranks with the model of ``request``.
+class _Passes(NamedTuple):
+    """Where a micro-batch is on the axis of work: (steps, ranks) ns.
 
-    Raises:
-        UsageError: the rules do not know what it sends.
+    Attributes:
+        start: of the forward pass.
+        points: of the backward pass: the part of it that is done, and the work until then, in rising order.
     """
-    order = _gradient_order(request)
-    try:
-        configuration = read_configuration(config)
-        if request.runtime == "deepspeed":
-            configuration = configuration.as_deepspeed_reads()
-        micro_steps = stages.micro_steps(config, world)
-        rows = stages.expected(
-            config,
-            request.parameters,
-            world,
-            order,
-            request.backend,
-            request.runtime,
-            iteration=stages.steady_step(config) * micro_steps,
-            host_ranks=request.host_ranks,
-        )
-    except CommprofError as problem:
-        raise UsageError(f"what this setting sends is not known: {problem}") from None
-    overlaps = _overlaps(configuration, config, request.runtime)
-    arriving = _arriving(configuration, request.parameters, order)
-    gradients: list[list[tuple[Message, int]]] = [[] for _ in range(micro_steps)]
-    at_end: dict[str, list[Message]] = defaultdict(list)
-    for row in rows:
-        if row.when == "init":
-            continue
-        gathers = (
-            row.purpose == Purpose.PARAMETER_GATHER and configuration.stage == 3
-        )  # they stay as recorded
-        if not gathers and (not row.bytes_exact or row.estimate):
-            raise UsageError(
-                f"the messages of {row.purpose} of this setting are known only about: {row.note or row.estimate}"
-            )
-        groups = row.groups or _groups(world, row.group_size)
-        payloads = [sum(each) for each in row.payloads]
-        if row.purpose == _GRADIENTS:
-            for micro in range(micro_steps) if row.when == "micro_step" else [micro_steps - 1]:
-                gradients[micro] += _gradient_messages(
-                    row, payloads, groups, micro, len(arriving), not overlaps
-                )
-        elif row.when == "step" and row.purpose in _AT_END:
-            at_end[row.purpose] += [
-                Message(
-                    row.issued_op,
-                    size,
-                    row.purpose,
-                    groups,
-                    True,
-                    None,
-                    micro_steps - 1,
-                    str(Phase.OPTIMIZER),
-                )
-                for size in payloads
-            ]
-    # Chunks are filled, and sent, from the last one to the first.
-    if configuration.reduces_chunks:
-        gradients = [each[::-1] for each in gradients]
-    gradients = [_numbered(sorted(each, key=lambda pair: pair[1])) for each in gradients]
-    return Sent(gradients, dict(at_end), arriving, overlaps, configuration.reduces_chunks)
 
+    start: Floats
+    points: list[tuple[float, Floats]]
 
-def sent_by_ddp(rules: Ddp, changes: Mapping[str, Any], world: int) -> Sent:
-    """Return what DistributedDataParallel sends in a step with one backward pass, with ``changes`` of its arguments.
+    @property
+    def end(self) -> Floats:
+        """Of the backward pass."""
+        return self.points[-1][1]
 
-    Raises:
-        UsageError: its rules do not know what it sends.
-    """
-    if rules.unpredicted or rules.order is None:
-        reason = "; ".join(rules.unpredicted.values()) or "the order of gradients was not recorded"
-        raise UsageError(f"what DistributedDataParallel sends with this setting is not known: {reason}")
-    wrapper = replace(rules.wrapper, arguments={**rules.wrapper.arguments, **changes})
-    by_name = {each.name: each for each in wrapper.trained}
-    arriving = [
-        Parameter(name, by_name[name].numel, shape="x".join(map(str, by_name[name].extents)))
-        for name in rules.order
-    ]
-    gradients = [
-        (
-            Message(
-                str(Op.ALL_REDUCE),
-                size,
-                _GRADIENTS,
-                _groups(world, None),
-                False,
-                number,
-                0,
-                str(Phase.BACKWARD),
-            ),
-            count,
-        )
-        for number, (size, count) in enumerate(replace(rules, wrapper=wrapper).steady_messages())
-    ]
-    return Sent([gradients], {}, arriving, overlaps=True, depth=None)
+    def forward(self, share: float) -> Floats:
+        """The work until ``share`` of the forward pass is done."""
+        return self.start + share * (self.points[0][1] - self.start)
 
-
-def _gradient_order(request: Request) -> tuple[str, ...] | None:
-    steps = sorted(request.orders)
-    return request.orders[steps[-1]][0] if steps and request.orders[steps[-1]] else None
-
-
-def _groups(world: int, size: int | None) -> Groups:
-    width = size or world
-    return tuple(tuple(range(first, first + width)) for first in range(0, world, width))
-
-
-def _gradient_messages(
-    row: Expectation, payloads: Sequence[int], groups: Groups, micro: int, gradients: int, blocks: bool
-) -> list[tuple[Message, int]]:
-    arrived = row.arrived or (gradients,) * len(payloads)
-    return [
-        (Message(row.issued_op, size, _GRADIENTS, groups, blocks, None, micro, str(Phase.BACKWARD)), count)
-        for size, count in zip(payloads, arrived, strict=True)
-    ]
-
-
-def _numbered(messages: Sequence[tuple[Message, int]]) -> list[tuple[Message, int]]:
-    """Messages of one flush have one bucket number: they are issued together, and waited for together."""
-    counts = list(dict.fromkeys(count for _, count in messages))
-    several = len(counts) < len(messages) and any(each.op == Op.REDUCE for each, _ in messages)
-    return [
-        (each._replace(bucket=counts.index(count) if several else number), count)
-        for number, (each, count) in enumerate(messages)
-    ]
-
-
-def _overlaps(configuration: Configuration, config: Mapping[str, Any], runtime: str) -> bool:
-    """Whether gradient messages overlap the backward pass on a CPU: only with zero_runtime; DeepSpeed needs streams."""
-    if runtime == "deepspeed" or not configuration.partitions or configuration.reduces_flat_groups:
-        return False
-    zero = config.get("zero_optimization")
-    explicit = zero.get("overlap_comm") if isinstance(zero, Mapping) else None
-    if (
-        explicit is None
-    ):  # zero_runtime's default: DeepSpeed's, and true for the reduction that DeepSpeed does not have
-        return configuration.stage == 3 or configuration.reduction == "reduce_scatter"
-    return bool(explicit)
-
-
-def _arriving(
-    configuration: Configuration, parameters: Sequence[Parameter], order: Sequence[str] | None
-) -> list[Parameter]:
-    trained = [each for group in trained_groups(parameters) for each in group]
-    if order is None:
-        return in_model_order(trained)[::-1]
-    by_name = {each.name: each for each in trained}
-    return [by_name[name] for name in order if name in by_name]
+    def backward(self, share: float) -> Floats:
+        """The work until ``share`` of the backward pass is done."""
+        for (low, first), (high, second) in pairwise(self.points):
+            if share <= high:
+                return first + (second - first) * ((share - low) / (high - low) if high > low else 1.0)
+        return self.end
 
 
 def change(
@@ -238,6 +109,7 @@ def change(
     after: Sent,
     *,
     shrinks_optimizer: float = 1.0,
+    assumed: Assumed = Assumed(),  # noqa: B008 - immutable
 ) -> Changed:
     """Return the program of ``after`` for steps that were recorded with ``before``.
 
@@ -247,55 +119,125 @@ def change(
         before: what the recorded config sends.
         after: what the other one sends.
         shrinks_optimizer: elements that a rank updates, by those of the recorded config.
+        assumed: about parameters that are gathered within the passes.
+
+    Raises:
+        UsageError: the run's messages are not those of its config, or where those of the other one go is not known.
     """
     _check_recorded(program, before)
+    ranks = steps[0].spans.shape[1]
+    recorded_ranks = sum(map(len, program.messages[0].groups))
+    regathers = before.calls != after.calls or (after.calls is not None and ranks != recorded_ranks)
+    if regathers:
+        _check_gathers(program, before, after)
     ends = _ends_of_backward(program)
     if shrinks_optimizer != 1.0:
         steps = [_with_optimizer(program, each, ends[-1], shrinks_optimizer) for each in steps]
     calls = _typical_calls(program, steps)
     steps = [
-        _without_buckets(program, each, _BESIDE_CALL * of_step)
+        _without_costs(program, each, _BESIDE_CALL * of_step, assumed.fill_ns if regathers else 0.0)
         for each, of_step in zip(steps, calls, strict=True)
     ]
     work = np.array([_work(program, each) for each in steps])  # (steps, events + 1, ranks)
     kept, moved = _kept(program, before, after)
+    if regathers:
+        kept -= gathered_in_passes(program)
     places = [
-        _Place(work[:, number], event, _WITHIN if number < ends[-1] else _AFTER)
+        _Place(
+            work[:, number],
+            event,
+            program.messages[event.message].micro_step,
+            _WITHIN if number < ends[-1] else _AFTER,
+        )
         for number, event in enumerate(program.events)
         if event.message in kept
     ]
     messages = list(program.messages)
     added: list[Message] = []
     for micro, of_micro in enumerate(after.gradients):
-        arrival = _arrival(program, work, before, after, micro, ends)
-        places += _gradient_events(of_micro, arrival, after, len(messages) + len(added))
+        passes = _passes(program, work, before, after, micro, ends, assumed.evenly)
+        if regathers and after.calls is not None:
+            places += _gather_events(after, passes, assumed, micro, len(messages) + len(added))
+            added += _gather_messages(after.calls, micro, groups_of(work.shape[2]))
+        arrival = partial(_arrived_at, after.arriving, passes, assumed.evenly)
+        cost = _BESIDE_CALL * calls
+        places += _gradient_events(of_micro, arrival, after, len(messages) + len(added), cost)
         added += [message for message, _ in of_micro]
     for purpose in moved:
         place = _place_at_end(program, work, purpose, ends[-1])
-        for message in after.at_end.get(purpose, []):
-            number = len(messages) + len(added)
-            places += [_Place(place, Event(kind, number), _AFTER) for kind in _BOTH]
-            added.append(message)
-    ranks = steps[0].spans.shape[1]
+        places += _end_events(after.at_end.get(purpose, []), place, len(messages) + len(added))
+        added += after.at_end.get(purpose, [])
     for message in [messages[number] for number in kept]:
         if sum(map(len, message.groups)) != ranks:
             raise UsageError(
                 f"{message.purpose} of this run is kept as it was recorded, and so is predicted only for the run's own "
                 "number of ranks"
             )
-    return _assembled(program, steps, work, places, [*messages, *added], calls)
+    return _assembled(program, steps, work, places, [*messages, *added], calls)._replace(
+        assumed=_assumptions(after, assumed) if regathers else ()
+    )
+
+
+def gathered_in_passes(program: Program) -> set[int]:
+    """The numbers of the messages that gather parameters in a forward or backward pass."""
+    return {
+        number
+        for number, message in enumerate(program.messages)
+        if message.purpose == Purpose.PARAMETER_GATHER and message.phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+
+
+def _check_gathers(program: Program, before: Sent, after: Sent) -> None:
+    """Refuse to move gathers that the rules do not explain."""
+    others = sorted(before.others | after.others)
+    if others:
+        raise UsageError(
+            f"where messages of {' and '.join(others)} are sent is not known, so a change of what stage 3 gathers is not "
+            "predicted; record a run without them"
+        )
+    if after.calls is not None and after.calls.unknown:
+        raise UsageError(
+            f"when parameters are gathered with {after.calls.unknown} is not known, so it is not predicted; record a run of "
+            "that setting"
+        )
+    issued = sorted(program.messages[number].payload_bytes for number in gathered_in_passes(program))
+    calls = before.calls
+    expected = (
+        sorted(each.payload_bytes for each in calls.messages for _ in before.gradients) if calls else []
+    )
+    if after.calls is not None and issued != expected:
+        raise UsageError(
+            f"the run gathers {sum(issued):,} bytes of parameters in its passes, in {len(issued)} messages, and by its "
+            f"config and the order of its parameters {sum(expected):,} in {len(expected)} were expected: its modules run in "
+            "another order, so other gathers cannot be predicted from it; record a run of the other setting"
+        )
+
+
+def _assumptions(after: Sent, assumed: Assumed) -> tuple[str, ...]:
+    sentences = []
+    if after.calls is not None:
+        sentences.append(
+            "assumed: modules run once each in the order of their parameters, and compute in proportion to the elements of "
+            "their weight matrices; the interval contains equal times of all of them"
+        )
+    if assumed.fill_ns:
+        sentences.append(
+            f"assumed: filling gathered parameters costs {assumed.fill_ns:g} ns per byte beside their messages; the "
+            f"interval contains 0 to {2 * assumed.fill_ns:g}"
+        )
+    return tuple(sentences)
 
 
 def _check_recorded(program: Program, before: Sent) -> None:
     """Refuse to change gradient messages that the rules do not explain."""
     expected = sorted(m.payload_bytes for each in before.gradients for m, _ in each)
-    issued = sorted(m.payload_bytes for m in program.messages if m.purpose == _GRADIENTS)
+    issued = sorted(m.payload_bytes for m in program.messages if m.purpose == GRADIENTS)
     if expected != issued:
         raise UsageError(
             f"the run's gradient messages are not those of its config: {len(issued)} of {sum(issued):,} bytes in a step, "
             f"and {len(expected)} of {sum(expected):,} bytes were expected; see commprof verify"
         )
-    blocking = {message.blocks for message in program.messages if message.purpose == _GRADIENTS}
+    blocking = {message.blocks for message in program.messages if message.purpose == GRADIENTS}
     if blocking == {before.overlaps}:
         did, should = ("block", "do not") if before.overlaps else ("do not block", "do")
         raise UsageError(
@@ -309,7 +251,7 @@ def _ends_of_backward(program: Program) -> list[int]:
     last: dict[int, int] = {}
     for number, event in enumerate(program.events):
         message = program.messages[event.message]
-        if event.kind == "issue" and message.purpose == _GRADIENTS:
+        if event.kind == "issue" and message.purpose == GRADIENTS:
             last[message.micro_step] = number
     if not last:
         raise UsageError(
@@ -331,12 +273,23 @@ def _with_optimizer(program: Program, step: Step, end: int, factor: float) -> St
     return step._replace(spans=spans)
 
 
-def _without_buckets(program: Program, step: Step, costs: Floats) -> Step:
-    """Take what each gradient message costs beside its call off the compute that follows its wait."""
+def _without_costs(program: Program, step: Step, costs: Floats, fill_ns: float) -> Step:
+    """Take what each message costs beside its call off the compute that follows its wait.
+
+    Args:
+        program: recorded events.
+        step: recorded compute.
+        costs: of each gradient message.
+        fill_ns: of each byte that is gathered in a pass.
+    """
     spans = step.spans.copy()
+    gathers = gathered_in_passes(program)
     for number, event in enumerate(program.events):
-        if event.kind == "wait" and program.messages[event.message].purpose == _GRADIENTS:
+        message = program.messages[event.message]
+        if event.kind == "wait" and message.purpose == GRADIENTS:
             spans[number + 1] = np.maximum(spans[number + 1] - costs, 0.0)
+        elif event.kind == "wait" and event.message in gathers:
+            spans[number + 1] = np.maximum(spans[number + 1] - fill_ns * message.payload_bytes, 0.0)
     return step._replace(spans=spans)
 
 
@@ -349,13 +302,13 @@ def _kept(program: Program, before: Sent, after: Sent) -> tuple[set[int], list[s
     """The messages that stay as they are, and the purposes at the end of a step whose messages change."""
     moved = [
         purpose
-        for purpose in _AT_END
+        for purpose in AT_END
         if _of(before.at_end.get(purpose, [])) != _of(after.at_end.get(purpose, []))
     ]
     gone = {
         number
         for number, message in enumerate(program.messages)
-        if message.purpose == _GRADIENTS or (message.purpose in moved and message.phase == Phase.OPTIMIZER)
+        if message.purpose == GRADIENTS or (message.purpose in moved and message.phase == Phase.OPTIMIZER)
     }
     return set(range(len(program.messages))) - gone, moved
 
@@ -370,9 +323,9 @@ def _typical_calls(program: Program, steps: Sequence[Step]) -> Floats:
     return np.array([mean for _ in steps])
 
 
-def _share(parameters: Sequence[Parameter], count: int) -> float:
+def _share(parameters: Sequence[Parameter], count: int, evenly: bool = False) -> float:
     """The part of the backward pass that is done when the first ``count`` gradients have arrived."""
-    weights = [_weight(each) for each in parameters]
+    weights = [min(1, _weight(each)) if evenly else _weight(each) for each in parameters]
     total = sum(weights)
     return sum(weights[:count]) / total if total else count / max(1, len(parameters))
 
@@ -383,10 +336,16 @@ def _weight(parameter: Parameter) -> int:
     return parameter.numel
 
 
-def _arrival(
-    program: Program, work: Floats, before: Sent, after: Sent, micro: int, ends: Sequence[int]
-) -> Callable[[int], Floats]:
-    """A function from a number of gradients to the work at which they have arrived, in micro-batch ``micro``."""
+def _passes(
+    program: Program,
+    work: Floats,
+    before: Sent,
+    after: Sent,
+    micro: int,
+    ends: Sequence[int],
+    evenly: bool = False,
+) -> _Passes:
+    """Where the passes of micro-batch ``micro`` of the other config are on the axis of work."""
     count = len(after.gradients)
     recorded = _recorded_flushes(program, before)
     end = work[:, ends[min(micro, len(ends) - 1)]]
@@ -395,23 +354,111 @@ def _arrival(
     else:  # reduced only in the last micro-batch: all take as long
         start, end = work[:, ends[-1]] * (micro / count), work[:, ends[-1]] * ((micro + 1) / count)
     known = [
-        (_share(before.arriving, arrived), work[:, number])
+        (_share(before.arriving, arrived, evenly), work[:, number])
         for number, arrived in recorded.get(micro if len(ends) == count else -1, [])
         if arrived < len(before.arriving)
     ]
     begin = _begin_of_backward(start, end, known)
-    points = [(0.0, begin), *known, (1.0, end)]
+    return _Passes(start, [(0.0, begin), *known, (1.0, end)])
 
-    def at(gradients: int) -> Floats:
-        share = _share(after.arriving, gradients)
-        if gradients >= len(after.arriving):
-            return end
-        for (low, first), (high, second) in pairwise(points):
-            if share <= high:
-                return first + (second - first) * ((share - low) / (high - low) if high > low else 1.0)
-        return end
 
-    return at
+def _arrived_at(arriving: Sequence[Parameter], passes: _Passes, evenly: bool, gradients: int) -> Floats:
+    """The work at which the first ``gradients`` gradients have arrived."""
+    if gradients >= len(arriving):
+        return passes.end
+    return passes.backward(_share(arriving, gradients, evenly))
+
+
+def _gather_messages(calls: ModuleCalls, micro: int, groups: Groups) -> list[Message]:
+    phases = {
+        number: str(Phase.FORWARD if call.forward else Phase.BACKWARD)
+        for call in calls.calls
+        for number in (*call.own, *call.ahead)
+    }
+    return [
+        Message(
+            each.op,
+            each.payload_bytes,
+            str(Purpose.PARAMETER_GATHER),
+            groups,
+            False,
+            None,
+            micro,
+            phases[number],
+        )
+        for number, each in enumerate(calls.messages)
+    ]
+
+
+def _gather_events(after: Sent, passes: _Passes, assumed: Assumed, micro: int, first: int) -> list[_Place]:
+    """The events of the gathers of micro-batch ``micro``; ``first`` is the number of their first message.
+
+    A module issues what it lacks, waits for what it needs, and issues what later modules need. In the backward pass it
+    begins when those after it have ended.
+    """
+    assert after.calls is not None
+    sizes = [each.payload_bytes for each in after.calls.messages]
+    calls = after.calls.calls
+    totals = [
+        sum(_weight_of(call.parameters, assumed.evenly) for call in calls if call.forward == forward) or 1
+        for forward in (True, False)
+    ]
+    done = [0, 0]
+    places: list[_Place] = []
+    for number_of_call, call in enumerate(calls):
+        turn = (*(_WITHIN if call.forward else _BACKWARD), number_of_call, 0)
+        which = 0 if call.forward else 1
+        share = done[which] / totals[which]
+        at = passes.forward(share) if call.forward else passes.backward(share)
+        places += [_Place(at, Event("issue", first + number), micro, turn) for number in call.own]
+        places += [
+            _Place(at, Event("wait", first + number), micro, turn, assumed.fill_ns * sizes[number])
+            for number in call.waits
+        ]
+        places += [_Place(at, Event("issue", first + number), micro, turn) for number in call.ahead]
+        done[which] += _weight_of(call.parameters, assumed.evenly)
+    waited = {place.event.message for place in places if place.event.kind == "wait"}
+    rest = [number for number in range(first, first + len(sizes)) if number not in waited]
+    return [*places, *(_Place(passes.end, Event("wait", number), micro, _end_turn(after)) for number in rest)]
+
+
+def _gradient_turn(after: Sent, gradients: int) -> tuple[int, ...]:
+    """The turn of what the arrival of gradient number ``gradients``, from 1, causes."""
+    if after.calls is None or gradients >= len(after.arriving):
+        return _end_turn(after)
+    last = after.arriving[gradients - 1].name
+    calls = enumerate(after.calls.calls)
+    owners = [
+        number
+        for number, call in calls
+        if not call.forward and any(each.name == last for each in call.parameters)
+    ]
+    return (*_BACKWARD, owners[0], 1) if owners else _end_turn(after)
+
+
+def _end_turn(after: Sent) -> tuple[int, ...]:
+    """The turn of what the end of a backward pass causes."""
+    return _BACKWARD if after.calls is None else (*_BACKWARD, len(after.calls.calls), 1)
+
+
+def _weight_of(parameters: Sequence[Parameter], evenly: bool) -> int:
+    return sum(min(1, _weight(each)) if evenly else _weight(each) for each in parameters)
+
+
+def _end_events(messages: Sequence[Message], place: Floats, first: int) -> list[_Place]:
+    """The events of messages at the end of a step: one after the other, or those that do not block all at once."""
+    numbers = range(first, first + len(messages))
+    if all(each.blocks for each in messages):
+        return [
+            _Place(place, Event(kind, number), messages[0].micro_step, _AFTER)
+            for number in numbers
+            for kind in _BOTH
+        ]
+    return [
+        _Place(place, Event(kind, number), messages[0].micro_step, _AFTER)
+        for kind in _BOTH
+        for number in numbers
+    ]
 
 
 def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[int, int]]]:
@@ -419,7 +466,7 @@ def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[in
     issues: dict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(program.events):
         message = program.messages[event.message]
-        if event.kind == "issue" and message.purpose == _GRADIENTS:
+        if event.kind == "issue" and message.purpose == GRADIENTS:
             issues[message.micro_step].append(number)
     return {
         micro: [(number, count) for number, (_, count) in zip(numbers, before.gradients[micro], strict=True)]
@@ -436,14 +483,28 @@ def _begin_of_backward(start: Floats, end: Floats, known: Sequence[tuple[float, 
         share, work = known[0]
         pace = np.median(end - work) / (1.0 - share)
         begin = np.median(work - start) - share * pace + start
-    return np.clip(begin, start + _LEAST_FORWARD * total, start + _MOST_FORWARD * total)
+    begin = np.clip(begin, start + _LEAST_FORWARD * total, start + _MOST_FORWARD * total)
+    return np.minimum(begin, known[0][1]) if known else begin
 
 
 def _gradient_events(
-    messages: Sequence[tuple[Message, int]], arrival: Callable[[int], Floats], after: Sent, first: int
+    messages: Sequence[tuple[Message, int]],
+    arrival: Callable[[int], Floats],
+    after: Sent,
+    first: int,
+    cost: Floats,
 ) -> list[_Place]:
-    """The events of the gradient messages of a micro-batch; ``first`` is the number of their first message."""
+    """The events of the gradient messages of a micro-batch.
+
+    Args:
+        messages: each with how many gradients have arrived when it is sent.
+        arrival: the work at which so many gradients have arrived.
+        after: what the config sends.
+        first: the number of the first message.
+        cost: of each message, after it.
+    """
     places: list[_Place] = []
+    micro = messages[0][0].micro_step if messages else 0
     flushes: dict[int | None, list[int]] = defaultdict(list)
     counts: dict[int | None, int] = {}
     for number, (message, count) in enumerate(messages, first):
@@ -452,18 +513,23 @@ def _gradient_events(
     flying: list[list[int]] = []
     end = arrival(len(after.arriving))
     for bucket, numbers in flushes.items():
-        at = arrival(counts[bucket])
+        at, turn = arrival(counts[bucket]), _gradient_turn(after, counts[bucket])
         if not after.overlaps:
             for number in numbers:
-                places += [_Place(at, Event(kind, number), _GRADIENT) for kind in _BOTH]
+                places.append(_Place(at, Event("issue", number), micro, turn))
+                places.append(_Place(at, Event("wait", number), micro, turn, cost))
             continue
         while after.depth and after.waits_before and len(flying) >= after.depth:
-            places += [_Place(at, Event("wait", number), _GRADIENT) for number in flying.pop(0)]
-        places += [_Place(at, Event("issue", number), _GRADIENT) for number in numbers]
+            places += [_Place(at, Event("wait", number), micro, turn, cost) for number in flying.pop(0)]
+        places += [_Place(at, Event("issue", number), micro, turn) for number in numbers]
         flying.append(numbers)
         while after.depth and not after.waits_before and len(flying) >= after.depth:
-            places += [_Place(at, Event("wait", number), _GRADIENT) for number in flying.pop(0)]
-    places += [_Place(end, Event("wait", number), _GRADIENT) for numbers in flying for number in numbers]
+            places += [_Place(at, Event("wait", number), micro, turn, cost) for number in flying.pop(0)]
+    places += [
+        _Place(end, Event("wait", number), micro, _end_turn(after), cost)
+        for numbers in flying
+        for number in numbers
+    ]
     return places
 
 
@@ -486,7 +552,7 @@ def _assembled(
 ) -> Changed:
     """The events in the order of the work before them; those that belong together stay in their order."""
     # Whole ns: positions that are equal by rule may differ in their last bits.
-    ordered = sorted(places, key=lambda place: (round(float(place.work.mean())), place.turn))
+    ordered = sorted(places, key=lambda place: (round(float(place.work.mean())), place.micro, place.turn))
     used = list(dict.fromkeys(place.event.message for place in ordered))
     renumbered = {message: number for number, message in enumerate(used)}
     events = tuple(Event(place.event.kind, renumbered[place.event.message]) for place in ordered)
@@ -498,8 +564,7 @@ def _assembled(
         before = reached
     spans.append(np.maximum(work[:, -1] - before, 0.0))
     for number, place in enumerate(ordered):
-        if place.event.kind == "wait" and place.turn == _GRADIENT:  # what _without_buckets has taken off
-            spans[number + 1] = spans[number + 1] + _BESIDE_CALL * calls
+        spans[number + 1] = spans[number + 1] + place.cost
     stacked = np.array(spans).swapaxes(0, 1)  # (steps, events + 1, ranks)
     recorded = len(program.messages)
     changed = [

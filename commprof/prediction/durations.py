@@ -99,14 +99,13 @@ def _times_of_queue(
     those before them have ended share the time of all of them, in proportion to their bytes.
     """
     together: list[_Issued] = []
-    ended, known = -np.inf, True
+    ended, seen_to = -np.inf, 0  # how many of them had ended when the last end was seen
     ends: Floats = np.zeros(len(ranks))
     for index in queue:
         arrived = float(recorded.arrivals[place, index, ranks].max())
         if together and arrived >= ended:
-            if known:
-                _share_time(together, ends, times)
-            together = []
+            _share_time(together[:seen_to], ends, times)
+            together, seen_to = [], 0
         if not together:
             arrived = max(arrived, ended)
         seen = recorded.finishes[place, index, ranks]
@@ -114,14 +113,14 @@ def _times_of_queue(
         message = recorded.program.messages[index]
         together.append(_Issued(message, arrived, message.payload_bytes + _LATENCY_BYTES, known))
         if known:
+            seen_to = len(together)
             # A rank that does not wait long enough to see the end has the result when the first of the others has it.
             ends = np.where(np.isnan(seen), np.nanmin(seen), seen)
             ended = float(ends.max())
         else:  # it had ended when a rank asked for it
             waits = recorded.waits[place, index, ranks]
             ended = float(waits[~np.isnan(waits)].min(initial=np.inf))
-    if together and known:
-        _share_time(together, ends, times)
+    _share_time(together[:seen_to], ends, times)
 
 
 class _Issued(NamedTuple):
@@ -134,11 +133,13 @@ class _Issued(NamedTuple):
 def _share_time(
     together: Sequence[_Issued], ends: Floats, times: dict[tuple[str, int, int], list[Floats]]
 ) -> None:
-    """Share the time until ``ends`` among the last of ``together``.
+    """Share the time until ``ends`` among the last of ``together``; nothing of none.
 
     The end of some is not known. At the rate of those after it such a message may have ended before the next was issued;
     then it has no part in this time.
     """
+    if not together:
+        return
     first = len(together) - 1
     end = float(ends.max())
     while first > 0:

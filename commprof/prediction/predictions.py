@@ -12,12 +12,13 @@ from commprof.calibration.results import Calibration
 from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.request import Request, request_of
 from commprof.prediction.assumptions import AS_RECORDED, Assumptions
-from commprof.prediction.changes import Changed, Sent, change, sent_by, sent_by_ddp
+from commprof.prediction.changes import Assumed, Changed, change
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
 from commprof.prediction.resharding import KEY as RESHARDING
 from commprof.prediction.resharding import gathered_again, kept_bytes, with_resharding
+from commprof.prediction.sent import Sent, sent_by, sent_by_ddp
 from commprof.prediction.simulation import Simulated, on_critical_path, quiet_steps, replayed, simulate
 from commprof.prediction.streams import HOST
 from commprof.requested.configuration import read_configuration
@@ -42,6 +43,9 @@ KEYS: Final = (
                 "contiguous_gradients",
             ),
             *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm"),
+            *("gradient_accumulation_reduce", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
+            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+            "stage3_model_persistence_threshold",
         )
     ),
     *("communication_data_type", "disable_allgather"),
@@ -69,15 +73,19 @@ class Machine(NamedTuple):
         slowdown: of compute beside a message.
         slowdowns: between which it is uncertain.
         message_ns: standard deviation of what one message more or less costs beside its own time.
+        fill_ns: for each byte of parameters that is gathered, beside its message.
     """
 
     slowdown: float
     slowdowns: tuple[float, float]
     message_ns: float
+    fill_ns: float
 
 
-CPUS: Final = Machine(1.3, (1.0, 1.6), 5e5)  # gloo takes processors from compute; measured: docs/predict.md
-GPUS: Final = Machine(1.1, (1.0, 1.3), 1e5)  # assumed: NCCL takes a few multiprocessors
+CPUS: Final = Machine(
+    1.3, (1.0, 1.6), 5e5, 1.0
+)  # gloo takes processors from compute; measured: docs/predict.md
+GPUS: Final = Machine(1.1, (1.0, 1.3), 1e5, 0.002)  # assumed: NCCL takes a few multiprocessors
 
 
 class Predicted(NamedTuple):
@@ -256,7 +264,12 @@ def _predicted(
 ) -> Predicted:
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
-    changed = _changed(base, setting, config, world)
+    best = Assumed(base.machine.fill_ns)
+    changed = _changed(base, setting, config, world, best)
+    others = [
+        best._replace(evenly=True),
+        *(best._replace(fill_ns=each * best.fill_ns) for each in (0.0, 2.0)),
+    ]
     link = assumptions.link
     if link != UNCHANGED:
         link = link._replace(cpu_per_byte=recorded.cpu_per_byte or 0.0)
@@ -266,6 +279,15 @@ def _predicted(
     median = answer.median_ns * scale
     sources = {durations.of(message).source for message in changed.program.messages}
     spread = _spread(base, changed, durations, assumptions, answer, "calibration" in sources)
+    if changed.assumed:
+        ends = [
+            _simulated(
+                _changed(base, setting, config, world, each), durations, assumptions, base.machine.slowdown
+            ).median_ns
+            * scale
+            for each in others
+        ]
+        spread = float(np.hypot(spread, (max(*ends, median) - min(*ends, median)) / 2 / _Z))
     bounds = [
         _simulated(changed, durations, bound, base.machine.slowdown).median_ns * scale
         for bound in (assumptions._replace(comm_free=True), assumptions._replace(no_straggler=True))
@@ -286,7 +308,9 @@ def _predicted(
     )
 
 
-def _changed(base: Base, setting: Setting, config: Mapping[str, Any] | None, world: int) -> Changed:
+def _changed(
+    base: Base, setting: Setting, config: Mapping[str, Any] | None, world: int, assumed: Assumed
+) -> Changed:
     """The program with ``setting`` on ``world`` ranks."""
     recorded, request = base.recorded, base.request
     if not setting and world == recorded.world_size:
@@ -302,6 +326,7 @@ def _changed(base: Base, setting: Setting, config: Mapping[str, Any] | None, wor
         before,
         after,
         shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),
+        assumed=assumed,
     )
 
 
@@ -311,7 +336,7 @@ def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) 
     Raises:
         UsageError: the setting cannot be predicted.
     """
-    changed = _changed(base, setting, config, base.recorded.world_size)
+    changed = _changed(base, setting, config, base.recorded.world_size, Assumed(base.machine.fill_ns))
     durations = Durations(base.times, base.calibration)
     return _simulated(changed, durations, AS_RECORDED, base.machine.slowdown).median_ns * base.scale
 
@@ -360,7 +385,6 @@ def sent_messages(
     if any(key in DDP_KEYS for key in setting):
         raise UsageError(f"{', '.join(DDP_KEYS)} is of DistributedDataParallel, which this run does not use")
     used = config if config is not None else request.config
-    _refuse_stage(request.config, used)
     return sent_by(request, request.config, recorded_world), sent_by(request, used, world)
 
 
@@ -376,18 +400,6 @@ def _shrinks(request: Request, config: Mapping[str, Any] | None, recorded_world:
         return 1.0
     used = config if config is not None else request.config
     return _shard(used, world) / _shard(request.config, recorded_world)
-
-
-def _refuse_stage(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    try:
-        stages_of = [read_configuration(each).stage for each in (before, after)]
-    except CommprofError as problem:
-        raise UsageError(str(problem)) from None
-    if 3 in stages_of and stages_of != [3, 3]:
-        raise UsageError(
-            f"from stage {stages_of[0]} to stage {stages_of[1]} is not predicted yet: stage 3 gathers parameters within the "
-            "passes; record a run of that stage"
-        )
 
 
 def _shard(config: Mapping[str, Any], world: int) -> float:
@@ -491,7 +503,7 @@ def _why(base: Base, changed: Changed, answer: Simulated, sources: set[str]) -> 
             f"times of messages that the run does not have are from the calibration of {', '.join(calibration.hosts[:3])} "
             f"({calibration.world_size} ranks, {calibration.backend} on {calibration.device})"
         )
-    return sentences or ["nothing that is sent changes"]
+    return [*(sentences or ["nothing that is sent changes"]), *changed.assumed]
 
 
 def _other_messages(before: Program, after: Program) -> list[str]:

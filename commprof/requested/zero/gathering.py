@@ -27,10 +27,14 @@ class Gather(NamedTuple):
     Attributes:
         parameters: in model order.
         forward: in the forward pass, rather than in the backward pass.
+        call: number of the module call that issues it, over both passes.
+        ahead: for later modules, once the parameters of the module itself are there.
     """
 
     parameters: tuple[Parameter, ...]
     forward: bool
+    call: int = 0
+    ahead: bool = False
 
 
 class Gathers(NamedTuple):
@@ -156,7 +160,11 @@ class _KnownOrder:
             ahead = self._ahead(queue, planned, present, live)
             live += sum(p.numel for p in ahead)
             present |= {p.name for p in ahead}
-            gathers += [Gather(each, forward) for each in (missing, ahead) if each]
+            gathers += [
+                Gather(each, forward, call, is_ahead)
+                for each, is_ahead in ((missing, False), (ahead, True))
+                if each
+            ]
             everything_at_once |= call == 0 and not queue
             call += 1
         only_persistent = all(use.name in self.persistent for use, _ in self.uses)

@@ -6,9 +6,17 @@ import json
 import shutil
 import textwrap
 
+import numpy as np
 import pytest
 
+from commprof.calibration.file import write_calibration
+from commprof.ledger.requests.request import request_of
+from commprof.prediction.changes import change
+from commprof.prediction.program import Step
+from commprof.prediction.recorded import recorded_steps
+from commprof.prediction.sent import sent_by
 from commprof.trace.reader import open_run
+from support.calibrations import made_calibration
 from support.command import commprof, output
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone, pytest.mark.shared_answers]
@@ -191,14 +199,14 @@ def test_without_a_setting_the_changes_worth_trying_are_listed(exposed):
     best = told["promising"]
     assert best["tried"] >= 1 and best["reason"] is None
     assert {"zero_optimization.stage": 1} in [each["set"] for each in best["changes"]]
-    for change in best["changes"]:
-        assert change["step_ns"]["high"] < told["recorded"]["step_ns"]
-        assert change["gain_ns"]["median"] == told["recorded"]["step_ns"] - change["step_ns"]["median"]
+    for one in best["changes"]:
+        assert one["step_ns"]["high"] < told["recorded"]["step_ns"]
+        assert one["gain_ns"]["median"] == told["recorded"]["step_ns"] - one["step_ns"]["median"]
         words = [
-            word for key, value in change["set"].items() for word in ("--set", f"{key}={json.dumps(value)}")
+            word for key, value in one["set"].items() for word in ("--set", f"{key}={json.dumps(value)}")
         ]
         alone = answer(exposed, *words)
-        assert alone["settings"][0]["step_ns"] == change["step_ns"]
+        assert alone["settings"][0]["step_ns"] == one["step_ns"]
         assert "promising" not in alone
     printed = output("predict", str(exposed), cwd=exposed.parent)
     assert f"commprof predict {exposed} --set zero_optimization.stage=1" in printed
@@ -214,7 +222,7 @@ def test_where_messages_take_little_no_change_is_offered(zero):
 def test_what_cannot_be_predicted_is_said_in_a_line(zero):
     for setting, said in (
         ("train_micro_batch_size_per_gpu=4", "it changes what is computed"),
-        ("zero_optimization.stage=3", "from stage 2 to stage 3 is not predicted yet"),
+        ("zero_optimization.stage=3", "commprof calibrate --nproc 2 --ops all_to_all"),
         ("ddp.bucket_cap_mb=1", "which this run does not use"),
         ("zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size"),
         ("zero_optimization.gradient_reduction=reduce_to_owner", "commprof calibrate --nproc 2 --ops reduce"),
@@ -243,6 +251,93 @@ def test_of_a_program_without_a_config_links_can_change(ddp):
     assert setting["step_ns"]["median"] >= 0.95 * COMPUTE_NS
     refused = commprof("predict", str(ddp), "--set", "zero_optimization.stage=1", cwd=ddp.parent)
     assert refused.returncode != 0 and "DistributedDataParallel" in refused.stderr
+
+
+STAGED = """
+import sys
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+torch.manual_seed(0)
+model = nn.Sequential(*(Block() for _ in range(3)))
+import zero_runtime
+engine, *_ = zero_runtime.initialize(
+    model=model, model_parameters=model.parameters(), config=sys.argv[sys.argv.index("--config") + 1]
+)
+for _ in range(2 * STEPS):
+    engine.backward(engine(torch.randn(2, 64)).square().mean())
+    engine.step()
+"""
+SETTINGS = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2, "overlap_comm": True},
+    "3": {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 10_000},
+    "3, nothing kept": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+}
+
+
+@pytest.mark.long
+def test_the_messages_of_every_stage_are_predicted_from_every_other(tmp_path):
+    configs, runs = {}, {}
+    for number, (name, zero) in enumerate(SETTINGS.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        configs[name] = CONFIG | {
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"reduce_bucket_size": 10_000, **zero},
+        }
+        (folder / "ds.json").write_text(json.dumps(configs[name]))
+        (folder / "train.py").write_text(f"STEPS = {STEPS}\n{STAGED}")
+        runs[name] = folder / "run"
+        output(
+            *("run", "--nproc", "2", "--out", str(runs[name]), "train.py", "--config", "ds.json"), cwd=folder
+        )
+    programs = {name: recorded_steps(open_run(run)).program for name, run in runs.items()}
+    write_calibration(tmp_path / "calibration.json", made_calibration())
+    for name, run in runs.items():
+        request = request_of(open_run(run))
+        for other, wanted in programs.items():
+            steps = [made_step(programs[name])]
+            sent = [sent_by(request, configs[each], 2) for each in (name, other)]
+            program = change(programs[name], steps, *sent).program
+            plain = [
+                [each._replace(bucket=None) for each in messages]
+                for messages in (program.messages, wanted.messages)
+            ]
+            assert plain[0] == plain[1], (name, other)
+            assert program.events == wanted.events, (name, other)
+    words = ("--calibration", str(tmp_path / "calibration.json"), "--set", "zero_optimization.stage=1,2,3")
+    for name in ("2", "3"):
+        settings = answer(runs[name], *words)["settings"]
+        assert [each["set"]["zero_optimization.stage"] for each in settings] == [1, 2, 3]
+        assert [each["messages"] for each in settings][:2] == [len(programs[each].messages) for each in "12"]
+        assert all(each["step_ns"]["low"] < each["step_ns"]["median"] for each in settings)
+        assert any(
+            "assumed: filling gathered parameters" in each
+            for each in settings[2 if name == "2" else 1]["why"]
+        )
+
+
+def made_step(program):
+    """Some compute before each event."""
+    spans = np.linspace(1e6, 2e6, len(program.events) + 1)[:, None] * np.ones((1, 2))
+    return Step(spans, np.zeros((len(program.messages), 2)), follows=True)
 
 
 @pytest.mark.long

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from commprof.ledger.requests.request import Request
-from commprof.prediction.changes import sent_by
 from commprof.prediction.program import Event, Message, Program, Step
 from commprof.prediction.recorded import Recorded
 from commprof.prediction.schedule import play
+from commprof.prediction.sent import sent_by
 from commprof.requested.parameters import Parameter
 
 MS = 1e6

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from commprof.errors import UsageError
-from commprof.prediction.changes import change
+from commprof.ledger.requests.request import Request
+from commprof.prediction.changes import Assumed, change
+from commprof.prediction.sent import sent_by
+from commprof.requested.parameters import Parameter
 from unit.commprof.prediction.made_runs import (
     BYTES,
     LAYERS,
@@ -149,15 +152,144 @@ def test_messages_that_are_issued_by_another_rule_are_refused():
         change(made.program, made.steps, before._replace(overlaps=True), before)
 
 
-def test_recorded_gathers_of_stage_3_are_not_of_more_ranks():
-    given = config(stage=3, reduce_bucket_size=2 * WIDTH * WIDTH, overlap_comm=False)
-    before, after = sent(given), sent(given, world=4)
-    gradients = [each for each, _ in before.gradients[0]]
-    forward = gather(BYTES)._replace(phase="forward")
-    made = recorded([forward, *gradients], [[1, 1]] * (2 * len(gradients) + 3), lambda _: 1)
+SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+LAYER = 4 * WIDTH * WIDTH
+NOTHING = Assumed()
+
+
+def stage3(world=2, **zero):
+    """Stage 3 that gathers each layer when it is needed: nothing is prefetched, and nothing kept."""
+    return sent(
+        config(**{**SHARDED, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, **zero}), world
+    )
+
+
+def gathers_of(changed):
+    """(kind, number, ms of compute before it) of each event of a gathered parameter on rank 0."""
+    work = np.cumsum(changed.steps[0].spans[:, 0]) / MS
+    return [
+        (event.kind, event.message, round(float(at), 3))
+        for event, at in zip(changed.program.events, work, strict=False)
+        if changed.program.messages[event.message].phase in ("forward", "backward")
+        and changed.program.messages[event.message].purpose == "parameter_gather"
+    ]
+
+
+def test_modules_of_stage_3_gather_where_they_run():
+    before, after = sent(config()), stage3()
+    made = run(before)
+    changed = change(made.program, made.steps, before, after, assumed=NOTHING)
+    # 8 equal layers: a forward pass of 30 ms, and a backward pass of 60 ms.
+    events = gathers_of(changed)
+    issues = [(number, at) for kind, number, at in events if kind == "issue"]
+    assert [at for _, at in issues] == pytest.approx(
+        [30 / 8 * layer for layer in range(8)] + [30 + 7.5 * layer for layer in range(8)], abs=0.01
+    )
+    assert [at for kind, _, at in events if kind == "wait"] == [at for _, at in issues]
+    messages = [changed.program.messages[number] for number, _ in issues]
+    assert [each.phase for each in messages] == ["forward"] * 8 + ["backward"] * 8
+    assert {each.payload_bytes for each in messages} == {LAYER} and not any(each.blocks for each in messages)
+    assert sum(map(sum, changed.steps[0].spans)) == pytest.approx(sum(map(sum, made.steps[0].spans)))
+    assert any("in the order of their parameters" in each for each in changed.assumed)
+
+
+def test_prefetched_parameters_are_waited_for_by_the_module_that_uses_them():
+    before, after = sent(config()), stage3(stage3_prefetch_bucket_size=2 * WIDTH * WIDTH)
+    made = run(before)
+    events = gathers_of(change(made.program, made.steps, before, after, assumed=NOTHING))
+    # The model itself, which has no parameters, prefetches the first two, and each layer two more where there is room.
+    assert events[:3] == [("issue", 0, 0.0), ("wait", 0, 0.0), ("issue", 1, 0.0)]
+    waits = {number: at for kind, number, at in events if kind == "wait"}
+    issues = {number: at for kind, number, at in events if kind == "issue"}
+    assert waits[1] == pytest.approx(7.5, abs=0.01) and all(issues[each] < waits[each] for each in (1, 2))
+
+
+def test_filling_gathered_parameters_takes_time_after_the_wait():
+    before, after = sent(config()), stage3()
+    made = run(before)
+    free, filled = (
+        change(made.program, made.steps, before, after, assumed=Assumed(fill_ns=each)) for each in (0.0, 2.0)
+    )
+    longer = filled.steps[0].spans[:, 0] - free.steps[0].spans[:, 0]
+    assert longer.sum() == pytest.approx(16 * 2 * LAYER) and (longer >= 0).all()
+    places = [
+        place + 1
+        for place, event in enumerate(filled.program.events)
+        if event.kind == "wait" and filled.program.messages[event.message].purpose == "parameter_gather"
+    ]
+    assert longer[places].sum() == pytest.approx(longer.sum())
+
+
+def test_from_stage_3_and_back():
+    before, after = sent(config()), stage3()
+    made = run(before)
+    there = change(made.program, made.steps, before, after, assumed=Assumed(fill_ns=1.0))
+    back = change(there.program, there.steps, after, before, assumed=Assumed(fill_ns=1.0))
+    assert [each._replace(bucket=None) for each in back.program.messages] == [
+        each._replace(bucket=None) for each in made.program.messages
+    ]
+    assert back.program.events == made.program.events
+    gradients = 2 * len(before.gradients[0])  # where the optimizer ends, stage 3 does not say
+    for old, new in zip(made.steps, back.steps, strict=True):
+        assert new.spans[:gradients] == pytest.approx(old.spans[:gradients], abs=MS / 100)
+        assert new.spans.sum() == pytest.approx(old.spans.sum())
+
+
+def test_other_gathers_of_stage_3():
+    before, after = stage3(), stage3(stage3_prefetch_bucket_size=10**6, stage3_max_reuse_distance=10**6)
+    first = sent(config())
+    made = run(first)
+    there = change(made.program, made.steps, first, before, assumed=NOTHING)
+    changed = change(there.program, there.steps, before, after, assumed=NOTHING)
+    assert [each[:2] for each in gathers_of(changed)] == [("issue", 0), ("wait", 0)]
+    # Parameters of another order of modules are not moved.
+    other = there.program._replace(
+        messages=tuple(
+            each._replace(payload_bytes=LAYER + 8) if each.phase == "forward" else each
+            for each in there.program.messages
+        )
+    )
+    with pytest.raises(UsageError, match="its modules run in another order"):
+        change(other, there.steps, before, after, assumed=NOTHING)
+
+
+def test_gathers_by_blocks_are_not_predicted_but_can_be_left_out():
+    before, blocks = stage3(), stage3(stage3_gather_unit="block")
+    first = sent(config())
+    made = run(first)
+    there = change(made.program, made.steps, first, before, assumed=NOTHING)
+    with pytest.raises(UsageError, match="gathered with stage3_gather_unit is not known"):
+        change(there.program, there.steps, before, blocks, assumed=NOTHING)
+
+
+def test_gathers_of_stage_3_of_more_ranks():
+    before, after = stage3(), stage3(world=4)
+    first = sent(config())
+    made = run(first)
+    there = change(made.program, made.steps, first, before, assumed=NOTHING)
     steps = [
         each._replace(spans=each.spans[:, [0, 1, 0, 1]], calls=each.calls[:, [0, 1, 0, 1]])
-        for each in made.steps
+        for each in there.steps
     ]
-    with pytest.raises(UsageError, match="parameter_gather of this run is kept as it was recorded"):
-        change(made.program, steps, before, after)
+    changed = change(there.program, steps, before, after, assumed=NOTHING)
+    assert {each.groups for each in changed.program.messages} == {((0, 1, 2, 3),)}
+    assert len(gathers_of(changed)) == len(gathers_of(there))
+
+
+def test_the_order_of_gradients_is_that_of_the_stage():
+    parameters = [
+        Parameter("a.weight", 100, shape="10x10", forward_index=0),
+        Parameter("a.bias", 10, shape="10", forward_index=1),
+        Parameter("b.weight", 100, shape="10x10", forward_index=2),
+        Parameter("b.bias", 10, shape="10", forward_index=3),
+    ]
+    listed = tuple(each.name for each in parameters)
+    torchs = ("b.bias", "b.weight", "a.bias", "a.weight")
+    sharded = ("b.weight", "b.bias", "a.weight", "a.bias")
+    orders = {0: listed, 1: listed, 2: torchs, 3: sharded}
+    for recorded_stage, order in orders.items():
+        given = config(stage=recorded_stage)
+        of_run = Request(config=given, parameters=parameters, world_size=2, orders={(0, 1): [order]})
+        for stage, wanted in orders.items():
+            arriving = sent_by(of_run, config(stage=stage), 2).arriving
+            assert tuple(each.name for each in arriving) == wanted, (recorded_stage, stage)

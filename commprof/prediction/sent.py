@@ -1,0 +1,284 @@
+"""What a config sends in a step, from the rules of ``commprof.requested``: messages, and when gradients have arrived."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from commprof.errors import CommprofError, UsageError
+from commprof.ledger.requests.request import Request
+from commprof.prediction.program import Groups, Message
+from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.expectation import Expectation
+from commprof.requested.parameters import Parameter, in_model_order, trained_groups
+from commprof.requested.wrappers.ddp import Ddp
+from commprof.requested.zero import stages
+from commprof.requested.zero.gather_configuration import read_gather_configuration
+from commprof.requested.zero.module_calls import ModuleCalls, module_calls
+from commprof.schema import Op, Phase, Purpose
+
+DEPTH: Final = (
+    2  # buckets that zero_runtime has in flight at once (zero_runtime/gradient_reduction/overlap.py)
+)
+AT_END: Final = (str(Purpose.OVERFLOW_CHECK), str(Purpose.GRADIENT_NORM), str(Purpose.PARAMETER_GATHER))
+GRADIENTS: Final = str(Purpose.GRADIENT_REDUCE)
+
+
+class Sent(NamedTuple):
+    """What a config sends in a step, in the order of issue.
+
+    Attributes:
+        gradients: of each micro-batch: messages, each with how many gradients have arrived when it is sent.
+        at_end: messages after the last gradients, by purpose.
+        arriving: the parameters in the order in which their gradients arrive.
+        overlaps: gradient messages do not block.
+        waits_before: with overlap, a message is issued only when fewer than ``depth`` are in flight; else the oldest is
+            waited for right after the issue of the next, whose buffer is its own.
+        depth: buckets in flight at once; None for all of a backward pass.
+        calls: of the modules in each micro-batch at stage 3, where they gather parameters; else None.
+        others: purposes of messages whose place in a step is not known.
+    """
+
+    gradients: list[list[tuple[Message, int]]]
+    at_end: dict[str, list[Message]]
+    arriving: list[Parameter]
+    overlaps: bool
+    waits_before: bool = False
+    depth: int | None = DEPTH
+    calls: ModuleCalls | None = None
+    others: frozenset[str] = frozenset()
+
+
+def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
+    """Return what ``config`` sends in a steady step of ``world`` ranks with the model of ``request``.
+
+    Raises:
+        UsageError: the rules do not know what it sends.
+    """
+    try:
+        configuration = _configuration(request, config)
+        order = _gradient_order(request, config)
+        if configuration.accumulation_reduce == "auto":
+            raise UsageError(
+                "gradient_accumulation_reduce auto depends on free memory; give each or boundary"
+            )
+        micro_steps = stages.micro_steps(config, world)
+        rows = stages.expected(
+            config,
+            request.parameters,
+            world,
+            order,
+            request.backend,
+            request.runtime,
+            iteration=stages.steady_step(config) * micro_steps,
+            host_ranks=request.host_ranks,
+        )
+    except CommprofError as problem:
+        raise UsageError(f"what this setting sends is not known: {problem}") from None
+    overlaps = _overlaps(configuration, config, request.runtime)
+    arriving = _arriving(configuration, request.parameters, order)
+    gradients: list[list[tuple[Message, int]]] = [[] for _ in range(micro_steps)]
+    at_end: dict[str, list[Message]] = defaultdict(list)
+    others: set[str] = set()
+    sharded = configuration.stage == 3
+    for row in rows:
+        if row.when == "init":
+            continue
+        if row.when == "micro_step" and row.purpose == Purpose.PARAMETER_GATHER:
+            continue  # those of the calls
+        if not row.bytes_exact or row.estimate:
+            raise UsageError(
+                f"the messages of {row.purpose} of this setting are known only about: {row.note or row.estimate}"
+            )
+        groups = row.groups or groups_of(world, row.group_size)
+        payloads = [sum(each) for each in row.payloads]
+        if row.purpose == GRADIENTS:
+            for micro in range(micro_steps) if row.when == "micro_step" else [micro_steps - 1]:
+                gradients[micro] += _gradient_messages(
+                    row, payloads, groups, micro, len(arriving), not overlaps
+                )
+        elif row.when == "step" and row.purpose in AT_END:
+            at_end[row.purpose] += [
+                Message(
+                    row.issued_op,
+                    size,
+                    row.purpose,
+                    groups,
+                    not (
+                        sharded and row.purpose == Purpose.PARAMETER_GATHER
+                    ),  # several are in flight at once
+                    None,
+                    micro_steps - 1,
+                    str(Phase.OPTIMIZER),
+                )
+                for size in payloads
+            ]
+        else:
+            others.add(row.purpose)
+    # Chunks are filled, and sent, from the last one to the first.
+    if configuration.reduces_chunks:
+        gradients = [each[::-1] for each in gradients]
+    gradients = [_numbered(sorted(each, key=lambda pair: pair[1])) for each in gradients]
+    return Sent(
+        gradients,
+        dict(at_end),
+        arriving,
+        overlaps,
+        configuration.reduces_chunks,
+        calls=_calls_of_modules(request, config, world, order, micro_steps) if sharded else None,
+        others=frozenset(others),
+    )
+
+
+def _calls_of_modules(
+    request: Request, config: Mapping[str, Any], world: int, order: Sequence[str] | None, micro_steps: int
+) -> ModuleCalls:
+    iteration = stages.steady_step(config) * micro_steps
+    try:
+        return module_calls(config, request.parameters, world, order, micro_steps, iteration, request.runtime)
+    except CommprofError as problem:
+        raise UsageError(f"what this setting sends is not known: {problem}") from None
+
+
+def sent_by_ddp(rules: Ddp, changes: Mapping[str, Any], world: int) -> Sent:
+    """Return what DistributedDataParallel sends in a step with one backward pass, with ``changes`` of its arguments.
+
+    Raises:
+        UsageError: its rules do not know what it sends.
+    """
+    if rules.unpredicted or rules.order is None:
+        reason = "; ".join(rules.unpredicted.values()) or "the order of gradients was not recorded"
+        raise UsageError(f"what DistributedDataParallel sends with this setting is not known: {reason}")
+    wrapper = replace(rules.wrapper, arguments={**rules.wrapper.arguments, **changes})
+    by_name = {each.name: each for each in wrapper.trained}
+    arriving = [
+        Parameter(name, by_name[name].numel, shape="x".join(map(str, by_name[name].extents)))
+        for name in rules.order
+    ]
+    gradients = [
+        (
+            Message(
+                str(Op.ALL_REDUCE),
+                size,
+                GRADIENTS,
+                groups_of(world, None),
+                False,
+                number,
+                0,
+                str(Phase.BACKWARD),
+            ),
+            count,
+        )
+        for number, (size, count) in enumerate(replace(rules, wrapper=wrapper).steady_messages())
+    ]
+    return Sent([gradients], {}, arriving, overlaps=True, depth=None)
+
+
+def _configuration(request: Request, config: Mapping[str, Any]) -> Configuration:
+    configuration = read_configuration(config)
+    return configuration.as_deepspeed_reads() if request.runtime == "deepspeed" else configuration
+
+
+def _gradient_order(request: Request, config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The order in which gradients are reduced with ``config``; None where the run does not say which are.
+
+    Buckets of the backward pass are filled as gradients arrive, others in the order of the optimizer's parameters. Linear
+    layers of stage 3 make the gradient of their weight first, those of torch that of their bias.
+    """
+    steps = sorted(request.orders)
+    recorded = request.orders[steps[-1]][0] if steps and request.orders[steps[-1]] else None
+    before, after = (_Order.of(request, each) for each in (request.config, config))
+    if recorded is None or before == after:
+        return recorded
+    names = set(recorded)
+    trained = [each for group in trained_groups(request.parameters) for each in group if each.name in names]
+    if not after.as_they_arrive:
+        return tuple(each.name for each in trained)
+    if before.as_they_arrive:
+        by_name = {each.name: each for each in trained}
+        arriving = [by_name[name] for name in recorded if name in by_name]
+    else:
+        arriving = in_model_order(trained)[::-1]
+    return tuple(each.name for each in _with_linear_layers(arriving, after.weight_first))
+
+
+class _Order(NamedTuple):
+    """What decides the order in which gradients are reduced."""
+
+    as_they_arrive: bool
+    weight_first: bool  # of a linear layer
+
+    @classmethod
+    def of(cls, request: Request, config: Mapping[str, Any]) -> _Order:
+        configuration = _configuration(request, config)
+        sharded = configuration.stage == 3
+        weight_first = sharded and read_gather_configuration(zero_section(config)).weight_before_bias
+        return cls(sharded or configuration.reduces_in_backward_order, weight_first)
+
+
+def _with_linear_layers(arriving: Sequence[Parameter], weight_first: bool) -> list[Parameter]:
+    """``arriving`` with weight and bias of each linear layer, which follow each other, in that order."""
+    order = list(arriving)
+    for place in range(1, len(order)):
+        one, two = order[place - 1 : place + 1]
+        weight, bias = (one, two) if two.name.endswith("bias") else (two, one)
+        if _are_of_a_linear_layer(weight, bias):
+            order[place - 1 : place + 1] = [weight, bias] if weight_first else [bias, weight]
+    return order
+
+
+def _are_of_a_linear_layer(weight: Parameter, bias: Parameter) -> bool:
+    kinds = weight.name.rpartition(".")[2], bias.name.rpartition(".")[2]
+    same = weight.module == bias.module and kinds == ("weight", "bias")
+    return same and 0 < bias.numel < weight.numel and weight.numel % bias.numel == 0
+
+
+def groups_of(world: int, size: int | None = None) -> Groups:
+    """The ranks in groups of ``size``, in order; without one, all in one group."""
+    width = size or world
+    return tuple(tuple(range(first, first + width)) for first in range(0, world, width))
+
+
+def _gradient_messages(
+    row: Expectation, payloads: Sequence[int], groups: Groups, micro: int, gradients: int, blocks: bool
+) -> list[tuple[Message, int]]:
+    arrived = row.arrived or (gradients,) * len(payloads)
+    return [
+        (Message(row.issued_op, size, GRADIENTS, groups, blocks, None, micro, str(Phase.BACKWARD)), count)
+        for size, count in zip(payloads, arrived, strict=True)
+    ]
+
+
+def _numbered(messages: Sequence[tuple[Message, int]]) -> list[tuple[Message, int]]:
+    """Messages of one flush have one bucket number: they are issued together, and waited for together."""
+    counts = list(dict.fromkeys(count for _, count in messages))
+    several = len(counts) < len(messages) and any(each.op == Op.REDUCE for each, _ in messages)
+    return [
+        (each._replace(bucket=counts.index(count) if several else number), count)
+        for number, (each, count) in enumerate(messages)
+    ]
+
+
+def _overlaps(configuration: Configuration, config: Mapping[str, Any], runtime: str) -> bool:
+    """Whether gradient messages overlap the backward pass on a CPU: only with zero_runtime; DeepSpeed needs streams."""
+    if runtime == "deepspeed" or not configuration.partitions or configuration.reduces_flat_groups:
+        return False
+    zero = config.get("zero_optimization")
+    explicit = zero.get("overlap_comm") if isinstance(zero, Mapping) else None
+    if (
+        explicit is None
+    ):  # zero_runtime's default: DeepSpeed's, and true for the reduction that DeepSpeed does not have
+        return configuration.stage == 3 or configuration.reduction == "reduce_scatter"
+    return bool(explicit)
+
+
+def _arriving(
+    configuration: Configuration, parameters: Sequence[Parameter], order: Sequence[str] | None
+) -> list[Parameter]:
+    trained = [each for group in trained_groups(parameters) for each in group]
+    if order is None:
+        return in_model_order(trained)[::-1]
+    by_name = {each.name: each for each in trained}
+    return [by_name[name] for name in order if name in by_name]
