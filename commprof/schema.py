@@ -305,8 +305,10 @@ STALLS: Final = Table(
         Column("since_ns", "int64", "it waited for the collectives that C++ issued from here until end_ns", unit="ns"),
         Column("begin_ns", "int64", "the interval began", unit="ns"),
         Column("end_ns", "int64", "all of them were complete", unit="ns"),
-        Column("exposed_low_ns", "int64", "the thread slept at least so long in it, without what it computed and what it waited for a processor", unit="ns"),
-        Column("exposed_high_ns", "int64", "the thread was on no processor for so long: it waited no longer", unit="ns"),
+        Column("exposed_low_ns", "int64", "the thread slept at least so long in it, without what it computed and what it waited for a processor; of a wait on a device 0", unit="ns"),
+        Column("exposed_high_ns", "int64", "the thread was on no processor for so long: it waited no longer; of a wait on a device its length there", unit="ns"),
+        Column("device_begin_ns", "int64", "on a device, the wait began so; null: the thread itself waited", True, "ns"),
+        Column("device_end_ns", "int64", "on a device, all of them were complete", True, "ns"),
     ),
     key=("rank", "attempt", "pid", "begin_ns"),
 )

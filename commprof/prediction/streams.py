@@ -12,6 +12,7 @@ import pandas as pd
 from commprof.errors import UsageError
 
 HOST: Final = "cpu"
+_ROUNDING_NS: Final = 2_000
 
 
 def device_of(records: pd.DataFrame, path: str) -> str:
@@ -39,15 +40,18 @@ def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
         records[name].to_numpy(np.float64, na_value=np.nan)
         for name in ("device_begin_ns", "device_end_ns", "exposed_ns")
     )
-    unknown = np.isnan(begin) | np.isnan(end) | np.isnan(exposed)
+    blocks = ~records["is_async"].to_numpy(bool)
+    # A blocking call on a side stream does not block the program's stream for all of its time.
+    beside = blocks & (exposed < end - begin - _ROUNDING_NS)
+    unknown = np.isnan(begin) | np.isnan(end) | np.isnan(exposed) | beside
     if unknown.any():
         first = records[unknown].iloc[0]
         raise UsageError(
-            f"{unknown.sum()} of {len(records)} messages of {path} have no times of the GPU (the first: {first['op']} for "
-            f"{first['purpose']}, step {first['step']}); what DistributedDataParallel waits for in C++, what FSDP2 sends on "
-            "streams of its own, CUDA graphs and --completion-every 0 are without, and such a run cannot be predicted"
+            f"{unknown.sum()} of {len(records)} messages of {path} have no times on the GPU's default stream (the first: "
+            f"{first['op']} for {first['purpose']}, step {first['step']}); what DistributedDataParallel waits for in "
+            "C++, what FSDP2 sends on streams of its own, CUDA graphs and --completion-every 0 are without, and such a run "
+            "cannot be predicted"
         )
-    blocks = ~records["is_async"].to_numpy(bool)
     issue = begin.astype(np.int64)
     records = records.assign(
         # An asynchronous message is queued in no time, and its own end is known only if the stream was blocked until then.

@@ -62,7 +62,8 @@ def test_without_messages_a_gpus_step_is_its_compute(tmp_path):
 
 def test_messages_without_times_of_the_gpu_are_counted_and_refused(tmp_path):
     with pytest.raises(
-        UsageError, match=r"60 of 60 messages of .* have no times of the GPU .*DistributedDataParallel"
+        UsageError,
+        match=r"60 of 60 messages of .* have no times on the GPU's default stream .*DistributedDataParallel",
     ):
         predict(opened("ddp_trace", tmp_path), [({}, None)])
 

@@ -1,4 +1,7 @@
-"""A device with one stream that is not there. Its clock is off from the host's by an amount and a rate that tests choose."""
+"""A device that is not there, with a default stream and a side stream.
+
+Its clock is off from the host's by an amount and a rate that tests choose.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,24 @@ class FakeEvent:
     wait = synchronize
 
 
+class FakeStream:
+    """What a program gives as a stream."""
+
+    def __init__(self, index: int, handle: int) -> None:
+        self.device_index = index
+        self.cuda_stream = handle
+
+
 class FakeDevice:
-    """The host's clock is :attr:`now`; the stream works until :attr:`busy_until`."""
+    """The host's clock is :attr:`now`; the streams work until :attr:`busy_until` and :attr:`side_busy_until`.
+
+    :attr:`aside`: the side stream is the current one.
+    """
 
     def __init__(self, offset_ns: int = 0, drift: float = 0.0) -> None:
         self.now = 1_000_000_000
         self.busy_until = 0.0
+        self.side_busy_until = 0.0
         self.offset_ns = offset_ns
         self.drift = drift
         self.capturing = False
@@ -49,21 +64,32 @@ class FakeDevice:
         return self.now
 
     def work(self, ns: float) -> None:
-        """Put work into the stream."""
-        self.busy_until = max(self.busy_until, self.now) + ns
+        """Put work into the current stream."""
+        if self.aside:
+            self.side_busy_until = max(self.side_busy_until, self.now) + ns
+        else:
+            self.busy_until = max(self.busy_until, self.now) + ns
+
+    def wait(self) -> None:
+        """The current stream waits for what is in the other one now."""
+        if self.aside:
+            self.side_busy_until = max(self.side_busy_until, self.busy_until)
+        else:
+            self.busy_until = max(self.busy_until, self.side_busy_until)
 
     def device_time(self, host_ns: float) -> float:
         return host_ns * (1 + self.drift) + self.offset_ns
 
     # commprof.recorder.device.device_events.EventSource
 
-    def record(self, event: Any, index: int) -> FakeEvent:
+    def record(self, event: Any, index: int, stream: FakeStream | None = None) -> FakeEvent:
         assert not self.capturing, "an event during a capture"
         self.indices.add(index)
         if event is None:
             event = FakeEvent(self)
             self.made.append(event)
-        event.reached_ns = max(self.busy_until, self.now)
+        on_side = self.aside if stream is None else stream.cuda_stream != 0
+        event.reached_ns = max(self.side_busy_until if on_side else self.busy_until, self.now)
         return event
 
     def is_aside(self, index: int) -> bool:

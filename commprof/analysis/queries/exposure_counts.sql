@@ -36,13 +36,14 @@ with counted as (
         0 as unsampled,
         0 as summed_ns
     from (
-        select *
+        select *, device is not null and device <> 'cpu' as on_device
         from collectives
-        where exposed_ns is null and is_async and wait_end_ns is null and (device is null or device = 'cpu')
+        where exposed_ns is null and is_async and wait_end_ns is null
             and (layer = 'c10d' or purpose = 'gradient_reduce') and (select count(*) from stalls) > 0
     ) c
-    asof join stalls s
-        on s.attempt = c.attempt and s.rank = c.rank and s.pid = c.pid and c.issue_ns <= s.end_ns
+    asof join (select *, device_end_ns is not null as on_device from stalls) s
+        on s.attempt = c.attempt and s.rank = c.rank and s.pid = c.pid and s.on_device = c.on_device
+            and c.issue_ns <= s.end_ns
     where c.issue_ns >= s.since_ns
     group by {of_row} c.rank
 )

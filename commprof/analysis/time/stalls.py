@@ -8,7 +8,9 @@ in the next counts where the time was spent.
 
 If C++ waits (the table ``stalls``), no single wait is recorded. In each of these intervals the program was blocked for a
 time between two bounds, on records without a recorded wait that were issued since ``since_ns``. Those records were under way
-until the end of the interval at most. The bounds are added to the known exposed time.
+until the end of the interval at most. The bounds are added to the known exposed time. Records of a device belong to the
+rows that say when its stream waited, the others to those that say when the thread did. Which interval waited for a record
+is told by the times at which the host issued them both.
 
 This is not SQL: sorting the times of each process in arrays takes a fraction of the time of window frames over all
 processes, and the memory of one process.
@@ -41,7 +43,7 @@ COLUMNS: Final = ("step", "purpose", "layer", "device", "is_async", *_TIMES)
 _FURTHEST: Final = 1 << 61  # sums and differences of two such times fit 64 bits
 _SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
 _MEASURES: Final = (("step", pa.int32()), *((name, pa.int64()) for name in _SUMS))
-_OF_STALLS: Final = ("since_ns", "begin_ns", "end_ns", "exposed_low_ns", "exposed_high_ns")
+_OF_STALLS: Final = ("since_ns", "end_ns", "exposed_low_ns", "exposed_high_ns")
 _BEFORE: Final = -1  # the step before the first one
 
 
@@ -61,7 +63,7 @@ class _Intervals(NamedTuple):
 
 
 class _Stalls(NamedTuple):
-    """The intervals of one process in which C++ waited, in order of their end, and the records that each bounds.
+    """The intervals of one process in which C++ waited, and the records that each bounds.
 
     ``records[i]`` is bounded by the interval numbered ``of_record[i]``.
     """
@@ -177,8 +179,10 @@ def _of_process(
     blocked, covered = _blocked_and_covered(rows)
     stalled = None if stalls is None else _stalled(rows, stalls, blocked)
     if stalled is not None:
-        issue = _known(rows, "issue_ns").values[stalled.records]
-        ran = _Intervals(stalled.records, issue, stalled.ends[stalled.of_record])
+        issue, device_begin = (_known(rows, name) for name in ("issue_ns", "device_begin_ns"))
+        begin = np.where(device_begin.known, device_begin.values, issue.values)[stalled.records]
+        end = stalled.ends[stalled.of_record]
+        ran = _Intervals(stalled.records, np.minimum(begin, end), end)
         covered = _in_order(_Intervals(*map(np.concatenate, zip(covered, ran, strict=True))))
     cuts = _cuts(steps)
     return [_by(rows, process, by, blocked, covered, cuts, stalled) for by in several]
@@ -227,14 +231,34 @@ def _stalled(rows: pa.Table, stalls: pa.Table, blocked: _Intervals) -> _Stalls |
 
     The lower bound leaves out time that is known to be exposed, and time that the interval before has counted.
     """
-    since, begins, ends, low, high = (
-        values[np.argsort(stalls["end_ns"].to_numpy(), kind="stable")]
-        for values in (_known(stalls, name).values for name in _OF_STALLS)
+    on_device = stalls["device_end_ns"].is_valid().to_numpy(zero_copy_only=False)
+    parts = [
+        part
+        for place, rows_of_place in (
+            ("device", stalls.filter(on_device)),
+            ("host", stalls.filter(~on_device)),
+        )
+        if len(rows_of_place)
+        and (part := _stalled_at(rows, rows_of_place, blocked, place == "device")) is not None
+    ]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    first, second = parts
+    shifted = second._replace(of_record=second.of_record + len(first.ends))
+    return _Stalls(*map(np.concatenate, zip(first, shifted, strict=True)))
+
+
+def _stalled_at(rows: pa.Table, stalls: pa.Table, blocked: _Intervals, on_device: bool) -> _Stalls | None:
+    """:func:`_stalled` for the rows of ``stalls`` of devices, or for those of the host."""
+    stalls = stalls.take(pa.array(np.argsort(stalls["end_ns"].to_numpy(), kind="stable")))
+    since, issue_ends, low, high = (_known(stalls, name).values for name in _OF_STALLS)
+    begins, ends = (
+        _known(stalls, f"device_{name}" if on_device else name).values for name in ("begin_ns", "end_ns")
     )
-    records = np.flatnonzero(_unseen_waits(rows))
+    records = np.flatnonzero(_unseen_waits(rows, on_device))
     issue = _known(rows, "issue_ns").values[records]
-    of_record = np.searchsorted(ends, issue, "left")
-    inside = of_record < len(ends)
+    of_record = np.searchsorted(issue_ends, issue, "left")
+    inside = of_record < len(issue_ends)
     inside[inside] = since[of_record[inside]] <= issue[inside]
     if not inside.any():
         return None
@@ -257,11 +281,12 @@ def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numb
     return np.asarray(edges[before] - beyond)
 
 
-def _unseen_waits(rows: pa.Table) -> Flags:
-    """The records on the host that C++ may have waited for: no recorded wait, and issued or used for reductions by C++."""
+def _unseen_waits(rows: pa.Table, on_device: bool) -> Flags:
+    """The records, of devices or of the host, that C++ may have waited for: no recorded wait, issued or reduced by C++."""
     device, layer, purpose = (rows[name].cast(pa.string()) for name in ("device", "layer", "purpose"))
     of_reducer = pc.or_kleene(pc.equal(layer, "c10d"), pc.equal(purpose, "gradient_reduce"))
-    unseen = pc.and_(pc.fill_null(of_reducer, False), pc.fill_null(pc.equal(device, "cpu"), True))
+    on_host = pc.fill_null(pc.equal(device, "cpu"), True)
+    unseen = pc.and_(pc.fill_null(of_reducer, False), pc.invert(on_host) if on_device else on_host)
     for known in (rows["wait_end_ns"], rows["exposed_ns"]):
         unseen = pc.and_(unseen, pc.is_null(known))
     return np.asarray(pc.and_(unseen, rows["is_async"]).to_numpy())

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+DEFAULT_STREAM: Final = 0  # its handle
 _MOST_POOLED: Final = 8192
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 # Below torch's own functions in Python, which take 1.5 us for the current stream and 3.5 us to record an event.
@@ -26,8 +27,8 @@ class Event(Protocol):
 class EventSource(Protocol):
     """What one kind of accelerator offers for timing."""
 
-    def record(self, event: Any, index: int) -> Event:
-        """Put a mark into the current stream of device ``index``: ``event``, or a new one where that is None."""
+    def record(self, event: Any, index: int, stream: Any = None) -> Event:
+        """Put a mark into ``stream``, or the current one of device ``index``: ``event``, or a new one where that is None."""
 
     def is_aside(self, index: int) -> bool:
         """Whether the current stream of device ``index`` is one beside that on which programs work by default."""
@@ -42,22 +43,23 @@ class CudaEvents:
     def __init__(self) -> None:
         self._streams: dict[int, Any] = {}  # by handle; torch never destroys a stream
 
-    def record(self, event: Any, index: int) -> Event:
-        """Put a mark into the current stream of device ``index``: ``event``, or a new one where that is None."""
+    def record(self, event: Any, index: int, stream: Any = None) -> Event:
+        """Put a mark into ``stream``, or the current one of device ``index``: ``event``, or a new one where that is None."""
         if event is None:
             event = torch.cuda.Event(enable_timing=True)
         if _record is None or _handle_of_stream is None:
-            event.record(torch.cuda.current_stream(index))
+            event.record(torch.cuda.current_stream(index) if stream is None else stream)
             return event  # type: ignore[no-any-return]
-        handle = _handle_of_stream(index)
-        stream = self._streams.get(handle)
         if stream is None:
-            stream = self._streams[handle] = torch.cuda.current_stream(index)
+            handle = _handle_of_stream(index)
+            stream = self._streams.get(handle)
+            if stream is None:
+                stream = self._streams[handle] = torch.cuda.current_stream(index)
         _record(event, stream)
         return event  # type: ignore[no-any-return]
 
     def is_aside(self, index: int) -> bool:
-        """Whether the current stream of device ``index`` is not its default one, whose handle is 0."""
+        """Whether the current stream of device ``index`` is not its default one, whose handle is :data:`DEFAULT_STREAM`."""
         if _handle_of_stream is None:
             return bool(torch.cuda.current_stream(index).cuda_stream)
         return bool(_handle_of_stream(index))
@@ -76,15 +78,15 @@ class EventPool:
         self.created = 0
         self._free: list[Event] = []
 
-    def mark(self) -> Event:
-        """Put an event into the device's current stream."""
+    def mark(self, stream: Any = None) -> Event:
+        """Put an event into ``stream``, or the device's current one."""
         free = self._free
         try:
             event: Event | None = free.pop()
         except IndexError:
             event = None
             self.created += 1
-        return self.source.record(event, self.index)
+        return self.source.record(event, self.index, stream)
 
     def give(self, *events: Event | None) -> None:
         """Return events that are not read any more."""

@@ -6,13 +6,14 @@ Events are resolved in batches at the ends of steps, and no tensor or handle is 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from commprof.recorder.device import device_timeline
-from commprof.recorder.device.device_events import CudaEvents, EventPool, EventSource
-from commprof.recorder.device.device_timeline import Operation, Tally, Timeline
+from commprof.recorder.device.device_events import DEFAULT_STREAM, CudaEvents, EventPool, EventSource
+from commprof.recorder.device.device_timeline import Operation, Tally, Timeline, Wait
 from commprof.trace.rank_files.segments import NO_WORDS, Segment
 
 _MOST_SIGNATURES: Final = 200_000
@@ -57,7 +58,9 @@ class DeviceTimes:
             return None
         return Timeline(self.tally, EventPool(source(), int(index or 0)))
 
-    def follow(self, segment: Segment, base: int, signature: int, captured: bool) -> Segment:
+    def follow(
+        self, segment: Segment, base: int, signature: int, captured: bool, issued_in_cpp: bool = False
+    ) -> Segment:
         """Where to write the times of a call that is about to be made: ``segment``, or what makes events as well.
 
         Never raises.
@@ -65,12 +68,13 @@ class DeviceTimes:
         Args:
             base: the index of the first word of the call's record in ``segment``.
             captured: the call goes into a CUDA graph.
+            issued_in_cpp: C++ issues it, so that no wait for it may be seen.
         """
         known = self._signatures.get(signature)
         if known is None or segment is NO_WORDS:
             return segment
         timeline, is_async = known
-        operation = Operation(segment, base, is_async)
+        operation = Operation(segment, base, is_async, issued_in_cpp)
         if timeline is not None:
             if captured:
                 self.tally.captured += 1
@@ -109,6 +113,55 @@ class DeviceTimes:
         except Exception as error:
             self.tally.on_fault(error)
 
+    def begin_stream_wait(self, stream: Any) -> Callable[[], None] | None:
+        """The stream ``stream`` is about to wait for another; what to call when it does; None: it is of no interest.
+
+        Only the default stream is: while it waits, the program makes no progress. Never raises.
+        """
+        try:
+            timeline = self._timelines.get(f"cuda:{stream.device_index}")
+            if timeline is None or not timeline.has_aside or stream.cuda_stream != DEFAULT_STREAM:
+                return None
+            wait = timeline.begin_wait(stream)
+            return None if wait is None else lambda: self._guarded(lambda: timeline.end_wait(wait, stream))
+        except Exception as error:
+            self.tally.on_fault(error)
+            return None
+
+    def begin_cpp_wait(self, on_times: Callable[[int, int], None]) -> Callable[[], None] | None:
+        """C++ is about to wait for what it has issued; what to call when it has; None: nothing of it is on a device.
+
+        Never raises.
+
+        Args:
+            on_times: given the begin and the end of the wait on a device, in nanoseconds of the host's clock, once known.
+        """
+        waits: list[tuple[Timeline, Wait]] = []
+        for timeline in list(self._timelines.values()):
+            if timeline is None:
+                continue
+            try:
+                wait = timeline.begin_wait(in_cpp=True, on_times=on_times)
+            except Exception as error:
+                self.tally.on_fault(error)
+                continue
+            if wait is not None:
+                waits.append((timeline, wait))
+        if not waits:
+            return None
+
+        def end() -> None:
+            for timeline, wait in waits:
+                self._guarded(functools.partial(timeline.end_wait, wait))
+
+        return end
+
+    def forget_cpp(self) -> None:
+        """What C++ has issued until now is not waited for in a way that can be seen."""
+        for timeline in list(self._timelines.values()):
+            if timeline is not None:
+                timeline.forget_cpp()
+
     def end_step(self) -> None:
         """A step has ended: resolve what can be, and count from a new anchor. Never raises."""
         for timeline in list(self._timelines.values()):
@@ -134,9 +187,11 @@ class DeviceTimes:
         if known:
             sentences[0] += f", within {max(known) / 1000:.0f} us of the host's clock"
         for number, reason in (
+            (self.tally.cpp_waits, "waits in C++ were timed there"),
             (
-                self.tally.aside,
-                "of these were on streams beside the default one, where exposed time is unknown",
+                sum(timeline.unknown_aside for timeline in timelines),
+                "of these were on side streams, and no wait of the default stream for them was seen: their exposed time is "
+                "unknown",
             ),
             (unresolved, "had not ended on the device when recording did"),
             (self.tally.given_up, f"were not, since {device_timeline.MOST_OPEN} others were under way"),

@@ -34,6 +34,7 @@ _MOST_INTERNED: Final = 200_000
 _MOST_LETTERS: Final = 8_000_000  # in their texts: some 50 MB of calls with splits among 8 ranks
 _MOST_ON_THEIR_WAY: Final = 256
 PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
+_C10D: Final = LAYERS.index(Layer.C10D)
 _PHASE_NUMBERS: Final = {name: number for number, name in enumerate(PHASES)}
 _is_capturing: Final = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
@@ -141,7 +142,7 @@ class Journal:
         if captured and self.on_captured is not None:
             self.on_captured(segment, base)
         if group.accelerated:
-            segment = self.device_times.follow(segment, base, fields[2], captured)
+            segment = self.device_times.follow(segment, base, fields[2], captured, layer == _C10D)
         return segment, base
 
     def mark_raised(self, token: Token) -> None:

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 from commprof import hooks
 from commprof.recorder.coverage.trial import newer_torch, silent_layers
 from commprof.recorder.coverage.unseen_traffic import Beneath
+from commprof.recorder.device.stream_waits import StreamWaits
 from commprof.recorder.dispatcher.cuda_graphs import CapturedGraphs
 from commprof.recorder.dispatcher.functional import FRAMEWORK, FUNCTIONAL, WAIT
 from commprof.recorder.dispatcher.issuers import CppIssuers, reducer_is_alive
@@ -68,6 +69,7 @@ class Interception:
         self.stalls = self.kernels.stalls
         self._issuers = CppIssuers(self._record_cpp_issuers, journal.fault, self.stalls)
         self._graphs = CapturedGraphs(journal.fault)
+        self._stream_waits = StreamWaits(journal.device_times.begin_stream_wait)
         self._beneath = Beneath(journal.note)
         self._wants_complete = complete
         self._is_trial = is_trial
@@ -105,6 +107,7 @@ class Interception:
         self._wrap_methods(Backend, self._backend_wrappers.wrap)
         self._graphs.install(torch.cuda.CUDAGraph)
         self.journal.on_captured = self._graphs.add
+        self._stream_waits.install()
         self._beneath.install()
         self._attempt("operators of frameworks", self.kernels.observe, FRAMEWORK, Layer.FRAMEWORK)
         for name, wrap in (
@@ -176,6 +179,7 @@ class Interception:
         """Restore torch's methods, unless other code has wrapped ours since, and remove the kernels."""
         self._issuers.remove()
         self._graphs.remove()
+        self._stream_waits.remove()
         self._beneath.remove()
         self.kernels.remove()
         for owner, name, original, wrapper in self._installed:

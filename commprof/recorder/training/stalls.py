@@ -8,6 +8,9 @@ Between the two callbacks the thread waits and copies gradients. The waiting tim
 time in which the thread was on no processor. The lower bound is the time in which it slept: the upper bound minus the
 time in which it was ready to run but had no processor. If other threads copy too, or may hold Python's lock, the thread
 may have slept for them. Their running time and their waits for a processor are then subtracted as well.
+
+If the collectives are on a device, its stream waits and not the thread. The wait lies between two events, which enclose the
+copies too, so its length is an upper bound. When the row is written depends on when the device reaches them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -78,6 +81,7 @@ class Stalls:
         if len(self._open) >= _MOST_OPEN:
             self._open.clear()
         self._open.add(task)
+        self._journal.device_times.forget_cpp()
         if _running_node() is not None:
             self._queue(lambda: self._begin(task))
             return
@@ -115,17 +119,48 @@ class Stalls:
     def _begin(self, task: int) -> None:
         try:
             moment = self._now()
-            self._queue(lambda: self._end(task, moment))
+            row = self._row(BACKWARD, self._since or moment.wall_ns, moment)
+            end_on_device = self._journal.device_times.begin_cpp_wait(
+                lambda *times: self._add_device(row, *times)
+            )
+            if end_on_device is None:
+                self._queue(lambda: self._end(task, moment))
+            else:
+                self._queue(lambda: self._end_on_device(task, row, end_on_device))
         except Exception as error:
             self._journal.fault(error)
 
     def _end(self, task: int, begun: Moment) -> None:
         try:
             self._open.discard(task)
-            self._add(BACKWARD, min(self._since or begun.wall_ns, begun.wall_ns), begun, self._now())
+            self._add(BACKWARD, self._since or begun.wall_ns, begun, self._now())
             self._since = 0
         except Exception as error:
             self._journal.fault(error)
+
+    def _end_on_device(self, task: int, row: dict[str, Any], end: Callable[[], None]) -> None:
+        try:
+            self._open.discard(task)
+            self._since = 0
+            row["end_ns"] = time.perf_counter_ns()
+            end()
+        except Exception as error:
+            self._journal.fault(error)
+
+    def _add_device(self, row: dict[str, Any], begin_ns: int, end_ns: int) -> None:
+        """The wait of ``row`` lasted from ``begin_ns`` to ``end_ns`` on a device."""
+        times = {"device_begin_ns": begin_ns, "device_end_ns": end_ns}
+        bounds = {"exposed_low_ns": 0, "exposed_high_ns": max(0, end_ns - begin_ns)}
+        self._journal.write("stalls", {**row, **times, **bounds})
+
+    def _row(self, place: str, since_ns: int, begun: Moment) -> dict[str, Any]:
+        """What is known of a row when the wait begins."""
+        return {
+            "step": hooks.position.step,
+            "place": place,
+            "since_ns": min(since_ns, begun.wall_ns),
+            "begin_ns": begun.wall_ns,
+        }
 
     def _add(self, place: str, since_ns: int, begun: Moment, ended: Moment) -> None:
         wall = ended.wall_ns - begun.wall_ns
@@ -135,10 +170,7 @@ class Stalls:
             low = min(max(0, high - max(0, ended.off_ns - begun.off_ns) - _SLACK_NS), high)
         self._rows.append(
             {
-                "step": hooks.position.step,
-                "place": place,
-                "since_ns": since_ns,
-                "begin_ns": begun.wall_ns,
+                **self._row(place, since_ns, begun),
                 "end_ns": ended.wall_ns,
                 "exposed_low_ns": low,
                 "exposed_high_ns": high,

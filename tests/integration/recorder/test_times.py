@@ -455,7 +455,7 @@ class HostEvents:
     def __init__(self):
         self.made = []
 
-    def record(self, event, index):
+    def record(self, event, index, stream=None):
         event = event or HostEvent()
         event.at, event.asked = time.perf_counter_ns(), 0
         self.made.append(event)

@@ -172,7 +172,7 @@ class Mark:
 class Marks:
     """Events of tensors without storage, which stand for those of a GPU."""
 
-    def record(self, event: Mark | None, index: int) -> Mark:
+    def record(self, event: Mark | None, index: int, stream: object = None) -> Mark:
         event = event or Mark()
         event.at = time.perf_counter_ns()
         return event

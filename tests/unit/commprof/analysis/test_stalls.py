@@ -67,6 +67,21 @@ def test_a_stall_bounds_what_nobody_saw():
     assert api.step_times(run.open())["exposed_high_ns"].tolist() == [410]
 
 
+def test_a_wait_on_a_device_bounds_the_records_of_that_device():
+    """The host issues two steps ahead of the device: which wait is for which bucket is told by the host's times."""
+    run = SyntheticRun(world_size=1)
+    run.add_step(0, begin_ns=1_000, end_ns=2_000)
+    run.add_step(1, begin_ns=2_000, end_ns=3_000)
+    for step, issue in ((0, 1_010), (1, 1_110)):
+        reduced(run, issue, step=step, device="cuda:0", device_begin_ns=issue + 600 + 900 * step)
+        stall(run, issue, issue + 20, issue + 30, 0, 200, step=step)
+        device_begin = 1_700 + 1_000 * step
+        run.rows["stalls"][-1] |= {"device_begin_ns": device_begin, "device_end_ns": device_begin + 200}
+    reduced(run, 1_011, step=0, device="cpu")  # of the host, for which no wait of the host is known
+    assert shown(run, "step") == [(0, None, 0, None, 2, 1), (1, None, 0, 200, 1, 1)]
+    assert shown(run, "step", columns=("overlapped_at_most_ns",))[1] == (1, 2_900 - 2_610)
+
+
 def test_what_no_stall_covers_has_no_upper_bound():
     run = SyntheticRun(world_size=1)
     run.add_step(0, begin_ns=1_000, end_ns=2_000)

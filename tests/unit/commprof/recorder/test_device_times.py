@@ -21,7 +21,7 @@ from commprof.trace.rank_files.segments import (
     WAIT_END_WORD,
     Segment,
 )
-from support.fake_device import FakeDevice
+from support.fake_device import FakeDevice, FakeStream
 from support.sample import examples
 
 SYNC, ASYNC = 1, 2  # signatures
@@ -222,17 +222,154 @@ def test_nothing_is_done_while_a_graph_is_captured():
     )  # host times are there
 
 
-def test_on_a_stream_of_its_own_a_collective_holds_nobody_up_that_we_know_of():
+def on_side(run: Recording, work_ns: int, signature: int = SYNC) -> int:
+    """A collective on the side stream, after what is in the default one now."""
+    device = run.device
+    device.aside = True
+    device.wait()
+    operation = run.issue(signature)
+    device.work(work_ns)
+    run.write(operation, RETURN_WORD)
+    device.aside = False
+    return operation[1]
+
+
+def wait_for_side(run: Recording) -> tuple[float, float]:
+    """The default stream waits for the side stream: from when to when, on the host's clock."""
+    device = run.device
+    end = run.times.begin_stream_wait(FakeStream(3, 0))
+    begin = max(device.busy_until, device.now)
+    device.wait()
+    if end is not None:
+        end()
+    return begin, max(device.busy_until, device.now)
+
+
+def test_of_a_collective_on_a_side_stream_the_wait_of_the_default_stream_is_exposed():
+    """The program computes for 3 ms beside a collective of 5 ms, and then waits: 2 ms are exposed."""
     device = FakeDevice()
     run = Recording(device)
-    device.aside = True
-    base = run.sync(1_000_000)
-    device.aside = False
+    base = on_side(run, 5_000_000)
+    device.work(3_000_000)
+    wait_for_side(run)
+    device.now += 20_000_000
+    run.times.end_step()
+    device_begin, device_end, exposed = run.times_of(base)
+    assert device_end - device_begin == pytest.approx(5_000_000, abs=1_000)
+    assert exposed == pytest.approx(2_000_000, abs=1_000)
+    assert "side streams" not in run.times.finish() and not run.faults
+
+
+def test_a_collective_on_a_side_stream_that_ended_before_the_wait_is_not_exposed():
+    device = FakeDevice()
+    run = Recording(device)
+    base = on_side(run, 1_000_000)
+    device.work(3_000_000)
+    wait_for_side(run)
+    device.now += 20_000_000
+    run.times.end_step()
+    assert run.times_of(base)[2] == 1  # 0 would mean that it is not known
+
+
+def test_waits_of_side_streams_are_no_waits_of_the_program():
+    device = FakeDevice()
+    run = Recording(device)
+    base = on_side(run, 1_000_000)
+    assert run.times.begin_stream_wait(FakeStream(3, 77)) is None
     device.now += 5_000_000
     run.times.end_step()
     device_begin, device_end, exposed = run.times_of(base)
     assert device_end - device_begin == pytest.approx(1_000_000, abs=1_000) and exposed == 0
-    assert "1 of these were on streams beside the default one" in run.times.finish()
+    assert "1 of these were on side streams" in run.times.finish()
+
+
+def test_without_collectives_on_side_streams_no_wait_is_timed():
+    run = Recording(FakeDevice())
+    run.sync(1_000)
+    assert run.times.begin_stream_wait(FakeStream(3, 0)) is None
+    assert run.times.begin_stream_wait(FakeStream(5, 0)) is None  # a device without collectives
+    assert run.times.begin_stream_wait(None) is None and len(run.faults) == 1
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["compute", "collective", "wait", "host", "step"]), st.integers(0, 3_000_000)
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_exposed_time_of_side_streams_is_what_the_first_wait_that_ends_later_shares_with_it(steps):
+    device = FakeDevice(offset_ns=10**12)
+    run = Recording(device)
+    collectives, waits = [], []
+    for number, (kind, ns) in enumerate(steps):
+        if kind == "compute":
+            device.work(ns)
+        elif kind == "collective":
+            begin = max(device.side_busy_until, device.busy_until, device.now)
+            base = on_side(run, ns)
+            collectives.append((number, base, begin, device.side_busy_until))
+        elif kind == "wait":
+            waits.append((number, *wait_for_side(run)))
+        elif kind == "host":
+            device.now += ns
+        else:
+            run.times.end_step()
+    device.now = int(max(device.now, device.busy_until, device.side_busy_until)) + 1
+    run.times.end_step()
+    run.times.finish()
+    assert not run.faults
+    for number, base, begin, end in collectives:
+        later = [wait for wait in waits if wait[0] > number]
+        exposed = run.times_of(base)[2]
+        if not later:
+            assert exposed == 0
+        else:
+            assert exposed == pytest.approx(
+                max(1, min(later[0][2], end) - max(later[0][1], begin)), abs=2_500
+            )
+
+
+def test_what_cpp_issues_and_waits_for_is_between_two_events():
+    """Two buckets of 4 ms in all beside 3 ms of computing; then C++ waits, and copies for 0.5 ms: 1.5 ms at most."""
+    device = FakeDevice()
+    run = Recording(device)
+    stalls: list[tuple[int, int]] = []
+    bases = []
+    for _ in range(2):
+        base = run.count * WORDS
+        run.count += 1
+        operation = run.times.follow(run.segment, base, ASYNC, False, issued_in_cpp=True)
+        run.write((operation, base), RETURN_WORD)
+        bases.append(base)
+    issued = device.now
+    device.work(3_000_000)
+    end = run.times.begin_cpp_wait(lambda *times: stalls.append(times))
+    device.busy_until = issued + 4_000_000
+    device.work(500_000)
+    end()
+    assert run.times.begin_cpp_wait(lambda *times: None) is None  # nothing new was issued
+    assert not stalls
+    device.now += 20_000_000
+    run.times.end_step()
+    ((begin_ns, end_ns),) = stalls
+    assert end_ns - begin_ns == pytest.approx(1_500_000, abs=3_000)
+    for base in bases:
+        device_begin, device_end, exposed = run.times_of(base)
+        assert end_ns - device_begin == pytest.approx(4_500_000, abs=3_000)
+        assert device_end == exposed == 0  # when it ended is not known
+    assert not run.faults
+
+
+def test_what_cpp_issued_before_a_backward_pass_is_not_waited_for_in_it():
+    run = Recording(FakeDevice())
+    operation = run.times.follow(run.segment, 0, ASYNC, False, issued_in_cpp=True)
+    operation[RETURN_WORD] = 1
+    run.times.forget_cpp()
+    assert run.times.begin_cpp_wait(lambda *times: None) is None
 
 
 def test_each_device_has_its_own_clock_and_others_are_left_alone():
@@ -273,7 +410,7 @@ def test_a_device_that_fails_costs_times_and_nothing_else():
     device = FakeDevice()
     run = Recording(device)
 
-    def fail(event, index):
+    def fail(event, index, stream):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     device.record = fail
