@@ -1,4 +1,4 @@
-"""What recording adds to a training step: CPU and wall time with commprof on against off, in one job.
+"""What recording, and a traffic contract, add to a training step: CPU and wall time with it on against off, in one job.
 
 Two gloo ranks train a GPT with zero_runtime (stage 2), each on a core of its own. Blocks of steps alternate off, on, on,
 off ... in the same processes; each pair of blocks gives one ratio of the CPU time of both ranks (all threads) and one of the
@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 CONFIG = EXAMPLE.with_name("ds_zero2.json")
 RANKS = 2
-WARM_UP = 1  # steps of each block before the clock starts
+WARM_UP = 2  # steps of each block before the clock starts; a contract agrees on the messages of the first two
+RECORDING, CONTRACT = "recording", "traffic_contract"  # what is switched on and off
 
 
 class Job(NamedTuple):
@@ -80,8 +81,8 @@ def make_reference() -> Callable[[], float]:
     return reference
 
 
-def make_step(job: Job, rank: int) -> Callable[[], None]:
-    """One training step, on batches of random tokens."""
+def make_step(job: Job, rank: int, what: str) -> tuple[Callable[[], None], Any]:
+    """One training step, on batches of random tokens, and its engine."""
     import torch
 
     import zero_runtime
@@ -95,6 +96,7 @@ def make_step(job: Job, rank: int) -> Callable[[], None]:
     )
     config = json.loads(CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": job.micro_batch}
     config.pop("train_batch_size", None)
+    config["traffic_contract"] = "stop" if what == CONTRACT else "off"
     engine, _, _, _ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
     generator = torch.Generator().manual_seed(rank)
     shape = (2, job.micro_batch, job.context)
@@ -104,10 +106,11 @@ def make_step(job: Job, rank: int) -> Callable[[], None]:
         engine.backward(loss)
         engine.step()
 
-    return step
+    engine.end_contract()
+    return step, engine
 
 
-def train(rank: int, store: str, out: str, rounds: int, job: Job, results: Any) -> None:
+def train(rank: int, store: str, out: str, rounds: int, job: Job, what: str, results: Any) -> None:
     """One rank: run the blocks, send a pair (off, on) for each round."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
@@ -121,12 +124,15 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, results: Any) 
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    step, reference = make_step(job, rank), make_reference()
+    step, engine = make_step(job, rank, what)
+    reference = make_reference()
 
-    def block(recorded: bool, number: int) -> Block:
+    def block(switched_on: bool, number: int) -> Block:
         dist.barrier()
-        if recorded:
+        if switched_on and what == RECORDING:
             hooks.attach(f"{out}/{number}", quiet=True)
+        elif switched_on:
+            engine.keep_contract()
         for _ in range(WARM_UP):
             step()
         work = reference()
@@ -135,8 +141,10 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, results: Any) 
             step()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         work += reference()
-        if recorded:
+        if switched_on and what == RECORDING:
             hooks.detach()
+        elif switched_on:
+            engine.end_contract()
         return Block(cpu / job.steps, wall / job.steps, work)
 
     block(False, -1)
@@ -144,19 +152,19 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, results: Any) 
     pairs = []
     for number in range(rounds):
         order = (False, True) if number % 2 == 0 else (True, False)
-        measured = {recorded: block(recorded, number) for recorded in order}
+        measured = {switched_on: block(switched_on, number) for switched_on in order}
         pairs.append((measured[False], measured[True]))
     results.put((rank, pairs))
     dist.destroy_process_group()
 
 
-def measure(job: Job, rounds: int) -> list[list[tuple[Block, Block]]]:
+def measure(job: Job, rounds: int, what: str) -> list[list[tuple[Block, Block]]]:
     """By rank: the pairs (off, on)."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=train, args=(rank, f"{folder}/store", folder, rounds, job, results))
+            context.Process(target=train, args=(rank, f"{folder}/store", folder, rounds, job, what, results))
             for rank in range(RANKS)
         ]
         for process in ranks:
@@ -185,14 +193,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=160, help="pairs of blocks, at least 40 (default: 160)")
     parser.add_argument("--jobs", type=int, default=1, help="of each model, one after the other (default: 1)")
     parser.add_argument("--model", action="append", choices=list(JOBS), help="repeatable; default: all")
+    parser.add_argument(
+        "--what", action="append", choices=(RECORDING, CONTRACT), help="repeatable; default: both"
+    )
     args = parser.parse_args()
     if args.rounds < 40:
         parser.error(f"--rounds {args.rounds}: an interval needs at least 40 pairs")
     os.environ["OMP_NUM_THREADS"] = "1"
     rows, figures = [], {}
-    for model, number in itertools.product(args.model or JOBS, range(args.jobs)):
+    for what, model, number in itertools.product(
+        args.what or (RECORDING, CONTRACT), args.model or JOBS, range(args.jobs)
+    ):
         name = model if args.jobs == 1 else f"{model}, job {number + 1}"
-        first, second = measure(JOBS[model], args.rounds)
+        name = name if what == RECORDING else f"{what}, {name}"
+        first, second = measure(JOBS[model], args.rounds, what)
         pairs = [
             [Block(a.cpu + b.cpu, a.wall, a.reference + b.reference) for a, b in zip(mine, its, strict=True)]
             for mine, its in zip(first, second, strict=True)
@@ -210,7 +224,7 @@ def main() -> None:
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     publish(
         args,
-        "A training step with recording on against off: median (95 % interval)",
+        "A training step with recording, or a traffic contract, on against off: median (95 % interval)",
         ["model", "CPU off, ms", "CPU on, ms", "CPU on/off, as it is", "CPU on/off", "wall on/off", "pairs"],
         rows,
         figures,

@@ -68,7 +68,8 @@ def decide(
         values[_REDUCE], sentence = _accumulation_reduce(config, parameters)
         sentences.append(sentence)
     for name in _SIZES:
-        if block.get(name) == "auto" and _acts(name, read_configuration(config)):
+        by_block = name == "reduce_bucket_size" and block.get("stage3_gather_unit") == "block"
+        if block.get(name) == "auto" and not by_block and _acts(name, read_configuration(config)):
             numel, sentence = _size(name, config, parameters, world_size, backend, costs)
             sentences.append(sentence)
             if numel is not None:

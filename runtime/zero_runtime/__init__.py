@@ -17,7 +17,14 @@ from zero_runtime import activation_checkpointing as checkpointing
 from zero_runtime import comm, zero
 from zero_runtime.comm import init_distributed
 from zero_runtime.deepspeed_names import as_deepspeed
-from zero_runtime.errors import ConfigError, LossScaleError, UnsupportedError, UsageError, ZeroRuntimeError
+from zero_runtime.errors import (
+    ConfigError,
+    LossScaleError,
+    TrafficContractError,
+    UnsupportedError,
+    UsageError,
+    ZeroRuntimeError,
+)
 from zero_runtime.groups.process_grid import ProcessGrid, ProcessTopology
 from zero_runtime.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_runtime.pipeline.engine import PipelineEngine
@@ -44,6 +51,7 @@ __all__ = [
     "ProcessTopology",
     "RepeatingLoader",
     "TiedLayerSpec",
+    "TrafficContractError",
     "UnsupportedError",
     "UsageError",
     "ZeroRuntimeError",

@@ -298,6 +298,13 @@ class DataParallelGroup:
             # Only now: a method that nobody observes is called directly and costs nothing more.
             setattr(self, method, partial(self._issue, method))
 
+    def forget(self, observer: Observer) -> None:
+        """Show no more calls to ``observer``."""
+        self.observers = tuple(each for each in self.observers if each is not observer)
+        for method in observer.methods:
+            if not any(method in each.methods for each in self.observers):
+                self.__dict__.pop(method, None)
+
     def _issue(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Pass a call of ``method`` through the observers, the last one first."""
         plain = getattr(DataParallelGroup, method)

@@ -90,6 +90,7 @@ class RuntimeConfig(ConfigValues):
             wall_clock_breakdown=top["wall_clock_breakdown"],
             memory_breakdown=top["memory_breakdown"],
             disable_python_gc=top["disable_python_gc"],
+            traffic_contract=top["traffic_contract"],
             comms_logger=CommsLoggerConfig(**top["comms_logger"]),
             throughput=ThroughputConfig(**top["timers"]["throughput"]),
             csv_monitor=MonitorConfig(**top["csv_monitor"]),

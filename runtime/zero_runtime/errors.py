@@ -6,6 +6,7 @@
     ├── ConfigError          also a ValueError: a configuration, or an argument of initialize, that cannot be used
     │   └── UnsupportedError also a NotImplementedError: exists in DeepSpeed, but not in this version
     ├── UsageError           also a RuntimeError: methods of the engine called in a wrong order
+    ├── TrafficContractError also a RuntimeError: ranks issue different messages (traffic_contract)
     ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
     ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
     ├── MissingNameError     also a ModuleNotFoundError: a name of DeepSpeed's that this version lacks
@@ -33,6 +34,10 @@ class UnsupportedError(ConfigError, NotImplementedError):
 
 class UsageError(ZeroRuntimeError, RuntimeError, AssertionError):
     """A method was called in a state that does not allow it."""
+
+
+class TrafficContractError(ZeroRuntimeError, RuntimeError):
+    """Ranks issue different messages (``traffic_contract``). The same on all ranks; the training cannot go on."""
 
 
 class LossScaleError(ZeroRuntimeError, RuntimeError):

@@ -83,6 +83,7 @@ class ConfigValues:
     wall_clock_breakdown: bool
     memory_breakdown: bool
     disable_python_gc: bool
+    traffic_contract: str
     dump_state: bool
     comms_logger: CommsLoggerConfig
     throughput: ThroughputConfig

@@ -117,6 +117,12 @@ TOP: Final[Table] = {
     "memory_breakdown": used(boolean, False, "print the memory in use at each part of a step"),
     "dump_state": used(boolean, False, "print the effective configuration"),
     "disable_python_gc": used(boolean, False, "no automatic garbage collection while training"),
+    "traffic_contract": used(
+        choice("off", "warn", "stop"),
+        "off",
+        "compare the messages of all ranks while they run: warn of the first that differs, or stop all ranks. Not a key of "
+        "DeepSpeed",
+    ),
     **FEATURES,
     "zero_force_ds_cpu_optimizer": inert(
         boolean, True, "DeepSpeed's own Adam on the CPU", "torch's own optimizers update offloaded state"

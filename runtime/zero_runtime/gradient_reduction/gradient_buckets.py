@@ -21,6 +21,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime.gradient_reduction.flat_layout import Run, ShardRange, owner_runs
+from zero_runtime.groups.detailed_tags import detailed
 
 FULL: Final = "full"
 OVERSIZED: Final = "oversized"
@@ -97,12 +98,12 @@ class Bucket:
     def why(
         self, owner: int | None = None, intended_op: str | None = None, padded: torch.Tensor | None = None
     ) -> hooks.tag:
-        """The tag of a collective that carries this bucket; without a recorder only its purpose.
+        """The tag of a collective that carries this bucket; only its purpose if nobody reads more.
 
         Args:
             padded: the sent tensor, where it has more elements than the runs of the bucket: the rest is padding.
         """
-        if not hooks.recording():
+        if not detailed():
             return _UNRECORDED
         padding = 0
         if padded is not None:

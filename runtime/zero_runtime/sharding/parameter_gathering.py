@@ -14,6 +14,7 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.quantization import dequantized, quantized
+from zero_runtime.groups.detailed_tags import detailed
 from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status
 
@@ -231,7 +232,7 @@ def broadcast(
 
 def _tag_of(shards: Sequence[Shard], why: hooks.tag, padded: torch.Tensor | None = None) -> hooks.tag:
     """The tag of a message; ``padded`` is the gathered buffer, unless the message is quantized."""
-    if not hooks.recording():
+    if not detailed():
         return why
     purpose = _CHECKPOINT.purpose if _in_checkpoint() else why.purpose
     padding = 0

@@ -17,6 +17,7 @@ from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.groups.comm_log import LOG
 from zero_runtime.groups.parallelism import share, with_mesh
+from zero_runtime.groups.traffic_contract import OFF
 from zero_runtime.optimizer_step.interface import WrappedOptimizer
 from zero_runtime.pipeline.engine import PipelineEngine, check_pipeline
 from zero_runtime.pipeline.model.pipeline_module import PipelineModule
@@ -25,6 +26,7 @@ from zero_runtime.pipeline.transfer.micro_batches import inputs_of
 from zero_runtime.schedules import schedule
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import assemble
+from zero_runtime.startup.equal_settings import check_equal
 from zero_runtime.startup.open_values import decide
 from zero_runtime.startup.process_end import pause_before_ending
 from zero_runtime.startup.uncaught import report_uncaught
@@ -114,6 +116,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         parallelism = shared.parallelism()
     _notify_host_update(checked, optimizer)
     checked = decide(checked, model, comm.DataParallelGroup(parallelism.data))
+    if checked.traffic_contract != OFF:
+        check_equal(checked, model, comm.DataParallelGroup(parallelism.data))
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
     # Activations that all tensor-parallel ranks have can be partitioned for checkpointing; with sequence parallelism there
     # are none.
@@ -141,6 +145,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             replica=assembly.parallelism.replica,
         )
     engine = engine_type(checked, assembly, scheduler, loader)
+    engine.keep_contract()
     if isinstance(assembly.optimizer, WrappedOptimizer):
         remember(assembly.optimizer, assembly.group)
     engine.collate_fn = collate_fn

@@ -19,6 +19,7 @@ from zero_runtime.experimental.topology_aware.costs import Cost, read_costs
 from zero_runtime.gradient_reduction.reduction import default_implementation
 from zero_runtime.groups.agreements import as_first_decides
 from zero_runtime.optimizer_step.dtypes import precision
+from zero_runtime.sharding.gather_schedule.parameter_blocks import BLOCK
 from zero_runtime.startup.message_sizes import SHARE, measured_cost, smallest_payload
 
 _ERROR: Final = "error"
@@ -43,8 +44,10 @@ def with_sizes(config: RuntimeConfig, group: DataParallelGroup) -> RuntimeConfig
         ConfigError: on every rank, if rank 0 cannot read the calibration.
     """
     zero = config.zero
-    # All gradients are one message with fp32 accumulation at stage 1, and one rank sends nothing.
-    names = [name for name in zero.open_sizes if name != REDUCE_SIZE or not config.accumulates_whole]
+    # All gradients are one message with fp32 accumulation at stage 1, by blocks they have no buckets, and one rank sends
+    # nothing.
+    unused = config.accumulates_whole or zero.sharding.residency.unit == BLOCK
+    names = [name for name in zero.open_sizes if name != REDUCE_SIZE or not unused]
     if not names or comm.get_world_size() == 1:
         return dataclasses.replace(config, zero=dataclasses.replace(zero, open_sizes=()))
     messages = {name: _message(name, config, group) for name in names}

@@ -7,6 +7,7 @@ not affected, other errors keep their traceback, and ``ZERO_RUNTIME_LOG_LEVEL=de
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import logging
@@ -23,7 +24,7 @@ from typing import Final
 import torch
 
 from zero_runtime import log
-from zero_runtime.errors import ZeroRuntimeError
+from zero_runtime.errors import TrafficContractError, ZeroRuntimeError
 
 EXIT_CODE: Final = 2
 PAUSE_S: Final = 2.0  # time in which other ranks with the same error stay silent
@@ -52,6 +53,10 @@ def report_uncaught() -> None:
         if log.level() <= logging.DEBUG:
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
         _say_once(sentence_of(error, trace))
+        if isinstance(error, TrafficContractError):
+            # Other ranks may wait in a collective, and the end of the process group would wait for them.
+            atexit._run_exitfuncs()
+            os._exit(EXIT_CODE)
         # Python uses the exit code of a SystemExit that the hook raises.
         raise SystemExit(EXIT_CODE)
 

@@ -17,6 +17,7 @@ from zero_runtime.errors import UsageError
 from zero_runtime.experimental.compression.residual_watch import ResidualWatch
 from zero_runtime.experimental.delayed_steps import DelayedSteps
 from zero_runtime.groups.timed import clock_of
+from zero_runtime.groups.traffic_contract import OFF, STOP, TrafficContract, Verdict
 from zero_runtime.optimizer_step.dtypes import autocast
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
 from zero_runtime.sequence_parallel import name_attention, sequence_group
@@ -85,6 +86,7 @@ class Engine(Settings, Saving, torch.nn.Module):
         self.global_samples = 0
         self.skipped_steps = 0
         self._group = assembly.group
+        self._contracts: list[TrafficContract] = []
         self._gradients = assembly.gradients
         self._delayed = DelayedSteps(assembly.gradients, self.global_rank)
         self._residuals = assembly.residuals
@@ -556,9 +558,29 @@ class Engine(Settings, Saving, torch.nn.Module):
     def destroy(self) -> None:
         """Release the model: remove the hooks and gather sharded parameters."""
         self._delayed.give_up()
+        self.end_contract()
         close(self.module)
         if self._config.disable_python_gc:
             gc.enable()
+
+    def keep_contract(self) -> None:
+        """Compare the messages of all ranks from now on, if ``traffic_contract`` says so."""
+        mode = self._config.traffic_contract
+        if mode == OFF:
+            return
+        verdict = Verdict()
+        own_groups = () if self._residency is None else self._residency.own_groups
+        for number, group in enumerate((self._group, *own_groups)):
+            if group.world_size > 1:
+                contract = TrafficContract(group, mode == STOP, verdict, str(number))
+                self._contracts.append(contract)
+                group.observe(contract)
+
+    def end_contract(self) -> None:
+        """Compare no more messages. All ranks must call it between two steps."""
+        for contract in self._contracts:
+            contract.close()
+        self._contracts.clear()
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of each part of the last step; empty without wall_clock_breakdown."""

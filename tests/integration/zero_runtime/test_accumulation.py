@@ -38,6 +38,7 @@ CASES = {
         {"fp16": {"enabled": True}},
     ),
     "stage 3": ({"stage": 3}, {}),
+    "stage 3, blocks": ({"stage": 3, "stage3_gather_unit": "block"}, {}),
     "stage 3, bf16, fp32 gradients": ({"stage": 3, "stage3_param_persistence_threshold": 0}, BF16),
     "stage 3, offloaded": (
         {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
@@ -192,9 +193,11 @@ def recorded(rank, world, zero):
     train(rank, config(zero, {}, "auto"))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_verify_closes_a_run_that_decided_for_boundary(tmp_path, stage):
-    run, _ = record(tmp_path / "run", 2, recorded, {"stage": stage})
+@pytest.mark.parametrize(
+    "zero", [{"stage": 2}, {"stage": 3}, {"stage": 3, "stage3_gather_unit": "block"}], ids=str
+)
+def test_verify_closes_a_run_that_decided_for_boundary(tmp_path, zero):
+    run, _ = record(tmp_path / "run", 2, recorded, zero)
     verdict = verify(run)
     assert verdict.exit_code == 0, str(verdict)
 

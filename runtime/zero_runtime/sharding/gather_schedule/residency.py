@@ -65,13 +65,11 @@ class Residency:
         self._policy = policy
         numels = {name: _numel(parameter) for name, parameter in module.named_parameters()}
         by_block = gathers_by_block(policy.unit, numels, policy.max_live)
+        secondary = secondary_group(group, policy.secondary_size)
+        gathering = gather_group(group) if by_block else None
+        self.own_groups = tuple(each for each in (secondary, gathering) if each is not None)
         self._gatherer = Gatherer(
-            policy.sequential,
-            policy.by_all_reduce,
-            secondary_group(group, policy.secondary_size),
-            dtypes,
-            policy.quantizes,
-            group=gather_group(group) if by_block else None,
+            policy.sequential, policy.by_all_reduce, secondary, dtypes, policy.quantizes, group=gathering
         )
         prefetch = min(policy.prefetch, 1) if policy.sequential else policy.prefetch
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)

@@ -81,6 +81,7 @@ VALUES = {
     "zero_optimization.reduce_scatter": (True, {}),
     "zero_optimization.use_multi_rank_bucket_allreduce": (False, {}),
     "zero_optimization.gradient_reduction": ("reduce_to_owner", {}),
+    "traffic_contract": ("stop", {}),
     "zero_optimization.reduce_scatter_impl": ("native", {}),
     "zero_optimization.gradient_accumulation_reduce": ("boundary", {"zero_optimization": {"stage": 2}}),
     "zero_optimization.gradient_accumulation_limit": (1000, {"zero_optimization": {"stage": 2}}),

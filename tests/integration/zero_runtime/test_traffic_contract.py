@@ -1,0 +1,297 @@
+"""``traffic_contract``: a rank that issues another message than the others is named, and all ranks stop with one error."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import zero_runtime
+from commprof.ledger.verification import verify
+from support.command import commprof
+from support.process_group_log import logged
+from support.ranks import run_ranks
+from support.recording import record
+from zero_runtime import ZeroRuntimeError
+from zero_runtime.comm import DataParallelGroup
+from zero_runtime.groups.traffic_contract import Issued, Message, Place, deviation
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 5
+STAGES = {
+    2: {"stage": 2, "reduce_bucket_size": 9000},
+    3: {"stage": 3, "reduce_bucket_size": 9000, "stage3_param_persistence_threshold": 0},
+    "blocks": {"stage": 3, "stage3_gather_unit": "block"},
+}
+
+
+class Net(nn.Module):
+    """Six equal layers and a head. From call ``at`` on, rank 1 leaves layer 3 out, or swaps layers 2 and 3."""
+
+    def __init__(self, plant="", rank=0, at=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 8)
+        self.deviates, self.at, self.calls = plant if rank == 1 else "", at, 0
+
+    def forward(self, x):
+        order = list(range(6))
+        if self.calls >= self.at:
+            if self.deviates == "order":
+                order[2], order[3] = order[3], order[2]
+            if self.deviates == "left out":
+                order.remove(3)
+        self.calls += 1
+        for number in order:
+            x = F.relu(self.layers[number](x))
+        return self.head(x).square().mean()
+
+
+def config(stage, mode, **zero):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {**STAGES[stage], **zero},
+        "traffic_contract": mode,
+    }
+
+
+def step(engine):
+    engine.backward(engine(torch.ones(4, 64)))
+    engine.step()
+
+
+def planted(rank, world, stage, plant, at, mode="stop"):
+    """The steps that this rank has taken, the error, and the seconds until then."""
+    begin, done = time.monotonic(), 0
+    zero = {"reduce_bucket_size": 5000} if plant == "bucket size" and rank == 1 else {}
+    model = Net(plant, rank, at)
+    if plant == "parameter" and rank == 1:
+        model.head.bias = None
+    try:
+        engine, *_ = zero_runtime.initialize(model=model, config=config(stage, mode, **zero))
+        for number in range(STEPS):
+            if plant == "bucket limit" and rank == 1 and number == at:
+                engine._gradients._bucketer._limit = 5000
+            step(engine)
+            done += 1
+    except ZeroRuntimeError as error:
+        return done, str(error), time.monotonic() - begin
+    return done, "", time.monotonic() - begin
+
+
+CASES = [
+    (2, 2, "order", 0, ("rank 1", "step 0", "bucket 0", "module layers.2", "layers.3.bias of module layers.3")),
+    (3, 2, "order", 3, ("rank 1", "step 3", "bucket 0", "module layers.2", "module layers.3", "ranks 0, 2")),
+    (2, 2, "left out", 0, ("rank 1", "step 0", "bucket 0", "layers.3.bias of module layers.3")),
+    (2, 2, "left out", 2, ("rank 1", "step 2", "bucket 0", "layers.3.bias of module layers.3")),
+    (2, 2, "bucket limit", 2, ("rank 1", "step 2", "bucket 0", "4,744 elements", "8,904 elements", "module layers.4")),
+    (2, 2, "bucket size", 0, ("reduce_bucket_size is 5000 on rank 1 and 9000 on rank 0", "bucket 0", "step 0")),
+    (2, 2, "parameter", 0, ("head.bias of module head is missing on rank 1", "13 parameters", "has 14")),
+    (3, 3, "order", 0, ("layers.2", "layers.3")),  # the agreement on modules may see it first
+    (2, 3, "bucket limit", 2, ("rank 1", "step 2", "bucket 0", "4,680 elements", "8,840 elements")),
+    (2, 3, "bucket size", 0, ("reduce_bucket_size is 5000 on rank 1 and 9000 on rank 0",)),
+]  # fmt: skip
+
+
+@pytest.mark.sampled("left out-2", "order-0")
+@pytest.mark.parametrize(
+    ("world", "stage", "plant", "at", "parts"),
+    CASES,
+    ids=[f"{w} ranks-stage {s}-{p}-{a}" for w, s, p, a, _ in CASES],
+)
+def test_a_deviation_is_named_and_all_ranks_raise_the_same(world, stage, plant, at, parts):
+    found = run_ranks(world, planted, stage, plant, at, timeout=60)
+    assert len({text for _, text, _ in found}) == 1
+    text = found[0][1]
+    assert all(part in text for part in parts), text
+    assert [done for done, _, _ in found] == [at] * world  # nothing was applied that ranks did not agree on
+    assert max(seconds for _, _, seconds in found) < 60
+
+
+def uneventful(rank, world, stage):
+    """The collectives with and without a contract, the losses, and the threads and observers that are left."""
+    found = {}
+    for mode in ("off", "stop"):
+        with logged() as log:
+            engine, *_ = zero_runtime.initialize(
+                model=Net(), config=config(stage, mode) | {"gradient_accumulation_steps": 2}
+            )
+            losses = []
+            for number in range(STEPS):
+                for _ in range(2):
+                    loss = engine(torch.full((4, 64), float(number + rank)))
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+                if number == 2:  # an evaluation sends other messages, on all ranks
+                    engine.eval()
+                    with torch.no_grad():
+                        engine(torch.ones(4, 64))
+                    engine.train()
+        group = engine._group
+        watched = len(group.observers)
+        engine.destroy()
+        found[mode] = [tuple(call) for call in log.calls], losses, watched, len(group.observers)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_contract_adds_no_message_and_ends_with_the_engine(stage):
+    for found in run_ranks(2, uneventful, stage):
+        assert found["off"][:2] == found["stop"][:2]
+        assert found["off"][2:] == (0, 0)
+        assert found["stop"][2:] == (1, 0)
+
+
+def test_warn_says_it_once_and_goes_on(capfd):
+    found = run_ranks(2, planted, 2, "order", 2, "warn")
+    assert [(done, text) for done, text, _ in found] == [(STEPS, "")] * 2
+    warnings = capfd.readouterr().err
+    assert warnings.count("traffic_contract: at step 2") == 1
+    assert "layers.2.bias of module layers.2" in warnings
+
+
+def blocks(rank, world):
+    """By blocks, parameters are gathered in a group of their own, which has a contract too; rank 1 gathers more."""
+    engine, *_ = zero_runtime.initialize(model=Net(), config=config("blocks", "stop"))
+    for _ in range(STEPS):
+        step(engine)
+    (gathers,) = engine._residency.own_groups
+    try:
+        if rank == 1:
+            gathers.all_gather_single(torch.empty(10), torch.ones(5))
+        step(engine)
+    except ZeroRuntimeError as error:
+        return len(gathers.observers), str(error)
+    return len(gathers.observers), ""
+
+
+def test_the_group_that_gathers_blocks_has_a_contract():
+    found = run_ranks(2, blocks, timeout=60)
+    assert found[0] == found[1]
+    assert found[0][0] == 1
+    assert "rank 1 issues all_gather_single of 5 elements" in found[0][1]
+
+
+def recorded(rank, world):
+    engine, *_ = zero_runtime.initialize(model=Net(), config=config(3, "stop"))
+    for _ in range(STEPS):
+        step(engine)
+
+
+def test_verify_closes_a_run_with_a_contract(tmp_path):
+    run, _ = record(tmp_path / "run", 2, recorded)
+    assert verify(run).exit_code == 0
+
+
+def leaves(rank, world):
+    """Rank 1 fails by itself, before a message that is new: rank 0 must not wait for it in the contract."""
+    engine, *_ = zero_runtime.initialize(model=Net(), config=config(2, "stop"))
+    step(engine)
+    if rank == 1:
+        engine.end_contract()
+        return "left"
+    begin = time.monotonic()
+    group: DataParallelGroup = engine._group
+    try:
+        group.all_reduce(torch.ones(3))  # new
+    except RuntimeError:
+        pass
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_has_left_is_not_waited_for():
+    assert run_ranks(2, leaves, timeout=60)[0] < 30
+
+
+PROGRAM = """
+import os, sys
+import torch
+from torch import nn
+import zero_runtime
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        layers = [self.first, self.second]
+        if os.environ["RANK"] == "1" and self.calls > 2:
+            layers = layers[:1]
+        for layer in layers:
+            x = layer(x).relu()
+        return self.head(x).square().mean()
+
+engine, *_ = zero_runtime.initialize(model=Net(), config={
+    "train_micro_batch_size_per_gpu": 4, "traffic_contract": "stop", "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5000}})
+for _ in range(5):
+    engine.backward(engine(torch.ones(4, 64)))
+    engine.step()
+"""
+
+
+def test_a_program_ends_with_the_sentence_and_a_non_zero_exit_code(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    begin = time.monotonic()
+    result = commprof("run", "--nproc", "2", "--out", "run", "train.py", cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "traffic_contract: at step 2, micro-batch 0, message 0 rank 1 issues" in result.stderr
+    assert "module second" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert time.monotonic() - begin < 60
+
+
+def test_the_sentence_names_what_most_ranks_do():
+    """By hand: rank 2 of 4 has another message; one rank did not say what it has."""
+    usual = Message("all_reduce", "gradient_reduce", 3, None, 100, "float32", ("a.weight", "a.bias"))
+    other = usual._replace(numel=60, parameters=("a.weight",))
+    place = Place(7, 1, 4)
+    text = deviation({0: Issued(place, usual), 2: Issued(place, other), 3: Issued(place, usual)})
+    assert text == (
+        "traffic_contract: at step 7, micro-batch 1, message 4 rank 2 issues all_reduce of 60 elements (float32) for "
+        "gradient_reduce in bucket 3 with a.weight, and ranks 0, 3 issue all_reduce of 100 elements (float32) for "
+        "gradient_reduce in bucket 3 with a.weight, a.bias; a.bias of module a is missing on rank 2; every rank must run "
+        "the same modules in the same order with the same configuration"
+    )
+    issued = Issued(place, usual)
+    assert Issued.of(issued.text) == issued
+    wider = deviation({0: issued, 1: Issued(place, usual._replace(dtype="bfloat16"))})
+    assert "they differ first in dtype: bfloat16 on rank 1, float32 on rank 0" in wider
+    moved = deviation({0: issued, 1: Issued(place, Message("barrier", "other", None, None, 0, "", ()))})
+    assert "rank 1 is at no module, rank 0 at module a" in moved
+
+
+def group_of(rank, world):
+    group = DataParallelGroup(dist.new_group([0, 1]))
+
+    class Observer:
+        methods = ("all_reduce",)
+
+        def observe(self, call, issue):
+            seen.append(call.method)
+            return issue()
+
+    seen, first, second = [], Observer(), Observer()
+    group.observe(first)
+    group.observe(second)
+    group.all_reduce(torch.ones(1))
+    group.forget(first)
+    group.all_reduce(torch.ones(1))
+    group.forget(second)
+    group.all_reduce(torch.ones(1))
+    return seen
+
+
+def test_a_forgotten_observer_sees_no_more_calls():
+    assert run_ranks(2, group_of) == [["all_reduce"] * 3] * 2
