@@ -24,9 +24,9 @@ from commprof.prediction.predictions import (
     replayed_run,
     sent_messages,
 )
-from commprof.prediction.resharding import KEY as RESHARDING
-from commprof.prediction.resharding import gathered_again
 from commprof.prediction.streams import HOST
+from commprof.prediction.wrapper_settings import KEY as RESHARDING
+from commprof.prediction.wrapper_settings import gathered_again
 from commprof.printable import command_line
 from commprof.trace.manifest import RUNNING, Manifest
 from commprof.trace.reader import Run, open_run

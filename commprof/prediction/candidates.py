@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from typing import Any, Final, NamedTuple
 
 from commprof.ledger.requests.request import Request
-from commprof.prediction.resharding import KEY as RESHARDING
+from commprof.prediction.wrapper_settings import KEY as RESHARDING
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.parameters import trained_groups
 from commprof.requested.wrappers.ddp import DEFAULT_BUCKET_MIB, MIB, Ddp

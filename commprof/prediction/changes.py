@@ -27,9 +27,9 @@ from commprof.schema import Phase, Purpose
 # What a gradient message costs beside its own time and its call: filling and emptying a bucket, waking up after the wait. In
 # calls of it, since both are mostly Python; measured on the development runs: docs/predict.md.
 _BESIDE_CALL: Final = 2.0
-_FORWARD: Final = 1 / 3  # of the compute of both passes: the backward pass has twice the FLOPs
+FORWARD: Final = 1 / 3  # of the compute of both passes: the backward pass has twice the FLOPs
 _LEAST_FORWARD: Final = 0.15  # where recorded messages say otherwise
-_MOST_FORWARD: Final = 0.5
+MOST_FORWARD: Final = 0.5
 _BOTH: Final[tuple[Literal["issue", "wait"], ...]] = ("issue", "wait")
 # Turns of events at the same work: recorded ones and forward passes, backward passes, and what follows the last of these. At
 # stage 3 the number of the module call follows in the passes, and then a 1 for gradients, which come after its gathers.
@@ -478,12 +478,12 @@ def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[in
 def _begin_of_backward(start: Floats, end: Floats, known: Sequence[tuple[float, Floats]]) -> Floats:
     """Where the backward pass began: from its recorded pace, else two thirds of the compute are its own."""
     total = end - start
-    begin = start + _FORWARD * total
+    begin = start + FORWARD * total
     if known and known[0][0] < 1.0:
         share, work = known[0]
         pace = np.median(end - work) / (1.0 - share)
         begin = np.median(work - start) - share * pace + start
-    begin = np.clip(begin, start + _LEAST_FORWARD * total, start + _MOST_FORWARD * total)
+    begin = np.clip(begin, start + _LEAST_FORWARD * total, start + MOST_FORWARD * total)
     return np.minimum(begin, known[0][1]) if known else begin
 
 

@@ -16,11 +16,19 @@ from commprof.prediction.changes import Assumed, Changed, change
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
-from commprof.prediction.resharding import KEY as RESHARDING
-from commprof.prediction.resharding import gathered_again, kept_bytes, with_resharding
 from commprof.prediction.sent import Sent, sent_by, sent_by_ddp
 from commprof.prediction.simulation import Simulated, on_critical_path, quiet_steps, replayed, simulate
 from commprof.prediction.streams import HOST
+from commprof.prediction.wrapper_settings import (
+    DDP_KEYS,
+    HOOKS,
+    gathered_again,
+    kept_bytes,
+    refuse_unpredictable,
+    with_resharding,
+    without_effect,
+)
+from commprof.prediction.wrapper_settings import KEY as RESHARDING
 from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import holdings
 from commprof.requested.wrappers.ddp import Ddp
@@ -50,7 +58,6 @@ KEYS: Final = (
     ),
     *("communication_data_type", "disable_allgather"),
 )
-DDP_KEYS: Final = ("ddp.bucket_cap_mb",)
 REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
 _WIDE_ERROR: Final = 0.02  # above which a note says so
 _Z: Final = 1.2816  # an 80 % interval of a normal distribution
@@ -315,10 +322,14 @@ def _changed(
     recorded, request = base.recorded, base.request
     if not setting and world == recorded.world_size:
         return Changed(recorded.program, base.quiet)
+    refuse_unpredictable(setting)
+    unchanged = without_effect(setting, request.wrapped) if world == recorded.world_size else []
+    if unchanged:
+        return Changed(recorded.program, base.quiet, tuple(unchanged))
     if _is_fully_shard(request) and set(setting) == {RESHARDING}:
         if world != recorded.world_size:
             raise UsageError(f"{RESHARDING} is predicted only for the run's own number of ranks")
-        return with_resharding(recorded.program, base.quiet, setting)
+        return with_resharding(recorded.program, base.quiet, setting, request.wrapped, assumed)
     before, after = sent_messages(request, setting, config, recorded.world_size, world)
     return change(
         recorded.program,
@@ -390,7 +401,12 @@ def sent_messages(
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        if name == "comm_hook":
+            if value not in HOOKS:
+                raise UsageError(
+                    f"ddp.comm_hook is {value!r}; expected one of {', '.join(map(str, HOOKS[1:]))}, or null"
+                )
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise UsageError(f"ddp.{name} is {value!r}; expected a number of MiB above 0")
 
 
@@ -487,6 +503,9 @@ def _why(base: Base, changed: Changed, answer: Simulated, sources: set[str]) -> 
     if gathered_again(recorded) and not gathered_again(changed.program):
         more = kept_bytes(recorded) / 2**20
         sentences.append(f"each rank holds {more:,.1f} MiB of parameters more between the passes")
+    elif gathered_again(changed.program) and not gathered_again(recorded):
+        less = kept_bytes(changed.program) / 2**20
+        sentences.append(f"each rank holds {less:,.1f} MiB of parameters less between the passes")
     for purpose, ns in answer.exposed_ns.items():
         before = base.plain.exposed_ns.get(purpose, 0.0)
         if abs(ns - before) >= 0.01 * base.plain.median_ns:

@@ -89,6 +89,11 @@ class WrappedModels:
         return [model.rules for model in self._models]
 
     @property
+    def last_passes(self) -> list[str]:
+        """The passes that each model ran in the last step that was different; empty where none were published."""
+        return [model.passes[max(model.passes)] if model.passes else "" for model in self._models]
+
+    @property
     def names(self) -> str:
         """The names of the wrappers as text."""
         kinds = dict.fromkeys(model.rules.wrapper.kind for model in self._models)

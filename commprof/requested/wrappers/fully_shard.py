@@ -70,6 +70,21 @@ class FullyShard(ShardedModel):
             now.run(match)
         return now.sent, now.state
 
+    def by_pass(self, passes: str) -> list[tuple[str, list[Expectation]]]:
+        """The kind of each of ``passes`` of a step after others, and what it sends.
+
+        Raises:
+            RequestedError: a pass is not known.
+        """
+        _, state = self.passes(passes, None)
+        now = _Units(self, state)
+        kinds = []
+        for match in self.matches(passes, _PASS):
+            before = len(now.sent)
+            now.run(match)
+            kinds.append((match["kind"], now.sent[before:]))
+        return kinds
+
 
 class _Units:
     """The units of one model while passes run."""

@@ -15,6 +15,7 @@ from commprof.prediction.changes import change
 from commprof.prediction.program import Step
 from commprof.prediction.recorded import recorded_steps
 from commprof.prediction.sent import sent_by
+from commprof.prediction.wrapper_settings import with_resharding
 from commprof.trace.reader import open_run
 from support.calibrations import made_calibration
 from support.command import commprof, output
@@ -240,6 +241,23 @@ def test_buckets_of_ddp(ddp):
     assert four["step_ns"]["median"] == pytest.approx(told["recorded"]["step_ns"], rel=0.1)
 
 
+def test_other_arguments_of_ddp(ddp):
+    told = answer(ddp, "--set", "ddp.gradient_as_bucket_view=true,false")
+    recorded = told["recorded"]["step_ns"]
+    for setting in told["settings"]:
+        assert setting["step_ns"]["median"] == pytest.approx(recorded, rel=0.05)
+        assert any("changes no message: it saves a copy of the gradients" in each for each in setting["why"])
+    for setting, said in (
+        ("ddp.find_unused_parameters=true", "record a run with it"),
+        ("ddp.gradient_as_bucket_view=3", "expected true or false"),
+        ("ddp.comm_hook=powerSGD_hook", "expected one of allreduce_hook"),
+    ):
+        done = commprof("predict", str(ddp), "--set", setting, cwd=ddp.parent)
+        assert done.returncode != 0 and said in done.stderr, (setting, done.stderr)
+    (half,) = answer(ddp, "--set", "ddp.comm_hook=bf16_compress_hook")["settings"]
+    assert any("2 all_reduce among 2 ranks (median 262,144 bytes) instead of" in each for each in half["why"])
+
+
 def test_other_buckets_of_ddp_are_tried(ddp):
     best = answer(ddp)["promising"]
     assert best["reason"] is None and best["tried"] + len(best["refused"]) >= 1
@@ -360,8 +378,18 @@ def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
     assert 0.95 * COMPUTE_NS <= kept["step_ns"]["median"] <= again["step_ns"]["median"]
     assert kept["exposed_ns"]["parameter_gather"] < again["exposed_ns"]["parameter_gather"]
     assert any("0.5 MiB of parameters more" in each for each in kept["why"])
-    refused = commprof("predict", str(runs[False]), "--set", "fsdp.reshard_after_forward=true", cwd=tmp_path)
-    assert refused.returncode != 0 and "record a run with true" in refused.stderr
+    programs = {reshard: recorded_steps(open_run(run)).program for reshard, run in runs.items()}
+    wrapped = request_of(open_run(runs[False])).wrapped
+    steps = [made_step(programs[False])]
+    gathered = with_resharding(programs[False], steps, {"fsdp.reshard_after_forward": True}, wrapped).program
+    assert [each._replace(bucket=None) for each in gathered.messages] == [
+        each._replace(bucket=None) for each in programs[True].messages
+    ]
+    assert gathered.events == programs[True].events
+    (there,) = answer(runs[False], "--set", "fsdp.reshard_after_forward=true")["settings"]
+    assert there["messages"] == 12 and any("0.5 MiB of parameters less" in each for each in there["why"])
+    refused = commprof("predict", str(runs[False]), "--set", "fsdp.param_dtype=bfloat16", cwd=tmp_path)
+    assert refused.returncode != 0 and "it changes what is computed; record a run with it" in refused.stderr
     other = commprof("predict", str(runs[True]), "--set", "ddp.bucket_cap_mb=1", cwd=tmp_path)
     assert other.returncode != 0 and "fsdp.reshard_after_forward of fully_shard" in other.stderr
 
