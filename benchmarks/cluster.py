@@ -1,9 +1,14 @@
-"""Time and bytes of a training step on four hosts with links of 1 Gbit/s, against the real DeepSpeed 0.19.8.
+"""Time and bytes of a training step on four hosts with links of 1 Gbit/s, against the real DeepSpeed 0.19.8 and torch's own.
 
 The hosts are network namespaces of this machine: a rank each, veth pairs to a bridge, tbf on both ends of every link. Needs
 root. Bytes come from the counters of the hosts' interfaces. All cases start from the same weights and see the same
 batches; their engines live side by side and train in turn, some steps each, so that a busy machine slows all alike.
-The ratio of a round is the case's mean step time by that of DeepSpeed's ZeRO-2 with default settings in the same round.
+The ratio of a round is the case's mean step time by that of DeepSpeed's ZeRO-2 with default settings in the same round, and
+by that of what torch offers for the same: DDP for stages 0 to 2, FSDP2 for stage 3, each with gloo. gloo runs FSDP2's
+reduce_scatter as an all_reduce, which NCCL does not.
+
+After the rounds commprof records some steps of each case, which are not timed: the bytes that it derives from the records
+are beside those of the interfaces, and its exposed communication beside the step.
 
 DeepSpeed builds an operation at its first start; do that once outside the hosts, which reach no other network. One that was
 killed while it built leaves ``~/.cache/torch_extensions/*/deepspeed_shm_comm/lock``, for which all others wait.
@@ -14,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+import torch_peers
 from rank_processes import PIPES, RankProcesses
 from results import Spread, arguments, median_interval, publish, spread
 from step_time import deepspeed_python
 
+from commprof.analysis import api
+from commprof.trace.finaliser import finalise
 from support import hosts as network
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +48,7 @@ MODEL = {"width": 384, "layers": 4, "heads": 6, "context": 32, "vocabulary": 204
 MICRO_BATCH = 2
 STEPS = 3  # of a case in a round
 WARM_UP = 3
+RECORDED_STEPS = 3  # of a case, after the rounds
 FIRST_PORT = 29_600
 COMMON = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -54,14 +65,19 @@ class Case(NamedTuple):
     process: str
     zero: Mapping[str, Any]
     top: Mapping[str, Any] = {}
+    peer: str = torch_peers.DDP  # of torch, or which it is
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration."""
+        if self.framework == TORCH:
+            return {**COMMON, "peer": self.peer}
         return {**COMMON, **self.top, "zero_optimization": dict(self.zero)}
 
 
+TORCH = "torch"
 BASELINE = "DeepSpeed, stage 2"
+BY_BLOCK = {"stage3_gather_unit": "block"}
 SCATTER = {"stage": 2, "gradient_reduction": "reduce_scatter"}
 CASES = {
     BASELINE: Case("deepspeed", "DeepSpeed", {"stage": 2}),
@@ -70,7 +86,11 @@ CASES = {
     ),
     "DeepSpeed, stage 1": Case("deepspeed", "DeepSpeed", {"stage": 1}),
     # Of its own process: stage 3 changes torch for all models.
-    "DeepSpeed, stage 3": Case("deepspeed", "DeepSpeed stage 3", {"stage": 3}),
+    "DeepSpeed, stage 3": Case(
+        "deepspeed", "DeepSpeed stage 3", {"stage": 3}, peer=torch_peers.FSDP2_NO_RESHARD
+    ),
+    **{name: Case(TORCH, TORCH, {}, peer=name) for name in torch_peers.PEERS},
+    "zero_runtime, stage 0": Case("zero_runtime", "zero_runtime", {"stage": 0}),
     "zero_runtime, stage 2": Case("zero_runtime", "zero_runtime", {"stage": 2}),
     "zero_runtime, stage 2, reduce_scatter": Case("zero_runtime", "zero_runtime", SCATTER),
     "zero_runtime, stage 2, reduce_scatter, bf16 messages": Case(
@@ -79,7 +99,19 @@ CASES = {
     "zero_runtime, stage 2, reduce_scatter, gather into forward": Case(
         "zero_runtime", "zero_runtime", {**SCATTER, "overlap_parameter_gather": True}
     ),
-    "zero_runtime, stage 3": Case("zero_runtime", "zero_runtime stage 3", {"stage": 3}),
+    **{
+        name: Case("zero_runtime", "zero_runtime stage 3", {"stage": 3, **options}, peer=peer)
+        for name, options, peer in (
+            ("zero_runtime, stage 3", {}, torch_peers.FSDP2_NO_RESHARD),
+            ("zero_runtime, stage 3, gathered again", {"stage3_max_reuse_distance": 0}, torch_peers.FSDP2),
+            ("zero_runtime, stage 3, by block", BY_BLOCK, torch_peers.FSDP2_NO_RESHARD),
+            (
+                "zero_runtime, stage 3, by block, gathered again",
+                {**BY_BLOCK, "stage3_max_reuse_distance": 0},
+                torch_peers.FSDP2,
+            ),
+        )
+    },
 }
 
 
@@ -103,18 +135,46 @@ class Ranks(RankProcesses):
             for rank, machine in enumerate(machines)
         )
 
-    def train(self, case: str, steps: int) -> list[dict[str, Any]]:
-        """Train ``case``: one answer of each rank."""
-        return self.ask({"case": case, "steps": steps})
+    def train(self, case: str, steps: int, record: Path | None = None) -> list[dict[str, Any]]:
+        """Train ``case``, recorded in ``record`` if that is given: one answer of each rank."""
+        recorded = {} if record is None else {"record": str(record)}
+        return self.ask({"case": case, "steps": steps, **recorded})
+
+
+class Recorded(NamedTuple):
+    """What commprof shows of a step of a rank: bytes on the wire, as issued and as the backend runs it; exposed time.
+
+    ``exposed_ms``: at least, at most.
+    """
+
+    issued: float
+    executed: float
+    exposed_ms: tuple[float, float]
+
+
+def recorded(case: str, ranks: Ranks, folder: Path) -> Recorded | None:
+    """Record some steps of ``case``; None where its Python cannot import commprof."""
+    run = folder / re.sub(r"\W+", "_", case)
+    try:
+        ranks.train(case, RECORDED_STEPS, run)
+    except RuntimeError as error:
+        print(f"cluster: {case} cannot be recorded: {error}", file=sys.stderr, flush=True)
+        return None
+    finalise(run)
+    issued, executed = api.traffic(run, by=())[["wire_bytes", "executed_wire_bytes"]].iloc[0].astype(float)
+    exposed = api.exposure(run, by=())[["exposed_low_ns", "exposed_high_ns"]].iloc[0].astype(float)
+    return Recorded(
+        issued / RECORDED_STEPS,
+        executed / RECORDED_STEPS,
+        tuple(1e-6 * value / RECORDED_STEPS for value in exposed),
+    )
 
 
 def chosen(words: Sequence[str]) -> dict[str, Case]:
-    """The cases whose name holds one of ``words``, and the baseline; without words, all."""
-    return {
-        name: case
-        for name, case in CASES.items()
-        if not words or name == BASELINE or any(word in name for word in words)
-    }
+    """The cases whose name holds one of ``words``, the baseline, and what they are compared with; without words, all."""
+    wanted = {name for name in CASES if not words or any(word in name for word in words)} | {BASELINE}
+    wanted |= {CASES[name].peer for name in wanted}
+    return {name: case for name, case in CASES.items() if name in wanted}
 
 
 @contextlib.contextmanager
@@ -191,7 +251,9 @@ def measure(
 
 
 def summarise(
-    found: Mapping[str, Mapping[str, list[Any]]], gradient_bytes: int
+    found: Mapping[str, Mapping[str, list[Any]]],
+    records: Mapping[str, Recorded | None],
+    gradient_bytes: int,
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """The table and its figures."""
     base = found.get(BASELINE)
@@ -205,12 +267,24 @@ def summarise(
         received = median(each["received"]) / gradient_bytes
         sent = median(each["sent"]) / gradient_bytes
         figures[name] = {"step_ms": step, "received": received, "sent": sent}
-        row = [name, step.text(0), f"{received:.2f}", f"{sent:.2f}"]
+        record = records.get(name)
+        of_record = ["-", "-", "-"]
+        if record is not None:
+            low, high = record.exposed_ms
+            wire = [record.issued / gradient_bytes, record.executed / gradient_bytes]
+            figures[name] |= {"issued": wire[0], "executed": wire[1], "exposed_ms": [low, high]}
+            shown = f">= {low:.0f}" if math.isnan(high) else f"{low:.0f} to {high:.0f}"
+            of_record = [*(f"{value:.2f}" for value in wire), f"{low:.0f}" if high - low < 1 else shown]
+        row = [name, step.text(0), f"{received:.2f}", f"{sent:.2f}", *of_record]
+        torchs = found.get(CASES[name].peer)
+        beside_torch = None if torchs is None else _ratio(each, torchs)
+        figures[name]["ratio_torch"] = beside_torch
+        row.append("-" if beside_torch is None else f"{beside_torch.text()} {CASES[name].peer}")
         if base is None:
             rows.append([*row, "-", "-", "-"])
             continue
         ratio = _ratio(each, base)
-        peer = of_stage.get(CASES[name].zero["stage"])
+        peer = of_stage.get(CASES[name].zero.get("stage"))
         alike = None if peer is None else _ratio(each, found[peer])
         apart = max(
             abs(mine / its - 1)
@@ -248,7 +322,8 @@ def main() -> None:
         parameters = write_job(Path(folder, "job.json"), Path(folder, "weights.pt"), cases)
         with started(cases, Path(folder), python) as running:
             found = measure(cases, running, args.rounds)
-    rows, figures = summarise(found, 4 * parameters)
+            records = {name: recorded(name, running[cases[name].process], Path(folder)) for name in found}
+    rows, figures = summarise(found, records, 4 * parameters)
     publish(
         args,
         f"A step on {HOSTS} hosts with links of 1 Gbit/s, {parameters / 1e6:.1f} M parameters in fp32, "
@@ -258,6 +333,10 @@ def main() -> None:
             "step, ms: median (minimum to maximum)",
             "received, gradient bytes = 1",
             "sent",
+            "recorded: wire as issued",
+            "recorded: wire as executed",
+            "exposed, ms a step",
+            "time, torch's own = 1 (95 % interval)",
             f"time, {BASELINE} = 1 (95 % interval)",
             "time, DeepSpeed, same stage = 1 (95 % interval)",
             "largest relative difference of a loss",

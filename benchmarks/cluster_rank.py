@@ -2,24 +2,28 @@
 
 Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is ``{"case": name, "steps": n}``;
 the answer is one line of JSON on standard output: seconds and losses of the steps, and the bytes that the host's
-interface received and sent between two barriers around them.
+interface received and sent between two barriers around them. With ``"record": folder`` commprof records the steps there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+import torch_peers
 
+TORCH = "torch"
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 
 
@@ -30,8 +34,11 @@ class Training:
         example = _load(EXAMPLE)
         model = example.GPT(**job["model"])
         model.load_state_dict(torch.load(job["weights"], weights_only=True))
-        initialize = importlib.import_module(framework).initialize
-        self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        if framework == TORCH:
+            self.engine = torch_peers.peer(config["peer"], model, config)
+        else:
+            initialize = importlib.import_module(framework).initialize
+            self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         self._shape = (job["micro_batch"], job["model"]["context"])
         self._vocabulary = job["model"]["vocabulary"]
         self._generator = torch.Generator().manual_seed(dist.get_rank())
@@ -76,13 +83,29 @@ def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
     return {"seconds": seconds, "losses": losses, "received": received / steps, "sent": sent / steps}
 
 
+@contextlib.contextmanager
+def recorded(folder: str | None) -> Iterator[None]:
+    """Record with commprof in ``folder``, if that is given."""
+    if folder is None:
+        yield
+        return
+    import commprof
+
+    commprof.attach(folder)
+    try:
+        yield
+    finally:
+        commprof.detach()
+
+
 def serve(job: dict[str, Any], names: list[str], framework: str, answers: TextIO) -> None:
     """Make the engines of the cases ``names``, say so, and answer requests until standard input ends."""
     trainings = {name: Training(framework, job["cases"][name], job) for name in names}
     print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = measure(trainings[request["case"]], request["steps"], job["interface"])
+        with recorded(request.get("record")):
+            answer = measure(trainings[request["case"]], request["steps"], job["interface"])
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -90,13 +113,16 @@ def main() -> None:
     """Join the process group and serve."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
-    parser.add_argument("framework", choices=("deepspeed", "zero_runtime"))
+    parser.add_argument("framework", choices=("deepspeed", "zero_runtime", TORCH))
     parser.add_argument("cases", nargs="+")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the frameworks print is no answer
     torch.set_num_threads(1)
-    importlib.import_module(args.framework).init_distributed("gloo")
+    if args.framework == TORCH:
+        dist.init_process_group("gloo")
+    else:
+        importlib.import_module(args.framework).init_distributed("gloo")
     serve(json.loads(args.job.read_text()), args.cases, args.framework, answers)
     # Not destroy_process_group: a rank that ends while another still waits would look like a failure.
     os._exit(0)

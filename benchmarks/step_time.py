@@ -1,8 +1,10 @@
-"""Time and memory of a training step against the real DeepSpeed 0.19.8: two gloo ranks on this machine, stages 0 to 3.
+"""Time and memory of a training step against the real DeepSpeed 0.19.8 and torch's own: two gloo ranks on this machine.
 
-Both runtimes, and the same model without any, live side by side, two processes each, and train in turn, some steps each:
-what disturbs the machine disturbs all three. A round gives a ratio of step times, one of CPU times, and one of what is left
-of the step without plain forward and backward. Every round begins with another of the three.
+The three, and the same model without any, live side by side, two processes each, and train in turn, some steps each: what
+disturbs the machine disturbs all four. A round gives ratios of step times, one of CPU times, and one of what is left of the
+step without plain forward and backward. Every round begins with another of the four. Torch's own is DDP for stage 0, with
+ZeroRedundancyOptimizer for stages 1 and 2, and FSDP2 for stage 3. gloo runs FSDP2's reduce_scatter as an all_reduce, which
+NCCL does not.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import torch_peers
 from rank_processes import PIPES, RankProcesses
 from results import Spread, arguments, publish
 
@@ -36,7 +39,25 @@ MODELS: Mapping[str, tuple[Mapping[str, int], int]] = {
     "25 M": ({"width": 512, "layers": 7, "heads": 8, "context": 128, "vocabulary": 2816}, 2),
 }
 MICRO_BATCH = 1
-STAGES = (0, 1, 2, 3)
+
+
+class Variant(NamedTuple):
+    """One row for each model. DeepSpeed has the stage alone. ``peer``: which of torch's it is compared with."""
+
+    zero: Mapping[str, Any]
+    peer: str
+
+
+VARIANTS = {
+    "0": Variant({"stage": 0}, torch_peers.DDP),
+    "1": Variant({"stage": 1}, torch_peers.ZERO_REDUNDANCY),
+    "2": Variant({"stage": 2}, torch_peers.ZERO_REDUNDANCY),
+    "3": Variant({"stage": 3}, torch_peers.FSDP2_NO_RESHARD),
+    "3, by block": Variant({"stage": 3, "stage3_gather_unit": "block"}, torch_peers.FSDP2_NO_RESHARD),
+    "3, by block, gathered again": Variant(
+        {"stage": 3, "stage3_gather_unit": "block", "stage3_max_reuse_distance": 0}, torch_peers.FSDP2
+    ),
+}
 WARM_UP = 3
 COMMON = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -44,7 +65,8 @@ COMMON = {
     "steps_per_print": 1_000_000,
 }
 PEER = "deepspeed"
-RUNTIMES = (PEER, "zero_runtime", "plain")
+TORCH = "torch"
+RUNTIMES = (PEER, "zero_runtime", "plain", TORCH)
 RESAMPLES = 4000
 
 
@@ -155,24 +177,38 @@ def bootstrap(rounds: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
     )
 
 
-def ratio_of_steps(rounds: Sequence[tuple[float, float, float]]) -> float:
-    """Median over the rounds of (mine by its); a round is (its, mine, plain)."""
-    return median(mine / its for its, mine, _ in rounds)
+def ratio_of_steps(rounds: Sequence[tuple[float, ...]]) -> float:
+    """Median over the rounds of (mine by its); a round is a time of each of :data:`RUNTIMES`."""
+    return median(mine / its for its, mine, *_ in rounds)
 
 
-def ratio_outside(rounds: Sequence[tuple[float, float, float]]) -> float:
+def ratio_to_torch(rounds: Sequence[tuple[float, ...]]) -> float:
+    """Median over the rounds of (mine by torch's)."""
+    return median(mine / torchs for _, mine, _, torchs in rounds)
+
+
+def ratio_outside(rounds: Sequence[tuple[float, ...]]) -> float:
     """Median of (mine - plain) by median of (its - plain)."""
-    its = median(its - plain for its, _, plain in rounds)
-    return median(mine - plain for _, mine, plain in rounds) / its
+    its = median(its - plain for its, _, plain, _ in rounds)
+    return median(mine - plain for _, mine, plain, _ in rounds) / its
 
 
-def measure(pairs: Mapping[str, Pair], model: str, stage: int, count: int) -> dict[str, Any]:
+def measure(pairs: Mapping[str, Pair], model: str, variant: Variant, count: int) -> dict[str, Any]:
     """The figures of one case."""
     shape, steps = MODELS[model]
-    config = {**COMMON, "zero_optimization": {"stage": stage}}
-    job = {"model": shape, "micro_batch": MICRO_BATCH, "config": config}
+    job = {"model": shape, "micro_batch": MICRO_BATCH, "peer": variant.peer}
+    configs = {PEER: {"stage": variant.zero["stage"]}}
     before = {
-        name: fmean(each["rss_before"] for each in pair.ask({**job, "port": _free_port()}))
+        name: fmean(
+            each["rss_before"]
+            for each in pair.ask(
+                {
+                    **job,
+                    "config": {**COMMON, "zero_optimization": configs.get(name, variant.zero)},
+                    "port": _free_port(),
+                }
+            )
+        )
         for name, pair in pairs.items()
     }
     blocks, losses = rounds_of(pairs, count, steps)
@@ -186,6 +222,7 @@ def measure(pairs: Mapping[str, Pair], model: str, stage: int, count: int) -> di
             "ms": {name: median(getattr(block, what) for block in blocks[name]) for name in RUNTIMES},
             "ratio": bootstrap(rounds, ratio_of_steps),
             "outside_ratio": bootstrap(rounds, ratio_outside),
+            "torch_ratio": bootstrap(rounds, ratio_to_torch),
         }
     figures["memory_mib"] = {
         name: {key: max(answer[key] for answer in answers) for key in answers[0]}
@@ -193,48 +230,53 @@ def measure(pairs: Mapping[str, Pair], model: str, stage: int, count: int) -> di
     }
     for name, each in figures["memory_mib"].items():
         each["rss_added"] = each["peak_rss"] - before[name]
-    figures["loss_difference"] = max(
-        abs(mine / its - 1) for mine, its in zip(losses["zero_runtime"], losses[PEER], strict=True)
-    )
-    figures["final_loss"] = {name: losses[name][-1] for name in (PEER, "zero_runtime")}
+    figures["loss_difference"] = {
+        name: max(abs(mine / its - 1) for mine, its in zip(losses["zero_runtime"], losses[name], strict=True))
+        for name in (PEER, TORCH)
+    }
+    figures["final_loss"] = {name: losses[name][-1] for name in (PEER, "zero_runtime", TORCH)}
     return figures
 
 
-def row(model: str, stage: int, figures: Mapping[str, Any]) -> list[str]:
+def row(model: str, variant: str, figures: Mapping[str, Any]) -> list[str]:
     """A row of the table."""
     wall, cpu, memory = figures["wall"], figures["cpu"], figures["memory_mib"]
 
     def both(source: Mapping[str, Any], digits: int = 0, key: str | None = None) -> str:
-        values = (source[name] if key is None else source[name][key] for name in ("zero_runtime", PEER))
+        values = (
+            source[name] if key is None else source[name][key] for name in ("zero_runtime", PEER, TORCH)
+        )
         return " / ".join(f"{value:.{digits}f}" for value in values)
 
     return [
         model,
-        str(stage),
+        f"{variant} ({VARIANTS[variant].peer})",
         f"{both(wall['ms'], 1)} / {wall['ms']['plain']:.1f}",
         wall["ratio"].text(),
+        wall["torch_ratio"].text(),
         wall["outside_ratio"].text(),
         cpu["ratio"].text(),
         cpu["outside_ratio"].text(),
         both(memory, key="peak_rss"),
         both(memory, key="rss_added"),
         both(memory, 1, "peak_tensors"),
-        f"{figures['loss_difference']:.0e}",
+        " / ".join(f"{value:.0e}" for value in figures["loss_difference"].values()),
     ]
 
 
 HEADER = [
     "model",
-    "stage",
-    "step, ms: here / DeepSpeed / plain",
+    "stage (torch's own)",
+    "step, ms: here / DeepSpeed / torch / plain",
     "step ratio (95 % interval)",
+    "ratio to torch's",
     "outside plain, ratio",
     "CPU ratio",
     "CPU outside plain, ratio",
-    "peak RSS, MiB: here / DeepSpeed",
+    "peak RSS, MiB: here / DeepSpeed / torch",
     "of that since imports",
     "peak of tensors, MiB",
-    "loss apart",
+    "loss apart: DeepSpeed / torch",
 ]
 
 
@@ -245,7 +287,7 @@ def main() -> None:
         "--deepspeed-python", help=f"the Python of an environment that has DeepSpeed {DEEPSPEED}"
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--stage", type=int, action="append", choices=STAGES, help="repeatable; default: all")
+    parser.add_argument("--stage", action="append", choices=list(VARIANTS), help="repeatable; default: all")
     parser.add_argument("--model", action="append", choices=list(MODELS), help="repeatable; default: all")
     args = parser.parse_args()
     rows, figures = [], {}
@@ -253,17 +295,19 @@ def main() -> None:
     try:
         with started(deepspeed_python(args.deepspeed_python)) as pairs:
             for model in args.model or MODELS:
-                for stage in args.stage or STAGES:
-                    found = figures[f"{model}, stage {stage}"] = measure(pairs, model, stage, args.rounds)
-                    rows.append(row(model, stage, found))
+                for name in args.stage or VARIANTS:
+                    found = figures[f"{model}, stage {name}"] = measure(
+                        pairs, model, VARIANTS[name], args.rounds
+                    )
+                    rows.append(row(model, name, found))
                     print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     finally:
         # What has been measured counts, also where the rest takes too long.
         if rows:
             publish(
                 args,
-                f"A step against DeepSpeed {DEEPSPEED}: {RANKS} gloo ranks, fp32, micro-batch {MICRO_BATCH} x 128 tokens, "
-                f"{args.rounds} rounds",
+                f"A step against DeepSpeed {DEEPSPEED} and torch's own: {RANKS} gloo ranks, fp32, "
+                f"micro-batch {MICRO_BATCH} x 128 tokens, {args.rounds} rounds",
                 HEADER,
                 rows,
                 figures,

@@ -22,9 +22,12 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+import torch_peers
+from torch.distributed.tensor import DTensor
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 SEED = 7
+WITHOUT_ENGINE = ("torch", "plain")  # not to be imported by this name
 MIB = 2**20
 
 
@@ -36,7 +39,9 @@ class Training:
         torch.manual_seed(SEED)
         self.module = example.GPT(**job["model"])
         self.engine: Any = None
-        if framework != "plain":
+        if framework == "torch":
+            self.engine = torch_peers.peer(job["peer"], self.module, job["config"])
+        elif framework != "plain":
             initialize = importlib.import_module(framework).initialize
             self.engine = initialize(
                 model=self.module, model_parameters=self.module.parameters(), config=job["config"]
@@ -138,17 +143,23 @@ def _highest(profile: Any) -> int:
 
 def categories(training: Training) -> dict[str, int]:
     """Bytes of the live tensors, each storage counted once, under the first use that is known of it."""
-    parameters = list(training.module.parameters())
-    inner = getattr(training.engine.optimizer, "optimizer", training.engine.optimizer)
+    parameters = [_local(parameter) for parameter in training.module.parameters()]
+    outer = training.engine.optimizer
+    inner = getattr(outer, "optimizer", getattr(outer, "optim", outer))  # "optim": of ZeroRedundancyOptimizer
     held: dict[str, Iterable[Any]] = {
         "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
-        "masters": [tensor for group in inner.param_groups for tensor in group["params"]],
-        "states": [value for state in inner.state.values() for value in state.values()],
+        "gradients": [_local(parameter.grad) for parameter in training.module.parameters()],
+        "masters": [_local(tensor) for group in inner.param_groups for tensor in group["params"]],
+        "states": [_local(value) for state in inner.state.values() for value in state.values()],
         "other": _live(),
     }
     seen: set[int] = set()
     return {name: sum(_fresh(tensors, seen)) for name, tensors in held.items()}
+
+
+def _local(tensor: Any) -> Any:
+    """What this rank has of a DTensor, whose own storage is empty."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _live() -> list[torch.Tensor]:
@@ -161,6 +172,7 @@ def _fresh(tensors: Iterable[Any], seen: set[int]) -> Iterator[int]:
     for tensor in tensors:
         if (
             isinstance(tensor, torch.Tensor)
+            and not isinstance(tensor, DTensor)  # what it has of this rank is another tensor
             and tensor.device.type == "cpu"
             and tensor.layout is torch.strided
         ):
@@ -173,7 +185,7 @@ def _fresh(tensors: Iterable[Any], seen: set[int]) -> Iterator[int]:
 def serve(framework: str, job: dict[str, Any], answers: TextIO) -> None:
     """Join the process group, make the model, say so, and answer requests until the case ends."""
     os.environ["MASTER_PORT"] = str(job["port"])
-    if framework == "plain":
+    if framework in WITHOUT_ENGINE:
         dist.init_process_group("gloo")
     else:
         importlib.import_module(framework).init_distributed("gloo")
@@ -195,12 +207,12 @@ def _say(answer: dict[str, Any], answers: TextIO) -> None:
 def main() -> None:
     """Import once, and give every case a process of its own, so that its memory is its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("framework", choices=("deepspeed", "zero_runtime", "plain"))
+    parser.add_argument("framework", choices=("deepspeed", "zero_runtime", *WITHOUT_ENGINE))
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the frameworks print is no answer
     torch.set_num_threads(1)
-    if args.framework != "plain":
+    if args.framework not in WITHOUT_ENGINE:
         importlib.import_module(args.framework)
     for line in sys.stdin:
         child = os.fork()
