@@ -305,6 +305,11 @@ class DataParallelGroup:
             if not any(method in each.methods for each in self.observers):
                 self.__dict__.pop(method, None)
 
+    def abort(self) -> None:
+        """Let the collectives in flight fail on this rank; gloo ignores it."""
+        group = default_group() if self.group is None else self.group
+        group._get_backend(self.device).abort()
+
     def _issue(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Pass a call of ``method`` through the observers, the last one first."""
         plain = getattr(DataParallelGroup, method)

@@ -94,6 +94,8 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         show_one(found[0], planned)
         return 0
     show_comparison(planned)
+    for sentence in dict.fromkeys(sentence for each in found for sentence in each.decisions):
+        rendering.show(rendering.paragraph(sentence))
     if measured is not None:
         for setting, each in planned.usable:
             for sentence in api.latency_sentences(planned, each):

@@ -14,7 +14,7 @@ import zero_runtime
 from commprof.ledger.verification import verify
 from support.command import commprof
 from support.process_group_log import logged
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 from support.recording import record
 from zero_runtime import ZeroRuntimeError
 from zero_runtime.comm import DataParallelGroup
@@ -209,6 +209,25 @@ def leaves(rank, world):
 
 def test_a_rank_that_has_left_is_not_waited_for():
     assert run_ranks(2, leaves, timeout=60)[0] < 30
+
+
+def lingers(rank, world):
+    """Rank 1 catches the error and stays, so that the collective in which rank 0 waits does not fail."""
+    engine, *_ = zero_runtime.initialize(model=Net("order", rank, 2), config=config(2, "stop"))
+    try:
+        for _ in range(STEPS):
+            step(engine)
+    except ZeroRuntimeError:
+        if rank:
+            time.sleep(20)
+    return "ended"
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stuck_in_a_collective_exits(capfd):
+    with pytest.raises(RankError, match="rank 0: died with status 2"):
+        run_ranks(2, lingers, timeout=60)
+    assert "zero_runtime: error: traffic_contract: at step 2" in capfd.readouterr().err
 
 
 PROGRAM = """

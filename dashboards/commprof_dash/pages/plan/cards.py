@@ -30,6 +30,7 @@ def advice(answer: Planned, row: Row, command: str) -> Component:
         f"rings connect ranks in rank order; messages are those of {FRAMEWORKS[plan.job.framework]}. The program and "
         "libraries are not in the memory.",
         *(f"{name} is refused: {_sentence(reason)}" for name, reason in plan.refused),
+        *_once(_sentence(each) for row in answer.rows for each in row.prediction.decisions),
         *_once(
             f"{row.label}: {_sentence(row.prediction.note)}" for row in answer.rows if row.prediction.note
         ),
