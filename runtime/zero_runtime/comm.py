@@ -11,8 +11,9 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -163,6 +164,34 @@ def default_group() -> ProcessGroup:
 def store() -> Any:
     """The key-value store by which the ranks have found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+_lookouts: Final[list[weakref.WeakMethod[Callable[[], None]]]] = []
+_PATIENCE: Final = datetime.timedelta(seconds=2)
+
+
+def watch_waits(look: Callable[[], None]) -> None:
+    """Call the method ``look`` while :func:`wait` waits for long, or fails; it may raise. Its object is not kept alive."""
+    _lookouts.append(weakref.WeakMethod(look))
+
+
+def wait(work: Work) -> None:
+    """Wait for ``work``, whose tensors are on the CPU if :func:`watch_waits` has been called."""
+    looks = [look for reference in _lookouts if (look := reference()) is not None]
+    if not looks:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_PATIENCE)
+            return
+        except RuntimeError as error:
+            for look in looks:
+                # The store is gone if the process that has it ends first.
+                with suppress(dist.DistError):
+                    look()
+            if "Operation timed out" not in str(error):
+                raise
 
 
 def barrier(group: ProcessGroup | None = None) -> None:

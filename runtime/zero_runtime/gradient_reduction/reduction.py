@@ -34,6 +34,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup, Work
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.flat_layout import Run, flushed_runs
@@ -206,7 +207,7 @@ def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
 
     def wait_and_finish() -> None:
         for work in under_way:
-            work.wait()
+            comm.wait(work)
         finish()
 
     return wait_and_finish

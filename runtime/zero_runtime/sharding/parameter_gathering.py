@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from commprof import hooks
+from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.quantization import dequantized, quantized
 from zero_runtime.groups.detailed_tags import detailed
@@ -52,7 +53,7 @@ class Gathering:
         """Wait for the messages, and fill the parameters that they carry. May be called again."""
         messages, self._messages = self._messages, ()
         for message in messages:
-            message.work.wait()
+            comm.wait(message.work)
             if message.payloads is not None:
                 rows = message.buffer.view(len(message.payloads), -1)
                 rows.copy_(dequantized(message.payloads, rows.shape[1], WEIGHT_BITS))

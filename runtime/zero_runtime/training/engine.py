@@ -234,9 +234,10 @@ class Engine(Settings, Saving, torch.nn.Module):
     def _finish_backward(self) -> None:
         self._differentiating = False
         self._window.passes += 1
-        self._gradients.finish_backward()
         if self._residency is not None:
+            # First: it compares the end of the pass with other ranks before it waits for their gradients.
             self._residency.finish_backward()
+        self._gradients.finish_backward()
         if self.optimizer is None:
             self._count_backward()
         hooks.phase("other")

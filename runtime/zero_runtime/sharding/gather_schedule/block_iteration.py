@@ -16,6 +16,7 @@ from zero_runtime.sharding.gather_schedule.block_order import BlockOrder
 from zero_runtime.sharding.gather_schedule.gather_units import Unit
 from zero_runtime.sharding.gather_schedule.iteration import Iteration
 from zero_runtime.sharding.gather_schedule.module_order import Limits
+from zero_runtime.sharding.gather_schedule.order_agreement import END
 from zero_runtime.sharding.parameter_gathering import Gatherer
 from zero_runtime.sharding.shards import Shard, Status
 
@@ -71,6 +72,7 @@ class BlockIteration(Iteration):
         self.drain()
         self._leave_unseen()
         self._order.begin()
+        self._agreement.begin(self._order.expected is None)
         self._differentiates = torch.is_grad_enabled()
         self._turned = False
 
@@ -106,6 +108,7 @@ class BlockIteration(Iteration):
         self.stop()
         self._order.begin()
         self._order.forget()
+        self._ends.clear()
 
     def drain(self) -> None:
         """Wait for the blocks that were gathered ahead and not used, and release them."""
@@ -139,7 +142,9 @@ class BlockIteration(Iteration):
         if index == order.current:
             self._gather(index)
             return
-        if order.expected not in (None, index):
+        if order.expected == index:
+            self._agreement.follow(self._blocks[index].name)
+        else:
             self._depart(index)
         order.visit(index)
         idle = tuple(each for each in self._gathered if each != index and not self._blocks[each].busy)
@@ -151,10 +156,21 @@ class BlockIteration(Iteration):
             self._ahead.add(each)
 
     def _depart(self, index: int) -> None:
-        """Leave the recorded order: block ``index`` is used instead of the expected one."""
-        self._warn(f"block {self._blocks[index].name}")
-        self.drain()
-        self._order.forget()
+        """Record the visit of block ``index``, if need be instead of the expected one."""
+        self._agreement.depart(self._blocks[index].name)
+        if self._order.expected is not None:
+            self._warn(f"block {self._blocks[index].name}")
+            self.drain()
+            self._order.forget()
+            self._ends = {position for position in self._ends if position <= self._order.position}
+
+    def _end_pass(self) -> None:
+        position = self._order.position
+        if position in self._ends:
+            self._agreement.follow(END)
+        else:
+            self._agreement.depart(END, keeps_order=self._order.expected is not None)
+            self._ends.add(position)
 
     def _gather(self, index: int) -> None:
         """Gather a block that is used now, and wait for it."""

@@ -35,6 +35,7 @@ class Unit:
     Attributes:
         number: counts the units of a model, parents first.
         module: the module.
+        name: of the module in the model.
         is_leaf: whether its submodules are gathered with it.
         forward, backward: its numbers in ``Shard.active`` while it runs forward and backward.
         awaited: differentiable inputs of the last forward pass whose gradients are not ready, negative for earlier ones.
@@ -50,11 +51,13 @@ class Unit:
         "host",
         "is_leaf",
         "module",
+        "name",
         "number",
     )
 
-    def __init__(self, number: int, module: torch.nn.Module, host: Host) -> None:
+    def __init__(self, number: int, module: torch.nn.Module, host: Host, name: str) -> None:
         self.number = number
+        self.name = name
         self.module = module
         self.host = host
         self.forward, self.backward = 2 * number, 2 * number + 1
@@ -100,16 +103,16 @@ def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
     units: list[Unit] = []
     seen: set[torch.nn.Module] = set()
 
-    def visit(module: torch.nn.Module) -> None:
+    def visit(module: torch.nn.Module, name: str) -> None:
         if module in seen:
             return
         seen.add(module)
-        units.append(Unit(len(units), module, host))
+        units.append(Unit(len(units), module, host, name or type(module).__name__))
         if not is_leaf(module):
-            for child in module.children():
-                visit(child)
+            for child_name, child in module.named_children():
+                visit(child, f"{name}.{child_name}" if name else child_name)
 
-    visit(module)
+    visit(module, "")
     return units
 
 

@@ -14,10 +14,10 @@ import torch
 from commprof import hooks
 from zero_runtime import log
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.errors import UsageError
 from zero_runtime.sharding.gather_schedule import outside_access
 from zero_runtime.sharding.gather_schedule.gather_units import Unit, tensors_in, watch_outputs
-from zero_runtime.sharding.gather_schedule.module_order import Limits, Planner
+from zero_runtime.sharding.gather_schedule.module_order import Limits, Mode, Planner
+from zero_runtime.sharding.gather_schedule.order_agreement import END, OrderAgreement
 from zero_runtime.sharding.parameter_gathering import Gatherer
 from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status, shards_of
@@ -52,6 +52,8 @@ class Iteration:
         self._unseen: dict[int, Unit] = {}  # units whose outputs contain no tensor to watch
         self._returned: set[int] = set()  # returned by a module: the end of their use is unknown
         self._strays: list[Shard] = []  # gathered only to accumulate their gradient
+        self._agreement = OrderAgreement(group)
+        self._ends: set[int] = set()  # positions in the recorded order where a backward pass ended
         # Called with each module whose backward pass has ended.
         self.listener: Callable[[torch.nn.Module], None] | None = None
         self.pager: Pager | None = None  # reads shards on NVMe ahead of their use
@@ -70,8 +72,16 @@ class Iteration:
             unit = units[module]
             return [shard.number for shard in (unit.shards() if deep is None else unit.find(deep))]
 
-        for numbers in self._planner.begin(parameters_of):
-            self._compare(numbers)
+        compared = self._planner.begin(parameters_of)
+        is_recording = self._planner.mode is Mode.RECORDING
+        self._agreement.begin(is_recording)
+        if is_recording:
+            self._ends.clear()
+        # The first list is of modules, the others are of parameters and positions.
+        for number, numbers in enumerate(compared):
+            self._compare(
+                numbers, (lambda each: f"value {each}") if number else (lambda each: units[each].name)
+            )
         self._read_ahead(self._planner.coming)
 
     def anticipate(self) -> None:
@@ -149,7 +159,12 @@ class Iteration:
         self._leave(unit, unit.backward)
 
     def finish_backward(self) -> None:
-        """Release the parameters of modules without differentiable inputs. Call it after each backward pass."""
+        """Release the parameters of modules without differentiable inputs. Call it after each backward pass.
+
+        Raises:
+            UsageError: another rank has not come to the end of the pass.
+        """
+        self._end_pass()
         for unit in reversed(list(self._backward.values())):
             for shard in unit.shards():
                 shard.active.discard(unit.backward)
@@ -160,6 +175,14 @@ class Iteration:
             self.release(shard)
         self._strays.clear()
         self._leave_unseen()
+
+    def _end_pass(self) -> None:
+        position, follows = self._planner.position, self._planner.mode is Mode.FOLLOWING
+        if follows and position in self._ends:
+            self._agreement.follow(END)
+        else:
+            self._agreement.depart(END, keeps_order=follows)
+            self._ends.add(position)
 
     def before_gradient(self, shard: Shard) -> None:
         """Gather a parameter whose gradient is about to be accumulated, even if its module is not running."""
@@ -191,9 +214,14 @@ class Iteration:
 
     def _enter(self, unit: Unit, use: int) -> None:
         """Gather the parameters of ``unit``, wait for them, and start the prefetch of the next ones."""
-        if self._planner.enter(unit.number):
-            self._forget(unit)
         shards = unit.shards()
+        if self._planner.enter(unit.number):
+            self._agreement.depart(unit.name)
+            self._forget(unit)
+        elif self._planner.mode is Mode.FOLLOWING:
+            self._agreement.follow(unit.name)
+        elif any(shard.status is Status.NOT_AVAILABLE for shard in shards):
+            self._agreement.depart(unit.name)
         self._start(shards)
         self._read_ahead(self._planner.coming)
         for shard in shards:
@@ -204,6 +232,7 @@ class Iteration:
             shard.wait()
         ahead = self._planner.ahead([shard.number for shard in shards], self._is_released)
         if ahead is None:
+            self._agreement.depart(f"{unit.name} with other parameters")
             self._forget(unit)
         elif ahead:
             self._start([self.shards[number] for number in ahead])
@@ -262,14 +291,21 @@ class Iteration:
         if self._report_trace and self._group.rank == 0:
             log.warning(f"{what} does not run in the recorded order of modules; recording again")
 
-    def _compare(self, numbers: Sequence[int]) -> None:
-        """Check that rank 0 has the same ``numbers``. Raises UsageError."""
-        for mine in ([len(numbers)], numbers):
-            theirs = torch.tensor(mine, dtype=torch.int64, device=self._group.device)
-            self._group.broadcast(theirs, 0, why=_TRACE_CHECK)
-            if theirs.tolist() != list(mine):
-                raise UsageError(
-                    f"rank {self._group.rank} ran its modules in another order than rank 0 ({list(mine)[:8]}... against "
-                    f"{theirs.tolist()[:8]}...); stage 3 needs one order on all ranks. Flag modules whose children run "
-                    "in varying order with set_z3_leaf_modules"
-                )
+    def _compare(self, numbers: Sequence[int], names: Callable[[int], str]) -> None:
+        """Check that rank 0 has the same ``numbers``, first of modules with ``names``. Raises UsageError."""
+        length = self._of_first([len(numbers)])[0]
+        theirs = self._of_first(numbers if length == len(numbers) else [0] * length)
+        if theirs != list(numbers):
+            place = next(
+                (at for at, (own, other) in enumerate(zip(numbers, theirs, strict=False)) if own != other),
+                min(length, len(numbers)),
+            )
+            own, other = ([*map(names, each[: place + 1]), END][: place + 1] for each in (numbers, theirs))
+            self._agreement.differ(own, other)
+
+    def _of_first(self, numbers: Sequence[int]) -> list[int]:
+        """The ``numbers`` of rank 0; as many as here."""
+        shared = torch.tensor(numbers, dtype=torch.int64, device=self._group.device)
+        self._group.broadcast(shared, 0, why=_TRACE_CHECK)
+        theirs: list[int] = shared.tolist()
+        return theirs

@@ -124,6 +124,11 @@ class Planner:
             int, int
         ] = {}  # parameter -> the last position that it has been gathered for
 
+    @property
+    def position(self) -> int:
+        """Number of modules that have been entered in this iteration."""
+        return self._position
+
     def begin(self, parameters_of: Modules) -> list[list[int]]:
         """Begin an iteration.
 
