@@ -37,14 +37,15 @@ _WITHIN, _BACKWARD, _AFTER = (0,), (1,), (2,)
 
 
 class Assumed(NamedTuple):
-    """What a run does not show of gathering parameters within the passes.
+    """What a run does not show of gathering parameters within the passes, and of adding up gradients.
 
     Attributes:
-        fill_ns: for each byte that is gathered, beside its message: allocating and filling the parameters.
+        copy_ns: for each byte that is gathered, beside its message: allocating and filling the parameters. Also for each
+            byte of gradients that is added up without being sent.
         evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
     """
 
-    fill_ns: float = 0.0
+    copy_ns: float = 0.0
     evenly: bool = False
 
 
@@ -133,9 +134,11 @@ def change(
     ends = _ends_of_backward(program)
     if shrinks_optimizer != 1.0:
         steps = [_with_optimizer(program, each, ends[-1], shrinks_optimizer) for each in steps]
+    added_ns = (after.added_bytes - before.added_bytes) * assumed.copy_ns
+    steps = [_longer(each, ends[-1], added_ns) for each in steps]
     calls = _typical_calls(program, steps)
     steps = [
-        _without_costs(program, each, _BESIDE_CALL * of_step, assumed.fill_ns if regathers else 0.0)
+        _without_costs(program, each, _BESIDE_CALL * of_step, assumed.copy_ns if regathers else 0.0)
         for each, of_step in zip(steps, calls, strict=True)
     ]
     work = np.array([_work(program, each) for each in steps])  # (steps, events + 1, ranks)
@@ -174,7 +177,10 @@ def change(
                 "number of ranks"
             )
     return _assembled(program, steps, work, places, [*messages, *added], calls)._replace(
-        assumed=_assumptions(after, assumed) if regathers else ()
+        assumed=(
+            *(_assumptions(after, assumed) if regathers else ()),
+            *(_about_adding(before, after, assumed) if added_ns else ()),
+        )
     )
 
 
@@ -220,10 +226,10 @@ def _assumptions(after: Sent, assumed: Assumed) -> tuple[str, ...]:
             "assumed: modules run once each in the order of their parameters, and compute in proportion to the elements of "
             "their weight matrices; the interval contains equal times of all of them"
         )
-    if assumed.fill_ns:
+    if assumed.copy_ns:
         sentences.append(
-            f"assumed: filling gathered parameters costs {assumed.fill_ns:g} ns per byte beside their messages; the "
-            f"interval contains 0 to {2 * assumed.fill_ns:g}"
+            f"assumed: filling gathered parameters costs {assumed.copy_ns:g} ns per byte beside their messages; the "
+            f"interval contains 0 to {2 * assumed.copy_ns:g}"
         )
     return tuple(sentences)
 
@@ -260,6 +266,23 @@ def _ends_of_backward(program: Program) -> list[int]:
     return [last[micro] for micro in sorted(last)]
 
 
+def _longer(step: Step, end: int, added_ns: float) -> Step:
+    """``step`` whose compute until the last gradient message takes ``added_ns`` more, in proportion."""
+    spans = step.spans.copy()
+    total = spans[: end + 1].sum(axis=0)
+    spans[: end + 1] *= np.maximum(0.0, 1.0 + added_ns / np.maximum(total, 1.0))
+    return step._replace(spans=spans)
+
+
+def _about_adding(before: Sent, after: Sent, assumed: Assumed) -> tuple[str, ...]:
+    more = after.added_bytes - before.added_bytes
+    return (
+        f"assumed: adding up gradients of micro-batches that are not reduced costs {assumed.copy_ns:g} ns per byte, "
+        f"{abs(more) * assumed.copy_ns / 1e6:.1f} ms {'more' if more > 0 else 'less'} per step; the interval contains 0 to "
+        f"{2 * assumed.copy_ns:g} ns",
+    )
+
+
 def _with_optimizer(program: Program, step: Step, end: int, factor: float) -> Step:
     spans = step.spans.copy()
     gathers = [
@@ -273,14 +296,14 @@ def _with_optimizer(program: Program, step: Step, end: int, factor: float) -> St
     return step._replace(spans=spans)
 
 
-def _without_costs(program: Program, step: Step, costs: Floats, fill_ns: float) -> Step:
+def _without_costs(program: Program, step: Step, costs: Floats, copy_ns: float) -> Step:
     """Take what each message costs beside its call off the compute that follows its wait.
 
     Args:
         program: recorded events.
         step: recorded compute.
         costs: of each gradient message.
-        fill_ns: of each byte that is gathered in a pass.
+        copy_ns: of each byte that is gathered in a pass.
     """
     spans = step.spans.copy()
     gathers = gathered_in_passes(program)
@@ -289,7 +312,7 @@ def _without_costs(program: Program, step: Step, costs: Floats, fill_ns: float) 
         if event.kind == "wait" and message.purpose == GRADIENTS:
             spans[number + 1] = np.maximum(spans[number + 1] - costs, 0.0)
         elif event.kind == "wait" and event.message in gathers:
-            spans[number + 1] = np.maximum(spans[number + 1] - fill_ns * message.payload_bytes, 0.0)
+            spans[number + 1] = np.maximum(spans[number + 1] - copy_ns * message.payload_bytes, 0.0)
     return step._replace(spans=spans)
 
 
@@ -412,7 +435,7 @@ def _gather_events(after: Sent, passes: _Passes, assumed: Assumed, micro: int, f
         at = passes.forward(share) if call.forward else passes.backward(share)
         places += [_Place(at, Event("issue", first + number), micro, turn) for number in call.own]
         places += [
-            _Place(at, Event("wait", first + number), micro, turn, assumed.fill_ns * sizes[number])
+            _Place(at, Event("wait", first + number), micro, turn, assumed.copy_ns * sizes[number])
             for number in call.waits
         ]
         places += [_Place(at, Event("issue", first + number), micro, turn) for number in call.ahead]

@@ -80,13 +80,13 @@ class Machine(NamedTuple):
         slowdown: of compute beside a message.
         slowdowns: between which it is uncertain.
         message_ns: standard deviation of what one message more or less costs beside its own time.
-        fill_ns: for each byte of parameters that is gathered, beside its message.
+        copy_ns: for each byte of parameters that is gathered, beside its message, and of gradients that are added up.
     """
 
     slowdown: float
     slowdowns: tuple[float, float]
     message_ns: float
-    fill_ns: float
+    copy_ns: float
 
 
 CPUS: Final = Machine(
@@ -271,11 +271,11 @@ def _predicted(
 ) -> Predicted:
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
-    best = Assumed(base.machine.fill_ns)
+    best = Assumed(base.machine.copy_ns)
     changed = _changed(base, setting, config, world, best)
     others = [
         best._replace(evenly=True),
-        *(best._replace(fill_ns=each * best.fill_ns) for each in (0.0, 2.0)),
+        *(best._replace(copy_ns=each * best.copy_ns) for each in (0.0, 2.0)),
     ]
     link = assumptions.link
     if link != UNCHANGED:
@@ -347,7 +347,7 @@ def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) 
     Raises:
         UsageError: the setting cannot be predicted.
     """
-    changed = _changed(base, setting, config, base.recorded.world_size, Assumed(base.machine.fill_ns))
+    changed = _changed(base, setting, config, base.recorded.world_size, Assumed(base.machine.copy_ns))
     durations = Durations(base.times, base.calibration)
     return _simulated(changed, durations, AS_RECORDED, base.machine.slowdown).median_ns * base.scale
 

@@ -12,6 +12,7 @@ from commprof.ledger.requests.request import Request
 from commprof.prediction.program import Groups, Message
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.expectation import Expectation
+from commprof.requested.open_values import whole_gradient_bytes
 from commprof.requested.parameters import Parameter, in_model_order, trained_groups
 from commprof.requested.wrappers.ddp import Ddp
 from commprof.requested.zero import stages
@@ -39,6 +40,7 @@ class Sent(NamedTuple):
         depth: buckets in flight at once; None for all of a backward pass.
         calls: of the modules in each micro-batch at stage 3, where they gather parameters; else None.
         others: purposes of messages whose place in a step is not known.
+        added_bytes: of whole gradients that a step adds up without sending them: those of micro-batches before the last.
     """
 
     gradients: list[list[tuple[Message, int]]]
@@ -49,6 +51,7 @@ class Sent(NamedTuple):
     depth: int | None = DEPTH
     calls: ModuleCalls | None = None
     others: frozenset[str] = frozenset()
+    added_bytes: int = 0
 
 
 def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
@@ -129,6 +132,7 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         configuration.reduces_chunks,
         calls=_calls_of_modules(request, config, world, order, micro_steps) if sharded else None,
         others=frozenset(others),
+        added_bytes=whole_gradient_bytes(config, request.parameters) * sum(not each for each in gradients),
     )
 
 

@@ -140,7 +140,7 @@ def _with(
         for number, parts in enumerate(spans):
             for place, part in parts:
                 made[number] += part * step.spans[place]
-            made[number] += assumed.fill_ns * filled.get(number, 0)
+            made[number] += assumed.copy_ns * filled.get(number, 0)
         calls = np.array(
             [
                 step.calls[each] if each < len(program.messages) else np.zeros(step.spans.shape[1])
@@ -151,8 +151,8 @@ def _with(
     sentences = (
         "assumed: the backward pass begins after a third of the compute between the last forward and the first backward "
         "message (half at most)",
-        f"assumed: filling gathered parameters costs {assumed.fill_ns:g} ns per byte beside their messages; the interval "
-        f"contains 0 to {2 * assumed.fill_ns:g}",
+        f"assumed: filling gathered parameters costs {assumed.copy_ns:g} ns per byte beside their messages; the interval "
+        f"contains 0 to {2 * assumed.copy_ns:g}",
     )
     return Changed(
         Program(

@@ -152,6 +152,27 @@ def test_messages_that_are_issued_by_another_rule_are_refused():
         change(made.program, made.steps, before._replace(overlaps=True), before)
 
 
+def test_gradients_that_wait_are_added_up():
+    several = {**config(), "gradient_accumulation_steps": 4}
+    before, after = sent(several), sent({**several, "zero_optimization": {"stage": 1}})
+    assert (before.added_bytes, after.added_bytes) == (0, 3 * BYTES)
+    boundary = {**several["zero_optimization"], "gradient_accumulation_reduce": "boundary"}
+    assert sent({**several, "zero_optimization": boundary}).added_bytes == 3 * BYTES
+    messages = [each for of_micro in before.gradients for each, _ in of_micro]
+    ends = before.at_end["parameter_gather"]
+    spans = [[5, 5]] * (2 * len(messages) + 2 * len(ends) + 1)
+    made = recorded([*messages, *ends], spans, lambda _: 1)
+    free, there = (
+        change(made.program, made.steps, before, after, assumed=Assumed(each)) for each in (0.0, 2.0)
+    )
+    longer = there.steps[0].spans.sum(axis=0) - free.steps[0].spans.sum(axis=0)
+    assert longer == pytest.approx(2.0 * 3 * BYTES)
+    assert free.assumed == () and "1.9 ms more per step" in there.assumed[0]
+    back = change(there.program, there.steps, after, before, assumed=Assumed(2.0))
+    assert back.steps[0].spans.sum() == pytest.approx(made.steps[0].spans.sum())
+    assert "less per step" in back.assumed[0]
+
+
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 LAYER = 4 * WIDTH * WIDTH
 NOTHING = Assumed()
@@ -208,7 +229,7 @@ def test_filling_gathered_parameters_takes_time_after_the_wait():
     before, after = sent(config()), stage3()
     made = run(before)
     free, filled = (
-        change(made.program, made.steps, before, after, assumed=Assumed(fill_ns=each)) for each in (0.0, 2.0)
+        change(made.program, made.steps, before, after, assumed=Assumed(copy_ns=each)) for each in (0.0, 2.0)
     )
     longer = filled.steps[0].spans[:, 0] - free.steps[0].spans[:, 0]
     assert longer.sum() == pytest.approx(16 * 2 * LAYER) and (longer >= 0).all()
@@ -223,8 +244,8 @@ def test_filling_gathered_parameters_takes_time_after_the_wait():
 def test_from_stage_3_and_back():
     before, after = sent(config()), stage3()
     made = run(before)
-    there = change(made.program, made.steps, before, after, assumed=Assumed(fill_ns=1.0))
-    back = change(there.program, there.steps, after, before, assumed=Assumed(fill_ns=1.0))
+    there = change(made.program, made.steps, before, after, assumed=Assumed(copy_ns=1.0))
+    back = change(there.program, there.steps, after, before, assumed=Assumed(copy_ns=1.0))
     assert [each._replace(bucket=None) for each in back.program.messages] == [
         each._replace(bucket=None) for each in made.program.messages
     ]

@@ -139,7 +139,7 @@ def kept_program():
 def test_units_gather_again_before_their_backward_pass():
     program, recorded = kept_program()
     changed = with_resharding(
-        program, [recorded], {KEY: True}, models(unit(0), unit(1)), Assumed(fill_ns=0.01)
+        program, [recorded], {KEY: True}, models(unit(0), unit(1)), Assumed(copy_ns=0.01)
     )
     # The last unit gathers when its backward pass begins, and then what the one before it needs.
     assert [(each.op, each.phase) for each in changed.program.messages] == [
