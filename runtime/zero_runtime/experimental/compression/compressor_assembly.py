@@ -109,11 +109,15 @@ def _warn_of_momentum(settings: GradientCompression, trained: Trained) -> None:
         return
     if settings.algorithm == ONE_BIT:
         log.warning(
-            "gradient_compression: algorithm 1bit with the momentum of SGD does not converge like the uncompressed training"
+            "gradient_compression: algorithm 1bit with the momentum of SGD is lossy: in 1,000 steps its loss was 15 % above "
+            "the uncompressed one at an eighth of its learning rate, and at its learning rate the training failed; set "
+            "momentum to 0, with which it was not above, or use topk with momentum_correction (docs/compression.md)"
         )
     elif not settings.momentum_correction:
         log.warning(
-            "gradient_compression: SGD applies its momentum after decompression, to gradients that error feedback sends late"
+            "gradient_compression: SGD applies its momentum after decompression, to gradients that error feedback sends "
+            "late; with topk and 90 % fewer bytes the loss after 1,000 steps was 4 % above the uncompressed one, and not "
+            "above with momentum_correction and clip_before_residual; set both (docs/compression.md)"
         )
 
 
