@@ -130,6 +130,11 @@ CASES = {
     "stage 2, all_reduce": config(2, reduce_scatter=False),
     "stage 2, overlap": config(2, overlap_comm=True),
     "stage 3, overlap": config(3, overlap_comm=True),
+    "stage 3, by block": config(3, stage3_gather_unit="block"),
+    "stage 3, by block, gathered again": config(3, stage3_gather_unit="block", stage3_max_reuse_distance=0),
+    "stage 2, compared messages": config(2) | {"traffic_contract": "stop"},
+    "stage 3, by block, compared messages": config(3, stage3_gather_unit="block")
+    | {"traffic_contract": "stop"},
     "stage 2, optimizer on the host": config(2, offload_optimizer={"device": "cpu"}),
     "stage 3, all on the host": config(
         3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}

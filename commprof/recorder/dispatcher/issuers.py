@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from commprof.recorder.training.stalls import Stalls
 
 _CLASS: Final = "Reducer"
 _FUNCTIONS: Final = ("_broadcast_coalesced", "_verify_params_across_processes")
+_DETAILED_REBUILDS: Final = 3  # calls of a reducer, which begin with its first steps
 _REBUILD: Final = "_rebuild_buckets"  # of the reducer: before every forward pass, and does something once
 
 
@@ -67,19 +69,24 @@ class CppIssuers:
     def _patch(self, owner: Any, name: str) -> None:
         original = vars(owner)[name]
         enter, leave, waits = self._stalls.enter, self._stalls.leave, name != "__init__"
-        rebuilt: set[int] = set()  # reducers, by address, that have done so once
+        calls: Counter[int] = (
+            Counter()
+        )  # by the reducer's address; it rebuilds once, in one of its first steps
 
         @functools.wraps(original)
         def noticed(*args: Any, **kwargs: Any) -> Any:
             self._notice()
             if not waits:
                 return original(*args, **kwargs)
-            entered = enter(detailed=not args or id(args[0]) not in rebuilt)
+            detailed = name != _REBUILD
+            if not detailed:
+                calls[id(args[0])] += 1
+                detailed = calls[id(args[0])] <= _DETAILED_REBUILDS
+            entered = enter(detailed)
             try:
                 return original(*args, **kwargs)
             finally:
-                if leave(entered, name) and name == _REBUILD:
-                    rebuilt.add(id(args[0]))
+                leave(entered, name)
 
         setattr(owner, name, noticed)
         self._patched.append((owner, name, original, noticed))

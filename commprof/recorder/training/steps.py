@@ -221,5 +221,15 @@ def _resources() -> dict[str, int | None]:
             os.close(descriptor)
     except (OSError, ValueError, IndexError):
         pass
-    device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else None
-    return {"rss_bytes": rss, "device_bytes": device, "cpu_ns": time.process_time_ns()}
+    return {"rss_bytes": rss, "device_bytes": _device_bytes(), "cpu_ns": time.process_time_ns()}
+
+
+def _device_bytes() -> int | None:
+    """Bytes that tensors have on the current device; None: no device is used.
+
+    Not torch.cuda.memory_allocated, which takes 0.5 ms, because it flattens and sorts all statistics first.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    statistics = torch.cuda.memory_stats_as_nested_dict()
+    return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
