@@ -204,8 +204,8 @@ def replayed_steps(recorded: Recorded, request: Request, calibration: Calibratio
     """The same of the steps of a run, which requested ``request``."""
     times = message_times(recorded)
     machine = CPUS if recorded.device == HOST else GPUS
-    quiet = quiet_steps(recorded, machine.slowdown)
-    replay = replayed(recorded, quiet, machine.slowdown)
+    quiet = quiet_steps(recorded, machine.slowdown, calibration)
+    replay = replayed(recorded, quiet, machine.slowdown, calibration)
     step_ns = float(np.median(recorded.step_ns))
     error = replay.median_ns / step_ns - 1.0
     if abs(error) > REFUSED_ERROR:

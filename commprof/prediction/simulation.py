@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from commprof.calibration.results import Calibration
 from commprof.prediction.durations import Durations, Sample, message_times
 from commprof.prediction.program import Floats, Groups, Program, Step
 from commprof.prediction.recorded import Recorded
@@ -94,16 +95,19 @@ def summed(program: Program, timelines: list[Timeline]) -> Simulated:
     )
 
 
-def replayed(recorded: Recorded, steps: Sequence[Step], slowdown: float) -> Simulated:
+def replayed(
+    recorded: Recorded, steps: Sequence[Step], slowdown: float, calibration: Calibration | None = None
+) -> Simulated:
     """Run the recorded program with message times of other steps than the one that is run.
 
-    Each half of the steps has the times of the other half, so no time of a message is used in its own step.
+    Each half of the steps has the times of the other half, so no time of a message is used in its own step. Messages whose
+    ends nobody waited for have those of the ``calibration``.
     """
     count = len(recorded.steps)
     timelines: dict[int, Timeline] = {}
     for fold in range(_FOLDS):
         others = [number for number in range(count) if number % _FOLDS != fold]
-        durations = Durations(message_times(recorded, others))
+        durations = Durations(message_times(recorded, others), calibration)
         of_fold = simulate(recorded.program, steps, durations, slowdown)
         timelines |= {
             number: each for number, each in enumerate(of_fold.timelines) if number % _FOLDS == fold
@@ -111,14 +115,14 @@ def replayed(recorded: Recorded, steps: Sequence[Step], slowdown: float) -> Simu
     return summed(recorded.program, [timelines[number] for number in range(count)])
 
 
-def quiet_steps(recorded: Recorded, slowdown: float) -> list[Step]:
+def quiet_steps(recorded: Recorded, slowdown: float, calibration: Calibration | None = None) -> list[Step]:
     """The recorded compute as if nothing had been in flight meanwhile.
 
     What overlapped with a message took ``slowdown`` times as long; how much of it did is what a replay shows.
     """
     if slowdown == 1.0:
         return recorded.steps
-    played = simulate(recorded.program, recorded.steps, Durations(message_times(recorded)))
+    played = simulate(recorded.program, recorded.steps, Durations(message_times(recorded), calibration))
     return [
         step._replace(spans=step.spans - timeline.overlapped * (1.0 - 1.0 / slowdown))
         for step, timeline in zip(recorded.steps, played.timelines, strict=True)

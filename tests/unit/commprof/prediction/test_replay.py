@@ -10,6 +10,7 @@ from commprof.errors import UsageError
 from commprof.prediction.durations import Durations, Link, interpolated, message_times, typical
 from commprof.prediction.program import Message
 from commprof.prediction.simulation import quiet_steps, replayed
+from support.calibrations import made_calibration
 from unit.commprof.prediction.made_runs import MS, gather, gradient, recorded
 
 SPANS = [[30, 33], [0, 0], [20, 18], [0, 0], [5, 5], [0, 0], [2, 2]]
@@ -136,3 +137,11 @@ def test_links_change_the_transfer_and_not_the_latency():
 
 def test_nearly_equal_sizes_are_one_point():
     assert interpolated({1000: 5.0, 1001: 9.0, 2000: 14.0}, 3000) == pytest.approx(21.0, rel=0.01)
+
+
+def test_messages_whose_ends_nobody_waited_for_are_replayed_with_a_calibration():
+    hidden = recorded([gradient(2**16, 0, blocks=False)], [[1, 1], [50, 50], [1, 1]], lambda _: 1)
+    with pytest.raises(UsageError, match="all_reduce of 65,536 bytes"):
+        replayed(hidden, hidden.steps, 1.0)
+    again = replayed(hidden, hidden.steps, 1.0, made_calibration())
+    assert again.median_ns == pytest.approx(52 * MS)
