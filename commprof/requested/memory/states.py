@@ -347,7 +347,7 @@ def _bucket_bytes(
     overlaps = reduces_beside_backward(config)
     if configuration.reduces_chunks or sizes.block:
         # One is filled; of those that are sent there is also what arrives, where that is not a shard alone.
-        sent = _BUCKETS_UNDER_WAY if overlaps else 1
+        sent = _BUCKETS_UNDER_WAY if overlaps and not sizes.block else 1
         arrives = configuration.reduce_scatter_on(backend) != "native"
         return (sizes.block or sizes.chunk or numel) * sent_item * (1 + sent * (1 + arrives))
     if not overlaps:

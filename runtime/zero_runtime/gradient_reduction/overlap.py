@@ -27,15 +27,17 @@ class Overlap:
     Args:
         device: of the gradients.
         enabled: False makes ``send`` wait for every bucket.
+        depth: buckets in flight at once.
     """
 
-    def __init__(self, device: torch.device, enabled: bool) -> None:
+    def __init__(self, device: torch.device, enabled: bool, depth: int = DEPTH) -> None:
+        self._depth = depth
         self._stream = torch.cuda.Stream(device) if enabled and device.type == "cuda" else None
         self._asynchronous = enabled and self._stream is None
         self._flights: deque[Flight] = deque()
 
     def send(self, bucket: Bucket, start: Callable[[Bucket], Finish | None]) -> Flight:
-        """Send ``bucket``, once fewer than :data:`DEPTH` buckets are in flight.
+        """Send ``bucket``, once fewer than ``depth`` buckets are in flight.
 
         Args:
             bucket: the bucket.
@@ -43,7 +45,7 @@ class Overlap:
         """
         if self._stream is not None:
             return self._send_beside(bucket, start, self._stream)
-        while len(self._flights) >= DEPTH:
+        while len(self._flights) >= self._depth:
             self._flights.popleft().land()
         bucket.asynchronous = self._asynchronous
         flight = Flight(start(bucket))

@@ -15,6 +15,7 @@ import torch
 from zero_runtime.gradient_reduction import reduction
 from zero_runtime.gradient_reduction.flat_layout import Run
 from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, FULL, Bucket, Entry
+from zero_runtime.gradient_reduction.overlap import Overlap
 from zero_runtime.gradient_reduction.reducer import Leaf, ParameterGroup, ShardedGradients, add_rounded
 from zero_runtime.gradient_reduction.reduction import Finish
 from zero_runtime.sharding.shards import shard_of, slice_numel
@@ -91,6 +92,8 @@ class BlockGradients(ShardedGradients):
         self._messages: list[_Message] = []
         self._message_of: dict[tuple[int, int], tuple[_Message, _Member]] = {}
         super().__init__(groups, *arguments)
+        # One block is filled while one is on its way: a second one would add twice the largest block to the memory.
+        self._overlap = Overlap(self._group.device, self._policy.overlap, depth=1)
         self._divide()
 
     def add(
