@@ -175,6 +175,16 @@ def watch_waits(look: Callable[[], None]) -> None:
     _lookouts.append(weakref.WeakMethod(look))
 
 
+def look() -> None:
+    """Call what :func:`watch_waits` was given, in a wait for something else than a collective."""
+    for reference in _lookouts:
+        watcher = reference()
+        if watcher is not None:
+            # The store is gone if the process that has it ends first.
+            with suppress(dist.DistError):
+                watcher()
+
+
 def wait(work: Work) -> None:
     """Wait for ``work``, whose tensors are on the CPU if :func:`watch_waits` has been called."""
     looks = [look for reference in _lookouts if (look := reference()) is not None]

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 from commprof import hooks
 from zero_runtime import comm, log
 from zero_runtime.comm import COLLECTIVES, DEFAULT_TIMEOUT, Call, DataParallelGroup
-from zero_runtime.errors import TrafficContractError
+from zero_runtime.errors import TrafficContractError, ZeroRuntimeError
 from zero_runtime.groups.detailed_tags import add_reader
 
 # Values of traffic_contract, beside warn.
@@ -152,6 +152,8 @@ class TrafficContract:
         self._before = -1
         self._ended = threading.Event()
         add_reader()
+        if group.device.type == "cpu":
+            comm.watch_waits(self._refuse)
         self._close = weakref.WeakMethod(self.close)
         atexit.register(_call, self._close)
         self._thread = threading.Thread(target=self._watch, name="zero_runtime traffic contract", daemon=True)
@@ -230,6 +232,8 @@ class TrafficContract:
         try:
             return issue()
         except RuntimeError as error:
+            if isinstance(error, ZeroRuntimeError):
+                raise
             if not self.verdict.off and self._failed_within(2 * _POLL_S):
                 self.verdict.raised = True
                 raise TrafficContractError(self.verdict.failure) from error
@@ -258,7 +262,7 @@ class TrafficContract:
             else:
                 self._dispute(number)
         except (RuntimeError, OSError) as error:
-            if isinstance(error, TrafficContractError):
+            if isinstance(error, ZeroRuntimeError):
                 raise
             self.verdict.off = True  # the store has ended with rank 0: the collective itself will fail
         if self.verdict.failure is None:
@@ -286,6 +290,8 @@ class TrafficContract:
                 asked = True
                 claim = self._store.add(self._key("claims"), 1)
                 self._store.set(self._key("claim", claim), str(number))
+            if asked:
+                comm.look()  # for other errors, for which a rank does not come
             if asked and self._store.check([self._key("ended")]):
                 return  # a rank has left, and the collective itself will fail
             if passed > DEFAULT_TIMEOUT.total_seconds():

@@ -82,7 +82,7 @@ def planted(rank, world, stage, plant, at, mode="stop"):
             step(engine)
             done += 1
     except ZeroRuntimeError as error:
-        return done, str(error), time.monotonic() - begin
+        return done, str(error).partition(". Found by rank")[0], time.monotonic() - begin
     return done, "", time.monotonic() - begin
 
 

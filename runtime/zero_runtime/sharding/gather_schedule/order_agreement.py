@@ -132,6 +132,7 @@ class OrderAgreement:
             pause = min(_LONGEST_PAUSE_S, pause * 2 + 0.0002)
             if pause == _LONGEST_PAUSE_S:
                 self._look()
+                comm.look()
             if waited > comm.DEFAULT_TIMEOUT.total_seconds():
                 self._fail(None, "nothing")
         return str(store.get(key).decode())
