@@ -53,6 +53,7 @@ FIRST_PORT = 29_600
 COMMON = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "gradient_clipping": 0.0,  # torch's own clips nothing by itself; the default of DeepSpeed is 1
     "steps_per_print": 1_000_000,
 }
 CANNOT = 3  # exit code where there can be no such hosts

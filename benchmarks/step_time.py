@@ -62,6 +62,7 @@ WARM_UP = 3
 COMMON = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "gradient_clipping": 0.0,  # torch's own clips nothing by itself; the default of DeepSpeed is 1
     "steps_per_print": 1_000_000,
 }
 PEER = "deepspeed"
