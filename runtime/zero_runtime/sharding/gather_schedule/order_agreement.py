@@ -44,7 +44,8 @@ class OrderAgreement:
 
     def __init__(self, group: DataParallelGroup) -> None:
         self._group = group
-        self._is_alone = group.world_size == 1
+        # torch's fake process group, on which one process stands for a world, has no other ranks either.
+        self._is_alone = group.world_size == 1 or group.backend == "fake"
         self._key = f"zero_runtime/order/{group.global_ranks[0]}/{next(_numbers)}"
         self._pass = 0
         self._names: list[str] = []  # of the events of this pass
