@@ -40,9 +40,8 @@ from commprof.trace.rank_files.segments import (
 MOST_OPEN: Final = 4096  # operations of one device whose events the device has not reached yet, at most
 ASK_NS: Final = 100_000  # of the host, between two questions whether the oldest was reached
 BATCH: Final = 64  # operations that were reached and whose times are read together
-MOST_WAITS: Final = (
-    512  # waits of the default stream whose times are kept for operations that are resolved later
-)
+# Waits of the default stream whose times are kept for operations that are resolved later.
+MOST_WAITS: Final = 512
 MOST_ISSUED_IN_CPP: Final = 1024  # operations of one device that C++ issued and did not wait for yet
 ROUNDING_NS: Final = 2_000  # of the times of two streams that are counted from different anchors
 MOST_UNREACHED: Final = 8  # events found unreached, after which one pass gives up: each question costs 1 us
@@ -233,9 +232,8 @@ class Timeline:
         self._reached: list[Anchor | Operation | Wait] = []  # of these the times are not read yet
         self._made = 0
         self._waits: deque[_Span] = deque(maxlen=MOST_WAITS)  # in the order in which they were made
-        self._aside: deque[tuple[Operation, _Span]] = deque(
-            maxlen=MOST_OPEN
-        )  # no wait that covers it is known
+        # Operations on side streams for which no wait of the default stream is known.
+        self._aside: deque[tuple[Operation, _Span]] = deque(maxlen=MOST_OPEN)
         self._lost_aside = 0
         self._issued_in_cpp: deque[Operation] = deque(maxlen=MOST_ISSUED_IN_CPP)
         self._since_anchor = 0

@@ -69,9 +69,8 @@ class CppIssuers:
     def _patch(self, owner: Any, name: str) -> None:
         original = vars(owner)[name]
         enter, leave, waits = self._stalls.enter, self._stalls.leave, name != "__init__"
-        calls: Counter[int] = (
-            Counter()
-        )  # by the reducer's address; it rebuilds once, in one of its first steps
+        # Calls by the reducer's address. It rebuilds once, in one of its first steps.
+        calls: Counter[int] = Counter()
 
         @functools.wraps(original)
         def noticed(*args: Any, **kwargs: Any) -> Any:

@@ -192,7 +192,7 @@ def test_verify_closes_a_run_with_a_contract(tmp_path):
 
 
 def leaves(rank, world):
-    """Rank 1 fails by itself, before a message that is new: rank 0 must not wait for it in the contract."""
+    """Rank 1 raises an error of its own before a new message: rank 0 must not wait for it in the contract."""
     engine, *_ = zero_runtime.initialize(model=Net(), config=config(2, "stop"))
     step(engine)
     if rank == 1:
