@@ -9,12 +9,13 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
 import pyarrow as pa
 
-from commprof.analysis.api import AnyRun, Run, write_csv, write_csv_parts
+from commprof.analysis.api import AnyRun, write_csv, write_csv_parts
 from commprof.errors import TraceError
 from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
@@ -23,6 +24,7 @@ from commprof.export.tables import (
     COMPARISONS,
     ExportedTable,
     comparison_of,
+    exported_tables,
     opened_runs,
     table_names,
     tables_of,
@@ -38,18 +40,20 @@ def export_csv(
     tables: Sequence[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    empty: bool = False,
 ) -> list[ExportedFile]:
     """Write ``<table>.csv`` for each of ``tables``, the comparison, a data dictionary and ``provenance.json`` into ``out``.
 
-    An empty table gives a file with its header. For several runs each table begins with the column ``run``. All files are
+    For several runs each table begins with the column ``run``. All files are
     written under temporary names and renamed together at the end, so a failure keeps the former files.
 
     Args:
         run: the run or runs, or their paths.
         out: directory to write to; created if missing.
-        tables: names of tables of the schema, without the comparison; default all, and the comparison.
+        tables: names of tables of the schema, without the comparison; default all that have rows, and the comparison.
         force: write into a directory that holds something; only files of the names above are replaced.
         progress: called with the name of each file when it is begun.
+        empty: also write tables without rows, as a header alone.
 
     Raises:
         UsageError: an unknown table; ``out`` is no directory, or holds something and ``force`` is off.
@@ -61,7 +65,7 @@ def export_csv(
     targets = [*(f"{name}.csv" for name in (*names, *compared)), DICTIONARY, PROVENANCE]
     with staged(Path(out), targets, force, progress) as staging:
         described = []
-        for table in _every(runs, names, bool(compared)):
+        for table in exported_tables(runs, tables, empty):
             described.append((table.name, table.columns))
             staging.write_rows(f"{table.name}.csv", table.batches(), partial(_write, table))
         dictionary = data_dictionary(described)
@@ -72,12 +76,6 @@ def export_csv(
 
 def _write(table: ExportedTable, batches: Iterator[pa.Table], out: IO[bytes]) -> None:
     write_csv_parts(batches, table.schema, out)
-
-
-def _every(runs: Sequence[Run], names: Sequence[str], compared: bool) -> Iterator[ExportedTable]:
-    yield from tables_of(runs, names)
-    if compared:
-        yield from comparison_of(runs)
 
 
 def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
@@ -102,9 +100,11 @@ def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
     runs = opened_runs(run)
     problems = [problem for name, entry in listed.items() if (problem := _unlike(out / name, entry))]
     wanted = [name.removesuffix(".csv") for name in listed if name.endswith(".csv") and name != DICTIONARY]
-    compared = COMPARISON in wanted
-    for table in _every(runs, table_names([name for name in wanted if name not in COMPARISONS]), compared):
+    exported = tables_of(runs, table_names([name for name in wanted if name not in COMPARISONS]))
+    for table in chain(exported, comparison_of(runs) if COMPARISON in wanted else ()):
         file = out / f"{table.name}.csv"
+        if table.name not in wanted and not table.has_rows():
+            continue
         with tempfile.TemporaryFile() as text:
             sink = Sink(text)
             write_csv_parts(table.batches(), table.schema, cast(IO[bytes], sink))

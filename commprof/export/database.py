@@ -15,7 +15,7 @@ from commprof.analysis.api import AnyRun
 from commprof.errors import TraceError
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.provenance import PROVENANCE, provenance
-from commprof.export.tables import ExportedTable, comparison_of, opened_runs, table_names, tables_of
+from commprof.export.tables import ExportedTable, exported_tables, opened_runs, table_names
 from commprof.schema import TABLES
 
 DATABASE: Final = "run.duckdb"
@@ -28,15 +28,16 @@ def export_database(
     tables: Sequence[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    empty: bool = False,
 ) -> list[ExportedFile]:
     """Write ``run.duckdb`` and ``provenance.json`` into ``out``: a table for each of ``tables``, and the comparison.
 
     Arguments and errors are those of :func:`commprof.export.csv.export_csv`.
     """
-    names = table_names(tables)
+    table_names(tables)  # refuses an unknown one before anything is written
     runs = opened_runs(run)
     with staged(Path(out), [DATABASE, PROVENANCE], force, progress) as staging:
-        exported = (*tables_of(runs, names), *(comparison_of(runs) if tables is None else ()))
+        exported = tuple(exported_tables(runs, tables, empty))
         counted: list[int] = []
         staging.adopt(DATABASE, lambda path: counted.extend(_write(path, exported, staging.tell)))
         staging.with_rows(sum(counted))

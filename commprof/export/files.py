@@ -141,7 +141,8 @@ def staged(
     error.
 
     Args:
-        force: write into a directory that holds something; only files of these names are replaced.
+        force: write into a directory that holds something; only files of these names are replaced, and those that the block
+            does not write are removed.
         progress: called with the name of each file when it is begun.
 
     Raises:
@@ -156,6 +157,8 @@ def staged(
             yield staging
             for file in staging.files:
                 file.path.replace(out / file.path.name)
+            for name in {*names} - {file.path.name for file in staging.files}:
+                (out / name).unlink(missing_ok=True)  # of an earlier export, about other runs
             staging.files = [file._replace(path=out / file.path.name) for file in staging.files]
     except OSError as error:
         raise TraceError(

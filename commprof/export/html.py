@@ -16,7 +16,7 @@ from commprof.analysis import api
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import CommprofError
 from commprof.export.files import ExportedFile, Progress, staged
-from commprof.export.tables import opened_runs
+from commprof.export.tables import opened_runs, with_resources
 from commprof.version import __version__
 
 REPORT: Final = "report.html"
@@ -41,7 +41,7 @@ summary { cursor: pointer; color: #5c636a; } .note { border-left: 4px solid #e8a
 def export_html(
     run: AnyRun | Sequence[AnyRun], out: Path | str, force: bool = False, progress: Progress | None = None
 ) -> list[ExportedFile]:
-    """Write ``report.html`` into ``out``; for several runs with their comparison first.
+    """Write ``report.html`` into ``out``; for several runs with contents, what to set and the comparison first.
 
     Raises:
         UsageError: ``out`` is no directory, or holds something and ``force`` is off.
@@ -65,10 +65,19 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
     yield "wire: modelled, per step what a rank of the job sends, the mean over all its ranks; of a whole run the mean that "
     yield "a rank of each group sends, added up over its collectives, and the bytes of each message.</p>\n"
     if len(runs) > 1:
+        yield _contents(names)
         yield from _comparison(runs)
-    for run, name in zip(runs, names, strict=True):
-        yield from _run(run, name)
+    for place, (run, name) in enumerate(zip(runs, names, strict=True), 1):
+        yield from _run(run, name, f"run-{place}")
     yield "</body></html>\n"
+
+
+def _contents(names: Sequence[str]) -> str:
+    """Links to the sections of a report of several runs."""
+    sections = [("advice", "What to set"), ("comparison", "Comparison")]
+    sections += [(f"run-{place}", name) for place, name in enumerate(names, 1)]
+    links = "".join(f'<li><a href="#{anchor}">{_text(title)}</a></li>' for anchor, title in sections)
+    return f'<nav aria-label="Contents"><h2>Contents</h2><ul>{links}</ul></nav>\n'
 
 
 def _comparison(runs: Sequence[Run]) -> Iterator[str]:
@@ -79,7 +88,10 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
 
     both = traffic_frames.compared(list(runs))
     labels = [str(label) for label in both.settings["label"]]
-    yield "<h2>Comparison</h2>\n"
+    answer, *reasons = both.advice.sentences
+    yield f'<h2 id="advice">What to set</h2>\n<p><strong>{_text(answer)}</strong></p>\n'
+    yield f"<ul>{''.join(f'<li>{_text(reason)}</li>' for reason in reasons)}</ul>\n" if reasons else ""
+    yield '<h2 id="comparison">Comparison</h2>\n'
     frame = with_series(both.traffic)
     if len(frame):
         yield from _figure(
@@ -97,16 +109,16 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
         yield from _figure(
             "Step time", time_charts.by_setting(both.settings[columns], "light"), both.settings[columns]
         )
-    yield _table(both.settings)
+    yield _table(with_resources(both))
 
 
-def _run(run: Run, name: str) -> Iterator[str]:
+def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
     from commprof_dash import traffic_frames
     from commprof_dash.charts import exposure_chart, time_charts, traffic
     from commprof_dash.measures import WIRE
 
     facts = api.overview(run)
-    yield f"<h2>{_text(name)}</h2>\n"
+    yield f'<h2 id="{anchor}">{_text(name)}</h2>\n'
     yield _facts(facts)
     if facts["notes"]:
         items = "".join(f"<li>{_text(note)}</li>" for note in facts["notes"])

@@ -17,10 +17,9 @@ from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, 
 from commprof.export.tables import (
     COMPARISONS,
     ExportedTable,
-    comparison_of,
+    exported_tables,
     opened_runs,
     table_names,
-    tables_of,
 )
 
 _GROUP_ROWS: Final = 250_000
@@ -32,6 +31,7 @@ def export_parquet(
     tables: Sequence[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    empty: bool = False,
 ) -> list[ExportedFile]:
     """Write ``<table>.parquet`` for each of ``tables``, the comparison, the data dictionary and the provenance into ``out``.
 
@@ -45,7 +45,7 @@ def export_parquet(
     targets += [f"{name}.parquet" for name in COMPARISONS] if compared else []
     with staged(Path(out), [*targets, DICTIONARY, PROVENANCE], force, progress) as staging:
         described = []
-        for table in (*tables_of(runs, names), *(comparison_of(runs) if compared else ())):
+        for table in exported_tables(runs, tables, empty):
             described.append((table.name, table.columns))
             staging.adopt_rows(
                 f"{table.name}.parquet", table.batches(), partial(_write, described_schema(table))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,10 +21,26 @@ from commprof.trace.tables import arrow_schema
 
 RUN_COLUMN: Final = Column("run", "string", "name of the run")
 COMPARISON: Final = "comparison"
+RUNS: Final = "runs"
 EXPOSURE: Final = "exposure_per_step"
 ONE_OFFS: Final = "one_offs"
 _OF_SETTINGS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")
-COMPARISONS: Final = (*_OF_SETTINGS, EXPOSURE, ONE_OFFS)  # tables of all runs together
+COMPARISONS: Final = (*_OF_SETTINGS, RUNS, EXPOSURE, ONE_OFFS)  # tables of all runs together
+_MOVED: Final = "moved_bytes_per_step"
+_EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "exposed_share")
+_MEMORY: Final = ("rss_bytes", "rss_peak_bytes", "device_bytes", "device_peak_bytes")
+_RESOURCES: Final = (*_EXPOSED, *_MEMORY, "samples_per_second")
+# Where a run is, and in which files, changes without a change of what it recorded.
+_NOT_OF_RUN: Final = ("name", "path", "finalised")
+_MEASURED: Final = (
+    *("requested_op", "issued_op", "intended_op", "collectives_per_step"),
+    *("payload_bytes_per_step", "wire_bytes_per_step", "executed_wire_bytes_per_step"),
+    *("step_time_ns", "step_time_low_ns", "step_time_high_ns", "final_loss"),
+)
+_RUN_COLUMNS: Final = {
+    "run": RUN_COLUMN,
+    "label": replace(RUN_COLUMN, name="label", doc="its setting in comparison"),
+}
 _ARROW: Final = {
     "int8": pa.int8(),
     "int32": pa.int32(),
@@ -49,6 +66,10 @@ class ExportedTable(NamedTuple):
     def of_rows(cls, name: str, columns: Sequence[Column], rows: pa.Table) -> ExportedTable:
         """A table in memory."""
         return cls(name, columns, rows.schema, lambda: iter([rows]))
+
+    def has_rows(self) -> bool:
+        """Whether it has a row; reads no further than the first."""
+        return any(len(rows) for rows in self.batches())
 
 
 def table_names(tables: Sequence[str] | None) -> list[str]:
@@ -93,37 +114,96 @@ def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) 
             yield pa.Table.from_arrays([labels, *rows.columns], schema=schema)
 
 
+def exported_tables(
+    runs: Sequence[Run], tables: Sequence[str] | None, empty: bool
+) -> Iterator[ExportedTable]:
+    """The tables of an export of ``runs``: ``tables`` if given, else those of the schema and the comparison that have rows.
+
+    Args:
+        runs: the runs.
+        tables: names of tables of the schema; None for all.
+        empty: whether all includes tables without rows.
+    """
+    every = tables_of(runs, table_names(tables))
+    if tables is not None:
+        yield from every
+        return
+    yield from (table for table in chain(every, comparison_of(runs)) if empty or table.has_rows())
+
+
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: settings, traffic by operation and by group; exposed time, and one-off traffic."""
-    both = api.compare_both(runs)
+    """``commprof compare`` of the runs: settings, traffic by operation and by group; runs, exposed time, one-off traffic."""
+    both = api.compare_both(runs, ranks=False)
     answers = ("compare", "traffic_by_setting", "traffic_by_group")
     for name, frame, answer in zip(
-        _OF_SETTINGS, (both.settings, both.traffic, both.groups), answers, strict=True
+        _OF_SETTINGS, (with_resources(both), both.traffic, both.groups), answers, strict=True
     ):
-        declared = api.describe_columns(answer)
+        declared = _described(answer)
         columns = [declared.get(column) or _setting_column(column) for column in frame.columns]
-        arrays = [
-            pa.array(frame[column.name].tolist(), _ARROW[column.type], from_pandas=True) for column in columns
-        ]
-        rows = pa.table(arrays, names=[column.name for column in columns])
-        yield ExportedTable.of_rows(name, columns, rows)
+        yield _of_frame(name, frame, columns)
+    yield _runs(runs)
     yield _of_each(runs, EXPOSURE, api.exposure_per_step)
     yield _of_each(runs, ONE_OFFS, api.one_offs)
+
+
+def with_resources(compared: api.Comparison) -> pd.DataFrame:
+    """The settings of a comparison with moved bytes, exposed time and memory; a key that a setting lacks is null."""
+    of_settings = compared.settings
+    keys = [name for name in of_settings.columns if name not in api.describe_columns("compare")]
+    settings = of_settings.assign(
+        **{key: of_settings[key].where(of_settings[key] != api.ABSENT, None) for key in keys}
+    )
+    for other, names in ((compared.advice.settings, (_MOVED,)), (compared.resources, _RESOURCES)):
+        settings = settings.merge(other[["label", *names]], on="label", how="left", validate="one_to_one")
+    return settings
+
+
+def _runs(runs: Sequence[Run]) -> ExportedTable:
+    """One row per run: the list of runs, and what the comparison of this run alone measures."""
+    labels = api.settings(runs)["label"]
+    rows: list[dict[str, Any]] = []
+    listed = [name for name in api.describe_columns("find_runs") if name not in _NOT_OF_RUN]
+    measured = [name for name in (*_MEASURED, _MOVED, *_RESOURCES) if name not in listed]
+    for run, name, label in zip(runs, api.run_names(runs), labels, strict=True):
+        row = api.find_runs(run.path)[listed].iloc[[0]].reset_index(drop=True)
+        answer = with_resources(api.compare_both([run], ranks=False))[measured]
+        values = {**_values(row), **_values(answer)}
+        rows.append({"run": name, "label": label, **values})
+    names = ("run", "label", *listed, *measured)
+    columns = [_RUN_COLUMNS.get(name) or _described("find_runs", "compare")[name] for name in names]
+    return _of_frame(RUNS, pd.DataFrame(rows, columns=[*names], dtype=object), columns)
+
+
+def _values(frame: pd.DataFrame) -> dict[str, Any]:
+    """The only row of ``frame``; column by column, because a row converts integers to floats."""
+    return {name: frame[name].iloc[0] for name in frame.columns}
+
+
+def _described(*answers: str) -> dict[str, Column]:
+    """The declared columns of ``answers``, and those that :func:`with_resources` adds."""
+    extra = api.describe_columns("advice"), api.describe_columns("resources")
+    return {
+        name: column
+        for declared in (*extra, *map(api.describe_columns, answers))
+        for name, column in declared.items()
+    }
+
+
+def _of_frame(name: str, frame: pd.DataFrame, columns: Sequence[Column]) -> ExportedTable:
+    arrays = [
+        pa.array(frame[column.name].tolist(), _ARROW[column.type], from_pandas=True) for column in columns
+    ]
+    return ExportedTable.of_rows(name, columns, pa.table(arrays, names=[column.name for column in columns]))
 
 
 def _of_each(runs: Sequence[Run], name: str, answer: Callable[[Run], pd.DataFrame]) -> ExportedTable:
     """The concatenated ``answer`` of :mod:`commprof.analysis.api` about each run: the numbers of its report."""
     columns = (RUN_COLUMN, *api.describe_columns(name).values())
     frames = [answer(run).assign(run=called) for run, called in zip(runs, api.run_names(runs), strict=True)]
-    arrays = [
-        pa.array(
-            [value for frame in frames for value in frame[column.name].tolist()],
-            _ARROW[column.type],
-            from_pandas=True,
-        )
-        for column in columns
+    rows = [
+        row for frame in frames for row in zip(*(frame[one.name].tolist() for one in columns), strict=True)
     ]
-    return ExportedTable.of_rows(name, columns, pa.table(arrays, names=[column.name for column in columns]))
+    return _of_frame(name, pd.DataFrame(rows, columns=[one.name for one in columns], dtype=object), columns)
 
 
 def _setting_column(name: str) -> Column:

@@ -203,7 +203,12 @@ def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> lis
     labels = []
     for each in texts:
         named = {key: text for key, text in each.items() if text != ABSENT} or each
-        labels.append(", ".join(f"{short[key]}={text}" for key, text in named.items()))
+        labels.append(
+            ", ".join(
+                f"{short[key]} not set" if text == ABSENT else f"{short[key]}={text}"
+                for key, text in named.items()
+            )
+        )
     return labels
 
 

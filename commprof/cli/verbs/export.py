@@ -55,6 +55,7 @@ def export(
         list[str] | None,
         typer.Option("--table", metavar="NAME", help="Only this table; may be given several times."),
     ] = None,
+    empty: Annotated[bool, typer.Option("--empty", help="Also write tables without rows.")] = False,
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the files of an earlier export.")
     ] = False,
@@ -79,11 +80,13 @@ def export(
         raise UsageError(f"export needs --out DIR, for example: --out {Path(runs[0]).name or 'run'}-{kind}")
     if kind in _WITHOUT_TABLES and tables:
         raise UsageError(f"--format {kind} always writes all tables; leave out --table")
+    if empty and (kind in _WITHOUT_TABLES or tables):
+        raise UsageError("--empty is for --format csv, parquet and duckdb without --table; leave it out")
     opened_runs = each_opened(runs)
     with needed("dash" if kind is Format.HTML else "export", "to export a run"):
         if kind in _OF_ONE_RUN and len(opened_runs) > 1:
             return _each_apart(kind, opened_runs, out, force)
-        files = _write(kind, opened_runs, out, tables or None, force)
+        files = _write(kind, opened_runs, out, tables or None, force, empty)
     _show(files)
     say(f"{out}  {len(files)} files of {', '.join(str(run.path) for run in opened_runs)}")
     return 0
@@ -117,22 +120,22 @@ def _show(files: list[ExportedFile]) -> None:
 
 
 def _write(
-    kind: Format, runs: list[Run], out: Path, tables: list[str] | None, force: bool
+    kind: Format, runs: list[Run], out: Path, tables: list[str] | None, force: bool, empty: bool = False
 ) -> list[ExportedFile]:
     progress = _progress()
     try:
         if kind is Format.CSV:
             from commprof.export.csv import export_csv
 
-            return export_csv(runs, out, tables, force, progress)
+            return export_csv(runs, out, tables, force, progress, empty)
         if kind is Format.PARQUET:
             from commprof.export.parquet import export_parquet
 
-            return export_parquet(runs, out, tables, force, progress)
+            return export_parquet(runs, out, tables, force, progress, empty)
         if kind is Format.DUCKDB:
             from commprof.export.database import export_database
 
-            return export_database(runs, out, tables, force, progress)
+            return export_database(runs, out, tables, force, progress, empty)
         if kind is Format.HTML:
             from commprof.export.html import export_html
 

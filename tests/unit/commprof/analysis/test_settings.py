@@ -43,14 +43,14 @@ def test_only_the_keys_that_differ_make_the_label_by_their_shortest_names():
 
 def test_a_missing_key_is_said_to_be_absent():
     assert labels(SyntheticRun(config=zero()), SyntheticRun(config=zero(overlap_comm=True))) == [
-        "overlap_comm=(absent)",
+        "overlap_comm not set",
         "overlap_comm=true",
     ]
 
 
 def test_a_run_without_config_differs_by_all_keys_of_the_other():
     assert labels(SyntheticRun(), SyntheticRun(config={"zero_optimization": {"stage": 1}})) == [
-        "stage=(absent)",
+        "stage not set",
         "stage=1",
     ]
 
@@ -59,9 +59,9 @@ def test_an_empty_section_beside_a_filled_one_is_no_difference_of_its_own():
     assert labels(
         SyntheticRun(config={"zero_optimization": {}}),
         SyntheticRun(config={"zero_optimization": {"stage": 2}}),
-    ) == ["stage=(absent)", "stage=2"]
+    ) == ["stage not set", "stage=2"]
     assert labels(SyntheticRun(config={"bf16": {}}), SyntheticRun(config={"a": 1, "bf16": {}})) == [
-        "a=(absent)",
+        "a not set",
         "a=1",
     ]
 

@@ -20,6 +20,7 @@ COMPARED = {
     "comparison.csv",
     "traffic_by_setting.csv",
     "traffic_by_group.csv",
+    "runs.csv",
     "exposure_per_step.csv",
     "one_offs.csv",
 }
@@ -47,7 +48,7 @@ def run(tmp_path) -> Path:
 
 
 def test_there_is_a_file_for_every_table_with_the_columns_of_the_schema(run, tmp_path):
-    files = export_csv(run, tmp_path / "out")
+    files = export_csv(run, tmp_path / "out", empty=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(f"{name}.csv" for name in schema.TABLES),
         *COMPARED,
@@ -60,9 +61,55 @@ def test_there_is_a_file_for_every_table_with_the_columns_of_the_schema(run, tmp
             assert next(csv.reader(stream)) == list(table.names)
 
 
+def test_tables_without_rows_are_left_out(run, tmp_path):
+    files = export_csv(run, tmp_path / "out")
+    assert all(file.rows != 0 for file in files)
+    assert (
+        not (tmp_path / "out" / "nccl_ops.csv").exists() and (tmp_path / "out" / "collectives.csv").exists()
+    )
+    export_csv(run, tmp_path / "out", force=True, empty=True)
+    assert rows_of(tmp_path / "out" / "nccl_ops.csv") == []
+    export_csv(run, tmp_path / "out", force=True)
+    assert not (tmp_path / "out" / "nccl_ops.csv").exists(), "a file of an earlier export is removed"
+    export_csv(run, tmp_path / "asked", tables=["nccl_ops"])
+    assert (tmp_path / "asked" / "nccl_ops.csv").exists()
+
+
+def test_the_comparison_has_moved_exposed_and_memory_and_null_for_an_absent_key(tmp_path):
+    paths = []
+    for name, zero in (("a", {"stage": 2, "reduce_scatter": True}), ("b", {"stage": 2})):
+        made = SyntheticRun(world_size=2, config={"zero_optimization": zero})
+        for step in range(3):
+            made.add_step(step, begin_ns=1_000_000 * step, end_ns=1_000_000 * (step + 1), rss_bytes=7 << 20)
+            made.add_collective("all_reduce", payload_bytes=64, step=step, exposed_ns=250_000)
+        paths.append(made.write(tmp_path / name))
+    export_csv(paths, tmp_path / "out")
+    a, b = rows_of(tmp_path / "out" / "comparison.csv")
+    assert (a["zero_optimization.reduce_scatter"], b["zero_optimization.reduce_scatter"]) == ("true", "")
+    for row in (a, b):
+        assert (row["rss_bytes"], row["rss_peak_bytes"], row["device_bytes"]) == (
+            str(7 << 20),
+            str(7 << 20),
+            "",
+        )
+        assert (row["exposed_ns"], row["exposed_share"]) == ("250000", "0.25")
+        assert row["moved_bytes_per_step"] == "" and float(row["executed_wire_bytes_per_step"]) == 64
+    first, second = rows_of(tmp_path / "out" / "runs.csv")
+    assert (first["run"], first["label"], first["state"]) == ("a", a["label"], "complete")
+    assert (second["run"], second["world_size"], second["steps"]) == ("b", "2", "3")
+    assert (first["step_time_ns"], first["exposed_ns"], first["rss_bytes"]) == (
+        "1000000",
+        "250000",
+        str(7 << 20),
+    )
+    described = {(row["table"], row["column"]) for row in rows_of(tmp_path / "out" / "data_dictionary.csv")}
+    assert {("comparison", name) for name in a} | {("runs", name) for name in first} <= described
+    assert "(absent)" not in "".join(path.read_text() for path in (tmp_path / "out").glob("*.csv"))
+
+
 @pytest.mark.long
 def test_an_empty_table_is_its_header_alone(run, tmp_path):
-    export_csv(run, tmp_path / "out")
+    export_csv(run, tmp_path / "out", empty=True)
     assert (tmp_path / "out" / "nccl_ops.csv").read_bytes() == (
         ",".join(schema.NCCL_OPS.names) + "\r\n"
     ).encode()
@@ -118,7 +165,7 @@ def test_lines_end_as_rfc_4180_says(run, tmp_path):
 
 
 def test_the_dictionary_describes_every_column_of_every_table(run, tmp_path):
-    export_csv(run, tmp_path / "out")
+    export_csv(run, tmp_path / "out", empty=True)
     rows = rows_of(tmp_path / "out" / "data_dictionary.csv")
     of_the_schema = [(row["table"], row["column"]) for row in rows if f"{row['table']}.csv" not in COMPARED]
     assert of_the_schema == [
@@ -136,7 +183,7 @@ def test_the_dictionary_describes_every_column_of_every_table(run, tmp_path):
 
 
 def test_provenance_says_what_ran_what_is_missing_and_what_each_file_holds(run, tmp_path):
-    export_csv(run, tmp_path / "out")
+    export_csv(run, tmp_path / "out", empty=True)
     content = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert content["schema_version"] == schema.SCHEMA_VERSION
     assert content["run"]["script"] == "train.py"

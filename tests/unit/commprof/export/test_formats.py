@@ -69,11 +69,11 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_parquet_and_duckdb_hold_what_the_csv_holds(run, tmp_path):
-    export_csv(run, tmp_path / "csv")
-    export_parquet(run, tmp_path / "parquet")
-    export_database(run, tmp_path / "duckdb")
+    export_csv(run, tmp_path / "csv", empty=True)
+    export_parquet(run, tmp_path / "parquet", empty=True)
+    export_database(run, tmp_path / "duckdb", empty=True)
     with duckdb.connect(str(tmp_path / "duckdb" / "run.duckdb"), read_only=True) as database:
-        for name in (*schema.TABLES, "comparison", "traffic_by_setting", "traffic_by_group"):
+        for name in (*schema.TABLES, "comparison", "traffic_by_setting", "traffic_by_group", "runs"):
             texts = rows_of(tmp_path / "csv" / f"{name}.csv")
             rows = pq.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pylist()
             stored = database.sql(f'SELECT * FROM "{name}"').to_arrow_table().to_pylist()
@@ -531,11 +531,13 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path):
     text = (tmp_path / "out" / "report.html").read_text()
     page = Links()
     page.feed(text)
-    assert page.found == []
+    assert page.found == ["#advice", "#comparison", "#run-1", "#run-2"], "links within the file"
+    assert all(f'id="{link[1:]}"' in text for link in page.found)
     assert (
         page.tags["table"] == (2 + 1) + 2 * 4
     )  # of the comparison's figures and itself; of the figures of each run
     assert hostile not in text
     words = " ".join(page.words)
+    assert "What to set" in words and "<td>(absent)</td>" not in text
     assert "2 runs compared" in words and "reduce_scatter=true" in words and "Ledger:" in words
     assert '"showSendToCloud": false' in text
