@@ -17,11 +17,14 @@ from commprof.printable import command_line
 
 SOURCES: Final = "sources.json"
 COMPARISON: Final = "comparison.csv"
-_ISSUED: Final = "wire_bytes_per_step"
-_EXECUTED: Final = "executed_wire_bytes_per_step"
 TRAFFIC: Final = "traffic_by_setting.csv"
 STEPS: Final = "steps.csv"
+RUNS: Final = "runs.csv"
+PARAMETERS: Final = "parameters.csv"
 PROVENANCE: Final = "provenance.json"
+_ISSUED: Final = "wire_bytes_per_step"
+_EXECUTED: Final = "executed_wire_bytes_per_step"
+_TRAFFIC_COLUMNS: Final = ("label", "op", "intended_op", "purpose", _ISSUED)
 
 Row = Mapping[str, str]
 
@@ -39,11 +42,23 @@ class Export(NamedTuple):
     comparison: Sequence[Row]
     traffic: Sequence[Row]
     steps: Sequence[Row]
+    runs: Sequence[Row]
+    parameters: Sequence[Row]
     provenance: Mapping[str, Any]
+
+    @property
+    def level(self) -> tuple[str, str]:
+        """The level of the wire bytes in figures, and its column: executed if that is known of all traffic, else issued."""
+        is_known = self.traffic and all(row.get(_EXECUTED) or not row.get(_ISSUED) for row in self.traffic)
+        return ("executed", _EXECUTED) if is_known else ("issued", _ISSUED)
 
 
 def write_paper(
-    directory: Path | str, out: Path | str, force: bool = False, progress: Progress | None = None
+    directory: Path | str,
+    out: Path | str,
+    force: bool = False,
+    progress: Progress | None = None,
+    font: str = paper_figures.SANS,
 ) -> list[ExportedFile]:
     """Make the figures (PDF and SVG, one and two columns wide) and tables (LaTeX, booktabs) of the export in ``directory``.
 
@@ -51,32 +66,35 @@ def write_paper(
 
     Raises:
         TraceError: ``directory`` holds no export with a comparison, or cannot be read; ``out`` cannot be written to.
-        UsageError: ``out`` is in use.
+        UsageError: ``out`` is in use; there is no such ``font`` (see :class:`paper_figures.Style`).
         MissingExtraError: matplotlib is not installed.
     """
     directory, out = Path(directory), Path(out)
     export = read_export(directory)
-    drawings: dict[str, Callable[[Width], Any]] = {
-        "traffic": partial(paper_figures.traffic, export.comparison, export.traffic),
+    paper_figures.Style(Width.ONE, font).settings()  # refuses an unknown font before anything is written
+    drawings: dict[str, Callable[[paper_figures.Style], Any]] = {
+        "traffic": partial(paper_figures.traffic, export.comparison, export.traffic, *export.level),
         "step_time": partial(paper_figures.step_time, export.comparison),
         "loss": partial(paper_figures.loss, export.comparison, export.steps),
     }
     kinds = ("pdf", "svg")
+    job = paper_tables.job_of(export.runs, export.parameters, export.provenance)
     tables = {
-        "comparison.tex": paper_tables.comparison(export.comparison),
-        "traffic.tex": paper_tables.traffic(export.traffic),
+        "comparison.tex": paper_tables.comparison(export.comparison, job),
+        "traffic.tex": paper_tables.traffic(export.comparison, export.traffic, *export.level, job),
     }
     names = [f"{name}_{width}.{kind}" for name in drawings for width in Width for kind in kinds]
     with staged(out, [*names, *tables, SOURCES], force, progress) as staging:
         left_out = []
         for name, draw in drawings.items():
             for width in Width:
-                figure = draw(width)
+                style = paper_figures.Style(width, font)
+                figure = draw(style)
                 if figure is None:
                     left_out.append(name)
                     break
                 for kind in kinds:
-                    staging.adopt(f"{name}_{width}.{kind}", partial(paper_figures.save, figure))
+                    staging.adopt(f"{name}_{width}.{kind}", partial(paper_figures.save, figure, style))
                 paper_figures.close(figure)
         for name, text in tables.items():
             staging.write_text(name, text)
@@ -102,16 +120,22 @@ def read_export(directory: Path) -> Export:
         raise TraceError(
             f"{directory / COMPARISON} has no rows: its runs issued nothing, so there is nothing to draw"
         )
-    traffic = _rows(directory / TRAFFIC, ("label", "op", "intended_op", "purpose", "wire_bytes_per_step"))
-    steps = _rows(directory / STEPS, ("step", "loss", "rank")) if (directory / STEPS).exists() else []
+    traffic = _rows(directory / TRAFFIC, _TRAFFIC_COLUMNS, is_optional=True)
+    steps = _rows(directory / STEPS, ("step", "loss", "rank"), is_optional=True)
+    runs = _rows(directory / RUNS, ("run",), is_optional=True)
+    parameters = _rows(directory / PARAMETERS, ("name", "numel"), is_optional=True)
     try:
         provenance = json.loads((directory / PROVENANCE).read_text("utf-8"))
     except (OSError, ValueError):
         provenance = {}
-    return Export(comparison, traffic, steps, provenance if isinstance(provenance, dict) else {})
+    if not isinstance(provenance, dict):
+        provenance = {}
+    return Export(comparison, traffic, steps, runs, parameters, provenance)
 
 
-def _rows(file: Path, needed: Sequence[str]) -> list[Row]:
+def _rows(file: Path, needed: Sequence[str], is_optional: bool = False) -> list[Row]:
+    if is_optional and not file.exists():
+        return []  # an export leaves out tables without rows
     try:
         with file.open(encoding="utf-8", newline="") as stream:
             reader = csv.DictReader(stream)
@@ -123,23 +147,12 @@ def _rows(file: Path, needed: Sequence[str]) -> list[Row]:
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{file} cannot be read: {error}") from None
-    rows = _as_executed(rows)
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
     if missing:
         raise TraceError(
             f"{file} has no column {', '.join(missing)}; it is no file of an export, or was changed"
         )
     return rows
-
-
-def _as_executed(rows: list[Row]) -> list[Row]:
-    """``rows`` with the wire bytes of what the backends run, if known for all of them."""
-    of_all = all(row.get(_EXECUTED) or not row.get(_ISSUED) for row in rows)
-    return (
-        [{**row, _ISSUED: row[_EXECUTED]} for row in rows]
-        if of_all and rows and _EXECUTED in rows[0]
-        else rows
-    )
 
 
 def _sources(

@@ -1,11 +1,15 @@
-"""The tables of a paper: LaTeX with the rules of the booktabs package, numbers with their units in the head."""
+"""The tables of a paper: LaTeX with the rules of the booktabs package, as wide as one column of a page.
+
+Columns that do not fit beside each other are set below each other, each block with the settings at its left. Settings have
+the short names of the figures; the caption spells them out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from commprof.export.paper_figures import number
+from commprof.export.paper_figures import letters, number, operation, spelled, stack_order
 
 Row = Mapping[str, str]
 
@@ -26,7 +30,8 @@ _ESCAPES: Final = {
     "%": r"\%",
     "$": r"\$",
     "#": r"\#",
-    "_": r"\_",
+    "_": r"\_\allowbreak{}",
+    "=": r"=\allowbreak{}",
     "{": r"\{",
     "}": r"\}",
     "~": r"\textasciitilde{}",
@@ -34,108 +39,272 @@ _ESCAPES: Final = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
 }
-_MIB: Final = 1 << 20
-_BESIDE: Final = {  # head and caption of an optional column, shown if a row has such bytes
-    "between_hosts_bytes_per_step": (
-        "Between hosts (MiB)",
-        " Between hosts: the part of the wire bytes as issued of groups and messages with ranks on several hosts.",
+_UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_BYTES: Final = {  # head and meaning of the columns of bytes; those after the first are shown if a row has such bytes
+    "wire_bytes_per_step": ("Issued", ""),
+    "executed_wire_bytes_per_step": ("Executed", ""),
+    "moved_bytes_per_step": (
+        "Moved",
+        "Moved: sent by the network interfaces of all hosts per step, with all other traffic.",
     ),
-    "padding_bytes_per_step": ("Padding (MiB)", " Padding: the part of the payload without data."),
+    "between_hosts_bytes_per_step": (
+        "Between hosts",
+        "Between hosts: the part of the issued bytes of groups and messages with ranks on several hosts.",
+    ),
+    "padding_bytes_per_step": ("Padding", "Padding: the part of the payload without data."),
+}
+_ALWAYS: Final = ("wire_bytes_per_step",)
+_INTERVALS: Final = {
+    "repeats": "mean over repeats of the medians of their steps, with its 95 % interval by Student's t over the repeats",
+    "steps": "median of the steps of one run, with its 95 % interval by order statistics over these steps",
 }
 _NOTE: Final = "% Made by commprof paper from the CSV files of an export; needs \\usepackage{booktabs}.\n"
+# Points, of a column of 3.2 in. The widths of text are those of Computer Modern at 8 points, rounded up.
+_COLUMN: Final = 225.0
+_LETTER: Final = 4.3
+_GAP: Final = 6.0
+
+
+class Job(NamedTuple):
+    """What the caption says of the job: ranks and backends, the trained model, and the version of torch."""
+
+    ranks: str
+    model: str
+    torch: str
+
+    def sentence(self) -> str:
+        """``2 ranks, gloo, torch 2.13; model: train_gpt.py with 867072 parameters.`` without what is not known."""
+        ranks = ", ".join(part for part in (self.ranks, self.torch and f"torch {self.torch}") if part)
+        return "; ".join(part for part in (ranks, self.model and f"model: {self.model}") if part) + "."
+
+
+class _Column(NamedTuple):
+    """A column of a table: ``cells`` and ``head`` as LaTeX, ``letters``: the most of a line."""
+
+    head: str
+    align: str
+    cells: Sequence[str]
+    letters: int
+
+    @property
+    def width(self) -> float:
+        """Its width with the gap before it, in points."""
+        return _GAP + _LETTER * max(len(self.head), self.letters)
 
 
 def escaped(text: str) -> str:
     r"""``text`` as LaTeX sets it: special characters are escaped, and unprintable ones are left out.
 
-    >>> escaped("a_b & 50%")
-    'a\\_b \\& 50\\%'
+    >>> escaped("a & 50%")
+    'a \\& 50\\%'
     """
     return "".join(_ESCAPES.get(letter, letter) for letter in text if letter.isprintable())
 
 
-def comparison(rows: Sequence[Row]) -> str:
-    """The settings: requested and issued operation, bytes and time of a step."""
-    beside = _beside(rows)
-    head = (
-        *("Setting", "Requested", "Issued", "Operations", "Payload (MiB)", "Wire (MiB)"),
-        *(_BESIDE[name][0] for name in beside),
-        *("Time (ms)", "Final loss"),
+def job_of(runs: Sequence[Row], parameters: Sequence[Row], provenance: Mapping[str, Any]) -> Job:
+    """The job of an export, from its ``runs.csv``, ``parameters.csv`` and provenance; a value that differs is a list."""
+
+    def every(name: str) -> str:
+        return " or ".join(dict.fromkeys(row[name] for row in runs if row.get(name)))
+
+    told = [each.get("run") or {} for each in provenance.get("runs", []) if isinstance(each, dict)]
+    of_run: dict[str, dict[str, int]] = {}
+    for row in parameters:
+        of_run.setdefault(row.get("run", ""), {})[row["name"]] = int(number(row["numel"]) or 0)
+    sizes = " or ".join(dict.fromkeys(f"{sum(of.values()):,}" for of in of_run.values()))
+    script = every("script")
+    ranks = every("world_size")
+    model = " with ".join(part for part in (script, sizes and f"{sizes} parameters") if part)
+    return Job(
+        ", ".join(part for part in (ranks and f"{ranks} ranks", every("backend")) if part),
+        model,
+        " or ".join(dict.fromkeys(str(run["torch"]) for run in told if run.get("torch"))),
     )
-    body = [
-        (
-            escaped(row["label"] or "all runs"),
-            _op(row["requested_op"]),
-            _op(row["issued_op"]) + (f" for {_op(row['intended_op'])}" if row["intended_op"] else ""),
-            _decimal(row["collectives_per_step"], 1, 1),
-            _decimal(row["payload_bytes_per_step"], _MIB, 2),
-            _decimal(row["wire_bytes_per_step"], _MIB, 2),
-            *(_decimal(row[name], _MIB, 2) for name in beside),
-            _interval(row),
-            _decimal(row["final_loss"], 1, 4),
-        )
-        for row in rows
+
+
+def comparison(rows: Sequence[Row], job: Job) -> str:
+    """The settings: requested and issued operation, bytes at each level, exposed time, time, memory and loss."""
+    names = letters(rows)
+    beside = [name for name in _BYTES if name in _ALWAYS or any(number(row.get(name, "")) for row in rows)]
+    columns = [
+        _texts("Requested", [[row["requested_op"]] for row in rows]),
+        _texts("Issued", [_issued(row) for row in rows]),
+        _numbers("Calls", [_digits(row["collectives_per_step"]) for row in rows]),
+        _numbers("Payload", [_amount(row["payload_bytes_per_step"]) for row in rows]),
+        *(_numbers(_BYTES[name][0], [_amount(row.get(name, "")) for row in rows]) for name in beside),
+        _numbers("Time (ms)", [_interval(row) for row in rows]),
+        *_known("Exposed (ms)", [_digits(row.get("exposed_ns", ""), 1e6) for row in rows]),
+        *_known("Memory", [_amount(row.get("rss_peak_bytes", "")) for row in rows]),
+        *_known("Device", [_amount(row.get("device_peak_bytes", "")) for row in rows]),
+        *_known("Loss", [_fixed(row["final_loss"]) for row in rows]),
     ]
-    caption = (
-        "Operations, bytes and time of a training step. Payload is S of nccl-tests; "
-        "wire is modelled: what a rank of the job sends, the mean over all its ranks."
-    ) + "".join(_BESIDE[name][1] for name in beside)
-    return _table(head, "lllrrrrr" + "r" * len(beside), body, caption, "tab:commprof-comparison")
-
-
-def traffic(rows: Sequence[Row]) -> str:
-    """Bytes of a step by setting, purpose and operation."""
-    beside = _beside(rows)
-    names = (_BESIDE[name][0] for name in beside)
-    head = ("Setting", "Purpose", "Operation", "Stands for", "Wire (MiB)", *names)
-    body = [
-        (
-            escaped(row["label"] or "all runs"),
-            escaped(row["purpose"].replace("_", " ") or "--"),
-            _op(row["op"]),
-            _op(row["intended_op"]),
-            _decimal(row["wire_bytes_per_step"], _MIB, 3),
-            *(_decimal(row[name], _MIB, 3) for name in beside),
-        )
-        for row in rows
-        if number(row["wire_bytes_per_step"])
+    meanings = [
+        "Operations, bytes and time of a training step.",
+        *_settings_and_job(rows, job),
+        "Payload: S of nccl-tests. Issued and executed: modelled wire bytes that a rank sends, mean over all ranks, "
+        "of the operations that were issued, and of those that the backend ran.",
+        *(_BYTES[name][1] for name in beside),
+        _times(rows),
     ]
-    caption = (
-        "Wire bytes (modelled, mean of a rank of the job) of a training step by purpose and operation."
-    ) + "".join(_BESIDE[name][1] for name in beside)
-    return _table(head, "llllr" + "r" * len(beside), body, caption, "tab:commprof-traffic")
+    heads = {column.head for column in columns}
+    if "Exposed (ms)" in heads:
+        meanings.append("Exposed: the program is blocked on communication, median of the steps.")
+    if "Memory" in heads:
+        meanings.append("Memory: peak resident memory of the largest rank.")
+    return _table([names[row["label"]] for row in rows], columns, meanings, "tab:commprof-comparison")
 
 
-def _beside(rows: Sequence[Row]) -> list[str]:
-    """The columns of between-hosts and padding bytes that any of ``rows`` has; an older export may lack them."""
-    return [name for name in _BESIDE if any(number(row.get(name, "")) for row in rows)]
+def traffic(settings: Sequence[Row], rows: Sequence[Row], level: str, column: str, job: Job) -> str:
+    """Bytes of a step by setting, purpose and operation, in the order of the figures' stacks."""
+    names = letters(settings)
+    order = {label: place for place, label in enumerate(names)}
+    shown = [row for row in rows if number(row[column]) and row["label"] in order]
+    shown.sort(key=lambda row: (order[row["label"]], stack_order(row), row["purpose"]))
+    beside = [
+        name
+        for name in ("between_hosts_bytes_per_step", "padding_bytes_per_step")
+        if any(number(row.get(name, "")) for row in shown)
+    ]
+    purposes = [_purpose(row) for row in shown]
+    columns = [
+        _Column("Purpose", "l", purposes, max(map(len, purposes), default=0)),
+        _texts("Operation", [operation(row, "\n").split("\n") for row in shown]),
+        _numbers(level.capitalize(), [_amount(row[column]) for row in shown]),
+        *(_numbers(_BYTES[name][0], [_amount(row.get(name, "")) for row in shown]) for name in beside),
+    ]
+    meanings = [
+        "Wire bytes of a training step by purpose and operation.",
+        *_settings_and_job(settings, job),
+        f"{level.capitalize()}: modelled bytes that a rank sends, mean over all ranks, of the operations as {level}.",
+        *(_BYTES[name][1] for name in beside),
+    ]
+    return _table(
+        [names[row["label"]] for row in shown], columns, meanings, "tab:commprof-traffic", anchors=1
+    )
 
 
-def _table(head: Sequence[str], columns: str, body: Sequence[Sequence[str]], caption: str, label: str) -> str:
-    lines = [" & ".join(row) + r" \\" for row in body]
+def _settings_and_job(rows: Sequence[Row], job: Job) -> list[str]:
+    key = "; ".join(f"{name}: {spelled(label)}" for label, name in letters(rows).items())
+    repeats = " or ".join(dict.fromkeys(row["repeats"] for row in rows))
+    runs = "1 run" if repeats == "1" else f"{repeats} runs"
+    return [f"{key}.", f"{runs} of each setting; {job.sentence()}"]
+
+
+def _times(rows: Sequence[Row]) -> str:
+    over = dict.fromkeys(row.get("interval_over", "") for row in rows)
+    meanings = "; or ".join(_INTERVALS[each] for each in over if each in _INTERVALS)
+    return f"Time: {meanings or 'median of the steps'}, without the first step."
+
+
+def _issued(row: Row) -> list[str]:
+    intended = row["intended_op"]
+    is_news = intended and intended not in (row["issued_op"], row["requested_op"])
+    return [*row["issued_op"].split(", "), *([f"for {intended}"] if is_news else [])]
+
+
+def _purpose(row: Row) -> str:
+    return escaped(row["purpose"].replace("_", " ") or "--")
+
+
+def _texts(head: str, cells: Sequence[Sequence[str]]) -> _Column:
+    """Operations in typewriter type; several lines of a cell below each other."""
+    set_ = [_lines([_op(line) for line in cell]) for cell in cells]
+    return _Column(head, "l", set_, max((len(line) for cell in cells for line in cell), default=0))
+
+
+def _lines(lines: Sequence[str]) -> str:
+    if len(lines) == 1:
+        return lines[0]
+    return r"\begin{tabular}[t]{@{}l@{}}" + r" \\ ".join(lines) + r"\end{tabular}"
+
+
+def _numbers(head: str, cells: Sequence[str]) -> _Column:
+    return _Column(head, "r", cells, max((len(cell.replace("--", "-")) for cell in cells), default=0))
+
+
+def _known(head: str, cells: Sequence[str]) -> list[_Column]:
+    """The column, if any of its cells is known."""
+    return [_numbers(head, cells)] if any(cell != "--" for cell in cells) else []
+
+
+def _blocks(
+    names: Sequence[str], columns: Sequence[_Column], anchors: Sequence[_Column]
+) -> list[list[_Column]]:
+    """``columns`` in blocks that each fit into a column of a page, beside the names of the settings and ``anchors``."""
+    first = max(map(len, names), default=1) * 2 * _LETTER + sum(column.width for column in anchors)
+    blocks = [[*anchors]]
+    used = first
+    for column in columns:
+        if len(blocks[-1]) > len(anchors) and used + column.width > _COLUMN:
+            blocks.append([*anchors])
+            used = first
+        blocks[-1].append(column)
+        used += column.width
+    return blocks
+
+
+def _table(
+    names: Sequence[str], columns: Sequence[_Column], meanings: Sequence[str], label: str, anchors: int = 0
+) -> str:
+    """A table whose first ``anchors`` columns stand in each of its blocks."""
+    divided = _blocks(names, columns[anchors:], columns[:anchors])
+    blocks = [_block(names, block) for block in divided]
+    caption = escaped(" ".join(filter(None, meanings)))
     return (
         _NOTE
         + "\\begin{table}\n  \\centering\n"
-        + f"  \\caption{{{escaped(caption)}}}\n  \\label{{{label}}}\n"
-        + f"  \\begin{{tabular}}{{{columns}}}\n    \\toprule\n"
-        + f"    {' & '.join(map(escaped, head))} \\\\\n    \\midrule\n"
+        + f"  \\caption{{{caption}}}\n  \\label{{{label}}}\n"
+        + f"  \\smallskip\n  \\footnotesize\n  \\setlength{{\\tabcolsep}}{{{_GAP / 2:g}pt}}\n"
+        + "\n  \\medskip\n\n".join(blocks)
+        + "\\end{table}\n"
+    )
+
+
+def _block(names: Sequence[str], columns: Sequence[_Column]) -> str:
+    heads = " & ".join(["", *(escaped(column.head) for column in columns)]).strip()
+    lines = [" & ".join(cells) + r" \\" for cells in zip(names, *(one.cells for one in columns), strict=True)]
+    align = "l" + "".join(column.align for column in columns)
+    return (
+        f"  \\begin{{tabular}}{{@{{}}{align}@{{}}}}\n    \\toprule\n    {heads} \\\\\n    \\midrule\n"
         + "".join(f"    {line}\n" for line in lines)
-        + "    \\bottomrule\n  \\end{tabular}\n\\end{table}\n"
+        + "    \\bottomrule\n  \\end{tabular}\n"
     )
 
 
 def _op(text: str) -> str:
-    return f"\\texttt{{{escaped(text)}}}" if text else "--"
+    before, _, name = text.rpartition("for ")
+    plain = escaped(name).replace(r"\allowbreak{}", "")
+    return ("for " if before or text.startswith("for ") else "") + f"\\texttt{{{plain}}}" if text else "--"
 
 
-def _decimal(text: str, scale: float, digits: int) -> str:
+def _digits(text: str, scale: float = 1.0) -> str:
+    """Three significant digits, without an exponent."""
     value = number(text)
-    return "--" if value is None else f"{value / scale:.{digits}f}"
+    if value is None:
+        return "--"
+    value /= scale
+    return f"{value:,.0f}" if abs(value) >= 100 or value == round(value) else f"{value:#.3g}".rstrip(".")
+
+
+def _fixed(text: str) -> str:
+    value = number(text)
+    return "--" if value is None else f"{value:.4f}"
+
+
+def _amount(text: str) -> str:
+    """Bytes in their own unit with three significant digits: ``3.31 MiB``, ``4 B``, ``0``."""
+    value = number(text)
+    if value is None or value == 0:
+        return "--" if value is None else "0"
+    for unit, scale in _UNITS:
+        if value >= scale:
+            return f"{_digits(str(value / scale))} {unit}"
+    return f"{_digits(str(value))} B"
 
 
 def _interval(row: Row) -> str:
-    """The median with its 95 % interval: 53.2 (48.0 to 58.1)."""
+    """The median with its 95 % interval: ``53.2 (48.0--58.1)``."""
     middle, low, high = (
-        _decimal(row[name], 1e6, 1) for name in ("step_time_ns", "step_time_low_ns", "step_time_high_ns")
+        _digits(row[name], 1e6) for name in ("step_time_ns", "step_time_low_ns", "step_time_high_ns")
     )
-    return middle if "--" in (low, high) else f"{middle} ({low} to {high})"
+    return middle if "--" in (low, high) else f"{middle} ({low}--{high})"

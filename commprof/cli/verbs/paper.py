@@ -21,6 +21,10 @@ def paper(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False)
     ],
+    font: Annotated[
+        str,
+        typer.Option("--font", metavar="FONT", help="sans, serif (Times-like), or an installed font family."),
+    ] = "sans",
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the files of an earlier call.")
     ] = False,
@@ -28,11 +32,11 @@ def paper(
     """Make figures (PDF, SVG) and LaTeX tables from the CSV files of an export.
 
     Figures: traffic, step time and loss, each one and two columns wide, with embedded fonts, readable without color.
-    Tables: the comparison, with booktabs rules. sources.json lists the files that they were made from.
+    Tables: comparison and traffic, with booktabs rules, one column wide. sources.json lists their sources.
     """
     with needed("export", "to make figures"):
         from commprof.export.paper import write_paper
 
-        files = write_paper(directory, out, force)
+        files = write_paper(directory, out, force, font=font)
     say(f"{out}  {len(files)} files: {', '.join(file.path.name for file in files)}")
     return 0
