@@ -131,7 +131,11 @@ Scattered = tuple[Work | None, Callable[[], torch.Tensor]]
 
 
 def exchange(
-    rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: DataParallelGroup
+    rows: torch.Tensor,
+    numels: Sequence[int],
+    bucket: Bucket,
+    group: DataParallelGroup,
+    received: torch.Tensor | None = None,
 ) -> Scattered:
     """Send row r of ``rows`` to rank r; each rank sums the rows that it receives.
 
@@ -140,8 +144,10 @@ def exchange(
         numels: elements of each.
         bucket: the bucket that they come from.
         group: the data-parallel ranks.
+        received: memory for the received rows; None for the bucket's own or new memory.
     """
-    received = _room(group.world_size * numels[group.rank], rows, bucket)
+    if received is None:
+        received = _room(group.world_size * numels[group.rank], rows, bucket)
     why = bucket.why(intended_op="reduce_scatter", padded=rows)
     return group.sum_rows(received, rows, numels, why=why, asynchronous=bucket.asynchronous)
 

@@ -1,8 +1,9 @@
-"""Settings of the C library's allocator, so that freed memory returns to the system.
+"""Settings of the C library's allocator: whether freed memory stays with the process or returns to the system.
 
-glibc returns a freed block to the system only if it was larger than a threshold, which grows with freed sizes up to 32 MiB.
-Smaller blocks stay, and aligned blocks seldom fit into the holes of freed ones. So tensors of a few MiB that are allocated
-and freed leave hundreds of MiB behind. That would undo what offload and gathering of parameters save.
+Memory that returns is cleared and mapped page by page when it is allocated again. For the tensors of a training step on a
+CPU that takes as long as several copies of them. glibc returns two kinds of freed memory: blocks larger than a threshold,
+and the end of its heap once that is larger than another. Both thresholds start at 128 KiB and grow with freed blocks, up to
+32 and 64 MiB; setting one of them stops that for both.
 """
 
 from __future__ import annotations
@@ -11,21 +12,50 @@ import ctypes
 import os
 from typing import Final
 
-_VARIABLE: Final = "MALLOC_MMAP_THRESHOLD_"  # the user's setting of the threshold, mallopt(3)
+# The user's settings of the thresholds, mallopt(3), and their numbers in malloc.h.
+_VARIABLES: Final = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _MMAP_THRESHOLD: Final = -3
-_LARGE: Final = 1 << 20  # bytes
+_TRIM_THRESHOLD: Final = -1
+# Bytes. torch puts blocks of this size and more on huge pages, which cost few page faults.
+_LARGE: Final = 2 << 20
+_LARGEST: Final = 32 << 20
+_END_OF_HEAP: Final = 64 << 20
+
+_gives_back = False
 
 
 def give_back_freed_memory() -> None:
-    """Return freed blocks of 1 MiB and more to the system from now on, and memory that is free now; only with glibc.
+    """Return freed blocks of 2 MiB and more to the system from now on, and memory that is free now; only with glibc.
 
-    Does nothing if the user has set the threshold.
+    Otherwise tensors of a few MiB that are allocated and freed leave hundreds of MiB behind: aligned blocks seldom fit into
+    the holes of freed ones. That would undo what offload and gathering of parameters save. The end of the heap, with the
+    smaller blocks, stays up to 64 MiB.
+
+    Does nothing if the user has set a threshold.
     """
-    if _VARIABLE in os.environ:
-        return
+    global _gives_back
+    _gives_back = True
+    if _set(_LARGE):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Keep freed blocks of up to 32 MiB, and 64 MiB at the end of the heap, as glibc does in the end; only with glibc.
+
+    Does nothing if the user has set a threshold, or once :func:`give_back_freed_memory` has been called.
+    """
+    if not _gives_back:
+        _set(_LARGEST)
+
+
+def _set(mmap_threshold: int) -> bool:
+    """Set both thresholds; False where that cannot be done, or the user has set one."""
+    if any(name in os.environ for name in _VARIABLES):
+        return False
     library = ctypes.CDLL(None)
     try:
-        library.mallopt(_MMAP_THRESHOLD, _LARGE)
-        library.malloc_trim(0)
+        library.mallopt(_MMAP_THRESHOLD, mmap_threshold)
+        library.mallopt(_TRIM_THRESHOLD, _END_OF_HEAP)
     except AttributeError:
-        pass
+        return False
+    return True

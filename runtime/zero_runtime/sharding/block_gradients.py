@@ -18,6 +18,7 @@ from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, FU
 from zero_runtime.gradient_reduction.overlap import Overlap
 from zero_runtime.gradient_reduction.reducer import Leaf, ParameterGroup, ShardedGradients, add_rounded
 from zero_runtime.gradient_reduction.reduction import Finish
+from zero_runtime.sharding.message_memory import MessageMemory
 from zero_runtime.sharding.shards import shard_of, slice_numel
 
 
@@ -77,6 +78,7 @@ class BlockGradients(ShardedGradients):
     Args:
         blocks: the parameters of each block, in the order of the rows.
         implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        memory: of the messages.
         arguments: the others are those of a ShardedGradients.
     """
 
@@ -84,11 +86,13 @@ class BlockGradients(ShardedGradients):
         self,
         blocks: Sequence[Sequence[torch.nn.Parameter]],
         implementation: str | None,
+        memory: MessageMemory,
         groups: Sequence[ParameterGroup],
         *arguments: Any,
     ) -> None:
         self._blocks = blocks
         self._implementation = implementation
+        self._memory = memory
         self._messages: list[_Message] = []
         self._message_of: dict[tuple[int, int], tuple[_Message, _Member]] = {}
         super().__init__(groups, *arguments)
@@ -154,7 +158,8 @@ class BlockGradients(ShardedGradients):
         """Copy a gradient into its places of the rows; add it, if it is there already."""
         world = self._group.world_size
         if message.rows is None:
-            message.rows = torch.empty((world, message.width), dtype=message.dtype, device=gradient.device)
+            rows = self._memory.take(world * message.width, message.dtype, gradient.device)
+            message.rows = rows.view(world, message.width)
         places = message.rows.narrow(1, member.start, member.width)
         divisor = self._policy.scaling.bucket_divisor
         if divisor != 1.0:
@@ -208,12 +213,23 @@ class BlockGradients(ShardedGradients):
 
     def _scatter(self, message: _Message, bucket: Bucket) -> Finish | None:
         """Send the rows, and add this rank's sum to its shards."""
-        group = self._group
+        group, rows = self._group, bucket.tensor
+        received = None
         if (self._implementation or reduction.default_implementation(group.backend)) == reduction.ALL_TO_ALL:
-            work, total = reduction.exchange(bucket.tensor, [message.width] * group.world_size, bucket, group)
+            received = self._memory.take(rows.numel(), rows.dtype, rows.device)
+            work, total = reduction.exchange(
+                rows, [message.width] * group.world_size, bucket, group, received
+            )
         else:
-            work, total = reduction.scatter(bucket.tensor, bucket, group)
-        return reduction.after([work], lambda: self._take(message, total(), bucket.scaling.factor_after))
+            work, total = reduction.scatter(rows, bucket, group)
+
+        def finish() -> None:
+            self._take(message, total(), bucket.scaling.factor_after)
+            for buffer in (rows, received):
+                if buffer is not None:
+                    self._memory.put(buffer)
+
+        return reduction.after([work], finish)
 
     @torch.no_grad()
     def _take(self, message: _Message, total: torch.Tensor, factor: float) -> None:

@@ -16,6 +16,7 @@ from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.quantization import dequantized, quantized
 from zero_runtime.groups.detailed_tags import detailed
+from zero_runtime.sharding.message_memory import MessageMemory
 from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.shards import Shard, Status
 
@@ -24,6 +25,7 @@ _BROADCAST: Final = hooks.tag("parameter_broadcast")
 _CHECKPOINT: Final = hooks.tag("checkpoint")
 ACCESS: Final = hooks.tag("parameter_access")  # by a program, which reads or changes whole parameters
 WEIGHT_BITS: Final = 8
+_ALIGNMENT: Final = 64  # bytes, as of torch's own allocations on a CPU
 
 
 class _Message(NamedTuple):
@@ -42,10 +44,11 @@ class _Message(NamedTuple):
 
 
 class Gathering:
-    """A gather in flight; ``wait`` completes it."""
+    """A gather in flight; ``wait`` completes it. ``memory`` has lent the buffers of several parameters; None for none."""
 
-    def __init__(self, messages: Sequence[_Message]) -> None:
+    def __init__(self, messages: Sequence[_Message], memory: MessageMemory | None = None) -> None:
         self._messages = messages
+        self._memory = memory
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -59,6 +62,8 @@ class Gathering:
                 rows.copy_(dequantized(message.payloads, rows.shape[1], WEIGHT_BITS))
             if message.rows:
                 _unpack_rows(message)
+                if self._memory is not None:
+                    self._memory.put(message.buffer)
             else:
                 _unpack_whole(message)
             for shard in message.shards:
@@ -79,6 +84,7 @@ class Gatherer:
         why: the tag of the messages; None for the gather of a pass.
         group: the ranks as a group of their own for the messages of :meth:`start`, so that they do not wait for other
             messages; None for the group of each shard.
+        memory: of messages with several parameters; None for memory of their own.
     """
 
     def __init__(
@@ -90,7 +96,9 @@ class Gatherer:
         quantizes: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
         why: hooks.tag | None = None,
         group: DataParallelGroup | None = None,
+        memory: MessageMemory | None = None,
     ) -> None:
+        self._memory = memory
         self._why = why or _GATHER
         self._group = group
         self._quantizes = quantizes
@@ -117,7 +125,7 @@ class Gatherer:
                 messages += [self._send_one(each) for each in sent]
             else:
                 messages += self._send_several(sent)
-        gathering = Gathering(messages)
+        gathering = Gathering(messages, self._memory)
         for message in messages:
             for each in message.shards:
                 each.gathering = gathering
@@ -198,7 +206,8 @@ class Gatherer:
         if self._by_all_reduce and secondary is None:
             return _reduce_whole(shards, group, dtype, device)
         numel = sum(_numel(each, secondary) for each in shards)
-        buffer = torch.empty(group.world_size * numel, dtype=dtype, device=device)
+        take = torch.empty if self._memory is None else self._memory.take
+        buffer = take(group.world_size * numel, dtype=dtype, device=device)
         row = _end_to_end(shards, secondary, numel)
         if row is None:
             row = buffer.narrow(0, group.rank * numel, numel)
@@ -321,14 +330,26 @@ def _reduce_whole(
 
 
 def _unpack_rows(message: _Message) -> None:
+    """Fill the parameters of a message from its rows.
+
+    Those of one dtype share an allocation: they are released together, and one large allocation costs less than several.
+    """
     rows = message.buffer.view(message.rows, -1)
+    numels = [each.slice_numel * each.group.world_size for each in message.shards]
+    places = []
+    ends: dict[torch.dtype, int] = {}
+    for each, numel in zip(message.shards, numels, strict=True):
+        places.append(ends.get(each.dtype, 0))
+        aligned = _ALIGNMENT // each.dtype.itemsize
+        ends[each.dtype] = places[-1] + -(-numel // aligned) * aligned
+    shared = {dtype: torch.empty(end, dtype=dtype, device=rows.device) for dtype, end in ends.items()}
     start = 0
-    for each in message.shards:
-        numel = each.slice_numel * each.group.world_size // message.rows
-        values = torch.empty(message.rows, numel, dtype=each.dtype, device=rows.device)
-        values.copy_(rows.narrow(1, start, numel))
+    for each, numel, place in zip(message.shards, numels, places, strict=True):
+        values = shared[each.dtype].narrow(0, place, numel)
+        width = numel // message.rows
+        values.view(message.rows, width).copy_(rows.narrow(1, start, width))
         each.fill(values)
-        start += numel
+        start += width
 
 
 def _unpack_whole(message: _Message) -> None:

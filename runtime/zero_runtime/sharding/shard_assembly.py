@@ -81,7 +81,7 @@ class ShardedModel:
         )
         blocks = self._blocks()
         self.gradients = (
-            BlockGradients(blocks, config.zero.reduce_scatter_impl, *rest)
+            BlockGradients(blocks, config.zero.reduce_scatter_impl, self.residency.memory, *rest)
             if blocks
             else ShardedGradients(*rest)
         )

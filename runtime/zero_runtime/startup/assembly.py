@@ -34,6 +34,7 @@ from zero_runtime.gradient_reduction.used_parameters import UsedParameters
 from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients, ReplicatedGradients
 from zero_runtime.groups.data_parallel import data_parallel_ranks
 from zero_runtime.groups.parallelism import Parallelism, data_parallel, stage_text, use
+from zero_runtime.offload.allocation import keep_freed_memory
 from zero_runtime.offload.offload_placement import placement
 from zero_runtime.optimizer_step.dtypes import (
     Precision,
@@ -146,6 +147,8 @@ def _assembled(
     kinds = precision(config.precision)
     cast_module(module, config.precision)
     module.to(device)
+    if device.type == "cpu" and not config.zero.stage.shards_parameters:
+        keep_freed_memory()
     broadcast_parameters(module, group)
     boundary = Boundary()
     if config.optimizer is not None and config.optimizer.type.lower() == "muon":

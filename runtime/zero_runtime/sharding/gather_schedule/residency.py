@@ -33,6 +33,7 @@ from zero_runtime.sharding.gather_schedule.iteration import Iteration
 from zero_runtime.sharding.gather_schedule.module_order import Limits
 from zero_runtime.sharding.gather_schedule.parameter_blocks import blocks_of, gathers_by_block
 from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy, gather_group, secondary_group
+from zero_runtime.sharding.message_memory import MessageMemory
 from zero_runtime.sharding.parameter_gathering import ACCESS, Gatherer, broadcast
 from zero_runtime.sharding.placement.shard_storage import SliceStorage
 from zero_runtime.sharding.shards import Shard, shard_of, shards_of
@@ -49,6 +50,9 @@ class Residency:
         policy: when parameters are gathered and released.
         dtypes: the communication dtype of parameters, if it is not their own (autocast).
         unpartitioned: parameters that always persist; more may be added later.
+
+    Attributes:
+        memory: of the messages of blocks.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class Residency:
         secondary = secondary_group(group, policy.secondary_size)
         gathering = gather_group(group) if by_block else None
         self.own_groups = tuple(each for each in (secondary, gathering) if each is not None)
+        self.memory = MessageMemory()
         self._gatherer = Gatherer(
-            policy.sequential, policy.by_all_reduce, secondary, dtypes, policy.quantizes, group=gathering
+            *(policy.sequential, policy.by_all_reduce, secondary, dtypes, policy.quantizes),
+            group=gathering,
+            memory=self.memory if by_block else None,
         )
         prefetch = min(policy.prefetch, 1) if policy.sequential else policy.prefetch
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
