@@ -7,6 +7,9 @@ The ratio of a round is the case's mean step time by that of DeepSpeed's ZeRO-2 
 by that of what torch offers for the same: DDP for stages 0 to 2, FSDP2 for stage 3, each with gloo. gloo runs FSDP2's
 reduce_scatter as an all_reduce, which NCCL does not.
 
+The phases are by the clock of a rank, waits included. The processor time is of all threads of a rank: the hosts share the
+machine's processors, so a step takes at least the sum over the ranks by the number of processors.
+
 After the rounds commprof records some steps of each case, which are not timed: the bytes that it derives from the records
 are beside those of the interfaces, and its exposed communication beside the step.
 
@@ -235,10 +238,15 @@ def write_job(job: Path, weights: Path, cases: Mapping[str, Case]) -> int:
 def measure(
     cases: Mapping[str, Case], running: Mapping[str, Ranks], rounds: int
 ) -> dict[str, dict[str, list[Any]]]:
-    """Case -> what each round gave: ``seconds`` of a step (slowest rank), ``received`` and ``sent`` bytes, ``losses``."""
+    """Case -> what each round gave.
+
+    ``seconds`` of a step (slowest rank), and ``losses``. Means over the ranks, of a step: the seconds of the ``phases``
+    (forward, backward, update), ``processor`` seconds, ``received`` and ``sent`` bytes.
+    """
     cases = {name: case for name, case in cases.items() if case.process in running}
     found: dict[str, dict[str, list[Any]]] = {
-        name: {"seconds": [], "received": [], "sent": [], "losses": []} for name in cases
+        name: {"seconds": [], "received": [], "sent": [], "losses": [], "phases": [], "processor": []}
+        for name in cases
     }
     for number in range(-1, rounds):
         for name, case in cases.items():
@@ -248,6 +256,9 @@ def measure(
                 found[name]["seconds"].append(max(fmean(answer["seconds"]) for answer in answers))
                 found[name]["received"].append(fmean(answer["received"] for answer in answers))
                 found[name]["sent"].append(fmean(answer["sent"] for answer in answers))
+                found[name]["processor"].append(fmean(answer["processor"] for answer in answers))
+                by_phase = zip(*(answer["phases"] for answer in answers), strict=True)
+                found[name]["phases"].append([fmean(each) for each in by_phase])
     return found
 
 
@@ -267,7 +278,10 @@ def summarise(
         step = spread([1e3 * value for value in each["seconds"]])
         received = median(each["received"]) / gradient_bytes
         sent = median(each["sent"]) / gradient_bytes
+        phases = [1e3 * median(times) for times in zip(*each["phases"], strict=True)]
+        processor = 1e3 * median(each["processor"])
         figures[name] = {"step_ms": step, "received": received, "sent": sent}
+        figures[name] |= {"phases_ms": phases, "processor_ms": processor}
         record = records.get(name)
         of_record = ["-", "-", "-"]
         if record is not None:
@@ -276,7 +290,9 @@ def summarise(
             figures[name] |= {"issued": wire[0], "executed": wire[1], "exposed_ms": [low, high]}
             shown = f">= {low:.0f}" if math.isnan(high) else f"{low:.0f} to {high:.0f}"
             of_record = [*(f"{value:.2f}" for value in wire), f"{low:.0f}" if high - low < 1 else shown]
-        row = [name, step.text(0), f"{received:.2f}", f"{sent:.2f}", *of_record]
+        shown_phases = " + ".join(f"{value:.0f}" for value in phases)
+        row = [name, step.text(0), shown_phases, f"{processor:.0f}"]
+        row += [f"{received:.2f}", f"{sent:.2f}", *of_record]
         torchs = found.get(CASES[name].peer)
         beside_torch = None if torchs is None else _ratio(each, torchs)
         figures[name]["ratio_torch"] = beside_torch
@@ -332,6 +348,8 @@ def main() -> None:
         [
             "case",
             "step, ms: median (minimum to maximum)",
+            "of that forward + backward + update",
+            "processor, ms a rank",
             "received, gradient bytes = 1",
             "sent",
             "recorded: wire as issued",

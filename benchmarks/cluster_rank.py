@@ -1,8 +1,9 @@
 """One rank of benchmarks/cluster.py: keeps an engine for each case, and trains whichever it is told to.
 
 Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is ``{"case": name, "steps": n}``;
-the answer is one line of JSON on standard output: seconds and losses of the steps, and the bytes that the host's
-interface received and sent between two barriers around them. With ``"record": folder`` commprof records the steps there.
+the answer is one line of JSON on standard output: seconds and losses of the steps, the seconds of each phase and the
+processor seconds of a mean step, and the bytes that the host's interface received and sent between two barriers.
+With ``"record": folder`` commprof records the steps there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,17 +45,20 @@ class Training:
         self._vocabulary = job["model"]["vocabulary"]
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
-    def step(self) -> float:
-        """One optimizer step; the loss."""
+    def step(self) -> tuple[float, list[float]]:
+        """One optimizer step: the loss, and when the forward pass, the backward pass and the update ended."""
         first, second = (
             torch.randint(0, self._vocabulary, self._shape, generator=self._generator) for _ in range(2)
         )
         loss = self.engine(
             first, second % 64
         )  # a part of the vocabulary, so that there is something to learn
+        ends = [time.perf_counter()]
         self.engine.backward(loss)
+        ends.append(time.perf_counter())
         self.engine.step()
-        return loss.item()
+        ends.append(time.perf_counter())
+        return loss.item(), ends
 
 
 def _load(path: Path) -> Any:
@@ -73,14 +78,26 @@ def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
     """Train ``steps`` steps; what they took. The optimizer step ends when the parameters are there again."""
     dist.barrier()
     before = counters(interface)
-    losses, seconds = [], []
+    losses, seconds, phases = [], [], [0.0] * 3
+    processor = time.process_time()
     for _ in range(steps):
         begin = time.perf_counter()
-        losses.append(training.step())
+        loss, ends = training.step()
         seconds.append(time.perf_counter() - begin)
+        losses.append(loss)
+        for number, (first, last) in enumerate(pairwise([begin, *ends])):
+            phases[number] += (last - first) / steps
+    processor = (time.process_time() - processor) / steps
     dist.barrier()
     received, sent = (after - first for after, first in zip(counters(interface), before, strict=True))
-    return {"seconds": seconds, "losses": losses, "received": received / steps, "sent": sent / steps}
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "phases": phases,
+        "processor": processor,
+        "received": received / steps,
+        "sent": sent / steps,
+    }
 
 
 @contextlib.contextmanager
