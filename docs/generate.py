@@ -29,6 +29,7 @@ def schema_page() -> str:
     lines = [
         f"# Schema, version {schema.SCHEMA_VERSION}",
         "",
+        "Reference. For people who read the tables of a run.",
         "Generated from `commprof/schema.py` by `make docs`; do not edit.",
         "",
         "All `*_ns` are CLOCK_MONOTONIC in nanoseconds, one clock for all ranks of a host. Columns that no layer",
@@ -69,6 +70,7 @@ def relations_page() -> str:
     lines = [
         "# Relations",
         "",
+        "Reference. For people who query a run with SQL.",
         "Generated from `commprof/analysis/relations/*.sql` by `make docs`; do not edit.",
         "",
         "A relation is derived from the tables of a run ([schema](schema.md)) by one SQL text. The answers of",
@@ -160,6 +162,7 @@ def config_page() -> str:
     lines = [
         "# Configuration",
         "",
+        "Reference. For people who write a config.",
         "Generated from `zero_runtime/configuration/keys.py` by `make docs`; do not edit.",
         "",
         "The configuration is DeepSpeed 0.19.8's: a JSON file, or a dictionary, given to `initialize` as `config`, or as",

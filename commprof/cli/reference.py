@@ -12,6 +12,7 @@ from commprof.exit_codes import MEANINGS
 
 _HEAD: Final = """# Command line
 
+Reference. For people who use the commands.
 Generated from `commprof/cli/` by `make docs`; do not edit.
 
 Put options of commprof before the script. commprof passes everything after the script to it unchanged. RUN is a run

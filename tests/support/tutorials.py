@@ -1,0 +1,58 @@
+"""Pages whose commands are run: indented blocks of commands, each followed by blocks of the output that the page shows.
+
+A block below a comment ``<!-- not run: REASON -->`` is not run. In shown output a line ``...`` stands for what is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+COMMANDS = ("commprof", "python", "sudo")
+LEFT_OUT = "..."
+# What differs from machine to machine, and from run to run: times, and shares of times.
+_MEASURED = re.compile(r"\d[\d.,]*(?: \+-[\d.,]+)? (?:ns|us|ms|s|%)(?!\w)")
+
+
+class Step(NamedTuple):
+    """A command as a list of words, and the output that the page shows for it."""
+
+    words: list[str]
+    shown: str
+    not_run: str | None
+
+
+def steps(page: Path) -> list[Step]:
+    """The commands of ``page`` in their order."""
+    found: list[Step] = []
+    reason: str | None = None
+    for block in re.split(r"\n{2,}", page.read_text("utf-8")):
+        if told := re.fullmatch(r"<!-- not run: (.*) -->", block.strip()):
+            reason = told.group(1)
+        elif block.startswith("    "):
+            text = "\n".join(line[4:] for line in block.splitlines())
+            if text.split()[0] in COMMANDS:
+                lines = text.replace("\\\n", " ").splitlines()
+                found += [Step(shlex.split(line, comments=True), "", reason) for line in lines]
+            else:
+                found[-1] = found[-1]._replace(shown=f"{found[-1].shown}\n{LEFT_OUT}\n{text}")
+            reason = None
+    return found
+
+
+def plain(text: str) -> str:
+    """``text`` without measured times, rules of tables and the width of columns."""
+    return " ".join(_MEASURED.sub("TIME", re.sub(r"─+", "", text)).split())
+
+
+def missing(shown: str, output: str) -> str | None:
+    """The first part of ``shown`` that ``output`` does not have in this order; None if it has all."""
+    rest = plain(output)
+    for part in re.split(rf"^{re.escape(LEFT_OUT)}$", shown, flags=re.MULTILINE):
+        if wanted := plain(part):
+            _, found, rest = rest.partition(wanted)
+            if not found:
+                return part
+    return None
