@@ -50,6 +50,11 @@ $(STAMPS)/simgrid: $(STAMPS)/venv
 		|| echo "make: no SimGrid, and it could not be installed: schedules are not compared with its" >&2
 	@touch $@
 
+$(STAMPS)/tex: $(STAMPS)/venv
+	@command -v pdflatex >/dev/null 2>&1 || sh tools/apt_install.sh texlive-latex-base texlive-latex-recommended \
+		|| echo "make: no pdflatex, and it could not be installed: the tables of commprof paper are not compiled" >&2
+	@touch $@
+
 .PHONY: setup
 setup: $(STAMPS)/install ## make .venv with commprof, zero_runtime and the dashboard
 
@@ -103,7 +108,7 @@ test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: every test
 	$(call pytest,not long and )
 
 .PHONY: test-all
-test-all: checks $(STAMPS)/chromium $(STAMPS)/java $(STAMPS)/simgrid ## everything, the long sets too
+test-all: checks $(STAMPS)/chromium $(STAMPS)/java $(STAMPS)/simgrid $(STAMPS)/tex ## everything, the long sets too
 	$(call pytest,)
 
 # The sets that depend on torch's insides, with another torch than .venv has: what records, what finds the ranks, what
