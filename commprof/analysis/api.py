@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from commprof.analysis.time.bandwidth import Bandwidths
     from commprof.analysis.traffic import rank_bytes as rank_bytes_module
     from commprof.analysis.traffic.buckets import BucketContent
+    from commprof.analysis.traffic.levels import Ledger
     from commprof.analysis.traffic.steady_steps import Step
     from commprof.calibration.results import Calibration
     from commprof.ledger.levels import Verdict
@@ -139,6 +140,7 @@ __all__ = [
     "traffic",
     "traffic_by_group",
     "traffic_by_setting",
+    "traffic_levels",
     "untagged",
     "verify",
     "write_csv",
@@ -896,6 +898,23 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
     :func:`compare`. Moved bytes are all that the hosts sent.
     """
+    from commprof.analysis.traffic import levels
+
+    return levels.reduction_levels(_ledgers(runs))
+
+
+def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
+    """All traffic of a step at the four levels by setting: :func:`reduction_levels`, and the rest of the step.
+
+    The bytes of a setting and level add up to those of :func:`compare`. The requested level lacks traffic that no rule
+    predicts, such as metrics. Moved bytes are also given for a rank and step.
+    """
+    from commprof.analysis.traffic import levels
+
+    return levels.traffic_levels(_ledgers(runs))
+
+
+def _ledgers(runs: Sequence[AnyRun]) -> list[Ledger]:
     from commprof.analysis.compare import settings as settings_module
     from commprof.analysis.storage.answer_cache import answer_cache
     from commprof.analysis.traffic import levels
@@ -903,14 +922,14 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     opened = [_opened(run) for run in runs]
     manifests = [run.manifest for run in opened]
     settings = settings_module.settings_of(manifests, run_names(opened))
-    return levels.reduction_levels(
-        [
-            levels.Ledger(
-                settings[i].label, *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i]))
-            )
-            for i in settings_module.in_order(manifests)
-        ]
-    )
+    return [
+        levels.Ledger(
+            settings[i].label,
+            *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i])),
+            opened[i].manifest.world_size,
+        )
+        for i in settings_module.in_order(manifests)
+    ]
 
 
 def table(run: AnyRun, name: str) -> pd.DataFrame:

@@ -32,6 +32,22 @@ REDUCTION_LEVELS: Final = Table(
     ),
 )
 
+TRAFFIC_LEVELS: Final = Table(
+    "traffic_levels",
+    "All traffic of a training step at the four levels by setting; null, with a reason, if not known.",
+    (
+        *REDUCTION_LEVELS.columns,
+        Column("reduces", "bool", "gradient reduction; false: other traffic, null: moved, all traffic", True),
+        Column(
+            "moved_bytes_of_rank",
+            "float64",
+            "moved_bytes of a step over the ranks of the job; of a whole run, over its steps that ended",
+            True,
+            "bytes",
+        ),
+    ),
+)
+
 RANK_BYTES: Final = Table(
     "rank_bytes",
     "Bytes that each rank sends and receives in a training step.",
@@ -142,6 +158,7 @@ ADVICE: Final = Table(
 # By the name of the function in api.py that returns them, or of the part of its answer.
 SETTING_ANSWERS: Final[dict[str, Table]] = {
     "reduction_levels": REDUCTION_LEVELS,
+    "traffic_levels": TRAFFIC_LEVELS,
     "rank_bytes": RANK_BYTES,
     "resources": RESOURCES,
     "resource_use": RESOURCE_USE,

@@ -115,7 +115,7 @@ def _moves_more(one: Candidate, other: Candidate) -> bool:
 
 
 def _moved(weighed: Weighed) -> list[str]:
-    """Evidence of the counters against the recommendation: another setting moved fewer bytes than a recommended one."""
+    """Evidence of the counters: another setting moved fewer bytes than a recommended one, or none did and one moved more."""
     counted = [one for one in _counted(weighed) if one.moved_bytes is not None]
     for one in counted:
         less = [other for other in counted if _moves_more(one, other)]
@@ -127,7 +127,14 @@ def _moved(weighed: Weighed) -> list[str]:
                 f"interfaces, {least.label} {format_bytes(least.moved_bytes or 0.0)} (whole run, all programs of a host). "
                 "Look at both ledgers first: commprof verify."
             ]
-    return []
+    best = [one for one in counted if one.label in weighed.recommended]
+    most = max(counted, key=lambda one: (one.moved_bytes or 0.0, one.label), default=None)
+    if not best or most is None or not _moves_more(most, best[0]):
+        return []
+    return [
+        f"The interface counters agree: {format_bytes(best[0].moved_bytes or 0.0)} a step on all hosts together, and "
+        f"{format_bytes(most.moved_bytes or 0.0)} with {most.label} (whole run, all programs of a host)."
+    ]
 
 
 def _bytes(one: Candidate) -> str:

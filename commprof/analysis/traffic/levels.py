@@ -1,9 +1,10 @@
-"""The four levels of gradient reduction by setting, from the ledgers of the runs. Pure."""
+"""The four levels of a training step by setting, from the ledgers of the runs. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 
 from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS, PADDING
 from commprof.analysis.columns.frames import from_rows
-from commprof.analysis.columns.setting_answers import REDUCTION_LEVELS
+from commprof.analysis.columns.setting_answers import REDUCTION_LEVELS, TRAFFIC_LEVELS
 from commprof.analysis.time.steps import StepTotals
 from commprof.analysis.traffic.steady_steps import EXECUTED, PARTLY_KNOWN, Step, steady
 from commprof.exit_codes import State
@@ -29,7 +30,7 @@ class Ledger(NamedTuple):
     """The ledger of one run.
 
     ``totals``: what its steps sent, as in comparisons; ``shares``: the answer of :func:`job_shares`; ``ended_steps``:
-    attempt and step of the steps that ended.
+    attempt and step of the steps that ended; ``ranks``: of the job, None if not known.
     """
 
     label: str
@@ -37,6 +38,7 @@ class Ledger(NamedTuple):
     totals: StepTotals
     shares: Mapping[str, float]
     ended_steps: Sequence[Step]
+    ranks: int | None = None
 
 
 def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
@@ -71,46 +73,83 @@ def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
     Args:
         ledgers: that of each run, repeats one after the other or not.
     """
+    return from_rows(_by_setting(ledgers, _of_reduction), REDUCTION_LEVELS.columns)
+
+
+def traffic_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
+    """The same of all traffic of a step (:data:`setting_answers.TRAFFIC_LEVELS`).
+
+    The requested level has what the config requests; traffic without a rule, such as metrics, is not in it.
+
+    Args:
+        ledgers: that of each run, repeats one after the other or not.
+    """
+    return from_rows(_by_setting(ledgers, _of_step), TRAFFIC_LEVELS.columns)
+
+
+def _by_setting(
+    ledgers: Sequence[Ledger], of_setting: Callable[[Sequence[Ledger]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     of_label: dict[str, list[Ledger]] = defaultdict(list)
     for ledger in ledgers:
         of_label[ledger.label].append(ledger)
     rows: list[dict[str, Any]] = []
     for label, repeats in of_label.items():
-        verdicts = [ledger.verdict for ledger in repeats]
-        states = {verdict.state for verdict in verdicts}
+        states = {ledger.verdict.state for ledger in repeats}
         state = next(s for s in (State.MISMATCH, State.UNKNOWN, State.CLOSED) if s in states)
-        rows += [{"label": label, "state": str(state), **row} for row in _of_setting(repeats)]
-    return from_rows(rows, REDUCTION_LEVELS.columns)
+        rows += [{"label": label, "state": str(state), **row} for row in of_setting(repeats)]
+    return rows
 
 
-def _of_setting(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+def _of_reduction(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+    """The levels of gradient reduction; one that is not known has a row with the reason."""
     verdicts = [ledger.verdict for ledger in repeats]
-    gradients = [
-        row
-        for verdict in verdicts
-        for row in verdict.rows
-        if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE
-    ]
-    issued = _issued([ledger.totals for ledger in repeats])
+    issued = _issued(repeats, reduces=True)
     reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
     return [
-        *_requested(repeats, reason or NOT_REQUESTED),
+        *(_requested(repeats) or [{"level": "requested", "reason": reason or NOT_REQUESTED}]),
         *(issued or [{"level": "issued", "reason": NOTHING_ISSUED}]),
-        *_executed(gradients, issued),
+        *(_executed(_rows(repeats, reduces=True), issued) or [{"level": "executed", "reason": NOT_EXECUTED}]),
         _moved(verdicts),
     ]
 
 
-def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
-    """The gradient reductions of a step by operation: the values of :func:`comparison.traffic_by_setting`.
+def _of_step(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+    """The levels of gradient reduction, then those of all other traffic, as far as it is known."""
+    *reduction, moved = [{"reduces": True, **row} for row in _of_reduction(repeats)]
+    others = _issued(repeats, reduces=False)
+    if others and not any(row["level"] == "issued" and "op" in row for row in reduction):
+        reduction = [row for row in reduction if row["level"] == "requested"]
+    ran = _executed(_rows(repeats, reduces=False), others)
+    unknown = [] if len(ran) == len(others) else [{"level": "executed", "reason": NOT_EXECUTED}]
+    rest = [*_requested_beside(repeats), *others, *ran, *unknown]
+    return [
+        *reduction,
+        *({"reduces": False, **row} for row in rest),
+        {**moved, "reduces": None, "moved_bytes_of_rank": _moved_of_rank(repeats, moved)},
+    ]
+
+
+def _rows(repeats: Sequence[Ledger], reduces: bool) -> list[LedgerRow]:
+    """The rows of the training steps about gradient reduction, or about all else."""
+    return [
+        row
+        for ledger in repeats
+        for row in ledger.verdict.rows
+        if row.when == STEPS and (row.purpose == Purpose.GRADIENT_REDUCE) == reduces
+    ]
+
+
+def _issued(repeats: Sequence[Ledger], reduces: bool) -> list[dict[str, Any]]:
+    """The gradient reductions of a step, or all else, by operation: the values of :func:`comparison.traffic_by_setting`.
 
     ``executed_wire_bytes_per_step``: of what the backend runs; None if not known.
     """
-    steps = sum(each.steps for each in totals)
+    steps = sum(each.totals.steps for each in repeats)
     sums: dict[tuple[str, str | None], dict[str, float | None]] = {}
-    for each in totals:
-        for row in each.totals.to_dict("records"):
-            if row["purpose"] != Purpose.GRADIENT_REDUCE or row["op"] == Op.BARRIER:
+    for each in repeats:
+        for row in each.totals.totals.to_dict("records"):
+            if (row["purpose"] == Purpose.GRADIENT_REDUCE) != reduces or row["op"] == Op.BARRIER:
                 continue
             intended = (
                 None if pd.isna(row["intended_op"]) or row["intended_op"] == row["op"] else row["intended_op"]
@@ -128,9 +167,9 @@ def _issued(totals: Sequence[StepTotals]) -> list[dict[str, Any]]:
     ]
 
 
-def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _executed(ledger: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the backend ran for ``issued``: operations from the ledger, and bytes too if only the ledger has them."""
-    ran = {row.issued_op: row for row in gradients if row.executed_op and row.executed_wire_bytes is not None}
+    ran = {row.issued_op: row for row in ledger if row.executed_op and row.executed_wire_bytes is not None}
     rows = []
     for level in issued:
         row = ran.get(level["op"])
@@ -144,11 +183,11 @@ def _executed(gradients: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]
             wire = level["wire_bytes_per_step"] * factor
         ran_here = {"op": row.executed_op, "wire_bytes_per_step": wire, f"{BETWEEN_HOSTS}_per_step": None}
         rows.append({**level, "level": "executed", **ran_here})
-    return rows or [{"level": "executed", "reason": NOT_EXECUTED}]
+    return rows
 
 
-def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
-    """What is requested per step, over the same steps and by the same rule as what is issued."""
+def _requested(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+    """The reductions requested per step, over the same steps and by the same rule as what is issued."""
     steps = sum(len(ledger.ended_steps) for ledger in repeats)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for ledger in repeats:
@@ -161,8 +200,6 @@ def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
             total = sums[row["requested_op"]]
             total[0] += row["payload_bytes"] * len(ledger.ended_steps)
             total[1] += row["wire_bytes"] * ledger.shares.get(row["op"], 1.0) * len(ledger.ended_steps)
-    if not sums:
-        return [{"level": "requested", "reason": reason}]
     return [
         {
             "level": "requested",
@@ -172,6 +209,35 @@ def _requested(repeats: Sequence[Ledger], reason: str) -> list[dict[str, Any]]:
         }
         for op, (payload, wire) in sums.items()
     ]
+
+
+def _requested_beside(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
+    """What the config requests beside gradient reductions: the issued bytes, times requested over issued in the ledger."""
+    sums: dict[str, float] = defaultdict(float)
+    for ledger in repeats:
+        totals = ledger.totals.totals
+        for row in _rows([ledger], reduces=False):
+            if row.requested_op is None or row.requested_wire_bytes is None or not row.issued_wire_bytes:
+                continue
+            sent = totals[(totals["purpose"] == row.purpose) & (totals["op"] == row.issued_op)][
+                "wire_bytes"
+            ].sum()
+            sums[row.requested_op] += float(sent) * row.requested_wire_bytes / row.issued_wire_bytes
+    steps = sum(each.totals.steps for each in repeats)
+    return [
+        {"level": "requested", "op": op, "wire_bytes_per_step": wire / steps}
+        for op, wire in sums.items()
+        if wire
+    ]
+
+
+def _moved_of_rank(repeats: Sequence[Ledger], moved: Mapping[str, Any]) -> float | None:
+    """Moved bytes of a step and rank; of counters over the whole run, divided by the steps that ended."""
+    ranks = repeats[0].ranks
+    steps = 1.0 if moved.get("moved_over") == "step" else fmean(len(each.ended_steps) for each in repeats)
+    if moved.get("moved_bytes") is None or not ranks or not steps:
+        return None
+    return float(moved["moved_bytes"]) / steps / ranks
 
 
 def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:

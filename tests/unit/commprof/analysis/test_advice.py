@@ -3,10 +3,12 @@
 import random
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from commprof.analysis import api
 from commprof.analysis.compare import significance
+from commprof.analysis.traffic import levels
 from support.runs import SyntheticRun
 
 REDUCE = {"gradient_reduction": "reduce"}
@@ -276,6 +278,37 @@ def test_levels_name_what_an_operation_stands_for():
         40.0,
     ]
     assert issued["intended_op"].isna().tolist() == [op == "all_reduce" for op in issued.index]
+
+
+def test_levels_of_all_traffic_add_up_to_the_comparison():
+    config = {"zero_optimization": {"stage": 2, "reduce_scatter": True}}
+    made = SyntheticRun(2, config=config)
+    made.add_parameters({"w": 1000})
+    for step in range(3):
+        made.add_step(step, duration_ns=1_000_000)
+        made.add_collective("all_reduce", payload_bytes=4000, step=step, purpose="gradient_reduce")
+        made.add_collective("all_gather", payload_bytes=4000, step=step, purpose="parameter_gather")
+        made.add_collective("all_reduce", payload_bytes=8, step=step, purpose="metric")
+    runs = opened(made)
+    frame = api.traffic_levels(runs)
+    by_level = frame.groupby("level")["wire_bytes_per_step"].sum()
+    compared = api.compare(runs).iloc[0]
+    assert by_level["issued"] == compared["wire_bytes_per_step"] == 4000 + 2000 + 8
+    assert by_level["executed"] == compared["executed_wire_bytes_per_step"]
+    requested = frame[frame["level"] == "requested"].set_index("op")["wire_bytes_per_step"]
+    assert requested.to_dict() == {"reduce_scatter": 2000.0, "all_gather": 2000.0}  # no rule predicts metrics
+    columns = list(api.reduction_levels(runs).columns)
+    alone = frame[frame["reduces"].fillna(True).astype(bool)][columns].reset_index(drop=True)
+    pd.testing.assert_frame_equal(alone, api.reduction_levels(runs))
+
+
+@pytest.mark.parametrize(("over", "expected"), [("run", 250.0), ("step", 500.0)])
+def test_moved_bytes_are_given_for_a_step_and_rank(over, expected):
+    moved = {"moved_bytes": 1000.0, "moved_over": over}
+    ledger = levels.Ledger("a", None, None, {}, [(0, 0), (0, 1)], ranks=2)
+    assert levels._moved_of_rank([ledger], moved) == expected
+    assert levels._moved_of_rank([ledger._replace(ranks=None)], moved) is None
+    assert levels._moved_of_rank([ledger], moved | {"moved_bytes": None}) is None
 
 
 def test_levels_of_a_setting_with_unknown_ones_said():

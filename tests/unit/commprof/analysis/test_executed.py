@@ -128,6 +128,13 @@ def test_the_counters_speak_up_against_a_recommendation(tmp_path, capsys):
     )
 
 
+def test_the_counters_may_agree_with_a_recommendation(tmp_path, capsys):
+    paths = settings(tmp_path, plain=12 * MIB, owners=9 * MIB, pairs=6 * MIB)
+    text = " ".join(shown(capsys, "compare", *paths).split())
+    assert "The interface counters agree: 2.00 MiB a step on all hosts together, and 4.00 MiB with" in text
+    assert "But the counters" not in text
+
+
 def logged_run(directory, *, lost=False):
     """A run on NCCL and its log: in a step two all_reduces of 4 MiB and an all_gather of 8 MiB, on 2 ranks."""
     made = SyntheticRun(world_size=2, backend="nccl")
