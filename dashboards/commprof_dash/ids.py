@@ -31,6 +31,11 @@ def drawn(part: str) -> dict[str, str]:
     return {"type": "drawn", "part": part}
 
 
+def sorting(column: str) -> dict[str, str]:
+    """Id of the heading that sorts a table by ``column``."""
+    return {"type": "sorting", "column": column}
+
+
 def graph(name: str) -> dict[str, str]:
     """Id of the graph in the figure card called ``name``."""
     return {"type": "graph", "name": name}

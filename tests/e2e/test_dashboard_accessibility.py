@@ -133,6 +133,7 @@ def test_open_lists_and_the_menu_of_a_telephone(axe, view, base_url):
     view.page.wait_for_selector("[role=option]:visible")
     assert objections(axe, view, OF_OPEN_LISTS) == [], "a list"
     begin_at(view, f"{base_url}/compare?run=plain")
+    view.page.get_by_text("Choose runs").click()
     view.page.locator(".control-wide input").first.click()
     view.page.wait_for_selector("[role=option]:visible")
     assert objections(axe, view, OF_OPEN_LISTS) == [], "a list of several"

@@ -143,11 +143,11 @@ def mean_of(base: Path, measure: str, how: str, series: str) -> float:
     return sum(found.get((step, series), 0.0) for step in range(1, STEPS)) / (STEPS - 1)
 
 
-def shown_order(view) -> list[str]:
+def shown_order(view, card: str = "reducing") -> list[str]:
     """Which run stands in which row, by the labels that the figure shows."""
-    texts = view.page.locator("#card-reducing .annotation-text").all_text_contents()
+    texts = view.page.locator(f"#card-{card} .annotation-text").all_text_contents()
     labels = [text for text in texts if "gradient_reduction=" in text]
-    return [label.rpartition("gradient_reduction=")[2] for label in labels]
+    return [label.rpartition("gradient_reduction=")[2].partition(",")[0] for label in labels]
 
 
 def choose_measure(view, name: str) -> None:
@@ -185,9 +185,13 @@ def test_compare_draws_what_was_issued_beside_what_was_asked_for(page, runs, bas
         issued = mean_of(runs, "wire", how, series)
         executed = issued * (RUNS_MORE if how == "reduce" else 1.0)
         assert sorted(drawn[series]) == pytest.approx(sorted([issued, executed]), rel=1e-5)
+    gathered = [mean_of(runs, "wire", how, "all_gather") for how in SERIES for _ in ("issued", "executed")]
+    assert sorted(drawn["all_gather"]) == pytest.approx(sorted(gathered), rel=1e-5)
+    assert len(drawn["step time"]) == len(SERIES)
     texts = page.page.locator("#card-levels .annotation-text").all_text_contents()
     assert texts.count("requested") == texts.count("executed") == len(SERIES)
     assert texts.count("not known") == len(SERIES)  # no such words in DeepSpeed's configs
+    page.page.get_by_text("Bytes of each rank", exact=True).first.click()
     ranks = page.page.evaluate(
         "document.querySelector('#card-ranks .js-plotly-plot').calcdata.map((points) => points.length)"
     )
@@ -216,7 +220,7 @@ def grid_url(tmp_path_factory):
 @pytest.mark.parametrize(("width", "columns"), [(400, 1), (1280, 2)])
 def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, grid_url, width, columns):
     view = watched(browser, viewport={"width": width, "height": 900})
-    view.open(f"{grid_url}/compare")
+    view.open(f"{grid_url}/compare?view=grid")
     ranges = view.page.evaluate(
         "[...document.querySelectorAll('#card-levels .js-plotly-plot')].map((plot) => plot._fullLayout.xaxis.range[1])"
     )
@@ -237,7 +241,7 @@ def test_overview_says_the_verdict_and_the_time_that_was_exposed(page, runs, bas
     from commprof.analysis import api
 
     page.open(f"{base_url}/overview?run={name_of('reduce')}")
-    text = page.page.inner_text(".page-body")
+    text = page.page.text_content(".page-body")
     verdict = api.verify(runs / "runs" / name_of("reduce"))
     assert all(" ".join(sentence.split()) in " ".join(text.split()) for sentence in verdict.sentences)
     assert "commprof verify" in text
@@ -270,6 +274,7 @@ def test_overview_draws_every_step(page, runs, base_url):
 def test_downloaded_csv_holds_what_is_drawn(page, base_url):
     page.open(f"{base_url}/compare?measure=wire")
     drawn = drawn_bars(page.page, "reducing")
+    page.page.get_by_text("Traffic by operation", exact=True).click()
     with page.page.expect_download() as caught:
         page.page.locator("#card-reducing .card-action").click()
     assert caught.value.suggested_filename == "commprof-reducing.csv"
@@ -283,6 +288,7 @@ def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
     first, second = name_of("reduce"), name_of("all_reduce")
     page.open(f"{base_url}/compare?run={first}&run={second}&measure=payload")
     assert len(shown_order(page)) == 2
+    page.page.get_by_text("Choose runs").click()
     with page.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
         page.page.locator(".control-wide button[class*=Pill]").first.click()
     page.page.wait_for_function("document.querySelectorAll('#card-settings tbody tr').length === 1")
@@ -295,6 +301,7 @@ def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
 @pytest.mark.long
 def test_several_runs_are_chosen_without_the_list_closing(page, base_url):
     page.open(f"{base_url}/compare?run={name_of('reduce')}")
+    page.page.get_by_text("Choose runs").click()
     page.page.locator(".control-wide input").first.click()
     for expected in (2, 3):
         page.page.locator("[role=option]:visible").first.click()
@@ -309,8 +316,7 @@ def test_settings_table_names_what_was_issued_and_for_what(page, base_url):
     page.open(f"{base_url}/compare")
     rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
     row = next(text for text in rows if "gradient_reduction=all_to_all" in text)
-    assert "all_to_all" in row
-    assert "reduce_scatter" in row
+    assert "reduce_scatter as all_to_all" in row
 
 
 @pytest.mark.long
@@ -364,6 +370,45 @@ def assert_nothing_is_cut_or_covered(view) -> None:
     assert covered == []
 
 
+def open_folds(view) -> None:
+    view.page.evaluate("document.querySelectorAll('.fold').forEach((fold) => { fold.open = true; })")
+    view.settle()
+
+
+DRAWN = """() => [...document.querySelectorAll('.fold[open] .js-plotly-plot')].map((plot) =>
+    [plot.getBoundingClientRect().width, plot.querySelector('.main-svg').getBoundingClientRect().width])"""
+
+
+def test_a_figure_in_a_fold_is_as_wide_as_its_card_once_it_is_opened(page, base_url):
+    page.open(f"{base_url}/compare")
+    open_folds(page)
+    page.page.wait_for_function(
+        f"({DRAWN})().every(([room, drawn]) => room > 400 && Math.abs(room - drawn) < 2)"
+    )
+    assert len(page.page.evaluate(DRAWN)) >= 3
+
+
+@pytest.mark.parametrize(("column", "key"), [("Step time", "step_time_ns"), ("Setting", "setting")])
+def test_a_heading_sorts_the_table_and_the_chart_and_back_undoes_it(page, base_url, column, key):
+    page.open(f"{base_url}/compare")
+    given = shown_order(page)
+    for sort, direction in ((key, "ascending"), (f"-{key}", "descending")):
+        page.page.get_by_role("button", name=column, exact=True).click()
+        page.page.wait_for_selector(f"#card-settings th[aria-sort='{direction}']")
+        assert page.page.url.endswith(f"?sort={sort}")
+        page.settle()
+        rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
+        order = [text.split()[0].rpartition("gradient_reduction=")[2] for text in rows]
+        assert shown_order(page, "levels") == order
+        if column == "Setting":
+            assert order == sorted(SERIES, reverse=direction == "descending")
+    page.page.go_back()
+    page.page.wait_for_selector("#card-settings th[aria-sort='ascending']")
+    page.page.go_back()
+    page.page.wait_for_function("!document.querySelector('th[aria-sort=ascending]')")
+    assert shown_order(page) == given
+
+
 @pytest.mark.long
 def test_no_figure_offers_to_send_itself_anywhere(page, base_url):
     page.open(f"{base_url}/compare")
@@ -382,11 +427,12 @@ def test_no_figure_offers_to_send_itself_anywhere(page, base_url):
 def test_every_figure_has_its_table_and_its_csv(page, base_url):
     for path in ("/overview", "/compare"):
         page.open(base_url + path)
+        open_folds(page)
         cards = page.page.locator(".card:has(.js-plotly-plot)")
         assert cards.count() >= 3
         for i in range(cards.count()):
             card = cards.nth(i)
-            card.locator("summary").click()
+            card.get_by_text("Table (").click()
             assert card.locator("tbody tr").first.is_visible()
             assert card.locator("a.card-action[download$='.csv']").count() == 1
 

@@ -189,7 +189,7 @@ def test_of_large_runs_ledgers_and_the_lower_half_appear_when_they_are_there(
     page.open(f"{base_url}/overview?run=plain")
     page.page.wait_for_selector("#card-cost >> text=What recording cost")
     sentence = api.verify(runs / "plain").sentences[-1]
-    page.page.wait_for_selector(f".message >> text={sentence}", timeout=60_000)
+    page.page.wait_for_selector(f".lines li >> text={sentence}", timeout=60_000, state="attached")
     page.open(f"{base_url}/compare?run=plain")
     page.page.wait_for_selector("#card-levels .js-plotly-plot", timeout=60_000)
     assert "requested" in page.page.inner_text("#card-levels")

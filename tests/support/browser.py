@@ -135,7 +135,7 @@ def watched(browser: Any, **context: Any) -> Watched:
 
 DRAWN_BARS = """(name) => {
     const graph = document.querySelector(`#card-${name} .js-plotly-plot`);
-    return graph.calcdata.map((points) => ({
+    return graph.calcdata.filter((points) => points[0].trace.type === 'bar').map((points) => ({
         name: points[0].trace.name,
         rows: points.map((point) => ({position: point.p, value: point.s})),
     }));

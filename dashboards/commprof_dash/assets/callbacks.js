@@ -22,6 +22,19 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       return no_update;
     },
   },
+  compare: {
+    // A click on a heading sorts by its column, a second one the other way around; the order stands in the address.
+    sort(_clicks) {
+      const pressed = window.dash_clientside.callback_context.triggered.find((one) => one.value);
+      if (pressed) {
+        const {column} = JSON.parse(pressed.prop_id.slice(0, pressed.prop_id.lastIndexOf(".")));
+        const other = new URLSearchParams(window.location.search).get("sort") === column ? "-" + column : column;
+        const rest = window.location.search.slice(1).split("&").filter((pair) => pair && !pair.startsWith("sort="));
+        window.history.pushState({}, "", window.location.pathname + "?" + [...rest, "sort=" + other].join("&"));
+        window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+      }
+    },
+  },
   runs: {
     // The ticked runs stand in the address, so that it can be shared; the page need not be drawn again for that.
     tick(ticked) {

@@ -11,13 +11,16 @@ from commprof_dash.charts.axis_ticks import axis
 from commprof_dash.charts.bars import LINE_PIXELS
 from commprof_dash.charts.labels import LINE_CHARACTERS, escape, line_count, wrap
 from commprof_dash.charts.series import Series, marker
-from commprof_dash.theme import MUTED_TEXT, TEXT, Scheme, template
+from commprof_dash.theme import HOLLOW, MUTED_TEXT, TEXT, Scheme, template
 
-LANE_PIXELS: Final = 20
-_BAR_PIXELS: Final = 14
-_GAP_PIXELS: Final = 14
+LANE_PIXELS: Final = 16
+_BAR_PIXELS: Final = 12
+_GAP_PIXELS: Final = 8
 _AXIS_PIXELS: Final = 48
 _ROOM: Final = 1.6  # right of the longest bar, for its note, at 400 pixels too
+_LEFT: Final = (0.0, 0.6)  # of the width, where a second chart is beside the first
+_RIGHT: Final = (0.64, 1.0)
+_ROOM_BESIDE: Final = 2.4
 _CHARACTER_PIXELS: Final = 7
 
 
@@ -31,10 +34,11 @@ class Point(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """The bars of one series; those in the same lane are stacked."""
+    """The bars of one series; those in the same lane are stacked. ``hollow``: an outline, for what was not measured."""
 
     series: Series
     points: Sequence[Point]
+    hollow: bool = False
 
 
 class Marks(NamedTuple):
@@ -70,6 +74,15 @@ class Lanes(NamedTuple):
     spans: Sequence[tuple[Point, float]] = ()
 
 
+class Beside(NamedTuple):
+    """A second chart on the same rows, right of the first, with an axis of its own; its settings and lanes are the same."""
+
+    lanes: Lanes
+    unit: str
+    title: str
+    highest: float | None = None
+
+
 def figure(
     lanes: Lanes,
     *,
@@ -78,6 +91,7 @@ def figure(
     scheme: Scheme,
     highest: float | None = None,
     characters: int = LINE_CHARACTERS,
+    beside: Beside | None = None,
 ) -> go.Figure:
     """The chart of ``lanes``.
 
@@ -85,9 +99,38 @@ def figure(
         unit: ``bytes``, ``ns`` or ``""``; of the values and the axis, whose title is ``title``.
         highest: of the axis, where several charts share one; default: the highest of this one.
         characters: of a line of a label.
+        beside: a second chart, right of this one.
     """
     places = _Places(lanes, characters)
     drawn = go.Figure(layout={"template": template(scheme)})
+    _draw(drawn, places, lanes, scheme, "x")
+    longest = highest_of(lanes) if highest is None else highest
+    drawn.update_layout(
+        height=places.height + _AXIS_PIXELS,
+        margin={"l": places.left, "r": 4, "t": 0, "b": _AXIS_PIXELS},
+        barmode="stack",
+        annotations=[*_labels(places), *_names(places, scheme), *_notes(places, lanes, scheme, "x")],
+        xaxis=axis(longest, unit, title, room=_ROOM, count=3),
+        yaxis={
+            "range": [places.height, 0],
+            "showgrid": False,
+            "zeroline": False,
+            "showticklabels": False,
+            "automargin": False,
+        },
+    )
+    if beside is not None:
+        _draw(drawn, places, beside.lanes, scheme, "x2")
+        end = highest_of(beside.lanes) if beside.highest is None else beside.highest
+        right = axis(end, beside.unit, beside.title, room=_ROOM_BESIDE, count=2)
+        drawn.update_layout(xaxis={"domain": _LEFT}, xaxis2=right | {"domain": _RIGHT, "anchor": "y"})
+        for note in _notes(places, beside.lanes, scheme, "x2"):
+            drawn.add_annotation(note)
+    return drawn
+
+
+def _draw(drawn: go.Figure, places: _Places, lanes: Lanes, scheme: Scheme, x: str) -> None:
+    """Add the bars, intervals and marks of ``lanes`` to the axis ``x``."""
     # A trace for each series, so that bars in one lane stack and the legend has one entry per series.
     for one in lanes.bars:
         drawn.add_bar(
@@ -96,7 +139,12 @@ def figure(
             x=[point.value for point in one.points],
             y=[places.of(point.setting, point.lane) for point in one.points],
             width=_BAR_PIXELS,
-            marker=marker(one.series),
+            xaxis=x,
+            marker=(
+                {"color": HOLLOW, "line": {"color": one.series.colour, "width": 2}}
+                if one.hollow
+                else marker(one.series)
+            ),
             customdata=[point.hover for point in one.points],
             hovertemplate="%{customdata}<extra></extra>",
         )
@@ -104,12 +152,19 @@ def figure(
     for point, end in lanes.spans:
         y = places.of(point.setting, point.lane)
         drawn.add_shape(
-            type="line", x0=point.value, x1=end, y0=y, y1=y, line={"color": TEXT[scheme], "width": 2}
+            type="line",
+            xref=x,
+            x0=point.value,
+            x1=end,
+            y0=y,
+            y1=y,
+            line={"color": TEXT[scheme], "width": 2},
         )
     for mark in lanes.marks:
         drawn.add_scatter(
             mode="markers",
             name=mark.name,
+            xaxis=x,
             x=[point.value for point in mark.points],
             y=[places.of(point.setting, point.lane) for point in mark.points],
             marker={
@@ -122,21 +177,6 @@ def figure(
             customdata=[point.hover for point in mark.points],
             hovertemplate="%{customdata}<extra></extra>",
         )
-    drawn.update_layout(
-        height=places.height + _AXIS_PIXELS,
-        margin={"l": places.left, "r": 4, "t": 0, "b": _AXIS_PIXELS},
-        barmode="stack",
-        annotations=[*_labels(places), *_names(places, scheme), *_notes(places, scheme)],
-        xaxis=axis(highest_of(lanes) if highest is None else highest, unit, title, room=_ROOM, count=3),
-        yaxis={
-            "range": [places.height, 0],
-            "showgrid": False,
-            "zeroline": False,
-            "showticklabels": False,
-            "automargin": False,
-        },
-    )
-    return drawn
 
 
 def highest_of(lanes: Lanes) -> float:
@@ -190,14 +230,15 @@ def _names(places: _Places, scheme: Scheme) -> list[dict[str, Any]]:
     ]
 
 
-def _notes(places: _Places, scheme: Scheme) -> list[dict[str, Any]]:
+def _notes(places: _Places, lanes: Lanes, scheme: Scheme, x: str) -> list[dict[str, Any]]:
     return [
         _annotation(
             note.value,
             places.of(note.setting, note.lane),
             escape(note.text) if note.muted else f"<b>{escape(note.text)}</b>",
+            xref=x,
             xshift=9,
             font={"size": 12, "color": MUTED_TEXT[scheme] if note.muted else TEXT[scheme]},
         )
-        for note in places.lanes.notes
+        for note in lanes.notes
     ]

@@ -1,4 +1,4 @@
-"""Settings side by side: the four levels of reducing gradients, the bytes of each rank, memory, samples per second."""
+"""Settings side by side: the four levels and the step time, the bytes of each rank, memory, samples per second."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import plotly.graph_objects as go
 
 from commprof.analysis import api
 from commprof_dash.charts.labels import LINE_CHARACTERS, escape
-from commprof_dash.charts.lane_charts import Bars, Lanes, Marks, Note, Point, figure
+from commprof_dash.charts.lane_charts import Bars, Beside, Lanes, Marks, Note, Point, figure
 from commprof_dash.charts.series import Series, series_in_order
-from commprof_dash.theme import MUTED_TEXT, SETTING_COLOURS, STEP_COLOUR, Scheme
+from commprof_dash.charts.time_charts import interval_text
+from commprof_dash.theme import MUTED_TEXT, SETTING_COLOURS, STEP_COLOUR, TEXT, Scheme
 
 LEVELS: Final = ("requested", "issued", "executed", "moved")
 UNKNOWN: Final = "not known"
@@ -23,43 +24,58 @@ _DIRECTIONS: Final = ("sent", "received")
 
 def levels(
     frame: pd.DataFrame,
+    times: pd.DataFrame,
     labels: Mapping[str, str],
-    highest: float,
+    ends: tuple[float, float],
     scheme: Scheme,
     characters: int = LINE_CHARACTERS,
 ) -> go.Figure:
-    """What each setting requested, issued and executed, as bars of wire bytes; what moved, as text, is another measure.
+    """A row per setting: wire bytes of a step at each level, what moved as a mark, and beside them the step time.
 
     Args:
-        frame: columns of ``api.reduction_levels`` and ``series``.
+        frame: columns of ``api.traffic_levels`` and ``series``.
+        times: columns ``label``, ``step_time_ns``, ``step_time_low_ns`` and ``step_time_high_ns``, the same of
+            ``predicted``, which is drawn hollow, and ``repeats``.
         labels: for each setting to draw, in order, what it is called here.
-        highest: end of the axis, shared with other figures.
+        ends: of the axes of bytes and of times, shared with other figures: see :func:`ends_of`.
     """
     place = {label: position for position, label in enumerate(labels)}
     part = frame[frame["label"].isin(list(labels))]
+    lanes = LEVELS if frame["moved_bytes_of_rank"].notna().any() else LEVELS[:-1]
     known = part[part["wire_bytes_per_step"].notna()]
+    sums = known.groupby(["label", "level", "series"], as_index=False, sort=False)[
+        "wire_bytes_per_step"
+    ].sum()
     bars = [
-        Bars(series, [_level_point(row, place) for row in _rows(known[known["series"] == series.name])])
-        for series in series_in_order(known["series"])
+        Bars(series, [_level_point(row, place) for row in _rows(sums[sums["series"] == series.name])])
+        for series in series_in_order(sums["series"])
     ]
-    notes = []
-    for (label, level), rows in part.groupby(["label", "level"], sort=False):
-        setting, lane = place[str(label)], LEVELS.index(str(level))
-        notes.append(_level_note(setting, lane, rows))
+    notes = [
+        _level_note(place[str(label)], LEVELS.index(str(level)), rows)
+        for (label, level), rows in part.groupby(["label", "level"], sort=False)
+        if level in lanes
+    ]
     return figure(
-        Lanes(list(labels.values()), LEVELS, bars=bars, notes=notes),
+        Lanes(list(labels.values()), lanes, bars=bars, marks=_moved_marks(part, place, scheme), notes=notes),
         unit="bytes",
-        title="Wire bytes per step, modelled",
+        title="Wire bytes, modelled",
         scheme=scheme,
-        highest=highest,
+        highest=ends[0],
         characters=characters,
+        beside=Beside(_times(times, place), "ns", "Step time", ends[1]),
     )
 
 
-def highest_level(frame: pd.DataFrame) -> float:
-    """The most wire bytes of any setting and level."""
+def ends_of(frame: pd.DataFrame, times: pd.DataFrame) -> tuple[float, float]:
+    """The most bytes of any setting and level, and the longest step time with its interval; arguments as of levels."""
     sums = frame.groupby(["label", "level"])["wire_bytes_per_step"].sum()
-    return float(sums.max()) if len(sums) else 0.0
+    most = [float(sums.max()) if len(sums) else 0.0, float(frame["moved_bytes_of_rank"].max())]
+    longest = times[["step_time_ns", "step_time_high_ns", "predicted_ns", "predicted_high_ns"]].astype(
+        "float64"
+    )
+    return max(value for value in most if not math.isnan(value)), float(
+        longest.fillna(0.0).to_numpy().max(initial=0.0)
+    )
 
 
 def _level_point(row: Mapping[str, Any], place: Mapping[str, int]) -> Point:
@@ -72,15 +88,62 @@ def _level_point(row: Mapping[str, Any], place: Mapping[str, int]) -> Point:
 
 def _level_note(setting: int, lane: int, rows: pd.DataFrame) -> Note:
     if LEVELS[lane] == "moved":
-        moved, over = rows["moved_bytes"].iloc[0], rows["moved_over"].iloc[0]
+        moved = rows["moved_bytes_of_rank"].iloc[0]
         if pd.isna(moved):
             return Note(setting, lane, 0.0, "not counted", muted=True)
-        span = "a step" if over == "step" else "in the whole run"
-        return Note(setting, lane, 0.0, f"{api.format_bytes(moved)} {span}, all hosts", muted=True)
+        return Note(setting, lane, float(moved), api.format_bytes(moved), muted=True)
     total = rows["wire_bytes_per_step"].sum(min_count=1)
     if pd.isna(total):
         return Note(setting, lane, 0.0, UNKNOWN, muted=True)
-    return Note(setting, lane, float(total), api.format_bytes(float(total)))
+    at_least = ">= " if rows["wire_bytes_per_step"].isna().any() else ""
+    return Note(setting, lane, float(total), f"{at_least}{api.format_bytes(float(total))}")
+
+
+def _moved_marks(part: pd.DataFrame, place: Mapping[str, int], scheme: Scheme) -> list[Marks]:
+    marks = []
+    for over, name, symbol in (
+        ("step", "moved in a step, of a rank", "diamond"),
+        ("run", "moved in the whole run, by steps and ranks", "diamond-open"),
+    ):
+        rows = part[(part["moved_over"] == over) & part["moved_bytes_of_rank"].notna()]
+        points = [
+            Point(
+                place[row["label"]],
+                LEVELS.index("moved"),
+                float(row["moved_bytes_of_rank"]),
+                f"{escape(row['label'])}<br>{name}: <b>{api.format_bytes(row['moved_bytes_of_rank'])}</b>"
+                f"<br>all hosts: {api.format_bytes(row['moved_bytes'])} in a {over}, all traffic",
+            )
+            for row in _rows(rows)
+        ]
+        if points:
+            marks.append(Marks(name, TEXT[scheme], symbol, points))
+    return marks
+
+
+def _times(times: pd.DataFrame, place: Mapping[str, int]) -> Lanes:
+    """Measured step times in the second lane of a row, predicted ones in the third."""
+    bars, notes, spans = [], [], []
+    for lane, kind, name in ((1, "step_time", "step time"), (2, "predicted", "predicted step time")):
+        points = []
+        for row in _rows(times[times["label"].isin(list(place))]):
+            setting = place[row["label"]]
+            value, low, high = (row[f"{kind}{end}_ns"] for end in ("", "_low", "_high"))
+            if pd.isna(value):
+                if kind == "step_time":
+                    notes.append(Note(setting, lane, 0.0, UNKNOWN, muted=True))
+                continue
+            told = interval_text(*(math.nan if pd.isna(each) else float(each) for each in (value, low, high)))
+            points.append(
+                Point(setting, lane, float(value), f"{escape(row['label'])}<br>{name}: <b>{told}</b>")
+            )
+            reach = float(value if pd.isna(high) else high)
+            if not pd.isna(high):
+                spans.append((Point(setting, lane, float(low), ""), reach))
+            notes.append(Note(setting, lane, reach, api.format_ns(round(value)), muted=lane == 2))
+        if points:
+            bars.append(Bars(Series(name, STEP_COLOUR, ""), points, hollow=lane == 2))
+    return Lanes((), (), bars=bars, notes=notes, spans=spans)
 
 
 def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme, executed: bool = False) -> go.Figure:

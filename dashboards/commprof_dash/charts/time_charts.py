@@ -11,7 +11,7 @@ from commprof.analysis import api
 from commprof_dash.charts import bars
 from commprof_dash.charts.axis_ticks import axis, step_ticks
 from commprof_dash.charts.listed import listed
-from commprof_dash.theme import EXPOSED_COLOUR, HOLLOW, STEP_COLOUR, TEXT, Scheme, template
+from commprof_dash.theme import EXPOSED_COLOUR, STEP_COLOUR, TEXT, Scheme, template
 
 
 def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
@@ -58,8 +58,7 @@ def by_setting(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     """Median step time of each setting as a bar, its 95 % interval as a line across the end of the bar.
 
     Args:
-        frame: columns ``label``, ``step_time_ns``, ``step_time_low_ns``, ``step_time_high_ns``, in the order to draw. With
-            ``predicted_ns``, ``predicted_low_ns`` and ``predicted_high_ns`` each bar shares its row with a hollow one.
+        frame: columns ``label``, ``step_time_ns``, ``step_time_low_ns``, ``step_time_high_ns``, in the order to draw.
     """
     rows = bars.rows_of([str(label) for label in frame["label"]])
     times, low, high = (
@@ -70,23 +69,13 @@ def by_setting(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         max((v for v in ends if not math.isnan(v)), default=0.0) for ends in zip(times, high, strict=True)
     ]
     figure = go.Figure(layout={"template": template(scheme)})
-    width = bars.BAR_PIXELS / rows.pixels
     numbers = ["no step time" if math.isnan(value) else api.format_ns(value) for value in times]
-    is_predicted = "predicted_ns" in frame
-    if is_predicted:
-        width /= 2
-        predicted, ends = _add_predicted(figure, frame, rows, width, scheme)
-        reach = [max(pair) for pair in zip(reach, ends, strict=True)]
-        numbers = [
-            text if math.isnan(value) else f"{text}<br>{api.format_ns(value)} predicted"
-            for text, value in zip(numbers, predicted, strict=True)
-        ]
     figure.add_bar(
         orientation="h",
         name="median step time",
         x=times,
-        y=[row - width / 2 if is_predicted else row for row in range(len(rows.labels))],
-        width=width,
+        y=list(range(len(rows.labels))),
+        width=bars.BAR_PIXELS / rows.pixels,
         error_x={
             "type": "data",
             "symmetric": False,
@@ -103,50 +92,13 @@ def by_setting(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         ],
         hovertemplate="%{customdata[0]}<br><b>%{customdata[1]}</b><extra></extra>",
     )
-    notes = [
-        bars.number_annotation(reach[i], i, text) | {"xshift": 10, "align": "left"}
-        for i, text in enumerate(numbers)
-    ]
+    notes = [bars.number_annotation(reach[i], i, text) | {"xshift": 10} for i, text in enumerate(numbers)]
     figure.update_layout(
         bars.row_layout(rows),
         annotations=bars.label_annotations(rows) + notes,
-        xaxis=axis(max(reach, default=0), "ns", "Time per step", room=1.75 if is_predicted else 1.3),
-        barmode="overlay",
+        xaxis=axis(max(reach, default=0), "ns", "Time per step", room=1.3),
     )
     return figure
-
-
-def _add_predicted(
-    figure: go.Figure, frame: pd.DataFrame, rows: bars.Rows, width: float, scheme: Scheme
-) -> tuple[list[float], list[float]]:
-    """Add hollow bars in the lower half of each row; return the predicted times and where bars and intervals end."""
-    times, low, high = (
-        frame[name].astype(float).tolist()
-        for name in ("predicted_ns", "predicted_low_ns", "predicted_high_ns")
-    )
-    figure.add_bar(
-        orientation="h",
-        name="predicted step time",
-        x=times,
-        y=[row + width / 2 for row in range(len(rows.labels))],
-        width=width,
-        error_x={
-            "type": "data",
-            "symmetric": False,
-            "array": [_span(value, end) for value, end in zip(times, high, strict=True)],
-            "arrayminus": [_span(begin, value) for value, begin in zip(times, low, strict=True)],
-            "color": TEXT[scheme],
-            "thickness": 1,
-            "width": 4,
-        },
-        marker={"color": HOLLOW, "line": {"color": STEP_COLOUR, "width": 2}},
-        customdata=[
-            [rows.wrapped[i], interval_text(*value)]
-            for i, value in enumerate(zip(times, low, high, strict=True))
-        ],
-        hovertemplate="%{customdata[0]}<br>predicted <b>%{customdata[1]}</b><extra></extra>",
-    )
-    return times, [0.0 if math.isnan(end) else end for end in high]
 
 
 def interval_text(value: float, low: float, high: float) -> str:

@@ -24,6 +24,7 @@ def figure_card(
     frame: pd.DataFrame,
     fields: Sequence[Field],
     most_rows: int | None = None,
+    how: Component | None = None,
 ) -> Component:
     """A figure, and below it the numbers that it draws.
 
@@ -32,6 +33,7 @@ def figure_card(
         subtitle: what is drawn; names the byte measure where there is one.
         frame: what the figure was made from; the CSV file holds all of it, the table the ``fields``.
         most_rows: the table has the first rows only, where there are more.
+        how: the answer of :func:`how_to_read`, below the figure.
     """
     shown = frame if most_rows is None else frame.head(most_rows)
     rows = rows_text(len(frame))
@@ -44,12 +46,25 @@ def figure_card(
         [
             legend(figure),
             graph(name, figure, f"{title}. {subtitle} The table below has the same numbers."),
-            html.Details(
-                [html.Summary(f"Table ({rows})"), table(shown, fields, title)],
-                className="card-table",
+            html.Div(
+                [
+                    html.Details(
+                        [html.Summary(f"Table ({rows})"), table(shown, fields, title)],
+                        className="card-table",
+                    ),
+                    how,
+                ],
+                className="card-folds",
             ),
         ],
         frame,
+    )
+
+
+def how_to_read(text: str) -> Component:
+    """An explanation behind one line, at the end of a card."""
+    return html.Details(
+        [html.Summary("How to read this"), html.P(text, className="card-subtitle")], className="card-table"
     )
 
 
@@ -100,6 +115,12 @@ def tile(name: str, value: Cell, note: str = "") -> Component:
 def tiles(children: Sequence[Component]) -> Component:
     """Tiles in as many columns as fit."""
     return html.Div(children, className="tiles")
+
+
+def fold(title: str, children: Sequence[Component], is_open: bool = False) -> Component:
+    """Cards behind their title, for what is seldom looked at."""
+    body = html.Div(children, className="fold-body")
+    return html.Details([html.Summary(title), body], open=is_open, className="fold")
 
 
 def columns(children: Sequence[Component]) -> Component:

@@ -38,8 +38,8 @@ def run_select(names: Sequence[str], value: str | None) -> Component:
 
 
 def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
-    """Any number of runs."""
-    return dmc.MultiSelect(
+    """Any number of runs, behind a line."""
+    choice = dmc.MultiSelect(
         id=ids.control(address.RUN),
         label="Runs",
         data=_options(names, values),
@@ -52,6 +52,7 @@ def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
         className="control-wide",
         classNames={"pillsList": "pills"},
     )
+    return html.Details([html.Summary("Choose runs"), choice], className="runs-fold")
 
 
 def measure_select(measure: Measure, choices: Mapping[str, Measure] = MEASURES) -> Component:

@@ -17,11 +17,10 @@ from commprof_dash.components.tables import Field, rows_text, table
 
 
 class GridCell(NamedTuple):
-    """One figure, its heading, and the content below it; without a figure, the heading says that there is none."""
+    """One figure and its heading."""
 
     title: str
-    figure: go.Figure | None
-    below: Sequence[Component] = ()
+    figure: go.Figure
 
 
 def grid_card(
@@ -31,19 +30,15 @@ def grid_card(
     cells: Sequence[Sequence[GridCell]],
     frame: pd.DataFrame,
     fields: Sequence[Field],
+    how: Component | None = None,
 ) -> Component:
     """``cells`` row by row, side by side where there is room, with one legend above all of them, in text."""
-    figures = [cell.figure for row in cells for cell in row if cell.figure is not None]
-    traces = {trace.name: trace for figure in figures for trace in figure.data}
+    traces = {trace.name: trace for row in cells for cell in row for trace in cell.figure.data}
     shown = []
     for i, row in enumerate(cells):
         for j, cell in enumerate(row):
-            inside = (
-                html.P("not measured", className="muted")
-                if cell.figure is None
-                else graph(f"{name}-{i}-{j}", cell.figure, f"{title}, {cell.title}. {subtitle}")
-            )
-            shown.append(html.Div([html.H3(cell.title), inside, *cell.below], className="grid-cell"))
+            inside = graph(f"{name}-{i}-{j}", cell.figure, f"{title}, {cell.title}. {subtitle}")
+            shown.append(html.Div([html.H3(cell.title), inside], className="grid-cell"))
     width = max((len(row) for row in cells), default=1)
     return cards.body_card(
         name,
@@ -52,9 +47,15 @@ def grid_card(
         [
             legend(go.Figure(data=list(traces.values()))),
             html.Div(shown, className="figure-grid", style={"--columns": str(width)}),
-            html.Details(
-                [html.Summary(f"Table ({rows_text(len(frame))})"), table(frame, fields, title)],
-                className="card-table",
+            html.Div(
+                [
+                    html.Details(
+                        [html.Summary(f"Table ({rows_text(len(frame))})"), table(frame, fields, title)],
+                        className="card-table",
+                    ),
+                    how,
+                ],
+                className="card-folds",
             ),
         ],
         frame,

@@ -11,7 +11,12 @@ from dash.development.base_component import Component
 
 from commprof_dash.theme import HOLLOW
 
-_MARKERS: Final = {"x-thin-open": "\u2715", "diamond-open": "\u25c7", "line-ew": "\u2013"}
+_MARKERS: Final = {
+    "x-thin-open": "\u2715",
+    "diamond-open": "\u25c7",
+    "diamond": "\u25c6",
+    "line-ew": "\u2013",
+}
 _SYMBOLS: Final = {  # of lines of one colour, which these tell apart
     "circle": "\u25cf",
     "square": "\u25a0",

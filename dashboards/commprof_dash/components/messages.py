@@ -25,6 +25,14 @@ def sentences(
     return _notice(title, [listed, *commands_to_type(commands)], severity)
 
 
+def line(chip: str, text: str, severity: str = "note") -> Component:
+    """One line: a chip that says how it stands, and a sentence."""
+    return html.P(
+        [dmc.Badge(chip, color=_COLOURS[severity], variant="light", className="chip"), html.Span(text)],
+        className=f"told message message-{severity}",
+    )
+
+
 def commands_to_type(commands: Sequence[str]) -> list[Component]:
     """Commands, each in a line of its own."""
     # One that is longer than the window scrolls, by the keyboard too.

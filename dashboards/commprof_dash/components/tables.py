@@ -12,6 +12,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
+from commprof_dash import ids
 
 Cell: TypeAlias = str | Component
 _ALIGNED_COLUMNS: Final = 24  # as many as app.css has classes number-K for
@@ -29,8 +30,20 @@ class Field(NamedTuple):
     numeric: bool = False
 
 
-def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Component:
-    """``frame`` as a table that scrolls sideways by itself where the page is narrow."""
+class Order(NamedTuple):
+    """The column that a table is sorted by, and the direction; no column: as given."""
+
+    column: str | None
+    descending: bool = False
+
+
+def table(
+    frame: pd.DataFrame, fields: Sequence[Field], caption: str, order: Order | None = None
+) -> Component:
+    """``frame`` as a table that scrolls sideways by itself where the page is narrow.
+
+    ``order``: how the rows are sorted already; the headings are then buttons that sort by their column.
+    """
     rows = [
         [_cell(field, value) for field, value in zip(fields, row, strict=True)]
         for row in _values(frame, fields)
@@ -42,6 +55,7 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
     if (
         all(isinstance(cell, str) for row in rows for cell in row)
         and max(numeric, default=0) <= _ALIGNED_COLUMNS
+        and order is None
     ):
         drawn = dmc.Table(
             data={"caption": caption, "head": [field.heading for field in fields], "body": rows},
@@ -52,6 +66,8 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         sides = ["number" if field.numeric else "text" for field in fields]
         heads = [
             html.Th(field.heading, scope="col", className=side)
+            if order is None
+            else _sorting_head(field, side, order)
             for field, side in zip(fields, sides, strict=True)
         ]
         body = [
@@ -66,6 +82,18 @@ def table(frame: pd.DataFrame, fields: Sequence[Field], caption: str) -> Compone
         tabIndex=0,
         role="group",  # not a region: the section around it has the same name
         **{"aria-label": caption},
+    )
+
+
+def _sorting_head(field: Field, side: str, order: Order) -> Component:
+    direction = (
+        ("descending" if order.descending else "ascending") if field.column == order.column else "none"
+    )
+    return html.Th(
+        html.Button(field.heading, id=ids.sorting(field.column), className="sort", n_clicks=0),
+        scope="col",
+        className=side,
+        **{"aria-sort": direction},
     )
 
 

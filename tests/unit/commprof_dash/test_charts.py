@@ -115,23 +115,6 @@ def test_step_times_carry_their_interval():
     ]
 
 
-def test_predicted_step_times_are_hollow_bars_beside_measured_ones():
-    frame = setting_times([("a", 100, 90, 130), ("b", 200, None, None)])
-    frame = frame.assign(
-        predicted_ns=[120.0, math.nan],
-        predicted_low_ns=[110.0, math.nan],
-        predicted_high_ns=[140.0, math.nan],
-    )
-    predicted, measured = time_charts.by_setting(frame, "light").data
-    assert (predicted.name, measured.name) == ("predicted step time", "median step time")
-    assert predicted.x[0] == 120.0 and math.isnan(predicted.x[1])
-    assert (predicted.error_x.array[0], predicted.error_x.arrayminus[0]) == (20.0, 10.0)
-    assert predicted.marker.color == "rgba(0,0,0,0)"
-    assert measured.y[0] < 0 < predicted.y[0]
-    texts = [note.text for note in time_charts.by_setting(frame, "light").layout.annotations]
-    assert texts[2:] == ["<b>100 ns<br>120 ns predicted</b>", "<b>200 ns</b>"]
-
-
 def test_step_times_over_a_run_leave_gaps_out():
     frame = pd.DataFrame(
         {"step": [0, 1, 2], "duration_ns": [5, None, 7]}

@@ -66,7 +66,7 @@ def test_every_page_draws_the_runs_of_a_directory(directory):
         *("by-step", "by-purpose", "step-time", "exposure"),
     }
     assert set(figures_of(draw(directory, "/compare"))) == {
-        *("levels", "reducing", "others", "step-time", "loss", "ranks"),
+        *("levels", "reducing", "others", "loss", "ranks"),
     }
 
 

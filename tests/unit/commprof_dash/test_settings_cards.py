@@ -1,6 +1,7 @@
 """The cards of Compare and Overview about settings, ledgers and cost: what they draw, and say where nothing is known."""
 
 import json
+import re
 import time
 from itertools import pairwise
 
@@ -28,13 +29,15 @@ pytestmark = pytest.mark.shared_answers
 HOSTILE = "<script>alert(1)</script>"
 
 
-def write(path, op="all_reduce", steps=3, world_size=2, exposed_ns=None, metrics=None, **zero):
+def write(
+    path, op="all_reduce", steps=3, world_size=2, exposed_ns=None, metrics=None, duration_ns=1_000_000, **zero
+):
     """A run of ``steps`` steps; rank 0 is the root of a reduce."""
     run = SyntheticRun(
         world_size, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, **zero}}
     )
     for step in range(steps):
-        run.add_step(step, duration_ns=1_000_000, rss_bytes=1 << 30, **(metrics or {}))
+        run.add_step(step, duration_ns=duration_ns, rss_bytes=1 << 30, **(metrics or {}))
         run.add_collective(
             op,
             step=step,
@@ -83,23 +86,37 @@ def grid(tmp_path_factory):
     return base
 
 
-def test_two_keys_make_a_grid_with_shared_axes(grid):
+def test_two_keys_make_a_grid_with_shared_axes_on_request(grid):
     text, figures = body(grid, "/compare")
+    assert "levels" in figures and not any(name.startswith("levels-") for name in figures)
+    text, figures = body(grid, "/compare?view=grid")
     cells = {name: figure for name, figure in figures.items() if name.startswith("levels-")}
     assert set(cells) == {"levels-0-0", "levels-0-1", "levels-1-0", "levels-1-1"}
-    assert len({tuple(figure.layout.xaxis.range) for figure in cells.values()}) == 1
+    for axis in ("xaxis", "xaxis2"):
+        assert len({tuple(figure.layout[axis].range) for figure in cells.values()}) == 1
     assert text.index("reduce_scatter=true, use_multi_rank_bucket_allreduce=true") < text.index(
         "reduce_scatter=false, use_multi_rank_bucket_allreduce=false"
     )
     # n = 2: all_reduce sends its 4096 bytes, the others half of them. Gloo runs a reduce_scatter as an all_reduce.
     bars = {trace.name: list(trace.x) for trace in cells["levels-0-0"].data}
-    assert bars == {"all_reduce": [4096.0] * 3, "reduce_scatter": [2048.0]}
+    times = {"step time": [1_000_000.0] * 2}
+    assert bars == {"all_reduce": [4096.0] * 3, "reduce_scatter": [2048.0]} | times
     bars = {trace.name: list(trace.x) for trace in cells["levels-0-1"].data}
-    assert set(bars) == {"reduce", "reduce_scatter", "all_reduce"}
+    assert set(bars) == {"reduce", "reduce_scatter", "all_reduce", "step time"}
     assert (bars["reduce"][0], bars["reduce_scatter"]) == (2048.0, [2048.0])
     notes = [note.text for note in cells["levels-1-1"].layout.annotations]
-    assert "not known" in notes and "not counted" in notes  # what was requested, and what moved
+    assert "not known" in notes  # what was requested
     assert "gradient_reduction=auto" in notes and "gradient_reduction=reduce_scatter" not in notes
+
+
+@pytest.mark.parametrize(
+    "settings", [((True, True), (True, False), (False, True)), ((True, True), (True, False))]
+)
+def test_there_is_no_grid_with_a_hole_or_of_one_key(tmp_path, settings):
+    for scatter, multi in settings:
+        write(tmp_path / f"{scatter}-{multi}", reduce_scatter=scatter, use_multi_rank_bucket_allreduce=multi)
+    text, figures = body(tmp_path, "/compare?view=grid")
+    assert "levels" in figures and "Grid of the two keys" not in text
 
 
 @pytest.mark.long
@@ -129,7 +146,7 @@ def test_the_levels_of_large_runs_come_from_another_process(tmp_path, monkeypatc
     text, figures = body(tmp_path, "/compare")
     assert "levels" not in figures
     assert "Closing the ledgers of these runs" in text
-    assert asked == [(api.reduction_levels, [path])]
+    assert asked[0] == (api.traffic_levels, [path])
     monkeypatch.setattr(Background, "ask", lambda self, key, answer, argument: answer(argument))
     assert "levels" in body(tmp_path, "/compare")[1]
 
@@ -237,22 +254,51 @@ def test_the_axis_reaches_the_end_of_every_bar_mark_and_interval():
     assert lane_charts.highest_of(lane_charts.Lanes(["a"], ["x"])) == 0.0
 
 
-def test_levels_that_are_not_known_are_said():
-    frame = pd.DataFrame(
-        {
-            "label": "a",
-            "level": list(setting_charts.LEVELS),
-            "series": [None, "reduce", None, None],
-            "wire_bytes_per_step": [None, 8.0, None, None],
-            "moved_bytes": [None, None, None, 4096.0],
-            "moved_over": [None, None, None, "run"],
-        }
-    )
-    figure = setting_charts.levels(frame, {"a": "a"}, 8.0, "dark")
+def levels_of(levels, times, scheme="dark"):
+    """The chart of a setting called a; ``levels``: series, wire bytes, moved bytes of a rank, and over what."""
+    columns = ["level", "series", "wire_bytes_per_step", "moved_bytes_of_rank", "moved_over"]
+    frame = pd.DataFrame(levels, columns=columns).assign(label="a", moved_bytes=8192.0)
+    names = [f"{kind}{end}_ns" for kind in ("step_time", "predicted") for end in ("", "_low", "_high")]
+    rows = pd.DataFrame([times], columns=names).assign(label="a")
+    ends = setting_charts.ends_of(frame, rows)
+    return setting_charts.levels(frame, rows, {"a": "a (x3)"}, ends, scheme)
+
+
+@pytest.mark.parametrize(("over", "symbol"), [("run", "diamond-open"), ("step", "diamond")])
+def test_moved_bytes_are_marks_and_levels_that_are_not_known_are_said(over, symbol):
+    levels = [
+        ("requested", None, None, None, None),
+        ("issued", "reduce", 8.0, None, None),
+        ("executed", "reduce", 6.0, None, None),
+        ("executed", None, None, None, None),
+        ("moved", None, None, 4096.0, over),
+    ]
+    figure = levels_of(levels, (None,) * 6)
     texts = [note.text for note in figure.layout.annotations]
-    assert texts.count("not known") == 2
-    assert "4.00 KiB in the whole run, all hosts" in texts
-    assert [list(trace.x) for trace in figure.data] == [[8.0]]
+    assert texts.count("not known") == 2  # requested, and the step time
+    assert {"a (x3)", "<b>8 B</b>", "<b>&gt;= 6 B</b>", "4.00 KiB"} <= set(texts)
+    assert [list(trace.x) for trace in figure.data] == [[8.0, 6.0], [4096.0]]
+    assert figure.data[1].marker.symbol == symbol
+    assert figure.layout.xaxis.range[1] >= 4096
+
+
+def test_where_nothing_was_counted_no_row_has_a_place_for_it():
+    figure = levels_of([("issued", "reduce", 8.0, None, None)], (100, 90, 130, None, None, None))
+    assert "moved" not in [note.text for note in figure.layout.annotations]
+
+
+def test_predicted_step_times_are_hollow_below_measured_ones():
+    figure = levels_of([("issued", "reduce", 8.0, None, None)], (100, 90, 130, 120, 110, 140))
+    bars = {trace.name: trace for trace in figure.data}
+    measured, predicted = bars["step time"], bars["predicted step time"]
+    assert (measured.x[0], predicted.x[0]) == (100.0, 120.0) and measured.y[0] < predicted.y[0]
+    assert predicted.marker.color == "rgba(0,0,0,0)" != measured.marker.color
+    assert predicted.marker.line.width > 0
+    assert measured.xaxis == predicted.xaxis == "x2"
+    spans = {(shape.x0, shape.x1) for shape in figure.layout.shapes}
+    assert spans == {(90.0, 130.0), (110.0, 140.0)}
+    measured_only = levels_of([("issued", "reduce", 8.0, None, None)], (100, 90, 130, None, None, None))
+    assert "predicted step time" not in {trace.name for trace in measured_only.data}
 
 
 def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
@@ -271,29 +317,41 @@ def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
     assert "<b>&lt;= 2.00 us</b>" in texts
 
 
-@pytest.mark.long
-def test_the_grid_says_what_a_step_of_each_setting_cost(tmp_path):
-    for scatter, multi in ((True, True), (False, True), (True, False)):
+def test_the_table_says_what_a_step_of_each_setting_cost_and_is_sorted_as_asked(tmp_path):
+    for number, (scatter, duration_ns) in enumerate(((True, 1_000_000), (False, 2_000_000))):
         write(
-            tmp_path / f"{scatter}-{multi}",
+            tmp_path / str(number),
             exposed_ns=250_000,
             metrics={"loss": 1.25},
+            duration_ns=duration_ns,
             reduce_scatter=scatter,
-            use_multi_rank_bucket_allreduce=multi,
         )
-    text, _ = body(tmp_path, "/compare")
-    for words in ("1.00 ms", "250 us, 25.0 % of the step of 1.00 ms", "1.25", "1.00 GiB", "4000"):
-        assert text.count(f'"{words}') >= 3, words
-    frame = api.compare_both([tmp_path / "True-True"]).resources
-    assert list(frame["exposed_ns"]) == [250_000]
+    text, figures = body(tmp_path, "/compare?sort=-step_time_ns")
+    for words in ("1.00 ms", "250 us, 25.0 %", "250 us, 12.5 %", "1.25", "1.00 GiB", "4000"):
+        assert f'"{words}"' in text, words
+    assert text.count('"aria-sort": "descending"') == 1
+    rows = [note.text for note in figures["levels"].layout.annotations if "reduce_scatter=" in note.text]
+    assert rows == ["reduce_scatter=false", "reduce_scatter=true"]
+    _, figures = body(tmp_path, "/compare?sort=step_time_ns")
+    rows = [note.text for note in figures["levels"].layout.annotations if "reduce_scatter=" in note.text]
+    assert rows == ["reduce_scatter=true", "reduce_scatter=false"]
+    assert 'aria-sort": "descending' not in body(tmp_path, "/compare?sort=nonsense")[0]
 
 
-@pytest.mark.long
-def test_what_no_step_tells_is_not_known(tmp_path):
+def test_repeats_are_one_chip_with_a_link_to_each(tmp_path):
+    for number in range(3):
+        write(tmp_path / f"run-{number}")
+    write(tmp_path / "other", reduce_scatter=False)
+    text, figures = body(tmp_path, "/compare")
+    assert any(note.text.endswith("(x3)") for note in figures["levels"].layout.annotations)
+    assert text.count('"x3"') == 1 and "2 settings, 4 runs" in text
+    assert all(f"/overview?run=run-{number}" in text for number in range(3))
+
+
+def test_exposed_time_that_no_step_tells_is_not_known(tmp_path):
     for scatter in (True, False):
         write(tmp_path / str(scatter), reduce_scatter=scatter)
-    text, _ = body(tmp_path, "/compare")
-    assert text.count('"Exposed"') >= 2
+    assert re.search(r"[0-9] [mun]s, [0-9.]+ %", body(tmp_path, "/compare")[0]) is None
     assert api.compare_both([tmp_path / "True"]).resources["exposed_ns"].isna().all()
 
 
@@ -331,7 +389,7 @@ def test_compare_tells_what_each_kind_of_group_carries(tmp_path):
     write_shared(tmp_path / "shared")
     text, _ = body(tmp_path, "/compare?run=flat&run=shared")
     assert "card-groups" in text
-    card = text[text.index("By group") : text.index("Why: evidence of the recommendation")]
+    card = text[text.index("Traffic by group") : text.index("Bytes of each rank")]
     for told in ('"model"', '"data"', "1.00 MiB"):
         assert told in card
 

@@ -1,19 +1,20 @@
-"""The cards of the Compare page about settings: recommendation, the four levels, ranks, memory, samples per second."""
+"""The cards of the Compare page about settings: the four levels, the table, what to set, ranks, memory, samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import pandas as pd
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
+from commprof_dash import address
 from commprof_dash.charts import setting_charts
 from commprof_dash.components import cards, messages
 from commprof_dash.components.grid import GridCell, grid_card
-from commprof_dash.components.tables import Cell, Field, csv_link, facts, table
+from commprof_dash.components.tables import Cell, Field, Order, csv_link, table
 from commprof_dash.measures import COUNT
 from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.theme import Scheme
@@ -21,18 +22,48 @@ from commprof_dash.theme import Scheme
 _ANSWERS: Final = {
     "recommended": ("Recommendation", "good"),
     "no measurable difference": ("No measurable difference", "note"),
-    "cannot tell": ("Recommendation: cannot tell", "note"),
+    "cannot tell": ("Cannot tell", "note"),
 }
-_REDUCING: Final = "Gradient reduction: requested, issued, executed, moved"
+_LEVELS: Final = "Requested, issued, executed, moved, and step time"
+_HOW_TO_READ: Final = (
+    "Wire bytes are modelled: bytes that a rank sends in a step, mean over all ranks. Requested: what the config asks for, "
+    "without traffic that no rule predicts, such as metrics. Issued: what the program called. Executed: what the backend "
+    "ran for it. Moved: measured by the interface counters of all hosts, all programs, divided by the ranks; an open mark "
+    "is over the whole run, start-up included. Step time: median without the first step, with its 95 % interval. Hollow "
+    "bars were predicted before the sweep ran, with the 80 % interval. docs/glossary.md defines the terms."
+)
+_TIMES: Final = {
+    "step_time_low_ns": "Step, low (95 %)",
+    "step_time_high_ns": "Step, high (95 %)",
+    "predicted_ns": "Predicted step",
+    "predicted_low_ns": "Low (80 %)",
+    "predicted_high_ns": "High (80 %)",
+}
 _MOST_PAIRS: Final = 60
 _MOST_ROWS: Final = 300
 
 
-def advice(answer: api.Advice) -> Component:
-    """The recommended setting and the reasons, in sentences; differences of requested and issued have their own notice."""
-    title, severity = _ANSWERS[answer.answer]
-    sentences = [text for text in answer.sentences if not text.startswith("Warning:")]
-    return messages.sentences(title, sentences, severity=severity)
+def answer(advised: api.Advice) -> Component:
+    """The recommended setting in one line."""
+    chip, severity = _ANSWERS[advised.answer]
+    sentence = advised.sentences[0].removeprefix(f"{chip}: ")
+    return messages.line(chip, sentence[:1].upper() + sentence[1:], severity)
+
+
+def advice(advised: api.Advice, findings: Sequence[str]) -> Component:
+    """The reasons of the recommendation, which is the first line of the page, and where requested and issued differ."""
+    sentences = [text for text in advised.sentences[1:] if not text.startswith("Warning:")]
+    return cards.text_card(
+        "advice",
+        "What to set and why",
+        "",
+        [
+            html.Ul(
+                [html.Li(text) for text in [advised.sentences[0], *sentences, *findings]],
+                className="sentences",
+            )
+        ],
+    )
 
 
 def weighed(evidence: api.Advice) -> Component:
@@ -98,20 +129,27 @@ def levels_to_come(going: bool) -> Component:
     text = "Closing the ledgers of these runs in the background. The levels appear here when done."
     if going:
         text = "The ledgers of large runs are closed here once the runs have ended. For one run so far: commprof verify RUN."
-    return cards.empty_card("levels", _REDUCING, text)
+    return cards.empty_card("levels", _LEVELS, text)
 
 
-def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame, scheme: Scheme) -> Component:
-    """The four levels, in a grid of the two keys where the runs differ in one of them, with what each setting cost."""
-    if frame["wire_bytes_per_step"].isna().all():
+def levels(
+    frame: pd.DataFrame, settings: pd.DataFrame, cells: Sequence[Sequence[compare_data.Cell]], scheme: Scheme
+) -> Component:
+    """A row per setting: the four levels and the step time.
+
+    Args:
+        frame: the answer of :func:`compare_data.levels`.
+        settings: the answer of :func:`compare_data.settings`, in the order to draw.
+        cells: of the grid by two keys; empty for one chart of all settings.
+    """
+    if frame["wire_bytes_per_step"].isna().all() and settings["step_time_ns"].isna().all():
         reasons = sorted(set(frame["reason"].dropna()))
         return cards.empty_card(
-            "levels", _REDUCING, f"None of it is known per training step: {'; '.join(reasons)}."
+            "levels", _LEVELS, f"None of it is known per training step: {'; '.join(reasons)}."
         )
-    subtitle = (
-        "Wire bytes per step (modelled: bytes that a rank sends, mean over all ranks) from the ledger of each run; one "
-        "axis for all. Moved: bytes sent by the interface counters, all traffic; a different measure, so no bar."
-    )
+    runs = int(settings["repeats"].sum())
+    title = f"{_LEVELS}: {_count(len(settings), 'setting')}, {_count(runs, 'run')}"
+    subtitle = "Bytes of a step and rank, by operation; median step time with its 95 % interval."
     fields = [
         Field("label", "Setting"),
         Field("level", "Level"),
@@ -119,68 +157,83 @@ def levels(frame: pd.DataFrame, settings: pd.DataFrame, resources: pd.DataFrame,
         Field("wire_bytes_per_step", "Wire bytes per step", api.format_bytes, numeric=True),
         Field("between_hosts_bytes_per_step", "Between hosts", api.format_bytes, numeric=True),
         Field("padding_bytes_per_step", "Padding", api.format_bytes, numeric=True),
-        Field("moved_bytes", "Moved", api.format_bytes, numeric=True),
+        Field("moved_bytes", "Moved, all hosts", api.format_bytes, numeric=True),
         Field("moved_over", "In a"),
         Field("state", "Ledger"),
         Field("reason", "Remark"),
     ]
-    highest = setting_charts.highest_level(frame)
-    cells = compare_data.grid(settings)
+    ends = setting_charts.ends_of(frame, settings)
+    how = cards.how_to_read(_HOW_TO_READ)
     if not cells:
-        labels = {str(label): str(label) for label in settings["label"]}
-        drawn = setting_charts.levels(frame, labels, highest, scheme)
-        return cards.figure_card("levels", _REDUCING, subtitle, drawn, frame, fields)
-    costs = compare_data.costs(settings, resources)
+        drawn = setting_charts.levels(frame, settings, _names(settings), ends, scheme)
+        return cards.figure_card("levels", title, subtitle, drawn, frame, fields, how=how)
     drawn_cells = [
         [
             GridCell(
-                ", ".join(words for words in (cell.row, cell.column) if words),
+                f"{cell.row}, {cell.column}",
                 setting_charts.levels(
-                    frame, dict(cell.settings), highest, scheme, setting_charts.CELL_CHARACTERS
-                )
-                if cell.settings
-                else None,
-                _costs(cell.settings, costs),
+                    frame, settings, dict(cell.settings), ends, scheme, setting_charts.CELL_CHARACTERS
+                ),
             )
             for cell in row
         ]
         for row in cells
     ]
-    subtitle += " Below: cost per step, and the final loss."
-    return grid_card("levels", _REDUCING, subtitle, drawn_cells, frame, fields)
+    return grid_card("levels", title, subtitle, drawn_cells, frame, fields, how=how)
 
 
-def _costs(settings: Sequence[tuple[str, str]], costs: Mapping[str, compare_data.Cost]) -> list[Component]:
-    """Of each setting in a cell of the grid: step time, exposed time, loss, memory, samples per second."""
-    children: list[Component] = []
-    for label, heading in settings:
-        cost = costs[label]
-        if len(settings) > 1:
-            children.append(html.H4(heading[:200]))
-        children.append(
-            facts(
-                {
-                    "Step time": _interval(cost.step_time_ns, cost.low_ns, cost.high_ns),
-                    "Exposed": cost.exposed or "not known",
-                    "Final loss": _or_unknown(cost.final_loss, "{:.6g}".format),
-                    "Memory": _or_unknown(cost.memory_bytes, api.format_bytes),
-                    "Samples/s": _or_unknown(cost.samples_per_second, "{:.4g}".format),
-                }
-            )
-        )
-    return children
+def _names(settings: pd.DataFrame) -> dict[str, str]:
+    """How the chart calls each setting: by the keys that differ, with its repeats."""
+    return {
+        str(row["label"]): str(row["label"])
+        + (f" (x{row['repeats']})" if row["repeats"] > 1 else "")
+        + (", recommended" if row["recommended"] is True else "")
+        for row in settings.to_dict("records")
+    }
 
 
-def _interval(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "not known"
-    if low is None or high is None:
-        return api.format_ns(value)
-    return f"{api.format_ns(value)} (95 %: {api.format_ns(low)} to {api.format_ns(high)})"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _or_unknown(value: float | None, write: Callable[[float], str]) -> str:
-    return "not known" if value is None else write(value)
+def settings_table(settings: pd.DataFrame, order: Order) -> Component:
+    """The same rows as numbers; a heading sorts them and the chart."""
+    return cards.body_card(
+        "settings",
+        "Settings",
+        "Means of a step; exposed with its part of the step. A heading sorts the rows, here and in the chart.",
+        [table(settings, SETTING_FIELDS, "Settings", order)],
+        settings.drop(columns=["exposed", "reduction", "setting"]),
+    )
+
+
+def more_columns(settings: pd.DataFrame, unnamed: Sequence[str]) -> Component:
+    """What the table of the settings has no room for.
+
+    Args:
+        unnamed: keys that differ and that some label lacks.
+    """
+    also = (
+        " Labels name the keys that tell the settings apart; the others that differ follow."
+        if unnamed
+        else ""
+    )
+    return cards.table_card(
+        "more-columns",
+        "More columns of the settings",
+        f"Means of a step. Bytes are modelled; step times have 95 % intervals, predictions 80 %.{also}",
+        settings.drop(columns=["exposed", "reduction", "setting"]),
+        [
+            Field("label", "Setting"),
+            Field("issued_wire_bytes_per_step", "Wire bytes as issued", api.format_bytes, numeric=True),
+            Field("between_hosts_bytes_per_step", "Between hosts", api.format_bytes, numeric=True),
+            Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
+            Field("padding_bytes_per_step", "Padding", api.format_bytes, numeric=True),
+            Field("collectives_per_step", "Count", COUNT.format, numeric=True),
+            *(Field(column, name, api.format_ns, numeric=True) for column, name in _TIMES.items()),
+            *(Field(key, key) for key in unnamed),
+        ],
+    )
 
 
 def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Component:
@@ -316,9 +369,46 @@ def _op(value: Any) -> Cell:
     return html.Code(str(value), className="op")
 
 
+def _reduction(value: str) -> Cell:
+    """``reduce_scatter -> all_reduce``, in two parts that may wrap."""
+    requested, arrow, issued = value.partition(" -> ")
+    return html.Span([_op(requested), *([" \u2192 ", _op(issued)] if arrow else [])], className="reduction")
+
+
+def _setting(value: tuple[str, str]) -> Cell:
+    """The setting and links to its runs; repeats are behind one chip."""
+    label, names = value[0], run_names(value[1])
+    links = [
+        dcc.Link(f"run {number}", href=address.link("/overview", run=name), title=name)
+        for number, name in enumerate(names, start=1)
+    ]
+    if len(names) == 1:
+        return dcc.Link(label, href=address.link("/overview", run=names[0]), title=names[0])
+    chip = [html.Summary(f"x{len(names)}"), html.Span(links, className="run-links")]
+    return html.Span([label, html.Details(chip, className="repeats")])
+
+
+def run_names(value: Any) -> list[str]:
+    """The names of the runs of a setting, from their cell."""
+    return [str(name) for name in (value.split(", ") if isinstance(value, str) else value)]
+
+
 def _yes(value: Any) -> Cell:
     return "yes" if value else "no"
 
 
 def _probability(value: float) -> str:
     return f"{100 * value:.2g} %" if value >= 0.0001 else "< 0.01 %"
+
+
+SETTING_FIELDS: Final = [
+    Field("setting", "Setting", _setting),
+    Field("reduction", "Gradient reduction", _reduction),
+    Field("wire_bytes_per_step", "Executed", api.format_bytes, numeric=True),
+    Field("moved_bytes_of_rank", "Moved", api.format_bytes, numeric=True),
+    Field("step_time_ns", "Step time", api.format_ns, numeric=True),
+    Field("exposed", "Exposed", str, numeric=True),
+    Field("memory_bytes", "Memory", api.format_bytes, numeric=True),
+    Field("samples_per_second", "Samples/s", "{:.4g}".format, numeric=True),
+    Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
+]

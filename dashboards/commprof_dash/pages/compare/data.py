@@ -9,7 +9,8 @@ import pandas as pd
 
 from commprof.analysis import api
 from commprof_dash import traffic_frames
-from commprof_dash.charts.series import with_series
+from commprof_dash.charts.series import series_name, with_series
+from commprof_dash.components.tables import Order
 from commprof_dash.data import Runs
 from commprof_dash.text_columns import text_column
 
@@ -17,6 +18,8 @@ MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a sec
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 _KEY: Final = "."
 ABSENT: Final = "(absent)"
+# A column of text is sorted by the number that it is made of.
+_SORTED_BY: Final = {"exposed": "exposed_low_ns", "setting": "label"}
 
 
 def compared(runs: Runs, names: Sequence[str]) -> api.Comparison:
@@ -35,7 +38,7 @@ def are_large(runs: Runs, names: Sequence[str]) -> bool:
 def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
     """Requested, issued, executed and moved, with their ``series``; None while another process closes large ledgers."""
     ask = runs.runs_beside if are_large(runs, names) else runs.of_runs
-    frame: pd.DataFrame | None = ask("levels", names, api.reduction_levels)
+    frame: pd.DataFrame | None = ask("levels", names, api.traffic_levels)
     if frame is None:
         return None
     known = frame["op"].notna()
@@ -43,33 +46,48 @@ def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
     return frame.assign(series=series.reindex(frame.index))
 
 
-class Cost(NamedTuple):
-    """What a step of one setting cost, and the loss at its end; None where it is not known."""
-
-    step_time_ns: float | None
-    low_ns: float | None
-    high_ns: float | None
-    exposed: str | None  # with its part of the step
-    final_loss: float | None
-    memory_bytes: float | None  # of the device where it was read, else resident
-    samples_per_second: float | None
+def levels_if_ready(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
+    """The same for what needs not be there: None also for large runs that are being recorded."""
+    if are_large(runs, names) and runs.is_going(names):
+        return None
+    return levels(runs, names)
 
 
-def costs(settings: pd.DataFrame, resources: pd.DataFrame) -> dict[str, Cost]:
-    """The cost of each setting, by its label."""
-    joined = settings.merge(resources, on="label", how="left", validate="one_to_one")
-    joined["memory_bytes"] = joined["device_bytes"].fillna(joined["rss_bytes"])
-    columns = (
-        *("step_time_ns", "step_time_low_ns", "step_time_high_ns", "exposed"),
-        *("final_loss", "memory_bytes", "samples_per_second"),
+def settings(runs: Runs, names: Sequence[str], moved: pd.DataFrame | None) -> pd.DataFrame:
+    """One row per setting with all that the page says of it.
+
+    Args:
+        moved: the answer of :func:`levels`; None while it is not known.
+    """
+    answers = compared(runs, names)
+    frame = _with_predictions(runs, names, runs.comparison(names))
+    frame = frame.merge(answers.resources, on="label", how="left", validate="one_to_one")
+    advised = answers.advice.settings[["label", "recommended"]]
+    frame = frame.merge(advised, on="label", how="left", validate="one_to_one")
+    if moved is None:
+        frame = frame.assign(moved_bytes_of_rank=float("nan"), moved_over=None)
+    else:
+        counted = moved.loc[moved["level"] == "moved", ["label", "moved_bytes_of_rank", "moved_over"]]
+        frame = frame.merge(counted, on="label", how="left", validate="one_to_one")
+    return frame.assign(
+        memory_bytes=frame["device_bytes"].fillna(frame["rss_bytes"]),
+        setting=pd.Series(
+            list(zip(frame["label"], frame["runs"], strict=True)), index=frame.index, dtype="object"
+        ),
+        exposed=text_column(frame, _exposed_text),
+        reduction=text_column(frame, _reduction_text),
     )
-    joined["exposed"] = text_column(joined, exposed_text)
-    return {
-        str(row["label"]): Cost(*(_value(row[name]) for name in columns)) for row in joined.to_dict("records")
-    }
 
 
-def with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) -> pd.DataFrame:
+def ordered(frame: pd.DataFrame, order: Order) -> pd.DataFrame:
+    """``frame`` sorted by ``order``; settings whose value is not known come last."""
+    if order.column is None:
+        return frame
+    by = _SORTED_BY.get(order.column, order.column)
+    return frame.sort_values(by, ascending=not order.descending, kind="stable", ignore_index=True)
+
+
+def _with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) -> pd.DataFrame:
     """``settings`` with what their sweep predicted of each: ``predicted_ns``, ``predicted_low_ns``, ``predicted_high_ns``.
 
     Args:
@@ -87,17 +105,19 @@ def with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) -
     return settings.join(pd.DataFrame(rows, columns=columns, index=settings.index, dtype="float64"))
 
 
-def exposed_text(setting: Mapping[str, Any]) -> str | None:
+def _exposed_text(setting: Mapping[str, Any]) -> str | None:
     """Exposed time of a setting and the part of the step that it is, as the report of a run has them."""
     time, share = api.exposed_time(setting), api.exposed_share(setting)
-    if share is None:
-        return time
-    # The step is named: it is the median over the steps of all repeats, and the step time above it is not.
-    return f"{time}, {share} of the step of {api.format_ns(round(setting['step_ns']))}"
+    return time if share is None else f"{time}, {share}"
 
 
-def _value(value: Any) -> Any:
-    return value if isinstance(value, str) else None if pd.isna(value) else float(value)
+def _reduction_text(setting: Mapping[str, Any]) -> str | None:
+    """The requested gradient reduction and, if it is another one, the issued one."""
+    requested, issued, meant = (setting[f"{level}_op"] for level in ("requested", "issued", "intended"))
+    if pd.isna(issued):
+        return None if pd.isna(requested) else f"{requested} -> nothing"
+    told = series_name(issued, meant)
+    return told if pd.isna(requested) or requested == told else f"{requested} -> {told}"
 
 
 class Cell(NamedTuple):
@@ -109,14 +129,15 @@ class Cell(NamedTuple):
 
 
 def grid(settings: pd.DataFrame) -> list[list[Cell]]:
-    """The settings by reduce_scatter and use_multi_rank_bucket_allreduce; empty where the runs differ in neither."""
+    """The settings by reduce_scatter and use_multi_rank_bucket_allreduce; empty unless both vary and no cell is."""
     keys = _keys(settings)
-    grid_keys = [next((key for key in keys if key.rpartition(_KEY)[2] == name), None) for name in GRID_KEYS]
-    if not any(grid_keys):
+    named = [next((key for key in keys if key.rpartition(_KEY)[2] == name), None) for name in GRID_KEYS]
+    grid_keys = [key for key in named if key is not None]
+    if len(grid_keys) < len(GRID_KEYS):
         return []
     rows, columns = (_values(settings, key) for key in grid_keys)
     rest = [key for key in keys if key not in grid_keys]
-    return [
+    cells = [
         [
             Cell(
                 _words(grid_keys[0], row),
@@ -127,6 +148,8 @@ def grid(settings: pd.DataFrame) -> list[list[Cell]]:
         ]
         for row in rows
     ]
+    is_complete = min(len(rows), len(columns)) > 1 and all(cell.settings for row in cells for cell in row)
+    return cells if is_complete else []
 
 
 def _keys(settings: pd.DataFrame) -> list[str]:
@@ -134,24 +157,21 @@ def _keys(settings: pd.DataFrame) -> list[str]:
     return [str(name) for name in names[1 : names.index("requested_op")]]
 
 
-def _values(settings: pd.DataFrame, key: str | None) -> list[str]:
-    if key is None:
-        return [""]
+def _values(settings: pd.DataFrame, key: str) -> list[str]:
     # true before false, as the keys are usually told
     return sorted({str(value) for value in settings[key]}, key=lambda value: (value != "true", value))
 
 
-def _words(key: str | None, value: str) -> str:
-    return "" if key is None else f"{key.rpartition(_KEY)[2]}={value}"
+def _words(key: str, value: str) -> str:
+    return f"{key.rpartition(_KEY)[2]}={value}"
 
 
 def _those(
-    settings: pd.DataFrame, rest: Sequence[str], grid_keys: Sequence[str | None], values: tuple[str, str]
+    settings: pd.DataFrame, rest: Sequence[str], grid_keys: Sequence[str], values: tuple[str, str]
 ) -> list[tuple[str, str]]:
     part = settings
     for key, value in zip(grid_keys, values, strict=True):
-        if key is not None:
-            part = part[part[key].astype(str) == value]
+        part = part[part[key].astype(str) == value]
     return [
         (
             str(row["label"]),

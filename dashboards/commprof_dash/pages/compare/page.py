@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import dash
 import pandas as pd
-from dash import Input, Output, State, dcc, html
+from dash import ALL, ClientsideFunction, Input, Output, State, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
-from commprof_dash.charts import loss_chart, time_charts, traffic
+from commprof_dash.charts import loss_chart, traffic
 from commprof_dash.charts.series import is_reducing
 from commprof_dash.components import cards, controls, messages, pending
-from commprof_dash.components.tables import Cell, Field
+from commprof_dash.components.tables import Cell, Field, Order
 from commprof_dash.data import Runs, Selection, reason
-from commprof_dash.measures import COUNT, MEASURES, WIRE, Measure
+from commprof_dash.measures import MEASURES, WIRE, Measure
 from commprof_dash.pages.compare import cards as compare_cards
 from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of
 
 LEVELS: Final = "levels"
-_PREDICTED: Final = (
-    " Hollow bars: predicted before the sweep ran, with the 80 % interval. Predictions are the mean over ranks, and "
-    "measured steps those of the slowest rank."
-)
+_SORT: Final = "sort"  # in the address: a column, with "-" in front for the other direction
+_VIEW: Final = "view"
+_GRID: Final = "grid"
+_VIEWS: Final = {"rows": "One chart", _GRID: "Grid of the two keys"}
 _DEFAULT_RUNS: Final = 24  # the newest, where the address names none
 
 
@@ -43,11 +42,34 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     chosen = query.get(address.RUN, tuple(reversed(names[:_DEFAULT_RUNS])))
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
     selection = runs.select(chosen)
+    shown = [controls.runs_select(names, chosen), controls.measure_select(measure)]
+    if not selection.readable:
+        empty = messages.message("Nothing to compare", "Choose at least one run above that can be read.")
+        return Drawing(shown, [*_warnings(runs, selection), empty])
+    view = address.one(query, _VIEW, _VIEWS, "rows")
+    if compare_data.grid(runs.comparison(selection.readable)):
+        shown.append(controls.segmented(_VIEW, "View", _VIEWS, view))
+    asked = _Asked(selection.readable, view == _GRID, _order(query))
     return Drawing(
-        [controls.runs_select(names, chosen), controls.measure_select(measure)],
-        [*_warnings(runs, selection), *_answers(runs, selection.readable, measure, scheme)],
+        shown,
+        [*_warnings(runs, selection), *_answers(runs, asked, measure, scheme)],
         follows=runs.is_going(selection.readable),
     )
+
+
+class _Asked(NamedTuple):
+    """What the chart shows: the runs, whether in a grid, and the order of its rows; JSON holds it as a list."""
+
+    names: Sequence[str]
+    as_grid: bool
+    order: Order
+
+
+def _order(query: Query) -> Order:
+    value = next(iter(query.get(_SORT, ())), "")
+    column = value.removeprefix("-")
+    known = {field.column for field in compare_cards.SETTING_FIELDS}
+    return Order(column, value.startswith("-")) if column in known else Order(None)
 
 
 def _warnings(runs: Runs, selection: Selection) -> list[Component]:
@@ -57,59 +79,78 @@ def _warnings(runs: Runs, selection: Selection) -> list[Component]:
     return notices
 
 
-def _answers(runs: Runs, names: Sequence[str], measure: Measure, scheme: Scheme) -> list[Component]:
-    if not names:
-        return [messages.message("Nothing to compare", "Choose at least one run above that can be read.")]
-    settings = runs.comparison(names)
-    frame = runs.traffic_by_setting(names)
+def _answers(runs: Runs, asked: _Asked, measure: Measure, scheme: Scheme) -> list[Component]:
+    names = asked.names
     compared = compare_data.compared(runs, names)
+    settings = compare_data.ordered(
+        compare_data.settings(runs, names, compare_data.levels_if_ready(runs, names)), asked.order
+    )
     labels = [str(label) for label in settings["label"]]
     return [
-        compare_cards.advice(compared.advice),
-        *_findings(settings),
-        _levels(runs, names, scheme),
-        _reducing(frame, labels, measure, scheme),
-        cards.columns(
-            [
-                _others(frame, labels, measure, scheme),
-                _step_time(compare_data.with_predictions(runs, names, settings), scheme),
-            ]
+        compare_cards.answer(compared.advice),
+        _levels(runs, asked, scheme),
+        compare_cards.settings_table(settings, asked.order),
+        compare_cards.advice(compared.advice, _findings(settings)),
+        html.Div(_folds(runs, settings, labels, measure, scheme), className="folds"),
+    ]
+
+
+def _folds(
+    runs: Runs, settings: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme
+) -> list[Component]:
+    """What answers further questions, each behind its title."""
+    names = [name for row in settings["runs"] for name in compare_cards.run_names(row)]
+    compared = compare_data.compared(runs, names)
+    frame = runs.traffic_by_setting(names)
+    groups, unnamed = compare_cards.groups(compared.groups), _unnamed_keys(settings)
+    return [
+        cards.fold(
+            "More columns",
+            [compare_cards.more_columns(settings, unnamed)],
+            is_open=bool(unnamed),
         ),
-        _settings_table(settings.merge(compared.resources, on="label", how="left")),
-        *filter(None, [compare_cards.groups(compared.groups)]),
-        compare_cards.weighed(compared.advice),
-        cards.columns([_loss(runs, settings, scheme), compare_cards.ranks(compared.ranks, labels, scheme)]),
-        cards.columns(
+        cards.fold("Evidence of the recommendation", [compare_cards.weighed(compared.advice)]),
+        cards.fold(
+            "Traffic by operation",
+            [_reducing(frame, labels, measure, scheme), _others(frame, labels, measure, scheme)],
+            is_open=measure != WIRE,
+        ),
+        *([] if groups is None else [cards.fold("Traffic by group", [groups])]),
+        cards.fold("Bytes of each rank", [compare_cards.ranks(compared.ranks, labels, scheme)]),
+        cards.fold("Loss", [_loss(runs, settings, scheme)]),
+        cards.fold(
+            "Samples per second and memory",
             [
-                compare_cards.samples(compared.resources, scheme),
-                compare_cards.memory(compared.resources, scheme),
-            ]
+                compare_cards.samples(_in_order(compared.resources, labels), scheme),
+                compare_cards.memory(_in_order(compared.resources, labels), scheme),
+            ],
         ),
     ]
 
 
-def _levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component:
-    if compare_data.are_large(runs, names) and runs.is_going(names):
+def _in_order(frame: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
+    return frame.set_index("label").loc[list(labels)].reset_index()
+
+
+def _levels(runs: Runs, asked: _Asked, scheme: Scheme) -> Component:
+    if compare_data.are_large(runs, asked.names) and runs.is_going(asked.names):
         return compare_cards.levels_to_come(going=True)
-    card = _drawn_levels(runs, names, scheme)
-    return card or pending.pending(LEVELS, compare_cards.levels_to_come(going=False), list(names))
+    card = _drawn_levels(runs, asked, scheme)
+    return card or pending.pending(LEVELS, compare_cards.levels_to_come(going=False), list(asked))
 
 
-def _drawn_levels(runs: Runs, names: Sequence[str], scheme: Scheme) -> Component | None:
+def _drawn_levels(runs: Runs, asked: _Asked, scheme: Scheme) -> Component | None:
     """The card of the four levels; None while they are being computed."""
-    levels = compare_data.levels(runs, names)
+    levels = compare_data.levels(runs, asked.names)
     if levels is None:
         return None
-    resources = compare_data.compared(runs, names).resources
-    return compare_cards.levels(levels, runs.comparison(names), resources, scheme)
+    settings = compare_data.ordered(compare_data.settings(runs, asked.names, levels), asked.order)
+    cells = compare_data.grid(settings) if asked.as_grid else []
+    return compare_cards.levels(levels, settings, cells, scheme)
 
 
-def _findings(settings: pd.DataFrame) -> list[Component]:
-    sentences = [text for row in settings.to_dict("records") if (text := _finding(row)) is not None]
-    if not sentences:
-        return []
-    title = "Requested one collective to reduce the gradients, issued another"
-    return [messages.sentences(title, sentences, severity="warning")]
+def _findings(settings: pd.DataFrame) -> list[str]:
+    return [text for row in settings.to_dict("records") if (text := _finding(row)) is not None]
 
 
 def _finding(row: dict[Hashable, Any]) -> str | None:
@@ -156,74 +197,6 @@ def _others(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Sc
     )
 
 
-def _step_time(settings: pd.DataFrame, scheme: Scheme) -> Component:
-    title = "Step time"
-    columns = ["label", "step_time_ns", "step_time_low_ns", "step_time_high_ns", "interval_over", "repeats"]
-    predicted = ["predicted_ns", "predicted_low_ns", "predicted_high_ns"]
-    is_predicted = bool(settings["predicted_ns"].notna().any())
-    part = settings[[*columns, *(predicted if is_predicted else ())]]
-    if part["step_time_ns"].isna().all():
-        return cards.empty_card("step-time", title, "None of these runs finished two training steps.")
-    return cards.figure_card(
-        "step-time",
-        title,
-        f"Median per step and its 95 % interval over {_over(part)}, without the first step. The recommendation lists "
-        f"measurable differences.{_PREDICTED if is_predicted else ''}",
-        time_charts.by_setting(part, scheme),
-        part,
-        [
-            Field("label", "Setting"),
-            Field("step_time_ns", "Median", api.format_ns, numeric=True),
-            Field("step_time_low_ns", "Low", api.format_ns, numeric=True),
-            Field("step_time_high_ns", "High", api.format_ns, numeric=True),
-            Field("repeats", "Repeats", str, numeric=True),
-            *(
-                Field(column, name, api.format_ns, numeric=True)
-                for column, name in zip(predicted, ("Predicted", "Low (80 %)", "High (80 %)"), strict=True)
-                if is_predicted
-            ),
-        ],
-    )
-
-
-def _over(settings: pd.DataFrame) -> str:
-    return " or ".join(sorted(settings["interval_over"].dropna().unique())) or "steps"
-
-
-def _settings_table(settings: pd.DataFrame) -> Component:
-    unnamed = _unnamed_keys(settings)
-    also = (
-        " Labels name the keys that tell the settings apart; the others that differ follow."
-        if unnamed
-        else ""
-    )
-    return cards.table_card(
-        "settings",
-        "Settings",
-        f"The gradient reduction that each config requests, the issued one, and its cost per step.{also}",
-        settings.assign(exposed=text_column(settings, compare_data.exposed_text)),
-        [
-            Field("label", "Setting"),
-            Field("requested_op", "Requested", _op),
-            Field("issued_op", "Issued", _op),
-            Field("intended_op", "Standing for", _op),
-            Field("wire_bytes_per_step", "Wire bytes", api.format_bytes, numeric=True),
-            Field("issued_wire_bytes_per_step", "As issued", api.format_bytes, numeric=True),
-            Field("between_hosts_bytes_per_step", "Between hosts", api.format_bytes, numeric=True),
-            Field("payload_bytes_per_step", "Payload", api.format_bytes, numeric=True),
-            Field("padding_bytes_per_step", "Padding", api.format_bytes, numeric=True),
-            Field("collectives_per_step", "Count", COUNT.format, numeric=True),
-            Field("step_time_ns", "Step time", api.format_ns, numeric=True),
-            Field("exposed", "Exposed", str, numeric=True),
-            Field("final_loss", "Final loss", "{:.6g}".format, numeric=True),
-            Field("rss_bytes", "Memory", api.format_bytes, numeric=True),
-            Field("samples_per_second", "Samples/s", "{:.4g}".format, numeric=True),
-            *(Field(key, key) for key in unnamed),
-            Field("runs", "Runs", _run_links),
-        ],
-    )
-
-
 def _unnamed_keys(settings: pd.DataFrame) -> list[str]:
     """The keys that differ, but that some label of a setting that has them does not name: labels name few of many."""
     columns = [str(name) for name in settings.columns]
@@ -240,7 +213,7 @@ def _unnamed_keys(settings: pd.DataFrame) -> list[str]:
 
 def _loss(runs: Runs, settings: pd.DataFrame, scheme: Scheme) -> Component:
     title = "Loss"
-    shown = {str(row.label): _run_names(row.runs)[0] for row in settings.itertuples() if _run_names(row.runs)}
+    shown = {str(row.label): compare_cards.run_names(row.runs)[0] for row in settings.itertuples()}
     part = runs.loss_curves(shown)
     if part.empty:
         return cards.empty_card(
@@ -274,20 +247,13 @@ def _op(value: Any) -> Cell:
     return html.Code(str(value), className="op")
 
 
-def _run_names(value: Any) -> list[str]:
-    return [str(name) for name in (value.split(", ") if isinstance(value, str) else value)]
-
-
-def _run_links(value: Any) -> Cell:
-    links = [
-        dcc.Link(str(number), href=address.link("/overview", run=name), title=name)
-        for number, name in enumerate(_run_names(value), start=1)
-    ]
-    return html.Span(links, className="run-links")
-
-
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callback of levels that were not there when the page was drawn."""
+    """The callbacks of levels that were not there when the page was drawn, and of headings that sort."""
+    app.clientside_callback(
+        ClientsideFunction("compare", "sort"),
+        Input(ids.sorting(ALL), "n_clicks"),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output(pending.place(LEVELS), "children"),
@@ -297,9 +263,10 @@ def register(app: dash.Dash, runs: Runs) -> None:
         State(ids.SCHEME, "data"),
         prevent_initial_call=True,
     )
-    def waited(_: int, names: list[str], scheme: str | None) -> tuple[Any, bool]:
+    def waited(_: int, shown: list[Any], scheme: str | None) -> tuple[Any, bool]:
+        names, as_grid, order = shown
         try:
-            card = _drawn_levels(runs, names, scheme_of(scheme))
+            card = _drawn_levels(runs, _Asked(names, as_grid, Order(*order)), scheme_of(scheme))
         except KeyError:
             return messages.unknown_runs(names, str(runs.directory)), True
         except Exception as error:

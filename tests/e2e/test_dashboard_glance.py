@@ -1,0 +1,153 @@
+"""Overview and Compare in a real Chromium at 1440 x 900: the answer is there without scrolling."""
+
+from __future__ import annotations
+
+import pytest
+
+from commprof.analysis import api
+from commprof.cli import execute
+from support.browser import served, watched
+from support.detailed_runs import detailed_run
+from support.runs import SyntheticRun
+
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
+
+SCREEN = {"width": 1440, "height": 900}
+KEYS = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
+NAMES = ("true", "false")
+MIB = 1 << 20
+SETTINGS = "&".join(
+    f"run={scatter}-{multi}-{repeat}" for scatter in NAMES for multi in NAMES for repeat in range(2)
+)
+BOTTOM = "(query) => document.querySelector(query).getBoundingClientRect().bottom"
+
+
+def write_setting(path, scatter: bool, multi: bool) -> None:
+    """A run of DeepSpeed's keys on two ranks, with what DeepSpeed issues for them."""
+    keys = {"stage": 2} | dict(zip(KEYS, (scatter, multi), strict=True))
+    run = SyntheticRun(2, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": keys})
+    run.add_parameters({"weight": MIB // 4})
+    op = "reduce" if scatter and not multi else "all_reduce"
+    for step in range(4):
+        run.add_step(step, duration_ns=10_000_000, loss=2.0, rss_bytes=1 << 30)
+        run.add_collective(
+            op, step=step, payload_bytes=MIB, peer=0, purpose="gradient_reduce", exposed_ns=1_234_000
+        )
+        run.add_collective(
+            "all_gather", step=step, payload_bytes=MIB, purpose="parameter_gather", exposed_ns=1_000
+        )
+    run.write(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    base = tmp_path_factory.mktemp("glance")
+    for scatter in (True, False):
+        for multi in (True, False):
+            for repeat in range(2):
+                write_setting(base / f"{scatter}-{multi}-{repeat}".lower(), scatter, multi)
+    detailed_run().write(base / "late")
+    SyntheticRun(2, state="failed").write(base / "failed")
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(base):
+    with served(base) as url:
+        yield url
+
+
+@pytest.fixture
+def view(browser, base_url):
+    view = watched(browser, viewport=SCREEN)
+    yield view
+    view.page.context.close()
+    assert view.errors == []
+    assert view.foreign_requests(base_url) == []
+
+
+def test_compare_answers_without_scrolling_and_takes_two_screens(view, base_url):
+    view.open(f"{base_url}/compare?{SETTINGS}")
+    assert "Set reduce_scatter=true, use_multi_rank_bucket_allreduce=false" in view.page.inner_text(".told")
+    assert view.page.evaluate(BOTTOM, ".told") <= 600
+    assert view.page.evaluate(BOTTOM, "#card-levels .js-plotly-plot") <= SCREEN["height"]
+    assert view.page.evaluate("document.documentElement.scrollHeight") <= 2 * SCREEN["height"]
+    labels = view.page.locator("#card-levels .annotation-text").all_text_contents()
+    assert sum("(x2)" in label for label in labels) == 4  # repeats are one row
+    assert view.page.locator("#card-settings summary").all_inner_texts() == ["x2"] * 4
+
+
+def test_overview_answers_in_its_first_600_pixels(view, base, base_url):
+    view.open(f"{base_url}/overview?run=true-true-0")
+    lines = {text.split("\n")[0]: text for text in view.page.locator(".told").all_inner_texts()}
+    ledger = api.verify(base / "true-true-0")
+    chip = {"closed": "Ledger closed", "mismatch": "Ledger does not close"}[str(ledger.state)]
+    assert list(lines) == ["Nothing is missing", chip, "reduce_scatter \u2192 all_reduce"]
+    assert (
+        "of the issued payload is explained" in ledger.sentences[-1] and ledger.sentences[-1] in lines[chip]
+    )
+    assert "use_multi_rank_bucket_allreduce" in lines["reduce_scatter \u2192 all_reduce"]
+    tiles = {text.split("\n")[0]: text for text in view.page.locator(".tile").all_inner_texts()}
+    assert "10.0 ms" in tiles["Step time"]
+    assert "1.50 MiB" in tiles["Wire bytes per step"]
+    bottoms = view.page.evaluate(
+        "[...document.querySelectorAll('.tile, .told')].map((one) => one.getBoundingClientRect().bottom)"
+    )
+    assert max(bottoms) <= 600
+
+
+def test_overview_names_the_straggler_in_its_first_600_pixels(view, base_url):
+    view.open(f"{base_url}/overview?run=late")
+    line = view.page.locator(".told", has_text="There is a straggler")
+    assert "rank 2" in line.inner_text().lower()
+    assert line.bounding_box()["y"] + line.bounding_box()["height"] <= 600
+
+
+def test_a_run_without_a_step_has_one_line_in_the_place_of_empty_cards(view, base_url):
+    view.open(f"{base_url}/overview?run=failed")
+    assert view.page.locator(".tile").count() == 0
+    lines = view.page.locator(".told").all_inner_texts()
+    assert sum("Failed, exit code 1" in text for text in lines) == 1
+    assert sum("no training steps" in text for text in lines) == 1
+    titles = view.page.locator(".card h2").all_inner_texts()
+    assert not {"Traffic by purpose", "Step time and exposed communication", "Resources over the run"} & set(
+        titles
+    )
+
+
+def test_the_exposed_time_is_that_of_the_report_on_both_pages(view, base, base_url, capsys):
+    assert execute(["report", str(base / "true-true-0")]) == 0
+    report = " ".join(capsys.readouterr().out.split())
+    view.open(f"{base_url}/compare?run=true-true-0")
+    shown = view.page.locator("#card-settings tbody td").all_inner_texts()
+    (compared,) = [text for text in shown if text.endswith("%")]
+    view.open(f"{base_url}/overview?run=true-true-0")
+    _, time, share = view.page.locator(".tile", has_text="Exposed communication").inner_text().split("\n")
+    assert compared == f"{time}, {share.removesuffix(' of the step')}"
+    assert all(f" {part} " in report for part in compared.split(", "))
+    assert time != "not known"
+
+
+def test_the_grid_is_offered_only_without_holes(view, base_url):
+    view.open(f"{base_url}/compare?{SETTINGS}")
+    with view.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
+        view.page.get_by_text("Grid of the two keys").click()
+    view.page.wait_for_selector("#card-levels .grid-cell")
+    view.page.wait_for_function("location.search.includes('view=grid')")
+    assert view.page.locator("#card-levels .grid-cell").count() == 4
+    three = "&".join(f"run={name}-0" for name in ("true-true", "true-false", "false-true"))
+    view.open(f"{base_url}/compare?view=grid&{three}")
+    assert view.page.get_by_text("Grid of the two keys").count() == 0
+    assert view.page.locator("#card-levels .grid-cell").count() == 0
+    assert view.page.locator("#card-levels .js-plotly-plot").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url, scheme):
+    view = watched(browser, viewport={"width": 400, "height": 844}, color_scheme=scheme)
+    view.open(f"{base_url}/compare")
+    view.page.get_by_text("Choose runs").click()
+    assert view.page.locator(".control-wide").is_visible()
+    assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
+    view.page.context.close()
+    assert view.errors == []
