@@ -26,7 +26,7 @@ SAID = {  # by kind and page: words that have to be there, besides those of EVER
     ("ddp", "/alignment"): "Not aligned with an NCCL log",
     ("fsdp", "/overview"): "Nothing is missing",
     ("fsdp", "/buckets"): "its runtime names no capacity",
-    ("one-rank", "/overview"): "Every record of its one rank is there",
+    ("one-rank", "/overview"): "every record of its one rank is there",
     ("one-rank", "/matrix"): "This run has one rank",
     ("one-rank", "/stragglers"): "Only one rank of this run was recorded",
     ("sums", "/overview"): "only sums by step",

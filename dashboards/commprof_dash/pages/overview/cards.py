@@ -17,13 +17,14 @@ from commprof_dash.charts import exposure_chart, resource_charts
 from commprof_dash.components import cards, messages, tables
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
+from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.overview.data import Advised
 from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme
 
 _STATES: Final = {
-    "closed": ("The ledger is closed: every byte of training is explained", "good"),
-    "mismatch": ("The ledger does not close", "error"),
+    "closed": ("Ledger closed", "good"),
+    "mismatch": ("Ledger does not close", "error"),
     "unknown": ("Cannot tell whether the ledger closes", "warning"),
 }
 _TABLE_ROWS: Final = 300
@@ -33,28 +34,43 @@ _CHANGES: Final = "Changes worth trying"
 
 
 def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
-    """The verdict of ``commprof verify`` in its sentences."""
-    title, severity = _STATES[str(ledger.state)]
-    return messages.sentences(title, ledger.sentences, severity=severity, commands=[_verify(facts)])
+    """The ledger in lines: how much is accounted for, and what was requested and issued; all sentences in a fold."""
+    chip, severity = _STATES[str(ledger.state)]
+    reduction = overview_data.reduction(ledger)
+    listed = html.Ul([html.Li(text) for text in ledger.sentences], className="sentences")
+    return html.Div(
+        [
+            messages.line(chip, overview_data.accounted(ledger), severity),
+            *([] if reduction is None else [messages.line(reduction.chip, reduction.sentence, "note")]),
+            html.Details(
+                [
+                    html.Summary("Requested, issued, executed and moved in sentences"),
+                    listed,
+                    *messages.commands_to_type([_verify(facts)]),
+                ],
+                className="card-table",
+                open=severity == "error",
+            ),
+        ],
+        className="lines",
+    )
 
 
 def verdict_to_come(facts: Mapping[str, Any]) -> Component:
     """Placeholder for the verdict while another process closes the ledger."""
-    return messages.message(
+    return messages.line(
         "The ledger is being closed",
-        f"Closing the ledger over {facts['records']:,} records in the background, about ten seconds for ten million. The "
-        "verdict appears here. In a terminal:",
-        [_verify(facts)],
+        f"It goes over {facts['records']:,} records in the background, about ten seconds for ten million. In a terminal: "
+        f"{_verify(facts)}",
     )
 
 
 def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
     """Placeholder for the verdict of a large run that is still being recorded."""
-    return messages.message(
+    return messages.line(
         "The ledger is not closed yet",
-        f"The run is still being recorded and has {facts['records']:,} records so far. Its ledger is closed here once the "
-        "run has ended. For the records so far, in a terminal:",
-        [_verify(facts)],
+        f"The run is still being recorded and has {facts['records']:,} records so far. For these, in a terminal: "
+        f"{_verify(facts)}",
     )
 
 
@@ -165,6 +181,26 @@ def lateness(ranks: pd.DataFrame) -> Component:
     return messages.message(title, text, severity=severity)
 
 
+def straggler(ranks: pd.DataFrame) -> Component | None:
+    """The same in one line; None if no rank stands out."""
+    if ranks.attrs["culprit"] == "nobody":
+        return None
+    chip, severity = _LATENESS[ranks.attrs["culprit"]]
+    return messages.line(chip, ranks.attrs["statement"] or "", severity)
+
+
+def exposed_tile(frame: pd.DataFrame) -> Component:
+    """Exposed communication of a step: the last row of the answer, as the report and Compare have it."""
+    union = {} if frame.empty else {str(name): value for name, value in frame.iloc[-1].items()}
+    time = api.exposed_time(union) if union else None
+    share = api.exposed_share(union) if union else None
+    return cards.tile(
+        "Exposed communication",
+        time or "not known",
+        f"{share} of the step" if share else "of no step is it known",
+    )
+
+
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
     """Exposed communication of a training step. An unknown time is labelled, not shown as 0."""
     known = 0 if frame.empty else int(frame["records"].iloc[-1])
@@ -209,9 +245,7 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
     return cards.figure_card(
         "exposure",
         _EXPOSED,
-        f"Exposed:{spent} The program was blocked on a collective; mean over the ranks, median of {union['steps']:,} warm "
-        "steps. Overlapped: collectives were under way and it was blocked on none. Concurrent waits count once; purposes "
-        f"overlap, and all is their union, not their sum. {' '.join(unknown)}",
+        f"Exposed:{spent} {' '.join(unknown)}",
         exposure_chart.by_purpose(frame, scheme),
         table,
         [
@@ -224,6 +258,12 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
             Field("records", "Records", format_count, numeric=True),
             Field("unwaited", "No wait seen", format_count, numeric=True),
         ],
+        how=cards.how_to_read(
+            "Exposed: the program was blocked on a collective; mean over the ranks, median of "
+            f"{union['steps']:,} warm steps. Overlapped: collectives were under way and it was blocked on none. "
+            "Concurrent waits count once; purposes overlap, and all is their union, not their sum. docs/glossary.md defines "
+            "the terms."
+        ),
     )
 
 
@@ -275,7 +315,7 @@ def cost(facts: Mapping[str, Any]) -> Component:
         "Outside of the recorded steps": _or_none(
             facts["outside"], "collectives (--steps, --warmup): not recorded"
         ),
-        "Records lost": format_count(facts["lost"]),
+        "Records": f"{format_count(facts['records'])}; {facts['lost']:,} dropped, {facts['unseen']:,} unseen",
     }
     remark = (
         "This run was not recorded by commprof, or its recorder did not report its cost."

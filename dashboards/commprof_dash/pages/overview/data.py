@@ -11,6 +11,7 @@ import pandas as pd
 
 from commprof.analysis import api
 from commprof.prediction import api as prediction_api
+from commprof.schema import Purpose
 from commprof_dash.data import Runs
 from commprof_dash.pages.bandwidth import data as bandwidth_data
 from commprof_dash.pages.timeline.data import path_of
@@ -24,6 +25,39 @@ def verdict(runs: Runs, name: str, records: int) -> api.Verdict | None:
     ask = runs.of_run if records <= MOST_RECORDS else runs.run_beside
     ledger: api.Verdict | None = ask("verify", name, api.verify)
     return ledger
+
+
+class Reduction(NamedTuple):
+    """The gradient reduction that was requested, and the issued one: as a chip, and in one sentence with the reason."""
+
+    chip: str
+    sentence: str
+
+
+def reduction(ledger: api.Verdict) -> Reduction | None:
+    """What the ledger says of the gradients; None if nothing was requested that it knows, or nothing was issued."""
+    rows = [
+        row
+        for row in ledger.rows
+        if row.purpose == Purpose.GRADIENT_REDUCE and row.requested_op and row.issued_op
+    ]
+    sentence = next((text for text in ledger.sentences if " requested " in text), None)
+    if not rows or sentence is None:
+        return None
+    row = max(rows, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
+    told = (
+        row.requested_op
+        if row.issued_op == row.requested_op
+        else f"{row.requested_op} \u2192 {row.issued_op}"
+    )
+    return Reduction(str(told), sentence)
+
+
+def accounted(ledger: api.Verdict) -> str:
+    """How much of the issued payload an expectation explains: the last sentence of the ledger, else its first."""
+    if ledger.request_reason is not None:
+        return f"The requested level is not known: {ledger.request_reason.rstrip('.')}."
+    return ledger.sentences[-1] if ledger.sentences else "Nothing was issued."
 
 
 def exposure(runs: Runs, name: str) -> pd.DataFrame:

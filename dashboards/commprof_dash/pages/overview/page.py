@@ -1,4 +1,4 @@
-"""Overview: one run: what ran, how well it was recorded, what it sent, and what recording cost."""
+"""Overview: one run: its step, what it sent, how well that is accounted for, what ran, and what recording cost."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from commprof_dash.text_columns import text_column
 from commprof_dash.theme import Scheme, scheme_of
 
 VERDICT: Final = "verdict"
+SUMMARY: Final = "overview-summary"
 REST: Final = "overview-rest"
 PROMISING: Final = overview_cards.PROMISING
 # More rows slow down server and browser; the CSV file has all.
@@ -58,10 +59,37 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
     if selection.broken:
         return [messages.broken_run(name, selection.broken[name])]
     facts = runs.overview(name)
-    top = [
-        _tiles(facts),
+    is_large = facts["records"] > overview_data.MOST_RECORDS and not runs.is_going([name])
+    # Of a large run, times are asked for once the page is drawn.
+    summary = (
+        pending.at_once(SUMMARY, _summary(runs, name, facts), name)
+        if is_large
+        else _timed_summary(runs, name)
+    )
+    below = cards.empty_card("rest", "Time, cost and what ran", "On its way.")
+    return [
         _health(facts),
+        summary,
         _verdict(runs, name, facts),
+        *_traffic(runs, name, facts, measure, scheme),
+        *_promising(runs, name),
+        *_one_offs(runs.one_offs(name)),
+        *([pending.at_once(REST, below, name)] if is_large else rest(runs, name, scheme)),
+    ]
+
+
+def _traffic(
+    runs: Runs, name: str, facts: Mapping[str, Any], measure: Measure, scheme: Scheme
+) -> list[Component]:
+    """The charts over the steps; a line in the place of them without a step that ended."""
+    if not facts["whole_steps"]:
+        why = "No training step of this run ended."
+        if not facts["steps"]:
+            why = "This run has no training steps. Call commprof.step() if no engine reports them."
+        frame = runs.traffic_by_step(name)
+        shown = [] if frame.empty else [_by_step(frame, measure, scheme)]
+        return [messages.line("No values per step", why, "note"), *shown]
+    return [
         _by_step(runs.traffic_by_step(name), measure, scheme),
         cards.columns(
             [
@@ -69,32 +97,67 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
                 _times(runs.step_times(name), scheme),
             ]
         ),
-        *_promising(runs, name),
-        *_one_offs(runs.one_offs(name)),
     ]
-    # Of a large run what stands below is asked for once this is drawn.
-    if facts["records"] > overview_data.MOST_RECORDS and not runs.is_going([name]):
-        coming = cards.empty_card("rest", "Time, cost and what ran", "On its way.")
-        return [*top, pending.at_once(REST, coming, name)]
-    return [*top, *rest(runs, name, scheme)]
 
 
 def rest(runs: Runs, name: str, scheme: Scheme) -> list[Component]:
-    """The lower half of the page of a run: what collectives cost in time, what the run used, what ran."""
+    """The lower half of the page of a run: exposed time by purpose, what the run used, and how it was recorded."""
     facts = runs.overview(name)
-    ranks = overview_data.lateness(runs, name, facts["records"])
+    outside = _outside_steps(runs.traffic_outside_steps(name), facts["steps"])
+    exposed = overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme)
     return [
-        *([] if ranks is None or ranks.empty else [overview_cards.lateness(ranks)]),
-        cards.columns(
-            [
-                overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme),
-                _outside_steps(runs.traffic_outside_steps(name), facts["steps"]),
-            ]
+        cards.columns([exposed, outside] if facts["whole_steps"] else [outside]),
+        *(
+            [overview_cards.resources(overview_data.resources(runs, name), scheme)]
+            if facts["whole_steps"]
+            else []
         ),
-        overview_cards.resources(overview_data.resources(runs, name), scheme),
         cards.columns([_what_ran(facts), overview_cards.cost(facts)]),
         cards.columns([_groups(runs.groups(name)), _moved(runs.moved(name), facts["moved_reason"])]),
     ]
+
+
+def _timed_summary(runs: Runs, name: str) -> Component:
+    facts = runs.overview(name)
+    return _summary(
+        runs,
+        name,
+        facts,
+        overview_data.exposure(runs, name),
+        overview_data.lateness(runs, name, facts["records"]),
+    )
+
+
+def _summary(
+    runs: Runs,
+    name: str,
+    facts: Mapping[str, Any],
+    exposure: pd.DataFrame | None = None,
+    ranks: pd.DataFrame | None = None,
+) -> Component:
+    """The values of a step, and the straggler if there is one; without a step that ended, the latter only.
+
+    Args:
+        exposure: None while it is not known.
+        ranks: the answer of :func:`overview_data.lateness`; None without one.
+    """
+    straggler = None if ranks is None or ranks.empty else overview_cards.straggler(ranks)
+    sent = runs.traffic_by_purpose(name)
+    tiles = [
+        cards.tile("Step time", _or_none(facts["step_time_ns"], api.format_ns), _interval(facts)),
+        cards.tile("Exposed communication", "...", "on its way")
+        if exposure is None
+        else overview_cards.exposed_tile(exposure),
+        cards.tile(
+            "Wire bytes per step",
+            api.format_bytes(sent["wire_bytes_per_step"].sum()) if len(sent) else "none",
+            "of a rank, modelled as the backend runs it",
+        ),
+        cards.tile("Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"),
+        *_pipeline(facts),
+    ]
+    shown = [cards.tiles(tiles)] if facts["whole_steps"] else []
+    return html.Div([*shown, *([] if straggler is None else [straggler])], className="lines")
 
 
 def _verdict(runs: Runs, name: str, facts: Mapping[str, Any]) -> Component:
@@ -119,29 +182,6 @@ def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
     if idle is None or expected is None:
         return []
     return [cards.tile("Pipeline idle", f"{idle:.1%}", f"first stage; {expected:.1%} by the schedule")]
-
-
-def _tiles(facts: Mapping[str, Any]) -> Component:
-    executed = facts["executed_wire_bytes"]
-    return cards.tiles(
-        [
-            cards.tile("State", facts["state"], _ended(facts)),
-            cards.tile("Ranks", _ranks(facts), facts["backends"] or "no backend"),
-            cards.tile("Steps", format_count(facts["steps"]), f"{facts['whole_steps']:,} whole"),
-            cards.tile("Step time", _or_none(facts["step_time_ns"], api.format_ns), _interval(facts)),
-            cards.tile(
-                "Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"
-            ),
-            *_pipeline(facts),
-            cards.tile(
-                "Wire bytes",
-                api.format_bytes(executed or facts["wire_bytes"]),
-                "whole run, modelled, all groups",
-            ),
-            cards.tile("Records", format_count(facts["records"]), _missing(facts)),
-            cards.tile("Recording cost", _share(facts["recorder_share"]), _recorder_time(facts)),
-        ]
-    )
 
 
 def _ended(facts: Mapping[str, Any]) -> str:
@@ -169,35 +209,24 @@ def _missing(facts: Mapping[str, Any]) -> str:
     return f"{facts['lost']:,} dropped, {facts['unseen']:,} unseen"
 
 
-def _share(share: float | None) -> str:
-    return "not known" if share is None else overview_cards.share_text(share)
-
-
-def _recorder_time(facts: Mapping[str, Any]) -> str:
-    spent = facts["recorder_ns"]
-    return "nobody measured it" if spent is None else f"{api.format_ns(spent)} per rank, of the run's time"
-
-
 def _or_none(value: Any, write: Callable[[Any], str]) -> str:
     return "none" if value is None or pd.isna(value) else write(value)
 
 
 def _health(facts: Mapping[str, Any]) -> Component:
+    """The state of the run and of its records in one line."""
     if not facts["records"] and not facts["summed"] and facts["state"] != "running":
-        return messages.message(
+        return messages.line(
             "No records",
-            "This run has no records: it ended before its first collective, does not use "
+            f"{facts['state'].capitalize()}, {_ended(facts)}. It ended before its first collective, does not use "
             "torch.distributed, or never reached a step to record.",
-            severity="warning",
+            "warning",
         )
-    if facts["notes"]:
-        return messages.sentences("What is missing", facts["notes"], severity="warning")
     ranks = "its one rank" if _ranks(facts) == "1" else f"{_ranks(facts)} ranks"
-    return messages.message(
-        "Nothing is missing",
-        f"Every record of {ranks} is there: {_missing(facts)}, {facts['torn']:,} truncated.",
-        severity="good",
-    )
+    told = f"{facts['state'].capitalize()}, {_ended(facts)}; {format_count(facts['steps'])} steps"
+    if facts["notes"]:
+        return messages.line("What is missing", f"{told}; {'; '.join(facts['notes'])}.", "warning")
+    return messages.line("Nothing is missing", f"{told}; every record of {ranks} is there.", "good")
 
 
 def _what_ran(facts: Mapping[str, Any]) -> Component:
@@ -205,6 +234,11 @@ def _what_ran(facts: Mapping[str, Any]) -> Component:
         "Command": html.Code(shlex.join(map(str, facts["command"]))) if facts["command"] else "not known",
         "Started": _moment(facts["started_realtime_ns"]),
         "Duration": _or_none(facts["wall_ns"], api.format_ns),
+        "Ranks": f"{_ranks(facts)}, {facts['backends'] or 'no backend'}",
+        "Steps": f"{format_count(facts['steps'])}, {facts['whole_steps']:,} whole",
+        "Wire bytes of the whole run": (
+            f"{api.format_bytes(facts['executed_wire_bytes'] or facts['wire_bytes'])}, modelled, all groups"
+        ),
         "Setting": facts["setting"] or "none",
         "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
         "Config": facts["config_path"] or "none",
@@ -235,7 +269,7 @@ def _by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Component
     return cards.figure_card(
         "by-step",
         title,
-        f"{measure.name} per step ({measure.definition}).{means}",
+        f"{measure.name} per step{', modelled' if measure == WIRE else ''}.{means}",
         traffic.by_step(frame, measure, scheme),
         frame,
         [
@@ -245,6 +279,7 @@ def _by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Component
             *_measure_fields(),
         ],
         most_rows=_TABLE_ROWS,
+        how=cards.how_to_read(f"{measure.name}: {measure.definition}. docs/glossary.md defines the terms."),
     )
 
 
@@ -372,7 +407,18 @@ def _measure_fields() -> list[Field]:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of what was not there when the page was drawn: the verdict, the changes, and the lower half."""
+    """The callbacks of what was not there when the page was drawn: times, the verdict, the changes, the lower half."""
+
+    _register_changes(app, runs)
+
+    @app.callback(Output(pending.place(SUMMARY), "children"), Input(pending.about(SUMMARY), "data"))
+    def timed(name: str) -> Component:
+        try:
+            return _timed_summary(runs, name)
+        except KeyError:
+            return messages.unknown_runs([name], str(runs.directory))
+        except Exception as error:
+            return messages.broken_page(reason(error))
 
     @app.callback(
         Output(pending.place(REST), "children"),
@@ -405,6 +451,10 @@ def register(app: dash.Dash, runs: Runs) -> None:
         if ledger is None:
             raise PreventUpdate
         return overview_cards.verdict(ledger, facts), True
+
+
+def _register_changes(app: dash.Dash, runs: Runs) -> None:
+    """The callback of the changes worth trying."""
 
     @app.callback(
         Output(pending.place(PROMISING), "children"),
