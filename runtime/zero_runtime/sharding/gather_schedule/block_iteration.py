@@ -150,10 +150,16 @@ class BlockIteration(Iteration):
         idle = tuple(each for each in self._gathered if each != index and not self._blocks[each].busy)
         decision = order.decide(idle, self._differentiates)
         self._release(decision.released)
-        self._gather(index)
+        if self._turned:
+            # The backward pass has less memory: the gradients of two blocks are under way.
+            self._gather(index)
+        else:
+            # The next message begins when this one has ended, not only when its parameters have been copied.
+            self._start_block(index)
         for each in decision.ahead:
             self._start_block(each)
             self._ahead.add(each)
+        self._gather(index)
 
     def _depart(self, index: int) -> None:
         """Record the visit of block ``index``, if need be instead of the expected one."""
