@@ -220,6 +220,29 @@ def modules_page() -> str:
     return "".join(lines)
 
 
+def gallery_page() -> str:
+    """docs/gallery.md: every page of the dashboard with its question and, if one was taken, its picture."""
+    from commprof_dash.pages import PAGES
+
+    lines = [
+        "# The pages of the dashboard",
+        "",
+        "Reference. For people who want to see what the dashboard answers, or look for the page with an answer.",
+        "Generated from `commprof_dash/pages/` by `make docs`; do not edit.",
+        "",
+        "    commprof dashboard            # http://127.0.0.1:8050, on this machine only",
+        "",
+        "The pictures show runs of `make demo`: five settings of a small GPT on two gloo ranks. The NCCL log of",
+        "the page Alignment is generated. `docs/screenshots/make_screenshots.py --gallery` takes the pictures.",
+    ]
+    for page in PAGES:
+        picture = f"screenshots/gallery-{page.path.strip('/') or 'runs'}.png"
+        lines += ["", f"## {page.title}", "", page.question]
+        if (DOCS / picture).exists():
+            lines += ["", f"![Page {page.title}: {page.question}]({picture})"]
+    return "\n".join([*lines, ""])
+
+
 def deepspeed_names_page() -> str:
     """docs/deepspeed-names.md with its lists of names renewed."""
     from zero_runtime.deepspeed_names.tables.catalogue import page
@@ -246,6 +269,7 @@ PAGES = {
     "cli.md": command_line_page,
     "config.md": config_page,
     "modules.md": modules_page,
+    "gallery.md": gallery_page,
     "deepspeed-names.md": deepspeed_names_page,
 }
 

@@ -1,8 +1,9 @@
-"""Takes the pictures of the dashboard that the README shows, over the runs of ``make demo``.
+"""Takes the pictures of the dashboard that the README, the tutorials and the gallery show, over the runs of ``make demo``.
 
     make demo
     .venv/bin/python docs/screenshots/make_screenshots.py            # the newest traces/demo-*
     .venv/bin/python docs/screenshots/make_screenshots.py DIR        # other runs
+    .venv/bin/python docs/screenshots/make_screenshots.py --gallery  # only one picture of each page
 
 Needs Chromium and the development requirements. Look at the pictures before committing them.
 """
@@ -14,9 +15,10 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / part) for part in ("tests", "dashboards", "")]
 
 from support.browser import Watched, open_browser, served  # noqa: E402 - found through the line above
 
@@ -44,6 +46,21 @@ PICTURES = (
     Picture("plan-dark", "/plan?compute=900ms", 1280, 1140, "dark", "settings"),
     Picture("plan-phone", "/plan?compute=900ms", 390, 1500, "light"),
 )
+
+
+def gallery(runs: Path) -> tuple[Picture, ...]:
+    """A picture of each page; those of one run show the first one that was aligned with a log."""
+    from commprof_dash.pages import PAGES
+
+    aligned = sorted(runs.rglob("matches.parquet"))
+    query = f"?run={quote(aligned[0].parent.relative_to(runs).as_posix())}" if aligned else ""
+    pictures = []
+    for page in PAGES:
+        name = page.path.strip("/") or "runs"
+        of_all = name in ("runs", "compare", "plan")
+        address = f"{page.path}{'' if of_all else query}"
+        pictures.append(Picture(f"gallery-{name}", address, 1440, 900, "light"))
+    return tuple(pictures)
 
 
 def take(browser: Any, base: str, picture: Picture, out: Path) -> Path:
@@ -83,9 +100,12 @@ def main() -> None:
         "runs", nargs="?", type=Path, help="directory of runs (default: the newest traces/demo*)"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--gallery", action="store_true", help="only one picture of each page")
     arguments = parser.parse_args()
-    with served(arguments.runs or newest_demo()) as base, open_browser() as browser:
-        for picture in PICTURES:
+    runs = arguments.runs or newest_demo()
+    pictures = gallery(runs) if arguments.gallery else (*PICTURES, *gallery(runs))
+    with served(runs) as base, open_browser() as browser:
+        for picture in pictures:
             path = take(browser, base, picture, arguments.out)
             print(f"{path}  {path.stat().st_size:,} bytes", flush=True)
     os._exit(
