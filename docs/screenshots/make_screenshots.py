@@ -102,11 +102,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--gallery", action="store_true", help="only one picture of each page")
     arguments = parser.parse_args()
-    runs = arguments.runs or newest_demo()
+    runs, out = (arguments.runs or newest_demo()).resolve(), arguments.out.resolve()
     pictures = gallery(runs) if arguments.gallery else (*PICTURES, *gallery(runs))
-    with served(runs) as base, open_browser() as browser:
+    os.chdir(runs.parent)  # a page that shows where its runs are then shows no folder of this machine
+    with served(Path(runs.name)) as base, open_browser() as browser:
         for picture in pictures:
-            path = take(browser, base, picture, arguments.out)
+            path = take(browser, base, picture, out)
             print(f"{path}  {path.stat().st_size:,} bytes", flush=True)
     os._exit(
         0
