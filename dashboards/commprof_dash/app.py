@@ -76,7 +76,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         Input(ids.ADDRESS, "pathname"),
         Input(ids.ADDRESS, "search"),
         Input(ids.SCHEME, "data"),
-        Input(ids.TICK, "n_intervals"),
+        Input(ids.FOLLOW, "data"),
         State(ids.drawn(ALL), "data"),
         State(ids.control(ALL), "value"),
         State(ids.control(ALL), "id"),
@@ -85,19 +85,27 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         pathname: str | None,
         search: str | None,
         scheme: str | None,
-        ticks: int | None,
+        follow: dict[str, Any] | None,
         drawn: list[dict[str, Any]],
         values: list[Any],
         control_ids: list[dict[str, str]],
     ) -> tuple[Any, ...]:
         page = find_page(pathname)
         stamp = runs.stamp()
-        followed = dash.ctx.triggered_id == ids.TICK and bool(drawn)
-        if followed and drawn[0].get("stamp") == stamp:
-            raise PreventUpdate  # nothing was written since: the page stays as it is
+        if dash.ctx.triggered_id == ids.FOLLOW and drawn and follow:
+            if drawn[0].get("stamp") == stamp:
+                raise PreventUpdate  # nothing was written since: the page stays as it is
+            search = follow["search"]  # the timeline and the grid write it without asking for the page again
+        search = _with_run(search, drawn[0] if drawn else {}, pathname)
         heading, drawing = draw_page(page, runs, pathname, search, scheme)
         # The browser keeps what was drawn, so that the next call knows which controls it has to replace.
-        now = {"page": pathname, "held": controls.values_by_key(drawing.controls), "stamp": stamp}
+        now = {
+            "page": pathname,
+            "held": controls.values_by_key(drawing.controls),
+            "stamp": stamp,
+            "run": drawing.run,
+            "title": title(page, drawing.run, search),
+        }
         shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
         # Controls that are there and hold the right values stay, so that a list in use is not closed.
         stay = bool(drawn) and drawn[0]["page"] == pathname and shown == now["held"]
@@ -105,7 +113,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
             heading,
             dash.no_update if stay else drawing.controls,
             [dcc.Store(id=ids.drawn("body"), data=now), *drawing.body],
-            shell.navigation(PAGES, page),
+            shell.navigation(PAGES, page, address.parse(_with_run(search, now, pathname))),
             not drawing.follows,
         )
 
@@ -123,12 +131,40 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         State(ids.drawn(ALL), "data"),
     )
     app.clientside_callback(
+        ClientsideFunction("shell", "follow"),
+        Output(ids.FOLLOW, "data"),
+        Input(ids.TICK, "n_intervals"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(
+        ClientsideFunction("shell", "arrive"),
+        Output(ids.ARRIVED, "data"),
+        Input(ids.drawn(ALL), "data"),
+    )
+    app.clientside_callback(
         ClientsideFunction("shell", "toggle_menu"),
         Output(ids.SHELL, "navbar"),
         Input(ids.MENU_BUTTON, "opened"),
         Input(ids.ADDRESS, "pathname"),
         State(ids.SHELL, "navbar"),
     )
+
+
+def _with_run(search: str | None, drawn: dict[str, Any], pathname: str | None) -> str:
+    """Return ``search`` with the run that the page showed, if it names none: a run that starts does not replace it."""
+    search = search or ""
+    if not drawn.get("run") or drawn.get("page") != pathname or address.RUN in address.parse(search):
+        return search
+    return address.link("", run=drawn["run"]) + search.replace("?", "&", 1)
+
+
+def title(page: Page | None, run: str, search: str | None) -> str:
+    """The title of the document: the page and its run, the run first where the browser cuts it short."""
+    named = address.parse(search).get(address.RUN, ())
+    about = run or (named[0] if len(named) == 1 else f"{len(named)} runs" if named else "")
+    name = "No such page" if page is None else page.title
+    about = "" if page is not None and page.path == "/" else about[:200]
+    return " \u00b7 ".join(part for part in (name, about, "commprof") if part)
 
 
 def find_page(pathname: str | None) -> Page | None:

@@ -14,13 +14,20 @@ PAGE: Final = "page"
 HEADING: Final = "heading"
 CONTROLS: Final = "controls"
 BODY: Final = "body"
-TICK: Final = "tick"  # an interval: asks for the page again while what it shows may change by itself
+TICK: Final = "tick"  # an interval, enabled while what the page shows may change by itself
+FOLLOW: Final = "follow"  # a store: the ticks that ask for the page again; those during a drawing do not
 ADDRESS_WRITTEN: Final = "address-written"  # a store that only exists because a callback needs an output
+ARRIVED: Final = "arrived"  # the same
 
 
 def control(key: str) -> dict[str, str]:
     """Id of the control whose value stands in the address under ``key``."""
     return {"type": "control", "key": key}
+
+
+def page_link(path: str) -> dict[str, str]:
+    """Id of the link of the navigation to the page at ``path``; the browser keeps the query of its address current."""
+    return {"type": "page-link", "path": path}
 
 
 def drawn(part: str) -> dict[str, str]:

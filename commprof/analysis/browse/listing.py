@@ -61,6 +61,8 @@ def _read(path: Path) -> dict[str, Any]:
         "unseen": health.unseen,
         "steps": training.group_by(["attempt", "step"]).aggregate([]).num_rows,
         "setting": setting_text(manifest),
+        "sweep": str(manifest.sweep["name"]) if manifest.sweep and manifest.sweep.get("name") else None,
+        "wall_ns": health.wall_ns,
         "finalised": not rank_files(run.path),
         "note": "; ".join(health.notes) or None,
     }

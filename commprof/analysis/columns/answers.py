@@ -426,6 +426,8 @@ RUNS: Final = Table(
         Column("unseen", "int64", "unseen collectives", True),
         Column("steps", "int64", "training steps", True),
         Column("setting", "string", "sweep point, or the ZeRO keys of its config", True),
+        Column("sweep", "string", "name of the sweep that it is a part of", True),
+        Column("wall_ns", "int64", "how long the run took", True, "ns"),
         Column("finalised", "bool", "whether its files are Parquet"),
         Column("note", "string", "why something is missing", True),
     ),

@@ -1,5 +1,67 @@
 // Callbacks that run in the browser. The address is the state of a page: its controls are written there, as
 // key=value with one pair per value, and the server draws what the address says.
+(() => {
+  const pair = ([key, value]) => key + "=" + encodeURIComponent(value).replaceAll("%2F", "/");
+  const RUN_KEYS = ["from", "to", "record", "ranks"];  // they say nothing about another run
+
+  // The query with `pairs` for the keys `own` of a page. The keys of other pages stay, so that a page that is left is
+  // found again as it was.
+  const search_with = (own, pairs) => {
+    const query = new URLSearchParams(window.location.search);
+    const runs = (all) => all.filter(([key]) => key === "run").map(([, value]) => value).join("\n");
+    const moved = own.includes("run") && query.has("run") && runs([...query]) !== runs(pairs);
+    const kept = [...query].filter(([key]) => !own.includes(key) && !(moved && RUN_KEYS.includes(key)));
+    const all = [...pairs, ...kept];
+    return all.length ? "?" + all.map(pair).join("&") : "";
+  };
+  // Links of the navigation keep the run, the step and the filters of the address.
+  const keep_links = () => {
+    for (const link of document.querySelectorAll("#navigation a")) {
+      const path = new URL(link.href).pathname;
+      window.dash_clientside.set_props({type: "page-link", path}, {href: path + window.location.search});
+    }
+  };
+  const replace_search = (search) => {
+    if (search !== window.location.search) {
+      window.history.replaceState(window.history.state, "", window.location.pathname + search);
+      keep_links();
+    }
+  };
+
+  window.commprof = {search_with, replace_search};
+
+  const same_search = (one, other) => {
+    const sorted = (search) => [...new URLSearchParams(search)].map(pair).sort().join("&");
+    return sorted(one) === sorted(other);
+  };
+
+  // A chart as a file: with the title and the legend of its card, on the background of the card.
+  const download_images = async (button) => {
+    const card = button.closest(".card"), form = button.dataset.image;
+    const plots = [...card.querySelectorAll(".js-plotly-plot")];
+    for (const [number, plot] of plots.entries()) {
+      const heading = (plot.closest(".grid-cell") || card).querySelector("h2, h3");
+      const many = plot.data.filter((trace) => trace.type !== "heatmap" && trace.name).length > 1;
+      const margin = plot.layout.margin || {}, room = {t: (margin.t ?? 8) + 34, b: (margin.b ?? 8) + (many ? 40 : 0)};
+      const width = plot.clientWidth, height = plot.clientHeight + 34 + (many ? 40 : 0);
+      const layout = {...plot.layout, width, height, margin: {...margin, ...room}, showlegend: many,
+        legend: {orientation: "h", yref: "container", y: 0, yanchor: "bottom"},
+        title: {text: heading ? heading.textContent : "", x: 0.01, y: 1 - 8 / height, yanchor: "top", font: {size: 15}},
+        paper_bgcolor: getComputedStyle(card).backgroundColor};
+      const url = await window.Plotly.toImage({data: plot.data, layout}, {format: form, width, height, scale: form === "png" ? 2 : 1});
+      const link = document.createElement("a");
+      link.href = url;
+      link.download = "commprof-" + button.dataset.name + (plots.length > 1 ? "-" + (number + 1) : "") + "." + form;
+      link.click();
+    }
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-image]");
+    if (button) {
+      download_images(button);
+    }
+  });
+
 window.dash_clientside = Object.assign({}, window.dash_clientside, {
   address: {
     write(values, ids, [drawn]) {
@@ -12,9 +74,9 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       const pairs = ids.flatMap(({key}, i) => {
         const value = values[i] ?? "";
         const items = Array.isArray(value) ? (value.length ? value : [""]) : [value];
-        return items.map((item) => key + "=" + encodeURIComponent(item).replaceAll("%2F", "/"));
+        return items.map((item) => [key, item]);
       });
-      const search = "?" + pairs.join("&");
+      const search = search_with(ids.map(({key}) => key), pairs);
       if (search !== window.location.search) {
         window.history.pushState({}, "", window.location.pathname + search);
         window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
@@ -36,12 +98,23 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
     },
   },
   runs: {
-    // The ticked runs stand in the address, so that it can be shared; the page need not be drawn again for that.
-    tick(ticked) {
-      const pairs = (key) => ticked.map((name) => key + "=" + encodeURIComponent(name).replaceAll("%2F", "/")).join("&");
-      window.history.replaceState(window.history.state, "", window.location.pathname + (ticked.length ? "?" + pairs("tick") : ""));
-      return ["/compare" + (ticked.length ? "?" + pairs("run") : ""),
+    // The ticked runs stand in the address, so that it can be shared; a ticked sweep stands for its runs.
+    tick(selected) {
+      const ticked = [...new Set((Array.isArray(selected) ? selected : []).flatMap(({name, members}) => members || [name]))];
+      if (window.location.pathname === "/") {
+        replace_search(search_with(["tick"], ticked.map((name) => ["tick", name])));
+      }
+      return ["/compare" + (ticked.length ? "?" + ticked.map((name) => pair(["run", name])).join("&") : ""),
         ticked.length ? ticked.length + " ticked" : "none ticked: compares the newest runs"];
+    },
+    ready(grid) {
+      window.dash_ag_grid.getApiAsync(grid).then(window.commprof.runs_ready);
+      return window.dash_clientside.no_update;
+    },
+    search(text, grid) {
+      window.dash_ag_grid.getApi(grid)?.setGridOption("quickFilterText", text || "");
+      replace_search(search_with(["find"], text ? [["find", text]] : []));
+      return window.dash_clientside.no_update;
     },
   },
   records: {
@@ -51,13 +124,13 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         return window.dash_clientside.no_update;
       }
       const pairs = [["run", run], ...state.pairs];
-      const search = "?" + pairs.map(([key, value]) => key + "=" + encodeURIComponent(value).replaceAll("%2F", "/")).join("&");
+      const search = search_with(["run", "filter", "sort", "column"], pairs);
       const now = window.location.search;
-      if (search === now) {
+      if (same_search(search, now)) {
         return window.dash_clientside.no_update;
       }
       if (!state.drawn) {
-        window.history.replaceState(window.history.state, "", window.location.pathname + search);
+        replace_search(search);
       } else if (new URLSearchParams(now).get("run") === run && window.commprof_drawn_again !== now) {
         // The page was drawn again, for another scheme say, from an address that is older than the one that is shown.
         window.commprof_drawn_again = now;
@@ -139,10 +212,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         return no_update;
       }
       const pairs = [["run", run], ...keys.map((key) => [key, view[key]])].filter(([, value]) => (value ?? "") !== "");
-      const search = "?" + pairs.map(([key, value]) => key + "=" + encodeURIComponent(value).replaceAll("%2F", "/")).join("&");
-      if (search !== window.location.search) {
-        window.history.replaceState(window.history.state, "", window.location.pathname + search);
-      }
+      replace_search(search_with(["run", ...keys], pairs));
       return no_update;
     },
     wait(done) {
@@ -167,6 +237,22 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
     },
   },
   shell: {
+    // The ticks that ask for the page again. A tick during a drawing would discard what is being drawn.
+    follow(ticks) {
+      return document.querySelector('#page [data-dash-is-loading="true"]') ? window.dash_clientside.no_update
+        : {ticks, search: window.location.search};
+    },
+    // A page was drawn: the title names it and its run, the address names the run, the links keep both.
+    arrive([drawn]) {
+      if (drawn && drawn.page === window.location.pathname) {
+        document.title = drawn.title;
+        if (drawn.run && !new URLSearchParams(window.location.search).has("run")) {
+          replace_search(search_with(["run"], [["run", drawn.run]]));
+        }
+        keep_links();
+      }
+      return window.dash_clientside.no_update;
+    },
     toggle_menu(opened, _pathname, navbar) {
       const by_button = window.dash_clientside.callback_context.triggered.some((t) => t.prop_id.endsWith(".opened"));
       if (!by_button && opened) {
@@ -176,3 +262,4 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
     },
   },
 });
+})();

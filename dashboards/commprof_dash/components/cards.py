@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import dash_mantine_components as dmc
 import pandas as pd
 import plotly.graph_objects as go
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof_dash import ids
@@ -139,7 +139,13 @@ def body_card(
                 html.Div(
                     [
                         html.H2(title, id=heading),
-                        csv_link(name, frame) if frame is not None and len(frame) else None,
+                        html.Div(
+                            [
+                                *(image_buttons(name) if _has_graph(body) else ()),
+                                csv_link(name, frame) if frame is not None and len(frame) else None,
+                            ],
+                            className="card-actions",
+                        ),
                     ],
                     className="card-head",
                 ),
@@ -152,3 +158,21 @@ def body_card(
         className="card",
         withBorder=True,
     )
+
+
+def image_buttons(name: str) -> list[Component]:
+    """Buttons that download the charts of the card ``name``; the browser makes the file (assets/callbacks.js)."""
+    return [
+        html.Button(
+            form.upper(),
+            className="card-action",
+            type="button",
+            title=f"Download the chart as {form.upper()}",
+            **{"data-image": form, "data-name": name, "aria-label": f"Download {name} as {form.upper()}"},
+        )
+        for form in ("png", "svg")
+    ]
+
+
+def _has_graph(body: Sequence[Component | None]) -> bool:
+    return any(isinstance(part, dcc.Graph) for part in html.Div(list(body))._traverse())

@@ -9,7 +9,8 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from commprof_dash import ids, theme
+from commprof_dash import address, ids, theme
+from commprof_dash.address import Query
 
 if TYPE_CHECKING:
     from commprof_dash.pages.page import Page
@@ -24,13 +25,15 @@ def layout(pages: Sequence[Page]) -> Component:
             dcc.Location(id=ids.ADDRESS, refresh=False),
             dcc.Store(id=ids.SCHEME),
             dcc.Store(id=ids.ADDRESS_WRITTEN),
+            dcc.Store(id=ids.ARRIVED),
+            dcc.Store(id=ids.FOLLOW),
             dcc.Interval(id=ids.TICK, interval=_FOLLOW_MS, disabled=True),
             html.A("Skip to the page", href=f"#{ids.PAGE}", className="skip-link"),
             dmc.AppShell(
                 [
                     dmc.AppShellHeader(_header()),
                     dmc.AppShellNavbar(
-                        html.Nav(navigation(pages, None), id=ids.NAVIGATION, **{"aria-label": "Pages"}),
+                        html.Nav(navigation(pages, None, {}), id=ids.NAVIGATION, **{"aria-label": "Pages"}),
                         p="xs",
                     ),
                     dmc.AppShellMain(
@@ -67,12 +70,13 @@ def layout(pages: Sequence[Page]) -> Component:
     )
 
 
-def navigation(pages: Sequence[Page], current: Page | None) -> list[Component]:
-    """Links to the pages, ``current`` marked."""
+def navigation(pages: Sequence[Page], current: Page | None, query: Query) -> list[Component]:
+    """Links to the pages, ``current`` marked; each keeps the run, the step and the filters of ``query``."""
     return [
         dmc.NavLink(
             label=page.title,
-            href=page.path,
+            id=ids.page_link(page.path),
+            href=address.link(page.path, **query),
             active=page is current,
             variant="light",
             **({"aria-current": "page"} if page is current else {}),

@@ -25,17 +25,17 @@ def draw_run(
     """
     names = runs.names()
     if not names:
-        return Drawing([], [messages.no_runs(str(runs.directory))])
+        return Drawing([], [messages.no_runs(str(runs.directory))], follows=True)
     name = next(iter(query.get(address.RUN, ())), names[0])
     choice = controls.run_select(names, name)
     selection = runs.select([name])
     if selection.unknown:
-        return Drawing([choice], [messages.unknown_runs(selection.unknown, str(runs.directory))])
+        return Drawing([choice], [messages.unknown_runs(selection.unknown, str(runs.directory))], run=name)
     if selection.broken:
-        return Drawing([choice], [messages.broken_run(name, selection.broken[name])])
+        return Drawing([choice], [messages.broken_run(name, selection.broken[name])], run=name)
     others, body = answers(name)
     going = runs.is_going([name])
-    return Drawing([choice, *others], [*([still_going()] if going else []), *body], follows=going)
+    return Drawing([choice, *others], [*([still_going()] if going else []), *body], follows=going, run=name)
 
 
 def still_going() -> Component:

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """What a page shows: its controls, and what stands below them; ``follows`` while it may change by itself."""
+    """What a page shows: its controls, and what stands below them.
+
+    ``follows`` while it may change by itself; ``run`` is the name of the run that it is about, "" for none or several.
+    """
 
     controls: Sequence[Component]
     body: Sequence[Component]
     follows: bool = False
+    run: str = ""
 
 
 class Page(NamedTuple):

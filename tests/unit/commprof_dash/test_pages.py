@@ -7,11 +7,13 @@ import pytest
 from dash import dcc
 from plotly.utils import PlotlyJSONEncoder
 
+from commprof.analysis import api
 from commprof_dash.address import link
 from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.components.graph import GRAPH_CONFIG
 from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
+from commprof_dash.pages.runs.data import KnownFacts, read_some, table_rows
 from support.runs import SyntheticRun
 
 pytestmark = pytest.mark.shared_answers
@@ -84,8 +86,45 @@ def test_runs_that_are_broken_or_lost_something_are_listed_as_such(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("not json")
     text = text_of(draw(tmp_path, "/"))
-    assert "unreadable" in text and "is not valid JSON" in text and '"7, 0"' in text
+    assert "unreadable" in text and "is not valid JSON" in text and '"dropped_text": "7"' in text
     assert '"/overview?run=broken"' not in text, "a run that cannot be read is no link"
+
+
+def test_a_sweep_is_one_row_with_the_ranges_of_its_runs(tmp_path):
+    for number, reduction in enumerate(("all_reduce", "reduce", "all_reduce")):
+        sweep = {"name": "of-two", "point": {"zero_optimization.gradient_reduction": reduction}, "repeat": 0}
+        write_run(tmp_path / "of-two" / str(number), reduction, steps=3 + number, sweep=sweep, lost=number)
+    write_run(tmp_path / "alone")
+    runs, known = Runs(tmp_path), KnownFacts()
+    rows = {row["id"]: row for row in table_rows(runs.listing(), known)}
+    assert set(rows) == {"sweep:of-two", "run:of-two/0", "run:of-two/1", "run:of-two/2", "run:alone"}
+    assert rows["run:alone"]["sweep"] is None and rows["run:of-two/1"]["sweep"] == "of-two"
+    sweep = rows["sweep:of-two"]
+    assert sorted(sweep["members"]) == ["of-two/0", "of-two/1", "of-two/2"]
+    assert sweep["state"] == "3 complete" and sweep["setting"] == "2 settings"
+    assert sweep["steps_text"] == "3 to 5" and sweep["steps"] == 3 and sweep["dropped_text"] == "0 to 2"
+    assert sweep["step_time_text"] == "...", "what the records say is read afterwards"
+    names = [row["name"] for row in rows.values() if row["members"] is None]
+    assert read_some(runs, known, names, 0.0) == (names[:1], names[1:])
+    assert read_some(runs, known, names[1:], 60.0) == (names[1:], [])
+    rows = {row["id"]: row for row in table_rows(runs.listing(), known)}
+    setting = api.compare([tmp_path / "alone"]).iloc[0]
+    alone = rows["run:alone"]
+    assert alone["step_time"] == setting["step_time_ns"] / 1e6
+    assert alone["sent"] == setting["executed_wire_bytes_per_step"] / 2**20
+    assert alone["verdict"] == "cannot tell", "no parameters were published"
+    assert alone["sent_text"] == api.format_bytes(setting["executed_wire_bytes_per_step"])
+    assert " to " in rows["sweep:of-two"]["sent_text"], "gloo's reduce sends other bytes than its all_reduce"
+
+
+def test_what_cannot_be_read_has_no_facts_and_no_place_in_compare(tmp_path):
+    write_run(tmp_path / "whole")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("not json")
+    runs, known = Runs(tmp_path), KnownFacts()
+    rows = {row["name"]: row for row in table_rows(runs.listing(), known)}
+    assert rows["broken"]["href"] is None and rows["broken"]["verdict"] == "-"
+    assert "is not valid JSON" in rows["broken"]["note"]
 
 
 @pytest.mark.long
@@ -221,8 +260,6 @@ def test_text_of_a_trace_stays_text(tmp_path):
 
 
 def test_an_answer_is_kept_until_a_file_changes(directory, tmp_path, monkeypatch):
-    from commprof.analysis import api
-
     asked = []
     original = api.step_times
     monkeypatch.setattr(api, "step_times", lambda path: asked.append(path) or original(path))

@@ -1,0 +1,199 @@
+"""What stays between the pages of the dashboard: run, step and filters, the title, and a run that is being recorded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from commprof.trace.process import start_ticks
+from support.browser import served, watched
+from support.rank_files import write_rank
+from support.runs import SyntheticRun
+
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
+
+PAGES = (
+    *("/", "/overview", "/compare", "/plan", "/timeline", "/matrix", "/buckets", "/alignment"),
+    *("/stragglers", "/bandwidth", "/records"),
+)
+
+
+def write_run(path, started_realtime_ns):
+    run = SyntheticRun(2, started_realtime_ns=started_realtime_ns)
+    for step in range(4):
+        run.add_step(step, begin_ns=step * 1_000_000, duration_ns=1_000_000)
+        for rank in range(2):
+            run.add_collective(
+                "all_reduce",
+                step=step,
+                ranks=(rank,),
+                payload_bytes=1000 * (step + 1),
+                issue_ns=step * 1_000_000 + 1000 + 500 * rank,
+                host_ns=50_000,
+                exposed_ns=20_000,
+                purpose="gradient_reduce",
+                bucket=0,
+            )
+    run.write(path)
+
+
+@pytest.fixture(scope="module")
+def base_url(tmp_path_factory):
+    base = tmp_path_factory.mktemp("navigation")
+    write_run(base / "older", 1_700_000_000_000_000_000)
+    write_run(base / "newer", 1_700_000_100_000_000_000)
+    with served(base) as url:
+        yield url
+
+
+def links(page) -> dict[str, dict[str, list[str]]]:
+    """The queries of the links of the navigation, by the path of their page."""
+    addresses = page.locator("#navigation a").evaluate_all("links => links.map((link) => link.href)")
+    return {urlsplit(one).path: parse_qs(urlsplit(one).query) for one in addresses}
+
+
+def wait_for_links(page, key: str, value: str) -> None:
+    page.wait_for_function(
+        "([key, value]) => [...document.querySelectorAll('#navigation a')]"
+        ".every((link) => new URL(link.href).searchParams.get(key) === value)",
+        arg=[key, value],
+    )
+
+
+def go(view, name: str) -> None:
+    view.page.get_by_role("link", name=name, exact=True).click()
+    view.page.wait_for_function("(name) => document.querySelector('h1')?.innerText === name", arg=name)
+    view.page.wait_for_function("(name) => document.title.startsWith(name)", arg=name)
+    view.settle()
+
+
+def test_the_run_and_the_step_stay_from_page_to_page_and_back_restores(page, base_url):
+    page.open(f"{base_url}/buckets?run=older&step=2")
+    wait_for_links(page.page, "run", "older")
+    assert links(page.page) == {path: {"run": ["older"], "step": ["2"]} for path in PAGES}
+    assert page.page.title() == "Buckets \u00b7 older \u00b7 commprof"
+    for name in ("Overview", "Traffic matrix", "Stragglers", "Records"):
+        go(page, name)
+        query = parse_qs(urlsplit(page.page.url).query)
+        assert query["run"] == ["older"] and query["step"] == ["2"]
+        assert page.page.title() == f"{name} \u00b7 older \u00b7 commprof"
+    page.page.go_back()
+    page.page.wait_for_function("document.title.startsWith('Stragglers \u00b7 older')")
+    assert parse_qs(urlsplit(page.page.url).query) == {"run": ["older"], "step": ["2"]}
+
+
+def test_a_page_without_a_run_in_its_address_writes_the_newest_there(page, base_url):
+    page.open(f"{base_url}/stragglers")
+    page.page.wait_for_function("window.location.search === '?run=newer'")
+    wait_for_links(page.page, "run", "newer")
+    assert page.page.title() == "Stragglers \u00b7 newer \u00b7 commprof"
+
+
+def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
+    page.open(f"{base_url}/matrix?run=older")
+    page.page.get_by_label("Steps", exact=True).fill("1-2")
+    page.page.wait_for_function("window.location.search.includes('steps=1-2')")
+    wait_for_links(page.page, "steps", "1-2")
+    go(page, "Timeline")
+    page.page.get_by_label("Zoom in", exact=True).click()
+    page.page.wait_for_function("window.location.search.includes('from=')")
+    begin = parse_qs(urlsplit(page.page.url).query)["from"]
+    wait_for_links(page.page, "from", begin[0])
+    go(page, "Traffic matrix")
+    assert page.page.get_by_label("Steps", exact=True).input_value() == "1-2"
+    page.page.go_back()
+    page.page.wait_for_function("document.title.startsWith('Timeline')")
+    assert parse_qs(urlsplit(page.page.url).query)["from"] == begin
+    page.open(f"{base_url}/timeline?run=older&from=1&to=9&steps=1-2")
+    page.page.get_by_role("combobox", name="Run").or_(page.page.get_by_label("Run", exact=True)).first.click()
+    page.page.locator("[role=option]:visible", has_text="newer").click()
+    page.page.wait_for_function("document.title === 'Timeline \u00b7 newer \u00b7 commprof'")
+    query = parse_qs(urlsplit(page.page.url).query)
+    assert query["run"] == ["newer"] and query["steps"] == ["1-2"]
+    assert query.get("to") != ["9"], "the window of a run says nothing about another"
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_a_chart_is_downloaded_as_an_image_with_its_title(page, base_url, form):
+    page.open(f"{base_url}/overview?run=older")
+    with page.page.expect_download() as caught:
+        page.page.get_by_label(f"Download by-step as {form.upper()}").click()
+    assert caught.value.suggested_filename == f"commprof-by-step.{form}"
+    content = Path(caught.value.path()).read_bytes()
+    if form == "png":
+        assert content.startswith(b"\x89PNG")
+        width = page.page.evaluate("document.querySelector('#card-by-step .js-plotly-plot').clientWidth")
+        assert int.from_bytes(content[16:20], "big") == 2 * width
+    else:
+        heading = page.page.inner_text("#card-by-step h2")
+        assert content.startswith(b"<svg") and heading.encode() in content
+    for path in ("/compare", "/timeline", "/matrix", "/stragglers", "/bandwidth"):
+        page.open(f"{base_url}{path}?run=older")
+        cards = page.page.locator(".card:has(.js-plotly-plot)")
+        for number in range(cards.count()):
+            assert cards.nth(number).locator(f"button[data-image={form}]").count() == 1, path
+
+
+def test_a_wide_screen_is_used(browser, base_url):
+    view = watched(browser, viewport={"width": 1920, "height": 1080})
+    view.open(f"{base_url}/stragglers?run=older")
+    widths = view.page.evaluate(
+        "[document.querySelector('.page').clientWidth, document.querySelector('.mantine-AppShell-main').clientWidth]"
+    )
+    view.page.context.close()
+    assert widths[0] >= 1700
+
+
+def write_live(run: Path, records: int, ended: bool = False) -> None:
+    """Replace the files of a rank of ``run`` by those with ``records`` records, of this process, which works."""
+    mine = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
+    elsewhere = run.parent.parent / f"written-{records}-{ended}"
+    stem = write_rank(elsewhere, records=records, ended=ended, **mine)
+    run.mkdir(exist_ok=True)
+    for suffix in (".events", ".records"):
+        stem.with_suffix(suffix).replace(run / f"{stem.name}{suffix}")
+    shutil.rmtree(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("path", "before"),
+    [("/timeline", "No records yet"), pytest.param("/records", "No records yet", marks=pytest.mark.long)],
+)
+def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
+    browser, tmp_path, monkeypatch, path, before
+):
+    from commprof_dash import app
+
+    draw_page = app.draw_page
+
+    def slowly(*arguments):
+        drawing = draw_page(*arguments)
+        time.sleep(5)
+        return drawing
+
+    monkeypatch.setattr(app, "draw_page", slowly)
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    write_live(directory / "live", 0)
+    with served(directory) as url:
+        view = watched(browser, viewport={"width": 1280, "height": 900})
+        view.page.goto(f"{url}{path}?run=live")
+        says = "(text) => document.querySelector('#body').innerText.includes(text)"
+        view.page.wait_for_function(says, arg=before, timeout=30_000)
+        for records in (25, 50):
+            write_live(directory / "live", records)
+            view.page.wait_for_function(says, arg=f"{records} records", timeout=30_000)
+            assert "still being recorded" in view.page.inner_text("#body")
+        write_live(directory / "live", 60, ended=True)
+        view.page.wait_for_function(says, arg="60 records", timeout=30_000)
+        view.page.wait_for_function(
+            "!document.querySelector('#body').innerText.includes('still being recorded')", timeout=30_000
+        )
+        view.page.context.close()
+    assert view.errors == []

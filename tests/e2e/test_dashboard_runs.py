@@ -1,0 +1,156 @@
+"""The table of runs in a real Chromium: it fills by itself, is searched, sorted, filtered, opened and ticked."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from commprof.analysis import api
+from support.browser import served
+from support.runs import SyntheticRun
+
+pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
+
+DURATIONS = {"fast": 1_000_000, "slow": 9_000_000}
+SWEEP = "sweep-of-stages"
+
+
+def write_run(path, duration_ns, started, **options):
+    run = SyntheticRun(2, started_realtime_ns=1_700_000_000_000_000_000 + started * 10**9, **options)
+    for step in range(3):
+        run.add_step(step, begin_ns=step * 10_000_000, duration_ns=duration_ns)
+        run.add_collective(
+            "all_reduce", step=step, payload_bytes=4000, purpose="gradient_reduce", exposed_ns=250_000
+        )
+    run.write(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    for number, (name, duration) in enumerate(DURATIONS.items()):
+        write_run(base / name, duration, number)
+    for stage in range(3):
+        point = {"zero_optimization.stage": stage}
+        write_run(
+            base / SWEEP / f"stage-{stage}",
+            (2 + stage) * 1_000_000,
+            10 + stage,
+            sweep={"name": SWEEP, "point": point, "repeat": 0},
+            config={"zero_optimization": {"stage": stage}},
+            state="failed" if stage == 2 else "complete",
+        )
+    return base
+
+
+@pytest.fixture(scope="module")
+def base_url(runs):
+    with served(runs) as url:
+        yield url
+
+
+ROWS = """() => [...document.querySelectorAll('#runs-grid .ag-center-cols-container .ag-row')]
+    .sort((one, other) => one.getAttribute('row-index') - other.getAttribute('row-index'))
+    .map((row) => row.querySelector('[col-id=name]').innerText.replace(/^[^ ]* (sweep.*) \\(.*/, '$1'))"""
+
+
+def wait_for_rows(page, names: list[str]) -> None:
+    page.wait_for_function(f"(names) => JSON.stringify(({ROWS})()) === JSON.stringify(names)", arg=names)
+
+
+def opened(view, base_url: str, query: str = "") -> None:
+    view.open(f"{base_url}/{query}")
+    view.page.wait_for_selector("#runs-grid .ag-row")
+
+
+def filled(page) -> None:
+    page.wait_for_function("!document.querySelector('#runs-states').innerText.includes('Reading')")
+
+
+def query_of(page) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(page.url).query)
+
+
+MEMBERS = [f"{SWEEP}/stage-{stage}" for stage in (2, 1, 0)]
+
+
+def test_a_sweep_is_one_row_that_opens_and_the_address_holds_it(page, base_url):
+    opened(page, base_url)
+    wait_for_rows(page.page, [SWEEP, "slow", "fast"])
+    toggle = page.page.get_by_role("button", name=f"{SWEEP} (3 runs)")
+    toggle.click()
+    wait_for_rows(page.page, [SWEEP, *MEMBERS, "slow", "fast"])
+    assert query_of(page.page)["open"] == [SWEEP]
+    opened(page, base_url, f"?open={SWEEP}")
+    wait_for_rows(page.page, [SWEEP, *MEMBERS, "slow", "fast"])
+    page.page.locator("#runs-grid [col-id=name]", has_text=f"{SWEEP} (").focus()
+    page.page.keyboard.press("Enter")
+    wait_for_rows(page.page, [SWEEP, "slow", "fast"])
+
+
+def test_the_numbers_are_those_of_the_library_and_sort_the_rows(page, runs, base_url):
+    opened(page, base_url)
+    filled(page.page)
+    cell = "#runs-grid .ag-row[row-id='run:slow'] [col-id={}]"
+    setting = api.compare([runs / "slow"]).iloc[0]
+    assert page.page.inner_text(cell.format("step_time")) == api.format_ns(int(setting["step_time_ns"]))
+    assert page.page.inner_text(cell.format("sent")) == api.format_bytes(
+        setting["executed_wire_bytes_per_step"]
+    )
+    share = api.exposure_per_step(runs / "slow").set_index("purpose").loc["all", "exposed_share"]
+    assert page.page.inner_text(cell.format("exposed")) == f"{100 * share:.1f} %"
+    assert page.page.inner_text(cell.format("verdict")) == "cannot tell"
+    header = page.page.locator(".ag-header-cell[col-id=step_time] .ag-header-cell-label")
+    header.click()
+    wait_for_rows(page.page, ["fast", SWEEP, "slow"])
+    header.click()
+    wait_for_rows(page.page, ["slow", SWEEP, "fast"])
+    assert query_of(page.page)["order"] == ["-step_time"]
+    opened(page, base_url, "?order=-step_time")
+    filled(page.page)
+    wait_for_rows(page.page, ["slow", SWEEP, "fast"])
+
+
+def test_the_search_and_the_filters_look_into_closed_sweeps(page, base_url):
+    opened(page, base_url)
+    page.page.locator("#runs-search").fill("stage=1")
+    wait_for_rows(page.page, [f"{SWEEP}/stage-1"])
+    assert query_of(page.page)["find"] == ["stage=1"]
+    opened(page, base_url, "?find=stage%3D1")
+    wait_for_rows(page.page, [f"{SWEEP}/stage-1"])
+    page.page.locator("#runs-search").fill("")
+    wait_for_rows(page.page, [SWEEP, "slow", "fast"])
+    page.page.get_by_label("State Filter Input", exact=True).fill("failed")
+    wait_for_rows(page.page, [f"{SWEEP}/stage-2"])
+    page.page.wait_for_function("window.location.search.includes('where=')")
+    address = page.page.url
+    page.page.get_by_role("link", name="Overview", exact=True).click()
+    page.page.wait_for_function("document.querySelector('h1')?.innerText === 'Overview'")
+    page.page.go_back()
+    page.page.wait_for_selector("#runs-grid .ag-row")
+    wait_for_rows(page.page, [f"{SWEEP}/stage-2"])
+    assert page.page.url == address
+
+
+def test_a_ticked_sweep_stands_for_its_runs_and_goes_to_compare(page, base_url):
+    opened(page, base_url)
+    page.page.locator(f"#runs-grid .ag-row[row-id='sweep:{SWEEP}'] input[type=checkbox]").check()
+    page.page.locator("#runs-grid .ag-row[row-id='run:slow'] input[type=checkbox]").check()
+    page.page.wait_for_function("document.querySelector('#runs-compare-count').innerText === '4 ticked'")
+    assert query_of(page.page)["tick"] == [*MEMBERS, "slow"]
+    assert parse_qs(urlsplit(page.page.locator("#runs-compare").get_attribute("href")).query)["run"] == [
+        *MEMBERS,
+        "slow",
+    ]
+    page.page.get_by_role("link", name="slow", exact=True).click()
+    page.page.wait_for_function("document.title === 'Overview \u00b7 slow \u00b7 commprof'")
+
+
+def test_a_run_that_appears_is_added_and_the_rest_stays(page, runs, base_url):
+    opened(page, base_url, f"?open={SWEEP}&order=name")
+    wait_for_rows(page.page, ["fast", "slow", SWEEP, *reversed(MEMBERS)])
+    write_run(runs / "late", 5_000_000, 100)
+    wait_for_rows(page.page, ["fast", "late", "slow", SWEEP, *reversed(MEMBERS)])
+    filled(page.page)
+    assert page.page.inner_text("#runs-grid .ag-row[row-id='run:late'] [col-id=step_time]") == "5.00 ms"
