@@ -492,15 +492,17 @@ def topology(run: AnyRun) -> pd.DataFrame:
     return alignment_module.topology(_opened(run))
 
 
-def straggling(run: AnyRun, limit: int = MOST_LATE) -> Straggling:
+def straggling(run: AnyRun, limit: int = MOST_LATE, first_step: bool = True) -> Straggling:
     """Stragglers in one pass: :func:`stragglers`, lateness by rank, causes of waiting, and the worst collectives.
 
     Args:
         limit: the number of worst collectives at most.
+        first_step: False leaves out the first training step, in which ranks start up, and what came before it; this
+            reads all records also of a run that has an index.
     """
     from commprof.analysis.stragglers import straggler_answers
 
-    return straggler_answers.straggling(_opened(run), limit)
+    return straggler_answers.straggling(_opened(run), limit, first_step)
 
 
 AnyCalibration: TypeAlias = "Calibration | Path | str"
@@ -1052,6 +1054,14 @@ def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
     from commprof.analysis.storage import index as index_module
 
     return timeline_module.step_window(index_module.index_of(run), step)
+
+
+def warm_window(run: AnyRun, steps: int = 3) -> tuple[int, int] | None:
+    """When the first ``steps`` training steps after the first ran, on the clock of :func:`timeline`; None without one."""
+    from commprof.analysis.browse import timeline as timeline_module
+    from commprof.analysis.storage import index as index_module
+
+    return timeline_module.warm_window(index_module.index_of(run), steps)
 
 
 def records_page(

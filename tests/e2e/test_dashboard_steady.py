@@ -81,7 +81,7 @@ def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
     }
     issued = {(0, 1): sent * SIZE + gather, (2, 1): sent * SIZE, (1, 2): gather, (2, 0): gather}
     for measure, wanted in (("wire", executed), ("issued", issued)):
-        page.open(f"{base_url}/matrix?run=run&measure={measure}")
+        page.open(f"{base_url}/matrix?run=run&measure={measure}&per=total")
         heat = page.page.evaluate("document.querySelector('#card-matrix .js-plotly-plot')._fullData[0].z")
         drawn = {
             (i, j): 2**value for i, row in enumerate(heat) for j, value in enumerate(row) if value is not None

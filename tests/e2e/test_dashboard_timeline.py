@@ -16,6 +16,7 @@ from support.runs import SyntheticRun
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 WORLD, STEPS, EACH = 4, 3, 10
+WHOLE = f"&from=0&to={STEPS * 1_000_000}"
 HOSTILE = "<img src=x onerror=alert(1)>"
 GRAPH = "#card-timeline .js-plotly-plot"
 
@@ -103,11 +104,10 @@ def assert_window_is_drawn(page, runs: Path, name: str) -> api.Timeline:
 
 def click_on_graph(page, x: float, y: float) -> None:
     """A click on what is there, which plotly looks up while the mouse rests."""
-    shown = page.locator(f"{GRAPH} .hoverlayer .hovertext")
     for number in range(200):
         page.mouse.move(x - number % 2, y)
         page.wait_for_timeout(50)
-        if shown.count():
+        if "rank" in page.inner_text("#timeline-hover"):
             break
     page.mouse.click(x, y)
 
@@ -119,7 +119,7 @@ def moved(page, act) -> None:
 
 
 def test_bars_are_the_records_and_buttons_move_the_window(page, runs, base_url):
-    page.open(f"{base_url}/timeline?run=few")
+    page.open(f"{base_url}/timeline?run=few{WHOLE}")
     assert drawn_records(page.page) == wanted_records(api.timeline(runs / "few"))
     assert page.page.locator("img[src=x]").count() == 0
     for label in ("Zoom in", "Later", "Earlier", "Zoom out"):
@@ -128,11 +128,114 @@ def test_bars_are_the_records_and_buttons_move_the_window(page, runs, base_url):
     page.open(page.page.url)  # the address holds all of it
     assert_window_is_drawn(page.page, runs, "few")
     moved(page.page, page.page.get_by_label("Whole run").click)
-    assert "from=" not in page.page.url
+    shown = api.timeline(runs / "few")
+    assert window_of(page.page.url) == (0, shown.run_end_ns - shown.run_begin_ns)
+
+
+def test_it_opens_on_the_steps_after_the_first_and_the_keys_move_it(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few")
+    page.page.wait_for_function("window.location.search.includes('to=')")
+    assert window_of(page.page.url) == (1_000_000, 3_000_000)
+    assert_window_is_drawn(page.page, runs, "few")
+    spans = [window_of(page.page.url)]
+    for key in "wdas":
+        moved(page.page, lambda key=key: page.page.keyboard.press(key))
+        assert_window_is_drawn(page.page, runs, "few")
+        spans.append(window_of(page.page.url))
+    lengths = [end - begin for begin, end in spans]
+    assert lengths[1] == pytest.approx(0.6 * lengths[0], rel=0.01) and spans[1][0] > spans[0][0]
+    assert lengths[2:4] == pytest.approx([lengths[1]] * 2, rel=0.01)
+    assert spans[2][0] > spans[1][0] and spans[3][0] == pytest.approx(spans[1][0], abs=2)
+    assert lengths[4] > lengths[3]
+    page.page.locator("#timeline-ranks").fill("")
+    before = page.page.url
+    page.page.locator("#timeline-ranks").press("w")
+    page.page.wait_for_timeout(500)
+    assert page.page.url == before, "a letter that is typed moves nothing"
+
+
+def test_the_minimap_shows_the_window_and_a_drag_over_it_chooses_another(page, runs, base_url):
+    page.open(f"{base_url}/timeline?run=few")
+    page.page.wait_for_function("window.location.search.includes('to=')")
+    shown = api.timeline(runs / "few")
+    length = shown.run_end_ns - shown.run_begin_ns
+    box = page.page.locator("#timeline-minimap").bounding_box()
+    frame = page.page.locator("#timeline-window").bounding_box()
+    assert frame["x"] - box["x"] == pytest.approx(box["width"] * 1_000_000 / length, abs=4)
+
+    def drag():
+        page.page.mouse.move(box["x"] + 0.1 * box["width"], box["y"] + 20)
+        page.page.mouse.down()
+        page.page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 20, steps=4)
+        page.page.mouse.up()
+
+    moved(page.page, drag)
+    assert window_of(page.page.url) == pytest.approx((0.1 * length, 0.3 * length), abs=0.01 * length)
+    assert_window_is_drawn(page.page, runs, "few")
+    frame = page.page.locator("#timeline-window").bounding_box()
+    assert frame["x"] - box["x"] == pytest.approx(0.1 * box["width"], abs=4)
+    assert frame["width"] == pytest.approx(0.2 * box["width"], abs=6)
+
+
+def write_wide_run(path: Path, world: int) -> None:
+    """``world`` ranks on hosts of 8 ranks; the last rank of host 1 is late."""
+    run = SyntheticRun(world)
+    run.hosts = {rank: f"host-{rank // 8}" for rank in range(world)}
+    for step in range(STEPS):
+        run.add_step(step, begin_ns=step * 1_000_000, duration_ns=1_000_000)
+        for rank in range(world):
+            late = 200_000 if rank == 15 else 0
+            issued, waited = step * 1_000_000 + 300_000 + late + rank, 250_000 - late
+            run.add_collective(
+                "all_reduce", step=step, ranks=(rank,), issue_ns=issued, host_ns=waited, exposed_ns=waited,
+                payload_bytes=1000, purpose="gradient_reduce",
+            )  # fmt: skip
+    run.write(path)
+
+
+HEAT = "(graph) => document.querySelector(graph)._fullData[0]"
+
+
+def heat_labels(page) -> list[str]:
+    return page.evaluate("(graph) => document.querySelector(graph)._fullLayout.yaxis.ticktext", GRAPH)
+
+
+def wait_for_labels(page, first: str, rows: int) -> None:
+    page.wait_for_function(
+        "([graph, first, rows]) => { const plot = document.querySelector(graph);"
+        " return plot._fullLayout.yaxis.ticktext[0].includes(first) && (!rows || plot._fullData[0].z.length === rows); }",
+        arg=[GRAPH, first, rows],
+    )
+
+
+def test_many_ranks_are_a_heat_map_the_latest_first_that_folds_by_host_and_unfolds(page, runs, base_url):
+    write_wide_run(runs / "wide", 48)
+    page.open(f"{base_url}/timeline?run=wide")
+    wait_for_labels(page.page, "rank 15", 48)
+    heat = page.page.evaluate(HEAT, GRAPH)
+    assert heat["type"] == "heatmap" and heat["meta"]["unfolds"][0] == "8-15"
+    exposed = [sum(value for value in row if value and value == value) for row in heat["z"]]
+    assert exposed[0] < 0.5 * min(exposed[1:]), "the late rank waits for nobody"
+    moved(page.page, page.page.get_by_text("By rank", exact=True).click)
+    wait_for_labels(page.page, "rank 0", 48)
+    moved(page.page, page.page.get_by_text("Hosts", exact=True).click)
+    wait_for_labels(page.page, "host-0", 6)
+    assert heat_labels(page.page) == [f"host-{number}" for number in range(6)]
+    page.open(page.page.url)  # the address holds all of it
+    wait_for_labels(page.page, "host-0", 6)
+    # A click on the row of host 1, where its heat is.
+    box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
+    moved(
+        page.page,
+        lambda: click_on_graph(page.page, box["x"] + 0.2 * box["width"], box["y"] + box["height"] * 1.5 / 6),
+    )
+    wait_for_labels(page.page, "rank 8", 0)
+    assert {bar[0] for bar in drawn_records(page.page)} == set(range(8, 16))
+    assert parse_qs(urlsplit(page.page.url).query)["ranks"] == ["8-15"]
 
 
 def test_a_drag_and_the_wheel_zoom(page, runs, base_url):
-    page.open(f"{base_url}/timeline?run=few")
+    page.open(f"{base_url}/timeline?run=few{WHOLE}")
     box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
     middle = box["y"] + box["height"] / 2
 
@@ -175,7 +278,7 @@ def test_a_step_and_ranks_are_gone_to(page, runs, base_url):
 
 @pytest.mark.long
 def test_many_records_are_drawn_as_density_until_they_are_few(page, runs, base_url):
-    page.open(f"{base_url}/timeline?run=many")
+    page.open(f"{base_url}/timeline?run=many{WHOLE}")
     shown = api.timeline(runs / "many", pixels=600)
     assert shown.bars is None
     heat = page.page.evaluate(
@@ -192,7 +295,7 @@ def test_many_records_are_drawn_as_density_until_they_are_few(page, runs, base_u
     # A cell of the first rank: goes nearer.
     box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
     click_on_graph(page.page, box["x"] + 200, box["y"] + 8)
-    page.page.wait_for_function("window.location.search.includes('from=')")
+    page.page.wait_for_function("!window.location.search.includes('from=0&')")
     assert_window_is_drawn(page.page, runs, "many")
 
 
@@ -201,6 +304,10 @@ def test_a_record_is_told_with_its_partners_and_links(page, runs, base_url):
     box = page.page.locator(f"{GRAPH} .barlayer .trace").first.locator("path").first.bounding_box()
     place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     moved(page.page, lambda: click_on_graph(page.page, *place))
+    assert "into step 0" in page.page.inner_text("#timeline-hover")
+    assert page.page.locator(f"{GRAPH} .hoverlayer .hovertext").count() == 0, (
+        "a box would cover the neighbours"
+    )
     page.page.wait_for_selector(".record")
     text = page.page.inner_text(".record")
     assert "The same collective on 4 ranks" in text
@@ -307,7 +414,7 @@ def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
 def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
     context = browser.new_context(viewport={"width": 420, "height": 900}, color_scheme="dark")
     view = Watched(context.new_page())
-    view.open(f"{base_url}/timeline?run=few")
+    view.open(f"{base_url}/timeline?run=few{WHOLE}")
     assert drawn_records(view.page) == wanted_records(api.timeline(runs / "few"))
     view.open(f"{base_url}/records?run=few")
     wait_for_rows(

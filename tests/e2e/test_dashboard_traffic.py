@@ -71,7 +71,7 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
         frame = api.matrix(runs / "plain", **asked)
         return {(row.sender, row.receiver): row.wire_bytes for row in frame.itertuples()}
 
-    page.open(f"{base_url}/matrix?run=plain")
+    page.open(f"{base_url}/matrix?run=plain&per=total")
     assert answered() == drawn_sizes(page)
     choose(page, "Operation", "reduce")
     page.page.wait_for_function("location.search.includes('op=reduce')")

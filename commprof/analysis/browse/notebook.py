@@ -107,9 +107,9 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.sampled_stragglers`."""
         return api.sampled_stragglers(self.run)
 
-    def straggling(self, limit: int = api.MOST_LATE) -> api.Straggling:
+    def straggling(self, limit: int = api.MOST_LATE, first_step: bool = True) -> api.Straggling:
         """See :func:`commprof.analysis.api.straggling`."""
-        return api.straggling(self.run, limit)
+        return api.straggling(self.run, limit, first_step)
 
     def bandwidth(
         self, calibration: api.AnyCalibration | None = None, steps: tuple[int, int] | None = None

@@ -291,6 +291,16 @@ def step_window(index: Index, step: int) -> tuple[int, int] | None:
     return (bands[0]["begin_ns"], bands[0]["end_ns"]) if bands else None
 
 
+def warm_window(index: Index, steps: int) -> tuple[int, int] | None:
+    """Begin and end of the first ``steps`` steps after the first of the last attempt; None if no such step ended."""
+    bands = index.ask(
+        "select begin_ns, end_ns from bands where kind = 'step' and attempt = (select max(attempt) from bands where "
+        "kind = 'step') order by begin_ns limit ? offset 1",
+        [steps],
+    ).to_pylist()
+    return (bands[0]["begin_ns"], bands[-1]["end_ns"]) if bands else None
+
+
 def _cells_of(rows: pa.Table, ranks: list[int], each: int) -> Numbers:
     """The cell of each of ``rows`` (rank, lane, op) in a table of ranks x lanes (``each``) x operations."""
     place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import pandas as pd
@@ -111,16 +111,35 @@ def _of_steps(rows: pa.Table, steps: tuple[int, int] | None) -> pa.Table:
     return rows.filter(pc.and_(pc.greater_equal(step, steps[0]), pc.less_equal(step, steps[1])))
 
 
-def straggling(run: Run, limit: int) -> Straggling:
+def straggling(run: Run, limit: int, first_step: bool = True) -> Straggling:
     """The stragglers of ``run``: see :func:`commprof.analysis.api.straggling`."""
 
     def from_files() -> Straggling:
         with connect() as engine:
             partitions = of_scan(run.scan("collectives"), NEEDED, engine)
+            if not first_step:
+                partitions = _without_first_step(run, partitions)
             align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
             return straggling_module.straggling(partitions, align, limit, hosts)
 
+    if not first_step:
+        return from_files()
     return by_index(run, lambda index: _from_index(index, limit) if limit <= MOST_LATE else None, from_files)
+
+
+def _without_first_step(run: Run, partitions: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """``partitions`` without the records of the first training step of each attempt; also without those before it."""
+    steps = run.table("steps")
+    training = (
+        steps.filter(pc.greater_equal(steps["step"], 0)).group_by("attempt").aggregate([("step", "min")])
+    )
+    firsts = dict(zip(training["attempt"].to_pylist(), training["step_min"].to_pylist(), strict=True))
+    for part in partitions:
+        later: Any = pa.array([False] * len(part))
+        for attempt, first in firsts.items():
+            of_attempt = pc.equal(part["attempt"], attempt)
+            later = pc.or_(later, pc.and_(of_attempt, pc.greater(part["step"], first)))
+        yield part.filter(later)
 
 
 def sampled_straggling(run: Run, sample: Sample) -> Straggling:

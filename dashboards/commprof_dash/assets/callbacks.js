@@ -2,15 +2,17 @@
 // key=value with one pair per value, and the server draws what the address says.
 (() => {
   const pair = ([key, value]) => key + "=" + encodeURIComponent(value).replaceAll("%2F", "/");
-  const RUN_KEYS = ["from", "to", "record", "ranks"];  // they say nothing about another run
+  const RUN_KEYS = ["from", "to", "record", "ranks"];  // they say nothing about another run,
+  const STEP_KEYS = ["from", "to", "record"];  // nor these about another step
 
   // The query with `pairs` for the keys `own` of a page. The keys of other pages stay, so that a page that is left is
   // found again as it was.
   const search_with = (own, pairs) => {
     const query = new URLSearchParams(window.location.search);
-    const runs = (all) => all.filter(([key]) => key === "run").map(([, value]) => value).join("\n");
-    const moved = own.includes("run") && query.has("run") && runs([...query]) !== runs(pairs);
-    const kept = [...query].filter(([key]) => !own.includes(key) && !(moved && RUN_KEYS.includes(key)));
+    const values = (all, wanted) => all.filter(([key]) => key === wanted).map(([, value]) => value).join("\n");
+    const moved = (key) => own.includes(key) && query.has(key) && values([...query], key) !== values(pairs, key);
+    const dropped = moved("run") ? RUN_KEYS : moved("step") ? STEP_KEYS : [];
+    const kept = [...query].filter(([key]) => !own.includes(key) && !dropped.includes(key));
     const all = [...pairs, ...kept];
     return all.length ? "?" + all.map(pair).join("&") : "";
   };
@@ -29,6 +31,66 @@
   };
 
   window.commprof = {search_with, replace_search};
+
+  const TIMELINE_KEYS = ["from", "to", "ranks", "record", "step", "rows", "by"];
+  // The view of the timeline with the window from first to last, neither shorter than 20 ns nor much longer than the run.
+  // A step that is out of the window is not the step of the page any more.
+  const window_in = (view, first, last) => {
+    const middle = (first + last) / 2, half = Math.min(Math.max(last - first, 20), view.length * 1.1) / 2;
+    const from = Math.round(middle - half), to = Math.round(middle + half);
+    const has_step = view.step_first !== null && from < view.step_last && to > view.step_first;
+    return {...view, from, to, first: from, last: to, step: has_step ? view.step : null, drawn: false};
+  };
+  let timeline_view = null;
+  const show_window = (view) => {
+    timeline_view = view;
+    const frame = document.getElementById("timeline-window");
+    if (frame) {
+      const share = (time) => 100 * Math.min(Math.max(time / view.length, 0), 1);
+      frame.style.left = share(view.first) + "%";
+      frame.style.width = share(view.last) - share(view.first) + "%";
+    }
+  };
+  // W and S zoom, A and D move, as in Perfetto. The graph moves at once and tells; then the server draws the window.
+  const MOVES = {w: [0.2, -0.2], s: [-0.333, 0.333], a: [-0.25, -0.25], d: [0.25, 0.25]};
+  document.addEventListener("keydown", (event) => {
+    const move = MOVES[event.key.toLowerCase()];
+    const plot = document.querySelector("#card-timeline .js-plotly-plot");
+    const is_typing = event.target.closest("input, textarea, select, [contenteditable=true]");
+    if (move && plot && plot._fullLayout && !(is_typing && is_typing.type !== "radio")
+        && !event.ctrlKey && !event.metaKey && !event.altKey) {
+      const [first, last] = plot._fullLayout.xaxis.range, span = last - first;
+      window.Plotly.relayout(plot, {"xaxis.range": [first + move[0] * span, last + move[1] * span]});
+    }
+  });
+  // Dragging over the minimap chooses a window; a click moves the window there.
+  let drag = null;
+  const time_at = (map, event) => {
+    const box = map.getBoundingClientRect();
+    return Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1) * timeline_view.length;
+  };
+  document.addEventListener("pointerdown", (event) => {
+    const map = event.target.closest("#timeline-minimap");
+    if (map && timeline_view) {
+      drag = {map, from: time_at(map, event), x: event.clientX};
+      event.preventDefault();
+    }
+  });
+  document.addEventListener("pointermove", (event) => {
+    if (drag && Math.abs(event.clientX - drag.x) > 4) {
+      const to = time_at(drag.map, event);
+      show_window({...timeline_view, first: Math.min(drag.from, to), last: Math.max(drag.from, to)});
+    }
+  });
+  document.addEventListener("pointerup", (event) => {
+    if (drag) {
+      const to = time_at(drag.map, event), half = (timeline_view.last - timeline_view.first) / 2;
+      const [first, last] = Math.abs(event.clientX - drag.x) > 4 ? [Math.min(drag.from, to), Math.max(drag.from, to)]
+        : [to - half, to + half];
+      drag = null;
+      window.dash_clientside.set_props("timeline-view", {data: window_in(timeline_view, first, last)});
+    }
+  });
 
   const same_search = (one, other) => {
     const sorted = (search) => [...new URLSearchParams(search)].map(pair).sort().join("&");
@@ -150,12 +212,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         return no_update;
       }
       const next = (changes) => ({...view, ...changes, drawn: false});
-      const window_of = (first, last) => {
-        const middle = (first + last) / 2, most = view.length * 1.1;
-        const half = Math.min(Math.max(last - first, 20), most) / 2;
-        const from = Math.round(middle - half), to = Math.round(middle + half);
-        return next({from, to, first: from, last: to});
-      };
+      const window_of = (first, last) => window_in(view, first, last);
       const span = view.last - view.first;
       const pressed = triggered.find((one) => one.prop_id.includes("timeline-button") && one.value);
       if (pressed) {
@@ -163,7 +220,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         const moved = {in: [span / 4, -span / 4], out: [-span / 2, span / 2], left: [-0.4 * span, -0.4 * span],
           right: [0.4 * span, 0.4 * span]}[what];
         return moved ? window_of(view.first + moved[0], view.last + moved[1])
-          : next({from: null, to: null, first: 0, last: view.length});
+          : window_of(0, view.length);
       }
       if (by("clickData")) {
         const point = click && click.points && click.points[0];
@@ -175,6 +232,16 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           set_props("timeline-record", {value: chosen});
           return next({record: chosen});
         }
+        const plot = document.querySelector("#card-timeline .js-plotly-plot");
+        const unfolds = ((plot.data[point.curveNumber] || {}).meta || {}).unfolds;
+        if (unfolds) {
+          const chosen = unfolds[Math.round(point.y)];
+          set_props("timeline-ranks", {value: chosen});
+          if (document.getElementById("timeline-rows")) {
+            set_props("timeline-rows", {value: "ranks"});
+          }
+          return next({ranks: chosen, rows: "ranks"});
+        }
         return window_of(point.x - span / 16, point.x + span / 16);
       }
       if (by("timeline-ranks") && (ranks || "") !== (view.ranks || "")) {
@@ -185,7 +252,8 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       }
       if (by("relayoutData")) {
         // A graph that was just drawn tells its size only; while it is dragged or the wheel turns it tells each frame.
-        const first = (relayout || {})["xaxis.range[0]"], last = (relayout || {})["xaxis.range[1]"];
+        const {"xaxis.range": both = []} = relayout || {};
+        const first = (relayout || {})["xaxis.range[0]"] ?? both[0], last = (relayout || {})["xaxis.range[1]"] ?? both[1];
         if (typeof first === "number" && typeof last === "number" && last > first) {
           clearTimeout(window.commprof_zoom);
           window.commprof_zoom = setTimeout(() => set_props("timeline-view", {data: window_of(first, last)}), 150);
@@ -193,20 +261,36 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       }
       return no_update;  // buttons that were just drawn, too
     },
+    arrange(value, view) {
+      const pressed = window.dash_clientside.callback_context.triggered[0];
+      const key = pressed && pressed.prop_id.includes("rows") ? "rows" : "by";
+      return view && value && value !== view[key] ? {...view, [key]: value, drawn: false} : window.dash_clientside.no_update;
+    },
+    hover(told) {
+      const point = told && told.points && told.points[0];
+      const text = point && (point.customdata ? point.customdata[1] : point.text);
+      if (!text) {
+        return window.dash_clientside.no_update;
+      }
+      const lines = document.createElement("textarea");  // decodes entities and runs nothing
+      lines.innerHTML = text.replaceAll("<br>", " \u00b7 ").replace(/<\/?b>/g, "");
+      return lines.value;
+    },
     write(view, run) {
       const {no_update, set_props} = window.dash_clientside;
       if (!view || !run || window.location.pathname !== "/timeline") {
         return no_update;
       }
-      const keys = ["from", "to", "ranks", "record"];
+      show_window(view);
+      const keys = TIMELINE_KEYS;
       const query = new URLSearchParams(window.location.search);
-      if (view.drawn) {
+      if (view.drawn && keys.slice(0, 2).some((key) => query.has(key))) {
         // The page was drawn again, for another scheme say, from an address that is older than the one that is shown.
         const shown = Object.fromEntries(keys.map((key) => [key, query.get(key)]));
         if (keys.some((key) => String(shown[key] ?? "") !== String(view[key] ?? "")) && query.get("run") === run) {
           const number = (text) => text === null || text === "" ? null : Number(text);
           const from = number(shown.from), to = number(shown.to);
-          set_props("timeline-view", {data: {...view, from, to, ranks: shown.ranks ?? "", record: shown.record,
+          set_props("timeline-view", {data: {...view, ...shown, from, to, ranks: shown.ranks ?? "", step: number(shown.step),
             first: from ?? 0, last: to ?? view.length, drawn: false}});
         }
         return no_update;

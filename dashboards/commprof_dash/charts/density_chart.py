@@ -141,7 +141,77 @@ def draw_density(
         colorscale=_scale([*(OP_COLOURS.get(op, OTHER_COLOUR) for op in ops), EXPOSED_COLOUR], scheme),
         showscale=False,
         hoverongaps=False,
-        hovertemplate="%{text}<br>" + f"in {api.format_ns(width)}<extra></extra>",
+        hoverinfo="none",  # the line above the figure tells the text
+    )
+
+
+class HeatShares(NamedTuple):
+    """Shares of the time, rows x bins: exposed communication, any communication; and the left edges of the bins."""
+
+    exposed: npt.NDArray[np.float64]
+    busy: npt.NDArray[np.float64]
+    begins: npt.NDArray[np.float64]
+    width: int
+
+
+def heat_shares(density: pd.DataFrame, rows: Sequence[Sequence[int]], origin: int) -> HeatShares:
+    """The mean over the ranks of each of ``rows``, by bin of ``density``; times since ``origin``."""
+    width = int(density["end_ns"].iloc[0] - density["begin_ns"].iloc[0])
+    first, last = int(density["begin_ns"].min()), int(density["begin_ns"].max())
+    row_of = {rank: number for number, ranks in enumerate(rows) for rank in ranks}
+    sizes = np.array([len(ranks) for ranks in rows], float)[:, None]
+    cells = (
+        density["rank"].map(row_of).to_numpy(int),
+        ((density["begin_ns"] - first) // width).to_numpy(int),
+    )
+    shape = (len(rows), (last - first) // width + 1)
+    exposed, busy = np.zeros(shape), np.zeros(shape)
+    np.add.at(exposed, cells, density["exposed_ns"].to_numpy(float) / width)
+    np.add.at(busy, cells, density["busy_ns"].to_numpy(float) / width)
+    begins = first - origin + width * np.arange(shape[1], dtype=float)
+    return HeatShares(np.clip(exposed / sizes, 0, 1), np.clip(busy / sizes, 0, 1), begins, width)
+
+
+def draw_heat(
+    drawn: go.Figure,
+    density: pd.DataFrame,
+    labels: Sequence[str],
+    rows: Sequence[Sequence[int]],
+    unfolds: Sequence[str],
+    origin: int,
+    scheme: Scheme,
+) -> None:
+    """One row for each of ``rows`` (ranks): its color is the share of exposed communication.
+
+    Where no exposed time is known the color is the share of any communication. ``unfolds`` are the ranks that a click on
+    a row shows.
+    """
+    if density.empty:
+        return
+    shares = heat_shares(density, rows, origin)
+    is_known = bool(shares.exposed.any())
+    values = shares.exposed if is_known else shares.busy
+    texts = [
+        [
+            f"<b>{escape(label)}</b>: exposed {100 * one:.0f} %, in collectives {100 * other:.0f} %"
+            if other
+            else ""
+            for one, other in zip(exposed, busy, strict=True)
+        ]
+        for label, exposed, busy in zip(labels, shares.exposed, shares.busy, strict=True)
+    ]
+    colour = EXPOSED_COLOUR if is_known else OP_COLOURS["all_reduce"]
+    drawn.add_heatmap(
+        x=shares.begins + shares.width / 2,
+        y=np.arange(len(rows)),
+        z=np.where(shares.busy > 0, np.maximum(values, 0.02), np.nan),
+        zmin=0,
+        zmax=1,
+        colorscale=[[0, _mixed(colour, PAPER[scheme], 0.12)], [1, colour]],
+        showscale=False,
+        text=texts,
+        hoverinfo="none",
+        meta={"unfolds": list(unfolds)},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -13,13 +13,14 @@ from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.charts.axis_ticks import axis
 from commprof_dash.charts.rank_charts import rank_axis
-from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, Scheme, template
+from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, TEXT, Scheme, template
 
 _MOST_TICKS: Final = 12
 _FAINTEST: Final = 0.16  # of the colour, in the smallest cell that is not empty
 _TICKS_APART: Final = 0.25  # of the colour bar, so that their texts do not lie over each other
 _EDGE: Final = 0.06
-_MOST_WRITTEN: Final = 4  # ranks or blocks along a side, up to which a cell has room for its bytes
+_MOST_WRITTEN: Final = 16  # ranks or blocks along a side, up to which a cell has room for its bytes
+_SQUARE: Final = 4  # up to which cells are square; texts of more need their width
 
 
 def rank_text(first: int, width: int, ranks: int) -> str:
@@ -27,13 +28,21 @@ def rank_text(first: int, width: int, ranks: int) -> str:
     return f"{first}" if width == 1 else f"{first}-{min(first + width, ranks) - 1}"
 
 
-def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: Scheme) -> go.Figure:
+def heat(
+    frame: pd.DataFrame,
+    column: str,
+    title: str,
+    op: str | None,
+    scheme: Scheme,
+    hosts: Mapping[int, str] | None = None,
+) -> go.Figure:
     """A cell for each sender (row) and receiver (column); what is 0 is empty. Few cells show their bytes.
 
     Args:
         frame: columns ``sender``, ``receiver`` and ``column``, in bytes; ``attrs``: ``ranks`` and ``ranks_per_cell``.
         title: of the colours, the name of the measure.
         op: in whose colour it is drawn; None for several operations.
+        hosts: of the ranks; neighbouring ranks of one host have a frame, where there are several hosts.
     """
     ranks, width = int(frame.attrs["ranks"]), int(frame.attrs["ranks_per_cell"])
     firsts = _firsts(frame, ranks, width)
@@ -67,7 +76,9 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
         hoverongaps=False,
     )
     ticks = _ticks(names)
+    is_square = size <= _SQUARE or size > _MOST_WRITTEN
     figure.update_layout(
+        shapes=_host_frames(firsts, width, hosts or {}, scheme),
         height=500,
         margin={"l": 8, "r": 8, "t": 8, "b": 110},
         xaxis=ticks | {"title": {"text": "Receiving rank"}, "constrain": "domain"},
@@ -75,11 +86,34 @@ def heat(frame: pd.DataFrame, column: str, title: str, op: str | None, scheme: S
         | {
             "title": {"text": "Sending rank"},
             "autorange": "reversed",
-            "scaleanchor": "x",
             "constrain": "domain",
+            **({"scaleanchor": "x"} if is_square else {}),
         },
     )
     return figure
+
+
+def _host_frames(
+    firsts: Sequence[int], width: int, hosts: Mapping[int, str], scheme: Scheme
+) -> list[dict[str, Any]]:
+    """A frame around the cells between ranks of one host. A block of ranks of two hosts is in no frame."""
+    blocks: list[str | None] = []
+    for first in firsts:
+        of_block = {hosts.get(rank) for rank in range(first, first + width) if rank in hosts}
+        blocks.append(next(iter(of_block)) if len(of_block) == 1 else None)
+    if len(set(blocks)) < 2:
+        return []
+    frames = []
+    begin = 0
+    for place in range(1, len(blocks) + 1):
+        if place < len(blocks) and blocks[place] == blocks[begin]:
+            continue
+        if blocks[begin] is not None:
+            low, high = begin - 0.5, place - 0.5
+            line = {"width": 2, "color": TEXT[scheme]}
+            frames.append({"type": "rect", "x0": low, "x1": high, "y0": low, "y1": high, "line": line})
+        begin = place
+    return frames
 
 
 def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:

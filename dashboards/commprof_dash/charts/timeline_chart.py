@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from commprof.analysis import api
 from commprof_dash.charts.axis_ticks import step_size
-from commprof_dash.charts.density_chart import Called, LaneRow, draw_density, lane_rows, names_of
+from commprof_dash.charts.density_chart import Called, LaneRow, draw_density, draw_heat, lane_rows, names_of
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order, with_series
 from commprof_dash.theme import (
@@ -41,9 +41,11 @@ _BESIDE: Final = 60  # pixels above and below the ranks and the strip
 _LEGIBLE: Final = 11  # pixels of a level from which on its lane has room for a name
 _FEWEST_PIXELS: Final = 26  # of a rank
 _MOST_HEIGHT: Final = 1100
+_MOST_LABELS: Final = 40  # rows of a heat map that are named
 _NAME: Final = 14  # characters of the name of a lane beside it
 _NAMED: Final = 0.13  # part of the width from which on a step has room for its name, at 400 pixels too,
 _NUMBERED: Final = 0.045  # and for its number
+_EVERY: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 class Row(NamedTuple):
@@ -54,27 +56,43 @@ class Row(NamedTuple):
     height: float
 
 
+class Heat(NamedTuple):
+    """The rows of a heat map: their labels, their ranks, and the ranks that a click on each shows."""
+
+    labels: Sequence[str]
+    ranks: Sequence[Sequence[int]]
+    unfolds: Sequence[str]
+
+
 def figure(
-    shown: api.Timeline, scheme: Scheme, selected: Sequence[tuple[int, int, int, int]] = ()
+    shown: api.Timeline,
+    scheme: Scheme,
+    selected: Sequence[tuple[int, int, int, int]] = (),
+    heat: Heat | None = None,
 ) -> go.Figure:
     """The figure of a window of time; the x axis is in nanoseconds since the run began.
 
     Args:
         selected: records (rank, attempt, pid, seq) that are outlined: the same collective on its ranks.
+        heat: the rows, where ranks are too many for lanes.
     """
     drawn = go.Figure(layout={"template": template(scheme)})
     origin = shown.run_begin_ns
     lanes: list[LaneRow] = []
     if shown.bars is not None:
         rows = rows_of(shown.bars, shown.ranks)
-        _draw_bars(drawn, shown.bars, rows, origin, scheme, set(selected))
+        _draw_bars(drawn, shown, rows, origin, scheme, set(selected))
+    elif heat is not None:
+        assert shown.density is not None
+        rows = [Row(number, number - 0.5, 1.0) for number in range(len(heat.labels))]
+        draw_heat(drawn, shown.density, heat.labels, heat.ranks, heat.unfolds, origin, scheme)
     else:
         assert shown.density is not None
         lanes = lane_rows(shown)
         rows = _ranks_of(lanes)
         draw_density(drawn, shown.density, lanes, origin, scheme)
     depth = rows[-1].top + rows[-1].height if rows else 1.0
-    height = _height(rows, depth)
+    height = _height(rows, depth) if heat is None else _heat_height(len(rows))
     if shown.bars is not None and (height - _STRIP - _BESIDE) / depth >= _LEGIBLE:
         lanes = bar_lanes(shown.bars, rows)
     begin, end = shown.begin_ns - origin, shown.end_ns - origin
@@ -98,9 +116,15 @@ def figure(
             "zeroline": False,
         },
         yaxis={
-            "range": [depth + 0.15, -0.15],
+            "range": [depth + 0.15, -0.15] if heat is None else [depth, -0.5],
             "domain": [0, 1 - strip],
-            **(_lane_ticks(lanes) if any(lane.name for lane in lanes) else _rank_ticks(rows)),
+            **(
+                _heat_ticks(heat.labels)
+                if heat is not None
+                else _lane_ticks(lanes)
+                if any(lane.name for lane in lanes)
+                else _rank_ticks(rows)
+            ),
             "ticklen": 6,
             "tickcolor": "rgba(0,0,0,0)",
             "ticks": "outside",
@@ -109,6 +133,16 @@ def figure(
         },
     )
     return drawn
+
+
+def _heat_height(rows: int) -> int:
+    return round(max(240, min(_MOST_HEIGHT, 14 * rows) + _STRIP + _BESIDE))
+
+
+def _heat_ticks(labels: Sequence[str]) -> dict[str, Any]:
+    every = -(-len(labels) // _MOST_LABELS) or 1
+    places = range(0, len(labels), every)
+    return {"tickvals": list(places), "ticktext": [escape(_short(labels[place], 24)) for place in places]}
 
 
 def _rank_ticks(rows: Sequence[Row]) -> dict[str, Any]:
@@ -192,20 +226,24 @@ def rows_of(bars: pd.DataFrame, ranks: Sequence[int]) -> list[Row]:
 
 def _draw_bars(
     drawn: go.Figure,
-    bars: pd.DataFrame,
+    shown: api.Timeline,
     rows: Sequence[Row],
     origin: int,
     scheme: Scheme,
     selected: set[tuple[int, int, int, int]],
 ) -> None:
-    frame = with_series(bars).assign(place=places(bars, rows), text=hover_texts(bars, origin))
+    bars = shown.bars
+    assert bars is not None
+    frame = with_series(bars).assign(
+        place=places(bars, rows), text=hover_texts(bars, origin, step_begins(shown.bands))
+    )
     for one in series_in_order(frame["series"]):
         part = frame[frame["series"] == one.name]
         looks = marker(one) | {"line": {"width": 0.6, "color": one.colour}}
         drawn.add_bar(name=one.name, **_spans(part, "begin_ns", "end_ns", origin), marker=looks)
         drawn.data[-1].update(
             customdata=list(zip(map(list, _keys(part)), part["text"], strict=True)),
-            hovertemplate="%{customdata[1]}<extra></extra>",
+            hoverinfo="none",  # the line above the figure tells it: a box would cover the neighbours
         )
     exposed = frame[frame["exposed_end_ns"].notna()]
     if len(exposed):
@@ -264,14 +302,21 @@ def _lane_heights(bars: pd.DataFrame) -> list[tuple[int, int, float]]:
     return list(zip(highest["rank"].tolist(), highest["lane"].tolist(), counts, strict=True))
 
 
-def hover_texts(bars: pd.DataFrame, origin: int) -> list[str]:
-    """Return the hover text of a bar, escaped."""
+def step_begins(bands: pd.DataFrame) -> dict[tuple[int, int], int]:
+    """When each step of ``bands`` began, by its attempt and number."""
+    steps = bands[bands["kind"] == "step"]
+    keys = zip(steps["attempt"].tolist(), steps["step"].tolist(), strict=True)
+    return dict(zip(keys, steps["begin_ns"].tolist(), strict=True))
+
+
+def hover_texts(bars: pd.DataFrame, origin: int, steps: Mapping[tuple[int, int], int]) -> list[str]:
+    """Return the hover text of a bar, escaped; its time is since the begin of its step, if that is known."""
     columns = [str(name) for name in bars.columns]
     rows = zip(*(bars[name].tolist() for name in columns), strict=True)
-    return [_hover_text(dict(zip(columns, row, strict=True)), origin) for row in rows]
+    return [_hover_text(dict(zip(columns, row, strict=True)), origin, steps) for row in rows]
 
 
-def _hover_text(row: dict[str, Any], origin: int) -> str:
+def _hover_text(row: dict[str, Any], origin: int, steps: Mapping[tuple[int, int], int]) -> str:
     lines = [
         f"<b>{escape(row['op'])}</b>" + _after(" for ", row["intended_op"]) + _after(", ", row["purpose"])
     ]
@@ -284,9 +329,13 @@ def _hover_text(row: dict[str, Any], origin: int) -> str:
         lines.append(f"bucket {row['bucket']}")
     if not pd.isna(row["parameters"]):
         lines.append(escape(_short(row["parameters"], 70)))
-    lines.append(
-        f"at {api.format_ns(row['begin_ns'] - origin)}, for {api.format_ns(row['end_ns'] - row['begin_ns'])}"
+    began = steps.get((row["attempt"], row["step"]))
+    since = (
+        f"at {api.format_ns(row['begin_ns'] - origin)}"
+        if began is None
+        else f"{api.format_ns(row['begin_ns'] - began)} into step {row['step']}"
     )
+    lines.append(f"{since}, for {api.format_ns(row['end_ns'] - row['begin_ns'])}")
     if not pd.isna(row["exposed_ns"]):
         lines.append(f"exposed communication {api.format_ns(row['exposed_ns'])}")
     if row["status"] != "ok":
@@ -328,12 +377,18 @@ def _bands(
 
 
 def _names(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Scheme) -> list[dict[str, Any]]:
-    """The names of the steps that have room for one; of those that have room for a number, the number."""
+    """The names of the steps that have room for one; else the numbers of every second, fifth, tenth, ... step."""
+    steps = bands[bands["kind"] == "step"].to_dict("records")
+    spans = [(max(begin, row["begin_ns"] - origin), min(end, row["end_ns"] - origin)) for row in steps]
+    widest = max((last - first for first, last in spans), default=0) / (end - begin)
+    typical = sorted(last - first for first, last in spans)[len(spans) // 2] / (end - begin) if spans else 0
+    every = next((count for count in _EVERY if count * typical >= _NUMBERED), _EVERY[-1] if typical else 1)
     named = []
-    for row in bands[bands["kind"] == "step"].to_dict("records"):
-        first, last = max(begin, row["begin_ns"] - origin), min(end, row["end_ns"] - origin)
+    for row, (first, last) in zip(steps, spans, strict=True):
         share = (last - first) / (end - begin)
-        if share >= _NUMBERED:
+        if (share >= _NUMBERED and (every == 1 or share == widest)) or (
+            every > 1 and row["step"] % every == 0
+        ):
             named.append(
                 {
                     "x": (first + last) / 2,

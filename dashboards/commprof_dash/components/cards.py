@@ -165,7 +165,7 @@ def image_buttons(name: str) -> list[Component]:
     return [
         html.Button(
             form.upper(),
-            className="card-action",
+            className="card-image",
             type="button",
             title=f"Download the chart as {form.upper()}",
             **{"data-image": form, "data-name": name, "aria-label": f"Download {name} as {form.upper()}"},

@@ -77,8 +77,8 @@ def segmented(key: str, label: str, choices: Mapping[str, str], value: str) -> C
     )
 
 
-def select(key: str, label: str, choices: Sequence[str], value: str) -> Component:
-    """A list to choose one of ``choices`` from, the value of ``key`` in the address."""
+def select(key: str, label: str, choices: Sequence[str], value: str, disabled: bool = False) -> Component:
+    """A list to choose one of ``choices`` from, the value of ``key`` in the address; ``disabled`` where it has no effect."""
     return dmc.Select(
         id=ids.control(key),
         label=label,
@@ -86,10 +86,13 @@ def select(key: str, label: str, choices: Sequence[str], value: str) -> Componen
         value=value,
         allowDeselect=False,
         searchable=len(choices) > 12,
+        disabled=disabled,
     )
 
 
-def text(key: str, label: str, value: str, placeholder: str, wrong: str | None = None) -> Component:
+def text(
+    key: str, label: str, value: str, placeholder: str, wrong: str | None = None, disabled: bool = False
+) -> Component:
     """A text field for ``key`` of the address; ``wrong`` is the message about invalid text."""
     return dmc.TextInput(
         id=ids.control(key),
@@ -98,6 +101,7 @@ def text(key: str, label: str, value: str, placeholder: str, wrong: str | None =
         placeholder=placeholder,
         error=wrong,
         debounce=600,
+        disabled=disabled,
     )
 
 

@@ -172,7 +172,7 @@ def test_bars_of_one_group_need_no_names(directory):
 def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
     write_groups(tmp_path / "groups")
     most = api.timeline
-    monkeypatch.setattr(api, "timeline", lambda *args: most(*args, most_bars=0))
+    monkeypatch.setattr(api, "timeline", lambda *args, **more: most(*args, **(more | {"most_bars": 0})))
     text = draw(tmp_path, "/timeline?run=groups")
     assert "in each of its groups" in text
     assert "Busy time of the window by rank, group and operation" in text
@@ -183,7 +183,7 @@ def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
 
 def test_hover_says_bucket_parameters_bytes_and_purpose_as_text(directory):
     shown = api.timeline(directory / "a")
-    texts = timeline_chart.hover_texts(shown.bars, shown.run_begin_ns)
+    texts = timeline_chart.hover_texts(shown.bars, shown.run_begin_ns, {})
     assert "bucket 3" in " ".join(texts)
     assert "gradient_reduce" in texts[0]
     assert "payload" in texts[0]
@@ -205,6 +205,9 @@ HELD_VIEWS = st.builds(
     st.none() | st.integers(10**12 + 1, 10**13),
     st.sampled_from(["", "0-3", "0,2"]),
     st.none() | st.tuples(*[st.integers(0, 10**6)] * 4),
+    st.none() | st.integers(0, 10**9),
+    st.sampled_from(["", "ranks", "hosts"]),
+    st.sampled_from(["", "rank", "lateness"]),
 )
 
 
@@ -213,7 +216,11 @@ def test_a_view_is_the_same_after_the_browser_held_it(view):
     assert timeline_data.view_of(json.loads(json.dumps(view.stored()))) == view
 
 
-@given(st.dictionaries(st.sampled_from(["from", "to", "ranks", "record"]), st.text(max_size=20)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["from", "to", "ranks", "record", "step", "rows", "by"]), st.text(max_size=20)
+    )
+)
 def test_any_text_is_a_view(values):
     timeline_data.view_of(values)
 

@@ -37,6 +37,12 @@ def matrix(runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | N
     return frame
 
 
+def steps_of(runs: Runs, name: str) -> list[int]:
+    """The training steps of a run, in order."""
+    times = runs.step_times(name)
+    return sorted({int(step) for step in times["step"] if step >= 0})
+
+
 def owners(runs: Runs, name: str, steps: Steps) -> pd.DataFrame:
     """What each rank owns of reduces: see ``api.owners``."""
     frame: pd.DataFrame = runs.of_run(f"owners {steps}", name, lambda path: api.owners(path, steps))

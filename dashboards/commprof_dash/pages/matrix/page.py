@@ -23,6 +23,7 @@ from commprof_dash.pages.matrix import data as matrix_data
 from commprof_dash.pages.matrix.data import Steps
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
+from commprof_dash.pages.timeline.data import hosts_of, path_of
 from commprof_dash.theme import Scheme
 
 ALL: Final = "all"
@@ -30,6 +31,10 @@ OP: Final = "op"
 PURPOSE: Final = "purpose"
 STEPS: Final = "steps"
 UNTAGGED: Final = "untagged"
+PER: Final = "per"  # in the address: the bytes are
+STEP: Final = "step"
+TOTAL: Final = "total"
+_PER: Final = {STEP: "Per step", TOTAL: "Total"}
 
 EXECUTED: Final = Measure(
     "wire",
@@ -74,33 +79,41 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         measure = MEASURES[address.one(query, address.MEASURE, MEASURES, EXECUTED.key)]
         op = address.one(query, OP, OPS, ALL)
         purpose = address.one(query, PURPOSE, (*PURPOSES, UNTAGGED), ALL)
-        written = next(iter(query.get(STEPS, ())), "")[:40]
-        steps, wrong = parse_steps(written)
+        written = next(iter(query.get(STEPS, query.get(STEP, ()))), "")[
+            :40
+        ]  # a step that another page shows, too
+        known = matrix_data.steps_of(runs, name)
+        steps, wrong = parse_steps(written, known)
+        per = address.one(query, PER, _PER, STEP if known else TOTAL)
+        dead = measure is COUNTERS  # which distinguish nothing
         controls_shown = [
             controls.measure_select(measure, MEASURES),
-            controls.select(OP, "Operation", _choices(kinds["op"], op), op),
-            controls.select(PURPOSE, "Purpose", _choices(kinds["purpose"], purpose), purpose),
-            controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong),
+            controls.segmented(PER, "Bytes", _PER, per),
+            controls.select(OP, "Operation", _choices(kinds["op"], op), op, dead),
+            controls.select(PURPOSE, "Purpose", _choices(kinds["purpose"], purpose), purpose, dead),
+            controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong, dead),
         ]
         if measure is COUNTERS:
             return controls_shown, [_counters(matrix_data.moved(runs, name))]
         chosen, kind = (None if op == ALL else op), (None if purpose == ALL else purpose)
+        steps, count = steps_shown(steps, known, per)
         frame = matrix_data.matrix(runs, name, steps, chosen, kind)
+        when = "of the chosen steps together" if per == TOTAL else _mean_over(steps, count)
+        hosts = hosts_of(path_of(runs, name))
         return controls_shown, [
-            cards.columns(
-                [
-                    _matrix(frame, measure, chosen, scheme),
-                    _owners(matrix_data.owners(runs, name, steps), scheme),
-                ]
-            ),
+            _matrix(_per_step(frame, count), measure, chosen, hosts, when, scheme),
+            _owners(matrix_data.owners(runs, name, steps), scheme),
             _model(frame, measure),
         ]
 
     return draw_run(runs, query, answers)
 
 
-def parse_steps(written: str) -> tuple[Steps, str | None]:
+def parse_steps(written: str, known: Sequence[int] = ()) -> tuple[Steps, str | None]:
     """The first and the last step of ``3`` or ``2-9``; None for all of them. Second: what is wrong with the text.
+
+    Args:
+        known: the training steps of the run; a range without any of them is refused. Empty: not checked.
 
     >>> parse_steps("3"), parse_steps("2-9"), parse_steps(" ")
     (((3, 3), None), ((2, 9), None), (None, None))
@@ -111,14 +124,50 @@ def parse_steps(written: str) -> tuple[Steps, str | None]:
     if not match:
         return None, "Write one step, as 3, or a range, as 2-9. All steps are shown."
     first = int(match[1])
-    return (first, int(match[2]) if match[2] else first), None
+    last = int(match[2]) if match[2] else first
+    if last < first:
+        return None, f"Write the first step before the last, as {last}-{first}. All steps are shown."
+    if known and not any(first <= step <= last for step in (-1, *known)):
+        return None, f"The run has the steps {known[0]} to {known[-1]}. All steps are shown."
+    return (first, last), None
+
+
+def steps_shown(steps: Steps, known: Sequence[int], per: str) -> tuple[Steps, int]:
+    """The range of steps of the matrix, and the number of steps that its bytes are divided by.
+
+    A mean over all steps is without the first, in which ranks start up, where there is another.
+    """
+    if per == TOTAL:
+        return steps, 1
+    first, last = steps or ((known[min(1, len(known) - 1)], known[-1]) if known else (0, 0))
+    return (first, last), max(1, sum(1 for step in known if first <= step <= last))
+
+
+def _mean_over(steps: Steps, count: int) -> str:
+    assert steps is not None
+    return (
+        f"of step {steps[0]}"
+        if count == 1
+        else f"per step, mean of the {count:,} steps {steps[0]} to {steps[1]}"
+    )
+
+
+def _per_step(frame: pd.DataFrame, count: int) -> pd.DataFrame:
+    if count == 1:
+        return frame
+    values = ["executed_wire_bytes", "wire_bytes", "message_bytes", "between_hosts_bytes"]
+    divided = frame.assign(**{name: frame[name] / count for name in values})
+    divided.attrs = frame.attrs
+    return divided
 
 
 def _choices(present: pd.Series[Any], chosen: str) -> list[str]:
     return [ALL, *dict.fromkeys([*sorted(set(present)), *([] if chosen == ALL else [chosen])])]
 
 
-def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Scheme) -> Component:
+def _matrix(
+    frame: pd.DataFrame, measure: Measure, op: str | None, hosts: dict[int, str], when: str, scheme: Scheme
+) -> Component:
     title = "Bytes from rank to rank"
     reason = frame.attrs["executed_reason"] if measure is EXECUTED else None
     if reason:
@@ -138,10 +187,11 @@ def _matrix(frame: pd.DataFrame, measure: Measure, op: str | None, scheme: Schem
     return cards.figure_card(
         "matrix",
         title,
-        f"{measure.name} of the chosen steps together ({measure.definition})."
+        f"{measure.name} {when} ({measure.definition})."
         + (f" Shown as issued: {reason}." if reason else "")
-        + blocks,
-        matrix_chart.heat(drawn, measure.column, measure.name, op, scheme),
+        + blocks
+        + (" A frame is a host." if len(set(hosts.values())) > 1 else ""),
+        matrix_chart.heat(drawn, measure.column, measure.name, op, scheme, hosts),
         drawn.sort_values(measure.column, ascending=False, kind="stable"),
         [
             Field("sender", "From rank", rank, numeric=True),

@@ -177,6 +177,11 @@ def _grid(rows: Sequence[dict[str, Any]], query: Query, ticked: list[str]) -> Co
                 "headerCheckbox": False,
                 "enableClickSelection": False,
             },
+            "selectionColumnDef": {
+                "headerName": "Tick",
+                "width": 76,
+                "headerTooltip": "Ticked runs are compared",
+            },
             "isExternalFilterPresent": {"function": "true"},
             "doesExternalFilterPass": {"function": "runsShown(params)"},
             "postSortRows": {"function": "runsSorted(params)"},

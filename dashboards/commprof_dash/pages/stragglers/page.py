@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import pandas as pd
@@ -13,7 +14,7 @@ from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import lateness_chart
-from commprof_dash.components import cards, messages
+from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
@@ -24,7 +25,15 @@ from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline.data import FROM, TO, path_of
 from commprof_dash.theme import Scheme
 
+FIRST: Final = "first"  # in the address: the first step is
+LEFT_OUT: Final = "out"
+INCLUDED: Final = "in"
+_FIRST_STEP: Final = {LEFT_OUT: "Leave out", INCLUDED: "Include"}
+_MOST_RECORDS: Final = (
+    200_000  # that are read without the first step; the answer about more is in the index, with it
+)
 _TABLE_ROWS: Final = 500
+_FEW_RANKS: Final = 8  # of which the table has all
 _ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length
 
 
@@ -35,14 +44,20 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         waiting = builds.wait_for(path_of(runs, name))
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
-        straggling: api.Straggling = runs.of_run("straggling", name, api.straggling)
+        everything = address.one(query, FIRST, _FIRST_STEP, LEFT_OUT) == INCLUDED or not _has_warm_steps(
+            runs, name
+        )
+        straggling = _straggling(runs, name, everything)
         statement = straggling.ranks.attrs["statement"]
         if straggling.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.overview(name)["ranks_recorded"])]
         # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
         run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
-        return [], [
-            overview_cards.lateness(straggling.ranks),
+        shown = controls.segmented(FIRST, "First step", _FIRST_STEP, INCLUDED if everything else LEFT_OUT)
+        return [shown], [
+            overview_cards.lateness(
+                _straggling(runs, name, everything=True).ranks
+            ),  # as on Overview and in the report
             _tiles(straggling),
             cards.columns([_boxes(straggling.lateness, scheme), _causes(straggling.causes, scheme)]),
             _ranks(straggling.ranks),
@@ -50,6 +65,21 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         ]
 
     return draw_run(runs, query, answers)
+
+
+def _has_warm_steps(runs: Runs, name: str) -> bool:
+    """Whether the page can leave out the first step: there is another, and the records are few enough to be read anew."""
+    facts = runs.overview(name)
+    return facts["steps"] > 1 and facts["records"] <= _MOST_RECORDS
+
+
+def _straggling(runs: Runs, name: str, everything: bool) -> api.Straggling:
+    answer: api.Straggling = (
+        runs.of_run("straggling", name, api.straggling)
+        if everything
+        else runs.of_run("straggling-warm", name, partial(api.straggling, first_step=False))
+    )
+    return answer
 
 
 def _nothing(statement: str | None, ranks: int) -> Component:
@@ -160,26 +190,34 @@ def _ranks(frame: pd.DataFrame) -> Component:
             title,
             "No collective in which every rank waits for all others was recorded on all of its ranks.",
         )
+    shown = frame.sort_values("others_waited_ns", ascending=False, kind="stable")
+    if len(frame) > _FEW_RANKS:
+        matters = (shown["others_waited_ns"] > 0) | shown["stands_out"].astype(bool)
+        shown = shown[matters] if matters.any() else shown.head(_FEW_RANKS)
+    left_out = (
+        f" The other {len(frame) - len(shown):,} ranks kept nobody waiting."
+        if len(shown) < len(frame)
+        else ""
+    )
     return cards.table_card(
         "stragglers",
         title,
-        "Over the collectives in which every rank waits for all others. Expected: if all ranks were equally fast.",
-        frame,
+        "Over the collectives in which every rank waits for all others, the rank that costs most first. Expected: if all "
+        f"ranks were equally fast.{left_out}",
+        shown,
         [
             Field("rank", "Rank", str, numeric=True),
-            Field("collectives", "Compared", format_count, numeric=True),
-            Field("last", "Last, beyond the error", format_count, numeric=True),
-            Field("within_bound", "Last, within the error", format_count, numeric=True),
-            Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
-            Field("mean_lateness_ns", "Mean lateness", api.format_ns, numeric=True),
-            Field("lead_ns", "Alone missing", api.format_ns, numeric=True),
-            Field("others_waited_ns", "Others waited", api.format_ns, numeric=True),
-            Field("others_waited_per_step_ns", "per step", api.format_ns, numeric=True),
+            Field("others_waited_per_step_ns", "Others waited per step", api.format_ns, numeric=True),
             Field("others_waited_own_ns", "own delay", api.format_ns, numeric=True),
             Field("others_waited_inherited_ns", "inherited delay", api.format_ns, numeric=True),
+            Field("last", "Last, beyond the error", format_count, numeric=True),
+            Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
+            Field("collectives", "Compared", format_count, numeric=True),
+            Field("mean_lateness_ns", "Mean lateness", api.format_ns, numeric=True),
             Field("stands_out", "Stands out", lambda value: "yes" if value else "no"),
         ],
         most_rows=_TABLE_ROWS,
+        download=frame,
     )
 
 

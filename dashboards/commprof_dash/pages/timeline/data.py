@@ -16,11 +16,22 @@ FROM: Final = "from"
 TO: Final = "to"
 RANKS: Final = "ranks"
 RECORD: Final = "record"
+STEP: Final = "step"
+ROWS: Final = "rows"  # in the address: ranks or hosts,
+BY: Final = "by"  # and their order: rank or lateness
+HOSTS: Final = "hosts"
+LATENESS: Final = "lateness"
 _CELLS: Final = 20_000  # of a heatmap: ranks x bins
 _CELLS_OF_LANES: Final = 6_000  # where ranks have several rows each
 _MOST_BINS: Final = 600
 _FEWEST_BINS: Final = 120
-_MOST_RANKS: Final = 256  # that are drawn at once
+_MOST_RANKS: Final = 1024  # that are drawn at once
+MOST_LANES_OF_BARS: Final = 32  # ranks with a lane of bars; of more, a heat map has a row each
+_MOST_UNFOLDED: Final = 256  # of more ranks a row is a host, if there are several
+_WARM_STEPS: Final = 3
+_MINIMAP_BINS: Final = 240
+_MINIMAP_RANKS: Final = 16
+_SORTED_UNASKED: Final = 200_000  # records; the lateness of the ranks of more takes seconds
 _FARTHEST: Final = 1 << 62
 
 
@@ -28,12 +39,18 @@ Record = tuple[int, int, int, int]  # rank, attempt, pid, seq
 
 
 class View(NamedTuple):
-    """What the timeline shows. Times are nanoseconds since the run began; None: from its begin, to its end, all ranks."""
+    """What the timeline shows. Times are nanoseconds since the run began; None: from its begin, to its end, all ranks.
+
+    ``rows`` is ``ranks`` or ``hosts`` and ``by`` is ``rank`` or ``lateness``; "" leaves either to the number of ranks.
+    """
 
     begin_ns: int | None = None
     end_ns: int | None = None
     ranks: str = ""
     record: Record | None = None
+    step: int | None = None
+    rows: str = ""
+    by: str = ""
 
     def stored(self) -> dict[str, Any]:
         """As the browser keeps it."""
@@ -42,6 +59,9 @@ class View(NamedTuple):
             TO: self.end_ns,
             RANKS: self.ranks,
             RECORD: None if self.record is None else record_text(self.record),
+            STEP: self.step,
+            ROWS: self.rows,
+            BY: self.by,
         }
 
 
@@ -51,7 +71,17 @@ def view_of(values: Mapping[str, Any]) -> View:
     if begin is not None and end is not None and end <= begin:
         begin = end = None
     ranks = str(values.get(RANKS) or "")[:1000]
-    return View(begin, end, ranks, record_of(str(values.get(RECORD) or "")))
+    step = _number(values.get(STEP))
+    rows, by = (str(values.get(name) or "") for name in (ROWS, BY))
+    return View(
+        begin,
+        end,
+        ranks,
+        record_of(str(values.get(RECORD) or "")),
+        None if step is None or step < 0 else step,
+        rows if rows in ("ranks", HOSTS) else "",
+        by if by in ("rank", LATENESS) else "",
+    )
 
 
 def view_in(query: Query) -> View:
@@ -99,8 +129,94 @@ def path_of(runs: Runs, name: str) -> Path:
     return directory
 
 
+def opened(path: Path, view: View) -> View:
+    """``view`` with a window: that of its step, else the first steps after the first, which starts up."""
+    if view.begin_ns is not None or view.end_ns is not None:
+        return view
+    window = None if view.step is None else api.step_window(path, view.step)
+    if window is None:
+        view = view._replace(step=None)
+        window = api.warm_window(path, _WARM_STEPS)
+    if window is None:
+        return view
+    origin = api.index(path)["begin_ns"]
+    return view._replace(begin_ns=window[0] - origin, end_ns=window[1] - origin)
+
+
+def is_folded(path: Path, view: View) -> bool:
+    """Whether a row of the timeline is a host."""
+    ranks = chosen_ranks(view.ranks, api.index(path)["ranks"])
+    if view.rows:
+        return view.rows == HOSTS and len(hosts_of(path)) > 0
+    return len(ranks) > _MOST_UNFOLDED and len({hosts_of(path).get(rank) for rank in ranks}) > 1
+
+
+def is_sorted_by_lateness(path: Path, view: View) -> bool:
+    """Whether the latest rank is the first row."""
+    facts = api.index(path)
+    if view.by:
+        return view.by == LATENESS
+    many = len(chosen_ranks(view.ranks, facts["ranks"])) > MOST_LANES_OF_BARS
+    return many and facts["records"] <= _SORTED_UNASKED
+
+
+def hosts_of(path: Path) -> dict[int, str]:
+    """The host of each rank, where the run names it."""
+    answer: dict[int, str] = api.answer_cache.of_files([path], "rank-hosts", lambda: _hosts_of(path))
+    return answer
+
+
+def _hosts_of(path: Path) -> dict[int, str]:
+    groups = api.table(path, "groups")
+    groups = groups[groups["host"].notna()].drop_duplicates("rank", keep="last")
+    return dict(zip(groups["rank"].astype(int).tolist(), groups["host"].astype(str).tolist(), strict=True))
+
+
+def lateness_of(path: Path) -> dict[int, float]:
+    """The mean lateness of each rank in ns; empty where nothing can be compared."""
+    answer: dict[int, float] = api.answer_cache.of_files([path], "rank-lateness", lambda: _lateness_of(path))
+    return answer
+
+
+def _lateness_of(path: Path) -> dict[int, float]:
+    ranks = api.straggling(path).ranks
+    return dict(zip(ranks["rank"].tolist(), ranks["mean_lateness_ns"].astype(float).tolist(), strict=True))
+
+
+class Minimap(NamedTuple):
+    """The whole run in bins of equal length: the share of the time that ranks are busy and exposed, mean over ranks."""
+
+    busy: list[float]
+    exposed: list[float]
+
+
+def minimap(path: Path) -> Minimap:
+    """The minimap of a run: of evenly many of its ranks, since it is to be recognized and not to be read."""
+    answer: Minimap = api.answer_cache.of_files([path], "minimap", lambda: _minimap(path))
+    return answer
+
+
+def _minimap(path: Path) -> Minimap:
+    known = api.index(path)["ranks"]
+    shown = api.timeline(
+        path, pixels=_MINIMAP_BINS, ranks=known[:: -(-len(known) // _MINIMAP_RANKS) or 1], most_bars=0
+    )
+    length = shown.run_end_ns - shown.run_begin_ns
+    sums = [[0.0] * _MINIMAP_BINS for _ in range(2)]
+    if shown.density is None or shown.density.empty:
+        return Minimap(*sums)
+    each = shown.density.groupby(["begin_ns", "end_ns"], as_index=False)[["busy_ns", "exposed_ns"]].sum()
+    for begin, end, busy, exposed in each.itertuples(index=False):
+        first = (begin - shown.run_begin_ns) * _MINIMAP_BINS // length
+        last = max(first + 1, (end - shown.run_begin_ns) * _MINIMAP_BINS // length)
+        for cell in range(max(0, first), min(last, _MINIMAP_BINS)):
+            for values, value in zip(sums, (busy, exposed), strict=True):
+                values[cell] = max(values[cell], min(1.0, value / (end - begin) / len(shown.ranks)))
+    return Minimap(*sums)
+
+
 def timeline(path: Path, view: View) -> api.Timeline:
-    """What ``view`` shows of a run."""
+    """What ``view`` shows of a run, the latest rank first where it is sorted so."""
     facts = api.index(path)
     ranks = chosen_ranks(view.ranks, facts["ranks"])
     lanes = len(ranks) * facts["lanes"] // max(1, len(facts["ranks"]))
@@ -113,7 +229,52 @@ def timeline(path: Path, view: View) -> api.Timeline:
         begin = None
     if end is not None and begin is None and end <= facts["begin_ns"]:
         end = None
-    return api.timeline(path, begin, end, bins, ranks)
+    is_heat = len(ranks) > MOST_LANES_OF_BARS or is_folded(path, view)
+    shown = api.timeline(path, begin, end, bins, ranks, **({"most_bars": 0} if is_heat else {}))
+    if is_sorted_by_lateness(path, view):
+        late = lateness_of(path)
+        shown = shown._replace(ranks=tuple(sorted(shown.ranks, key=lambda rank: -late.get(rank, 0.0))))
+    return shown
+
+
+class HeatRow(NamedTuple):
+    """A row of the heat map: its label, its ranks, and the ranks that a click shows."""
+
+    label: str
+    ranks: tuple[int, ...]
+    unfolds: str
+
+
+def heat_rows(path: Path, view: View, shown: api.Timeline) -> list[HeatRow] | None:
+    """The rows of the heat map of ``shown``, in its order of ranks; None where ranks have lanes."""
+    folded = is_folded(path, view)
+    if len(shown.ranks) <= MOST_LANES_OF_BARS and not folded:
+        return None
+    hosts = hosts_of(path)
+    members: dict[str, list[int]] = {}
+    for rank in shown.ranks:
+        members.setdefault(hosts.get(rank, "unknown host"), []).append(rank)
+    if folded:
+        return [HeatRow(host, tuple(ranks), ranks_text(ranks)) for host, ranks in members.items()]
+    return [
+        HeatRow(
+            f"rank {rank}",
+            (rank,),
+            str(rank) if len(members) == 1 else ranks_text(members[hosts.get(rank, "unknown host")]),
+        )
+        for rank in shown.ranks
+    ]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``ranks`` as the address holds them: ``0-3,8``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 class Builds:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import dash
 import flask
+import plotly.graph_objects as go
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
@@ -23,15 +24,28 @@ from commprof_dash.pages import index_wait
 from commprof_dash.pages.index_wait import RUN, builds, waiting_for_index
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
-from commprof_dash.pages.timeline.data import View, path_of, timeline, view_in, view_of
+from commprof_dash.pages.timeline.data import (
+    View,
+    heat_rows,
+    hosts_of,
+    is_folded,
+    is_sorted_by_lateness,
+    opened,
+    path_of,
+    timeline,
+    view_in,
+    view_of,
+)
+from commprof_dash.pages.timeline.minimap import minimap_card
 from commprof_dash.pages.timeline.shown import CSV_PATH, below
-from commprof_dash.pages.timeline.toolbar import BUTTON, RANKS, RECORD, STEP, toolbar
+from commprof_dash.pages.timeline.toolbar import BUTTON, BY, RANKS, RECORD, ROWS, STEP, toolbar
 from commprof_dash.theme import Scheme, scheme_of
 
 PATH: Final = "/timeline"
 VIEW: Final = "timeline-view"  # the store that holds what is shown
 WRITTEN: Final = "timeline-written"
 SHOWN: Final = "timeline-shown"  # what changes with the view, besides the figure
+HOVER: Final = "timeline-hover"  # a line that tells what is below the pointer
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -48,12 +62,13 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
     waiting = builds.wait_for(path)
     if waiting is not None:
         return waiting_for_index(waiting, name)
-    shown = timeline(path, view)
-    if not shown.records and (nothing := no_records(runs, name)) is not None:
+    if not api.index(path)["records"] and (nothing := no_records(runs, name)) is not None:
         return [nothing]
-    figure = timeline_chart.figure(shown, scheme, _selected(path, view))
+    view = opened(path, view)
+    shown = timeline(path, view)
+    figure = _figure(path, view, shown, scheme)
     return [
-        dcc.Store(id=VIEW, data=view.stored() | _extent(shown) | {"drawn": True}),
+        dcc.Store(id=VIEW, data=view.stored() | _extent(path, view, shown) | {"drawn": True}),
         dcc.Store(id=RUN, data=name),
         dcc.Store(id=WRITTEN),
         cards.text_card(
@@ -61,7 +76,19 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
             "Ranks over time",
             "",
             [
-                toolbar(view, shown),
+                toolbar(
+                    view,
+                    shown,
+                    len(set(hosts_of(path).values())),
+                    is_folded(path, view),
+                    is_sorted_by_lateness(path, view),
+                ),
+                minimap_card(path, shown),
+                html.Div(
+                    "Point at a bar to read it here. Drag, wheel or W, A, S, D move the window.",
+                    id=HOVER,
+                    className="timeline-hover",
+                ),
                 graph(
                     "timeline",
                     figure,
@@ -74,13 +101,23 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
     ]
 
 
-def _extent(shown: api.Timeline) -> dict[str, int]:
-    """What the buttons need to know: the window and the whole run, since its begin."""
+def _extent(path: Path, view: View, shown: api.Timeline) -> dict[str, int | None]:
+    """What the browser needs to move: the window, the step that is gone to and the whole run, since its begin."""
+    window = None if view.step is None else api.step_window(path, view.step)
+    begin, end = (None, None) if window is None else (time - shown.run_begin_ns for time in window)
     return {
         "first": shown.begin_ns - shown.run_begin_ns,
         "last": shown.end_ns - shown.run_begin_ns,
         "length": shown.run_end_ns - shown.run_begin_ns,
+        "step_first": begin,
+        "step_last": end,
     }
+
+
+def _figure(path: Path, view: View, shown: api.Timeline, scheme: Scheme) -> go.Figure:
+    rows = heat_rows(path, view, shown)
+    heat = None if rows is None else timeline_chart.Heat(*zip(*rows, strict=True)) if rows else None
+    return timeline_chart.figure(shown, scheme, _selected(path, view), heat)
 
 
 def _selected(path: Path, view: View) -> list[tuple[int, int, int, int]]:
@@ -114,7 +151,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         try:
             path = path_of(runs, name)
             shown = timeline(path, view)
-            figure = timeline_chart.figure(shown, scheme_of(scheme), _selected(path, view))
+            figure = _figure(path, view, shown, scheme_of(scheme))
             return figure, height_of(figure), below(path, name, view, shown)
         except KeyError:
             return dash.no_update, dash.no_update, [messages.unknown_runs([name], str(runs.directory))]
@@ -132,11 +169,13 @@ def register(app: dash.Dash, runs: Runs) -> None:
         # The server looks up the step's window; only the browser writes the view for all other moves.
         path = path_of(runs, name)
         window = api.step_window(path, step) if isinstance(step, int) else None
-        if window is None:
+        if window is None or step == data.get("step"):
             raise PreventUpdate
         begin = api.index(path)["begin_ns"]
         first, last = window[0] - begin, window[1] - begin
-        return data | {"from": first, "to": last, "first": first, "last": last, "drawn": False}
+        window_now = {"from": first, "to": last, "first": first, "last": last}
+        step_now = {"step": step, "step_first": first, "step_last": last}
+        return data | window_now | step_now | {"drawn": False}
 
     app.clientside_callback(
         ClientsideFunction("timeline", "move"),
@@ -147,6 +186,21 @@ def register(app: dash.Dash, runs: Runs) -> None:
         Input(RANKS, "value"),
         Input(RECORD, "value"),
         State(VIEW, "data"),
+        prevent_initial_call=True,
+    )
+    # A callback for each: only some runs have these controls, and one without an input is not called.
+    for control in (ROWS, BY):
+        app.clientside_callback(
+            ClientsideFunction("timeline", "arrange"),
+            Output(VIEW, "data", allow_duplicate=True),
+            Input(control, "value"),
+            State(VIEW, "data"),
+            prevent_initial_call=True,
+        )
+    app.clientside_callback(
+        ClientsideFunction("timeline", "hover"),
+        Output(HOVER, "children"),
+        Input(ids.graph("timeline"), "hoverData"),
         prevent_initial_call=True,
     )
     app.clientside_callback(

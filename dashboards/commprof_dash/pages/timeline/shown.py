@@ -17,7 +17,7 @@ from commprof_dash.charts.density_chart import OTHER_GROUPS, lane_names
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import tables
 from commprof_dash.components.tables import Field
-from commprof_dash.pages.timeline.data import View, record_text
+from commprof_dash.pages.timeline.data import View, heat_rows, record_text
 from commprof_dash.pages.timeline.record import record_section, shortened
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR
 
@@ -27,9 +27,10 @@ _ROWS_SHOWN: Final = 200
 
 def below(path: Path, name: str, view: View, shown: api.Timeline) -> list[Component]:
     """All of it, for the run called ``name`` at ``path``."""
+    is_heat = heat_rows(path, view, shown) is not None
     return [
-        html.P(_said(shown), className="card-subtitle", role="status"),
-        _legend(shown),
+        html.P(_said(shown, is_heat), className="card-subtitle", role="status"),
+        _legend(shown, is_heat),
         *([] if view.record is None else [record_section(path, name, view.record, shown.run_begin_ns)]),
         html.Details(
             [html.Summary(_rows_told(shown)), _csv_link(name, view), *_table(name, view, shown)],
@@ -44,10 +45,16 @@ def _rows_told(shown: api.Timeline) -> str:
     return f"Table ({tables.rows_text(len(shown.bars))})"
 
 
-def _said(shown: api.Timeline) -> str:
+def _said(shown: api.Timeline, is_heat: bool) -> str:
     window = shown.end_ns - shown.begin_ns
     if shown.bars is not None:
-        what = f"{len(shown.bars):,} records, each as a bar from its issue to its last known time"
+        of_all = f" of {shown.records:,}" if shown.records != len(shown.bars) else ""
+        what = f"{len(shown.bars):,}{of_all} records, each as a bar from its issue to its last known time"
+    elif is_heat:
+        what = (
+            "The color is the share of exposed communication, the paler the less. A click on a row shows the ranks of "
+            f"its host. {shown.records:,} records"
+        )
     else:
         where = " in each of its groups, the largest group above" if shown.lanes else ""
         what = (
@@ -84,19 +91,23 @@ def _lanes_note(shown: api.Timeline) -> str:
     return text
 
 
-def _legend(shown: api.Timeline) -> Component:
+def _legend(shown: api.Timeline, is_heat: bool) -> Component:
     entries: list[tuple[str, str, str]]
     if shown.bars is not None:
         named = series_in_order(with_series(shown.bars)["series"])
         entries = [(one.name, one.colour, "swatch hatched" if one.hatch else "swatch") for one in named]
     else:
-        ops = set() if shown.density is None else set(shown.density["op"])
+        ops = set() if is_heat or shown.density is None else set(shown.density["op"])
         entries = [(op, OP_COLOURS.get(op, OTHER_COLOUR), "swatch") for op in OPS if op in ops]
     items = [
         html.Li([html.Span(className=looks, style={"backgroundColor": colour}), name])
         for name, colour, looks in entries
     ]
-    swatch = {"border": f"2px solid {EXPOSED_COLOUR}"}
+    swatch = {
+        "backgroundColor" if is_heat else "border": EXPOSED_COLOUR
+        if is_heat
+        else f"2px solid {EXPOSED_COLOUR}"
+    }
     items.append(html.Li([html.Span(className="swatch", style=swatch), timeline_chart.EXPOSED]))
     if (shown.bands["kind"] == "step").any():
         shade = {"backgroundColor": "var(--line)"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import dash_mantine_components as dmc
 from dash import dcc, html
 from dash.development.base_component import Component
 
@@ -14,6 +15,8 @@ STEP: Final = "timeline-step"
 RANKS: Final = "timeline-ranks"
 RECORD: Final = "timeline-record"
 BUTTON: Final = "timeline-button"
+ROWS: Final = "timeline-rows"
+BY: Final = "timeline-by"
 _BUTTONS: Final = {
     "in": "Zoom in",
     "out": "Zoom out",
@@ -21,17 +24,18 @@ _BUTTONS: Final = {
     "right": "Later",
     "all": "Whole run",
 }
+_KEYS: Final = {"in": "W", "out": "S", "left": "A", "right": "D"}
 _SIGNS: Final = {"in": "+", "out": "\u2212", "left": "\u2190", "right": "\u2192", "all": "Whole run"}
 
 
-def toolbar(view: View, shown: api.Timeline) -> Component:
-    """The buttons and fields for the timeline that shows ``view``."""
+def toolbar(view: View, shown: api.Timeline, hosts: int, folded: bool, by_lateness: bool) -> Component:
+    """The buttons and fields for the timeline that shows ``view``; with several ranks, what a row is and their order."""
     buttons = [
         html.Button(
             _SIGNS[what],
             id={"type": BUTTON, "what": what},
             className="tool",
-            title=title,
+            title=f"{title} (key {_KEYS[what]})" if what in _KEYS else title,
             type="button",
             **{"aria-label": title},
         )
@@ -43,7 +47,15 @@ def toolbar(view: View, shown: api.Timeline) -> Component:
             html.Label(
                 [
                     "Step ",
-                    dcc.Input(id=STEP, type="number", min=0, step=1, debounce=True, className="tool-input"),
+                    dcc.Input(
+                        id=STEP,
+                        type="number",
+                        min=0,
+                        step=1,
+                        value=view.step,
+                        debounce=True,
+                        className="tool-input",
+                    ),
                 ]
             ),
             html.Label(
@@ -59,6 +71,7 @@ def toolbar(view: View, shown: api.Timeline) -> Component:
                     ),
                 ]
             ),
+            *(_orders(hosts, folded, by_lateness) if len(shown.run_ranks) > 1 else []),
             html.Label(
                 [
                     "Record ",
@@ -77,6 +90,24 @@ def toolbar(view: View, shown: api.Timeline) -> Component:
         role="group",
         **{"aria-label": "Move the timeline"},
     )
+
+
+def _orders(hosts: int, folded: bool, by_lateness: bool) -> list[Component]:
+    rows = {"ranks": "Ranks", "hosts": "Hosts"}
+    orders = {"rank": "By rank", "lateness": "Latest first"}
+    return [
+        dmc.SegmentedControl(
+            id=identity,
+            data=[{"value": key, "label": text} for key, text in choices.items()],
+            value=value,
+            size="xs",
+            **{"aria-label": label},
+        )
+        for label, identity, choices, value in (
+            *((("Rows", ROWS, rows, "hosts" if folded else "ranks"),) if hosts > 1 else ()),
+            ("Order of the rows", BY, orders, "lateness" if by_lateness else "rank"),
+        )
+    ]
 
 
 def _ranks_text(ranks: tuple[int, ...]) -> str:
