@@ -143,6 +143,7 @@ __all__ = [
     "traffic_levels",
     "untagged",
     "verify",
+    "warm_window",
     "write_csv",
     "write_csv_parts",
 ]

@@ -377,7 +377,7 @@ def wait_for_rows(page, column: str, wanted: list[str]) -> None:
 
 
 def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
-    page.open(f"{base_url}/records?run=many")
+    page.open(f"{base_url}/records?run=many&filter=")
     path = runs / "many"
     total = STEPS * 300 * WORLD
     page.page.wait_for_function(f"document.body.innerText.includes('{total:,} records')")
@@ -416,7 +416,7 @@ def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
     view = Watched(context.new_page())
     view.open(f"{base_url}/timeline?run=few{WHOLE}")
     assert drawn_records(view.page) == wanted_records(api.timeline(runs / "few"))
-    view.open(f"{base_url}/records?run=few")
+    view.open(f"{base_url}/records?run=few&filter=")
     wait_for_rows(
         view.page, "rank", [str(rank) for rank in api.records_page(runs / "few", limit=4).rows["rank"]]
     )
@@ -441,3 +441,21 @@ def test_columns_are_chosen(page, base_url):
     moved(page.page, page.page.locator("[role=option]:visible", has_text="dtype").click)
     page.page.wait_for_selector(".ag-row[row-index='0'] [col-id='dtype']")
     assert "column=dtype" in page.page.url
+
+
+def test_records_begin_with_the_second_step_and_a_click_opens_all_about_a_row(page, runs, base_url):
+    page.open(f"{base_url}/records?run=few")
+    later = api.records_page(runs / "few", [api.Filter("step", ">=", "1")], limit=1)
+    page.page.wait_for_function(f"document.body.innerText.includes('{later.total} of 120 records fit')")
+    assert "filter=step:%3E%3D:1" in page.page.url or "filter=step%3A%3E%3D%3A1" in page.page.url
+    page.page.locator(".ag-center-cols-container .ag-row[row-index='0'] [col-id='op']").click()
+    page.page.wait_for_selector(".mantine-Drawer-content .record")
+    text = page.page.inner_text(".mantine-Drawer-content")
+    assert "The same collective on 4 ranks" in text and HOSTILE in text
+    page.page.keyboard.press("Escape")
+    page.page.wait_for_selector(".mantine-Drawer-content", state="hidden")
+    page.open(f"{base_url}/records?run=few&step=2")
+    one = api.records_page(runs / "few", [api.Filter("step", "=", "2")], limit=1)
+    page.page.wait_for_function(f"document.body.innerText.includes('{one.total} of 120 records fit')")
+    page.open(f"{base_url}/records?run=few&filter=")
+    page.page.wait_for_function("document.querySelector('#records-counted').innerText === '120 records'")

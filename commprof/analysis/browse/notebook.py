@@ -251,6 +251,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.step_window`."""
         return api.step_window(self.run, step)
 
+    def warm_window(self, steps: int = 3) -> tuple[int, int] | None:
+        """See :func:`commprof.analysis.api.warm_window`."""
+        return api.warm_window(self.run, steps)
+
     def records(
         self,
         filters: Sequence[api.Filter] = (),

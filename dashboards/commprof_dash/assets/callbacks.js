@@ -191,7 +191,8 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       if (same_search(search, now)) {
         return window.dash_clientside.no_update;
       }
-      if (!state.drawn) {
+      const has_state = ["filter", "sort", "column"].some((key) => new URLSearchParams(now).has(key));
+      if (!state.drawn || !has_state) {
         replace_search(search);
       } else if (new URLSearchParams(now).get("run") === run && window.commprof_drawn_again !== now) {
         // The page was drawn again, for another scheme say, from an address that is older than the one that is shown.

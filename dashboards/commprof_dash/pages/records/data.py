@@ -11,6 +11,7 @@ from commprof_dash.address import Query
 
 FILTER: Final = "filter"
 SORT: Final = "sort"
+STEP: Final = "step"
 COLUMN: Final = "column"
 COLUMNS: Final[dict[str, Column]] = api.describe_columns("records")
 SHOWN_FIRST: Final = (
@@ -48,9 +49,19 @@ class Asked(NamedTuple):
     columns: tuple[str, ...] = SHOWN_FIRST
 
 
-def asked_in(query: Query) -> Asked:
-    """What an address asks for; what makes no sense there is left out."""
+def asked_in(query: Query, steps: Sequence[int] = ()) -> Asked:
+    """What an address asks for; what makes no sense there is left out.
+
+    An address without filters asks for the step that it names, else for the steps after the first of ``steps``, the
+    training steps of the run; one with an empty filter asks for all records.
+    """
     filters = tuple(text[:500] for text in query.get(FILTER, ()) if _split(text) is not None)
+    if FILTER not in query:
+        named = next((text for text in query.get(STEP, ()) if text.isdecimal() and int(text) in steps), None)
+        if named is not None:
+            filters = (f"step:=:{int(named)}",)
+        elif len(steps) > 1:
+            filters = (f"step:>=:{steps[1]}",)
     sort = next(iter(query.get(SORT, ())), "")
     columns = tuple(name for name in query.get(COLUMN, ()) if name in COLUMNS) or SHOWN_FIRST
     return Asked(filters, sort if sort.removeprefix("-") in COLUMNS else None, columns)

@@ -17,10 +17,11 @@ from dash.exceptions import PreventUpdate
 from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.address import Query
-from commprof_dash.components import cards
+from commprof_dash.components import cards, messages
 from commprof_dash.data import Runs, reason
 from commprof_dash.downloads import download
 from commprof_dash.pages.index_wait import RUN, builds, waiting_for_index
+from commprof_dash.pages.matrix.data import steps_of
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.records.data import (
@@ -38,8 +39,9 @@ from commprof_dash.pages.records.data import (
     is_number,
     sort_text,
 )
-from commprof_dash.pages.timeline.data import path_of, record_text
+from commprof_dash.pages.timeline.data import path_of, record_of, record_text
 from commprof_dash.pages.timeline.page import PATH as TIMELINE_PATH
+from commprof_dash.pages.timeline.record import record_section
 from commprof_dash.theme import Scheme
 
 PATH: Final = "/records"
@@ -50,6 +52,7 @@ COUNTED: Final = "records-counted"
 FILE: Final = "records-file"
 STATE: Final = "records-state"
 WRITTEN: Final = "records-written"
+DETAILS: Final = "records-details"  # a drawer with all about the row that was clicked
 _BLOCK: Final = 100  # rows that the grid asks for at a time
 _LONGEST: Final = 300  # characters of a cell
 
@@ -58,12 +61,12 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run, filters, order and columns in ``query``."""
 
     def answers(name: str) -> tuple[list[Component], list[Component]]:
-        return [], _answers(runs, name, asked_in(query))
+        return [], _answers(runs, name, query)
 
     return draw_run(runs, query, answers)
 
 
-def _answers(runs: Runs, name: str, asked: Asked) -> list[Component]:
+def _answers(runs: Runs, name: str, query: Query) -> list[Component]:
     path = path_of(runs, name)
     waiting = builds.wait_for(path)
     if waiting is not None:
@@ -71,15 +74,17 @@ def _answers(runs: Runs, name: str, asked: Asked) -> list[Component]:
     records = int(api.index(path)["records"])
     if not records and (nothing := no_records(runs, name)) is not None:
         return [nothing]
+    asked = asked_in(query, steps_of(runs, name))
     return [
+        dmc.Drawer(id=DETAILS, title="Record", position="right", size="lg", padding="md"),
         dcc.Store(id=RUN, data=name),
         dcc.Store(id=STATE, data={"pairs": _pairs(asked), "drawn": True}),
         dcc.Store(id=WRITTEN),
         cards.text_card(
             "records",
             "Records",
-            "Each row is one operation that a rank handed to torch.distributed, in order of time until you sort. "
-            "Filters take bytes and nanoseconds; times are since the first record. Payload: the whole buffer.",
+            "One row for each operation of each rank; a click on a row shows all about it. Without the first step until you "
+            "clear the filter of the column step. Filters take bytes and nanoseconds.",
             [
                 html.Div(
                     [
@@ -113,6 +118,7 @@ def _grid(asked: Asked) -> Component:
     return dag.AgGrid(
         id=GRID,
         rowModelType="infinite",
+        getRowId="params.data.key",
         columnDefs=column_definitions(asked.columns, asked.sort),
         filterModel=filter_model(asked.filters),
         defaultColDef={
@@ -190,8 +196,11 @@ def rows_of(frame: pd.DataFrame, name: str, begin_ns: int) -> list[dict[str, Any
             strict=True,
         )
     ]
-    columns = [*shown, "link"]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*shown.values(), links, strict=True)]
+    keys = map(
+        record_text, zip(*(frame[one].tolist() for one in ("rank", "attempt", "pid", "seq")), strict=True)
+    )
+    columns = [*shown, "link", "key"]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*shown.values(), links, keys, strict=True)]
 
 
 def _shown(values: pd.Series, unit: str, begin_ns: int) -> list[Any]:
@@ -230,7 +239,7 @@ def _pairs(asked: Asked) -> list[tuple[str, str]]:
     """What is asked for as pairs of an address; what is asked for anyway is left out."""
     columns = () if asked.columns == SHOWN_FIRST else asked.columns
     return [
-        *((FILTER, text) for text in asked.filters),
+        *((FILTER, text) for text in asked.filters or ("",)),
         *(((SORT, asked.sort),) if asked.sort else ()),
         *((COLUMN, column) for column in columns),
     ]
@@ -289,6 +298,23 @@ def register(app: dash.Dash, runs: Runs) -> None:
         chosen = tuple(column for column in columns or SHOWN_FIRST if column in COLUMNS)
         asked = Asked(filter_texts(request.get("filterModel")), sort_text(request.get("sortModel")), chosen)
         return column_definitions(chosen, asked.sort), _file(name, asked), {"pairs": _pairs(asked)}
+
+    @app.callback(
+        Output(DETAILS, "children"),
+        Output(DETAILS, "opened"),
+        Input(GRID, "cellClicked"),
+        State(RUN, "data"),
+        prevent_initial_call=True,
+    )
+    def details(clicked: Mapping[str, Any] | None, name: str) -> tuple[Any, ...]:
+        key = record_of(str((clicked or {}).get("rowId") or ""))
+        if key is None or (clicked or {}).get("colId") == "link":
+            raise PreventUpdate
+        try:
+            path = path_of(runs, name)
+            return record_section(path, name, key, int(api.index(path)["begin_ns"])), True
+        except Exception as error:
+            return messages.broken_page(reason(error)), True
 
     app.clientside_callback(
         ClientsideFunction("records", "write"),

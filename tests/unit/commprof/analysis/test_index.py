@@ -284,6 +284,7 @@ def test_steps_and_phases_are_bands(run):
     assert (steps["begin_ns"].tolist(), steps["end_ns"].tolist()) == ([25_000], [50_000])
     assert api.step_window(run, 2) == (50_000, 75_000)
     assert api.step_window(run, 99) is None
+    assert api.warm_window(run, 2) == (25_000, 75_000)
     phases = bands[bands["kind"] == "phase"]
     assert set(phases["name"]) <= {"forward", "backward"}
     times = [row["begin_ns"] for row in plain_rows(run) if row["rank"] == 0]
