@@ -15,8 +15,8 @@ STEP: Final = "step"
 COLUMN: Final = "column"
 COLUMNS: Final[dict[str, Column]] = api.describe_columns("records")
 SHOWN_FIRST: Final = (
-    *("begin_ns", "rank", "step", "phase", "op", "intended_op", "purpose", "bucket", "payload_bytes"),
-    *("exposed_ns", "group_ranks", "pg_seq", "parameters", "call_site"),
+    *("begin_ns", "rank", "step", "phase", "op", "purpose", "bucket", "payload_bytes", "exposed_ns"),
+    "group_ranks",
 )
 # Times that are shown and asked for since the first record of the run.
 SINCE_BEGIN: Final = ("begin_ns", "end_ns")

@@ -55,6 +55,7 @@ WRITTEN: Final = "records-written"
 DETAILS: Final = "records-details"  # a drawer with all about the row that was clicked
 _BLOCK: Final = 100  # rows that the grid asks for at a time
 _LONGEST: Final = 300  # characters of a cell
+_LONG_TEXTS: Final = ("parameters", "call_site", "module", "sizes")
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -126,7 +127,7 @@ def _grid(asked: Asked) -> Component:
             "resizable": True,
             "floatingFilter": True,
             "suppressMovable": False,
-            "minWidth": 84,
+            "minWidth": 76,
         },
         dashGridOptions={
             "cacheBlockSize": _BLOCK,
@@ -170,7 +171,7 @@ def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[st
                 "filter": "agNumberColumnFilter" if number else "agTextColumnFilter",
                 "filterParams": {"maxNumConditions": 1, "debounceMs": 300, "buttons": ["reset"]},
                 "type": "rightAligned" if number else None,
-                "width": 200 if name in ("parameters", "call_site", "module", "sizes") else 124,
+                "width": 200 if name in _LONG_TEXTS else 86 if number and not column.unit else 106,
                 "initialSort": None if sort is None or sort.lstrip("-") != name else _way(sort),
             }
         )
