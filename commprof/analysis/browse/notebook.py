@@ -225,6 +225,10 @@ class OpenedRun:
         """The comparison of this run with others: see :func:`commprof.analysis.api.reduction_levels`."""
         return api.reduction_levels(self._beside(others))
 
+    def traffic_levels(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
+        """The comparison of this run with others: see :func:`commprof.analysis.api.traffic_levels`."""
+        return api.traffic_levels(self._beside(others))
+
     def settings(self, *others: OpenedRun | Path | str) -> pd.DataFrame:
         """The comparison of this run with others: see :func:`commprof.analysis.api.settings`."""
         return api.settings(self._beside(others))

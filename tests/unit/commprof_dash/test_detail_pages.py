@@ -328,6 +328,11 @@ def test_a_record_of_the_timeline_is_found_in_the_alignment(directory):
 
 def test_an_alignment_is_drawn_with_its_first_divergence(directory):
     parts = draw(directory, "/alignment?run=aligned")
+    counts = api.alignment_summary(directory / "aligned").counts.groupby("state")["lines"].sum()
+    text = text_of(parts)
+    assert "Records and log differ" in text
+    assert f"{counts['matched']:,} of {counts.sum():,} records and lines match" in text
+    assert f"{counts['missing']:,} records have no line" in text
     text, figures = text_of(parts), figures_of(parts)
     found = api.alignment(directory / "aligned")
     states = found.counts.groupby("state")["lines"].sum().to_dict()

@@ -81,8 +81,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         ]
         return controls_shown, [
             *_generated(communicators),
+            _verdict(summary),
+            cards.columns([_divergences(summary.divergences, name), _states(summary.counts, scheme)]),
             _tiles(summary, communicators),
-            cards.columns([_states(summary.counts, scheme), _divergences(summary.divergences, name)]),
             _side_by_side(window, state, name, rank, group),
             _communicators(communicators),
             *topology_cards,
@@ -153,6 +154,27 @@ def _bounded(count: int, ambiguous: int, least: int) -> str:
         return format_count(count)
     low, high = format_count(count + least), format_count(count + ambiguous)
     return low if low == high else f"{low} to {high}"
+
+
+def _verdict(summary: api.AlignmentSummary) -> Component:
+    """Whether NCCL ran what was issued, in one sentence."""
+    totals = summary.counts.groupby("state")["lines"].sum()
+    counts = {state: int(totals.get(state, 0)) for state in alignment_chart.STATES}
+    matched = f"{counts['matched']:,} of {sum(counts.values()):,} records and lines match"
+    apart = [
+        f"{counts[state]:,} {text}"
+        for state, text in (("missing", "records have no line"), ("extra", "lines have no record"))
+        if counts[state]
+    ]
+    if apart:
+        first = "; the first divergence of each rank is below" if len(summary.divergences) else ""
+        text = f"{matched}: {' and '.join(apart)}{first}."
+        return messages.message("Records and log differ", text, severity="warning")
+    unsure = counts["ambiguous"] + counts["torn"]
+    if unsure:
+        text = f"{matched}. {unsure:,} cannot be told apart: several candidates are equal, or a line is truncated."
+        return messages.message("No difference is known", text)
+    return messages.message("NCCL ran what was issued", f"{matched}.", severity="good")
 
 
 def _tiles(summary: api.AlignmentSummary, communicators: pd.DataFrame) -> Component:

@@ -75,9 +75,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         if nothing is not None:
             return [], [nothing]
         body = [
+            *_answers(measured, op, group, rate, file, scheme),
             *([] if recent is None else [_about_steps(*recent)]),
             *_about_ceiling(runs, chosen, file, broken),
-            *_answers(measured, op, group, rate, file, scheme),
         ]
         return controls_shown, body
 
@@ -141,9 +141,9 @@ def _answers(
         ]
     notes = measured.sizes.attrs["notes"]
     return [
-        *([messages.sentences("Before you compare", notes, severity="note")] if notes else []),
-        _tiles(sizes),
         _figure(sizes, times, rate, file, scheme),
+        _tiles(sizes),
+        *([messages.sentences("Before you compare", notes, severity="note")] if notes else []),
         _strange(times),
         *([] if file is None else [_fits(api.ceiling_fits(file))]),
     ]
