@@ -19,6 +19,9 @@ from commprof_dash.theme import MUTED_TEXT, SETTING_COLOURS, STEP_COLOUR, TEXT, 
 LEVELS: Final = ("requested", "issued", "executed", "moved")
 UNKNOWN: Final = "not known"
 CELL_CHARACTERS: Final = 46
+_MOST_MOVED: Final = (
+    1.3  # of the longest bar; what moved beyond is drawn at the end of the axis, with an arrow
+)
 _DIRECTIONS: Final = ("sent", "received")
 
 
@@ -51,12 +54,18 @@ def levels(
         for series in series_in_order(sums["series"])
     ]
     notes = [
-        _level_note(place[str(label)], LEVELS.index(str(level)), rows)
+        _level_note(place[str(label)], LEVELS.index(str(level)), rows, ends[0])
         for (label, level), rows in part.groupby(["label", "level"], sort=False)
         if level in lanes
     ]
     return figure(
-        Lanes(list(labels.values()), lanes, bars=bars, marks=_moved_marks(part, place, scheme), notes=notes),
+        Lanes(
+            list(labels.values()),
+            lanes,
+            bars=bars,
+            marks=_moved_marks(part, place, ends[0], scheme),
+            notes=notes,
+        ),
         unit="bytes",
         title="Wire bytes, modelled",
         scheme=scheme,
@@ -67,15 +76,19 @@ def levels(
 
 
 def ends_of(frame: pd.DataFrame, times: pd.DataFrame) -> tuple[float, float]:
-    """The most bytes of any setting and level, and the longest step time with its interval; arguments as of levels."""
+    """The ends of both axes: the most bytes and the longest step time of any setting; arguments as of levels.
+
+    Moved bytes far beyond the modelled ones do not stretch the axis.
+    """
     sums = frame.groupby(["label", "level"])["wire_bytes_per_step"].sum()
-    most = [float(sums.max()) if len(sums) else 0.0, float(frame["moved_bytes_of_rank"].max())]
+    modelled = float(sums.max()) if len(sums) else 0.0
+    # Counters see other programs too: they must not make the bars unreadable.
+    counted = float(frame["moved_bytes_of_rank"].fillna(0.0).max())
+    most = max(modelled, min(counted, _MOST_MOVED * modelled)) if modelled else counted
     longest = times[["step_time_ns", "step_time_high_ns", "predicted_ns", "predicted_high_ns"]].astype(
         "float64"
     )
-    return max(value for value in most if not math.isnan(value)), float(
-        longest.fillna(0.0).to_numpy().max(initial=0.0)
-    )
+    return most, float(longest.fillna(0.0).to_numpy().max(initial=0.0))
 
 
 def _level_point(row: Mapping[str, Any], place: Mapping[str, int]) -> Point:
@@ -86,12 +99,13 @@ def _level_point(row: Mapping[str, Any], place: Mapping[str, int]) -> Point:
     return Point(place[row["label"]], LEVELS.index(row["level"]), value, text)
 
 
-def _level_note(setting: int, lane: int, rows: pd.DataFrame) -> Note:
+def _level_note(setting: int, lane: int, rows: pd.DataFrame, end: float) -> Note:
     if LEVELS[lane] == "moved":
         moved = rows["moved_bytes_of_rank"].iloc[0]
         if pd.isna(moved):
             return Note(setting, lane, 0.0, "not counted", muted=True)
-        return Note(setting, lane, float(moved), api.format_bytes(moved), muted=True)
+        beyond = " \u2192" if moved > end else ""
+        return Note(setting, lane, min(float(moved), end), f"{api.format_bytes(moved)}{beyond}", muted=True)
     total = rows["wire_bytes_per_step"].sum(min_count=1)
     if pd.isna(total):
         return Note(setting, lane, 0.0, UNKNOWN, muted=True)
@@ -99,7 +113,7 @@ def _level_note(setting: int, lane: int, rows: pd.DataFrame) -> Note:
     return Note(setting, lane, float(total), f"{at_least}{api.format_bytes(float(total))}")
 
 
-def _moved_marks(part: pd.DataFrame, place: Mapping[str, int], scheme: Scheme) -> list[Marks]:
+def _moved_marks(part: pd.DataFrame, place: Mapping[str, int], end: float, scheme: Scheme) -> list[Marks]:
     marks = []
     for over, name, symbol in (
         ("step", "moved in a step, of a rank", "diamond"),
@@ -110,7 +124,7 @@ def _moved_marks(part: pd.DataFrame, place: Mapping[str, int], scheme: Scheme) -
             Point(
                 place[row["label"]],
                 LEVELS.index("moved"),
-                float(row["moved_bytes_of_rank"]),
+                min(float(row["moved_bytes_of_rank"]), end),
                 f"{escape(row['label'])}<br>{name}: <b>{api.format_bytes(row['moved_bytes_of_rank'])}</b>"
                 f"<br>all hosts: {api.format_bytes(row['moved_bytes'])} in a {over}, all traffic",
             )

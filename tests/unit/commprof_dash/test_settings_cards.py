@@ -268,18 +268,25 @@ def levels_of(levels, times, scheme="dark"):
 def test_moved_bytes_are_marks_and_levels_that_are_not_known_are_said(over, symbol):
     levels = [
         ("requested", None, None, None, None),
-        ("issued", "reduce", 8.0, None, None),
-        ("executed", "reduce", 6.0, None, None),
+        ("issued", "reduce", 4000.0, None, None),
+        ("executed", "reduce", 3000.0, None, None),
         ("executed", None, None, None, None),
         ("moved", None, None, 4096.0, over),
     ]
     figure = levels_of(levels, (None,) * 6)
     texts = [note.text for note in figure.layout.annotations]
     assert texts.count("not known") == 2  # requested, and the step time
-    assert {"a (x3)", "<b>8 B</b>", "<b>&gt;= 6 B</b>", "4.00 KiB"} <= set(texts)
-    assert [list(trace.x) for trace in figure.data] == [[8.0, 6.0], [4096.0]]
+    assert {"a (x3)", "<b>3.91 KiB</b>", "<b>&gt;= 2.93 KiB</b>", "4.00 KiB"} <= set(texts)
+    assert [list(trace.x) for trace in figure.data] == [[4000.0, 3000.0], [4096.0]]
     assert figure.data[1].marker.symbol == symbol
     assert figure.layout.xaxis.range[1] >= 4096
+
+
+def test_what_other_programs_moved_does_not_stretch_the_axis():
+    levels = [("issued", "reduce", 1000.0, None, None), ("moved", None, None, 40_960.0, "run")]
+    figure = levels_of(levels, (None,) * 6)
+    assert [list(trace.x) for trace in figure.data] == [[1000.0], [1300.0]]
+    assert "40.0 KiB \u2192" in [note.text for note in figure.layout.annotations]
 
 
 def test_where_nothing_was_counted_no_row_has_a_place_for_it():

@@ -26,11 +26,12 @@ _ANSWERS: Final = {
 }
 _LEVELS: Final = "Requested, issued, executed, moved, and step time"
 _HOW_TO_READ: Final = (
-    "Wire bytes are modelled: bytes that a rank sends in a step, mean over all ranks. Requested: what the config asks for, "
-    "without traffic that no rule predicts, such as metrics. Issued: what the program called. Executed: what the backend "
-    "ran for it. Moved: measured by the interface counters of all hosts, all programs, divided by the ranks; an open mark "
-    "is over the whole run, start-up included. Step time: median without the first step, with its 95 % interval. Hollow "
-    "bars were predicted before the sweep ran, with the 80 % interval. docs/glossary.md defines the terms."
+    "Wire bytes are modelled: bytes that a rank sends in a step, mean over all ranks. Requested: what the config asks "
+    "for, without traffic that no rule predicts, such as metrics. Issued: what the program called. Executed: what the "
+    "backend ran for it. Moved: measured by the interface counters of all hosts, all programs, divided by the ranks; "
+    "an open mark is over the whole run, start-up included; an arrow points beyond the axis. Step time: median "
+    "without the first step, with its 95 % interval. Hollow bars were predicted before the sweep ran, with the 80 % "
+    "interval. docs/glossary.md defines the terms."
 )
 _TIMES: Final = {
     "step_time_low_ns": "Step, low (95 %)",
