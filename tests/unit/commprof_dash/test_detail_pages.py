@@ -226,7 +226,11 @@ def test_a_bucket_of_the_address_shows_its_parameters_and_records(directory):
     text = text_of(draw(directory, "/buckets?run=plain&step=4&bucket=1"))
     assert "Bucket 1 of step 4: its parameters" in text
     assert '"head.bias"' in text and '"3,000"' in text
-    records = api.bucket_content(directory / "plain", 4, 1).operations
+    content = api.bucket_content(directory / "plain", 4, 1)
+    records, names = content.operations, content.parameters["name"].tolist()
+    first = text.partition("Buckets of the step")[0].partition('"Bucket 1"')[2]  # the line above the tiles
+    assert names[0] in first and names[-1] in first
+    assert "4,000 elements" in first and api.format_bytes(16_000) in first
     assert all(f"filter=rank%3A%3D%3A0&filter=seq%3A%3D%3A{seq}" in text for seq in records["seq"])
 
 

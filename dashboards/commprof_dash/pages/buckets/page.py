@@ -34,6 +34,12 @@ _TABLE_ROWS: Final = 300
 _LINKED: Final = 24
 _NAMED: Final = 8  # buckets in a sentence
 _NOT_SAID: Final = "not said"
+# schema.py: the values of flush_reason
+_REASONS: Final = {
+    "full": "sent because the next gradient did not fit",
+    "end_of_backward": "sent at the end of the backward pass",
+    "oversized": "sent alone: its gradient is larger than a bucket",
+}
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -60,12 +66,15 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         ]
         if len(groups) > 1:
             controls_shown.insert(0, controls.select(GROUP, "Ranks that reduce it", groups, group))
+        bucket = frame[frame["label"] == chosen].iloc[-1]
         return controls_shown, [
+            _told(bucket),
             _tiles(view, group, len(groups)),
+            *(_unlike_ranks(view.of_steps)),
             *(_unlike_steps(frame) if mean else []),
             cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
             _table(frame, name, step, group if len(groups) > 1 else None),
-            *_one(runs, name, frame[frame["label"] == chosen].iloc[-1], view.step),
+            *_one(runs, name, bucket, view.step),
         ]
 
     return draw_run(runs, query, answers)
@@ -85,6 +94,45 @@ def _no_buckets() -> Component:
         "call commprof.hooks.describe_bucket(...) for each. Record a run with buckets:",
         ["commprof run train.py --config ds.json"],
     )
+
+
+def _told(bucket: pd.Series[Any]) -> Component:
+    """What the chosen bucket holds, why it was sent and how, in one line."""
+    numel = f"{format_count(bucket['numel'])} elements"
+    if pd.isna(bucket["parameters"]):
+        holds = f"{numel}; its runtime reports no parameters"
+    else:
+        names = str(bucket["parameters"]).split(",")
+        between = " to " if len(names) > 2 else " and "
+        ends = between.join(dict.fromkeys((names[0], names[-1])))
+        holds = f"{ends} ({_of('parameter', len(names))}, {numel})"
+    size = api.format_bytes(bucket["bytes"])
+    fill = "" if pd.isna(bucket["fill"]) else f", {100 * bucket['fill']:.0f} % of its capacity"
+    sent = [f"It was {_REASONS.get(bucket['flush_reason'], 'sent, its runtime does not report why')}"]
+    if bucket["collectives"]:
+        sent.append(f"reduced by {_of(str(bucket['series']), bucket['collectives'])}")
+    if pd.notna(bucket["exposed_ns"]):
+        sent.append(f"exposed for {api.format_ns(bucket['exposed_ns'])}")
+    return messages.line(f"Bucket {bucket['label']}", f"{holds}: {size}{fill}. {', '.join(sent)}.")
+
+
+def _of(noun: str, count: float) -> str:
+    return f"{count:.4g} {noun}" + ("" if count == 1 else "s")
+
+
+def _unlike_ranks(of_steps: pd.DataFrame) -> list[Component]:
+    """Buckets whose elements or parameters differ between the ranks that reduce them; none in a sound run."""
+    unlike = of_steps["unlike"].sum()
+    if not unlike:
+        return []
+    return [
+        messages.line(
+            "Unlike between ranks",
+            f"The elements or parameters of {format_count(unlike)} buckets of the run are not the same on all ranks that "
+            "reduce them. They are shown as they are on the lowest.",
+            severity="warning",
+        )
+    ]
 
 
 def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
@@ -116,7 +164,7 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
             cards.tile(
                 "Buckets of the step",
                 f"{per_step:.4g}" if per_step % 1 else format_count(per_step),
-                f"{of_steps['buckets'].sum():,} in the run{together}"
+                f"{api.format_bytes(rows['bytes'].sum())} as they travel{together}"
                 + (", mean of the steps" if mean else ""),
             ),
             cards.tile(
@@ -125,11 +173,6 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
                 "its runtime names no capacity"
                 if pd.isna(fill)
                 else "elements over capacity, mean of the buckets below",
-            ),
-            cards.tile(
-                "Bytes of the step",
-                api.format_bytes(rows["bytes"].sum()),
-                "as they travel" + (f", the buckets of all {groups} groups" if groups > 1 else ", per rank"),
             ),
             cards.tile(
                 "Wire bytes of the step",
@@ -145,12 +188,6 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
                 "its runtime reports no reason"
                 if list(reasons.index) == [_NOT_SAID]
                 else ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
-            ),
-            cards.tile(
-                "Unlike between ranks",
-                format_count(of_steps["unlike"].sum()),
-                "buckets whose elements or parameters are not the same on all ranks that reduce them"
-                + ("; shown as they are on the lowest" if of_steps["unlike"].any() else ""),
             ),
         ]
     )
