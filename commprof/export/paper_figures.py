@@ -304,7 +304,7 @@ def loss_curves(comparison: Sequence[Row], steps: Sequence[Row]) -> dict[str, di
 
 
 def coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
-    """The settings of ``curves``, those whose lines cannot be told apart in one list."""
+    """The settings of ``curves``, those whose lines coincide in one list."""
     values = [value for curve in curves.values() for value in curve.values()]
     near = _SAME * (max(values) - min(values))
     groups: list[list[str]] = []

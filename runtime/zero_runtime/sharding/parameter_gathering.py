@@ -44,7 +44,7 @@ class _Message(NamedTuple):
 
 
 class Gathering:
-    """A gather in flight; ``wait`` completes it. ``memory`` has lent the buffers of several parameters; None for none."""
+    """A gather in flight; ``wait`` completes it. ``memory`` has lent the buffers of blocks; None for modules."""
 
     def __init__(self, messages: Sequence[_Message], memory: MessageMemory | None = None) -> None:
         self._messages = messages
@@ -61,7 +61,7 @@ class Gathering:
                 rows = message.buffer.view(len(message.payloads), -1)
                 rows.copy_(dequantized(message.payloads, rows.shape[1], WEIGHT_BITS))
             if message.rows:
-                _unpack_rows(message)
+                _unpack_rows(message, of_block=self._memory is not None)
                 if self._memory is not None:
                     self._memory.put(message.buffer)
             else:
@@ -84,7 +84,7 @@ class Gatherer:
         why: the tag of the messages; None for the gather of a pass.
         group: the ranks as a group of their own for the messages of :meth:`start`, so that they do not wait for other
             messages; None for the group of each shard.
-        memory: of messages with several parameters; None for memory of their own.
+        memory: of the messages of blocks; None where modules are gathered.
     """
 
     def __init__(
@@ -329,27 +329,44 @@ def _reduce_whole(
     return _Message(group.start_all_reduce(buffer, why=_tag_of(shards, _GATHER, buffer)), buffer, shards, 0)
 
 
-def _unpack_rows(message: _Message) -> None:
+def _unpack_rows(message: _Message, of_block: bool) -> None:
     """Fill the parameters of a message from its rows.
 
-    Those of one dtype share an allocation: they are released together, and one large allocation costs less than several.
+    Those of a block share an allocation for each dtype: they are released together, and one large allocation costs less than
+    several. A message for prefetched modules has parameters that are released one after the other.
     """
     rows = message.buffer.view(message.rows, -1)
     numels = [each.slice_numel * each.group.world_size for each in message.shards]
-    places = []
-    ends: dict[torch.dtype, int] = {}
-    for each, numel in zip(message.shards, numels, strict=True):
-        places.append(ends.get(each.dtype, 0))
-        aligned = _ALIGNMENT // each.dtype.itemsize
-        ends[each.dtype] = places[-1] + -(-numel // aligned) * aligned
-    shared = {dtype: torch.empty(end, dtype=dtype, device=rows.device) for dtype, end in ends.items()}
+    if of_block:
+        room = _adjacent(numels, [each.dtype for each in message.shards], rows.device)
+    else:
+        room = [
+            torch.empty(numel, dtype=each.dtype, device=rows.device)
+            for each, numel in zip(message.shards, numels, strict=True)
+        ]
     start = 0
-    for each, numel, place in zip(message.shards, numels, places, strict=True):
-        values = shared[each.dtype].narrow(0, place, numel)
-        width = numel // message.rows
+    for each, values in zip(message.shards, room, strict=True):
+        width = values.numel() // message.rows
         values.view(message.rows, width).copy_(rows.narrow(1, start, width))
         each.fill(values)
         start += width
+
+
+def _adjacent(
+    numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors with these numbers of elements, aligned, in one allocation for each dtype."""
+    places: list[int] = []
+    ends: dict[torch.dtype, int] = {}
+    for numel, dtype in zip(numels, dtypes, strict=True):
+        places.append(ends.get(dtype, 0))
+        aligned = _ALIGNMENT // dtype.itemsize
+        ends[dtype] = places[-1] + -(-numel // aligned) * aligned
+    shared = {dtype: torch.empty(end, dtype=dtype, device=device) for dtype, end in ends.items()}
+    return [
+        shared[dtype].narrow(0, place, numel)
+        for numel, dtype, place in zip(numels, dtypes, places, strict=True)
+    ]
 
 
 def _unpack_whole(message: _Message) -> None:
