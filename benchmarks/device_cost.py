@@ -8,6 +8,7 @@ synchronization, and is timed as a whole. torch.profiler (CUPTI) is measured bes
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -98,6 +99,30 @@ def make_step() -> Callable[[], None]:
     return step
 
 
+def make_short_step(program: str) -> Callable[[], None]:
+    """A training step that the host decides: 24 layers of 256 x 256 under DDP or FSDP2 (``program``), Adam."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(24)]
+    model: Any = torch.nn.Sequential(*layers).cuda()
+    if program == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    else:
+        for layer in layers:
+            torch.distributed.fsdp.fully_shard(layer)
+        torch.distributed.fsdp.fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    rows = torch.randn(64, 256, device="cuda")
+
+    def step() -> None:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def step_ms(step: Callable[[], None], steps: int) -> float:
     """Milliseconds of a step, until the device has ended it."""
     import torch
@@ -136,6 +161,8 @@ def main() -> None:
     parser.add_argument(
         "--recorder", action="append", choices=list(RECORDERS), help="repeatable; default: all"
     )
+    parser.add_argument("--short-steps", type=int, default=30, help="in one block of a short step")
+    parser.add_argument("--only-short", action="store_true", help="neither calls nor the step of the GPT")
     options = parser.parse_args()
     recorders = {name: RECORDERS[name] for name in options.recorder or RECORDERS}
 
@@ -159,24 +186,29 @@ def main() -> None:
     }
     rows: list[list[str]] = []
     figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    for call_name, call in calls.items():
+    for call_name, call in {} if options.only_short else calls.items():
         pairs = measured(lambda call=call: call_us(call, options.calls), recorders, options.rounds)
         for name, values in pairs.items():
             alone = median_interval([off for off, _ in values])
             added = median_interval([on - off for off, on in values])
-            rows.append([f"{call_name}, us", name, alone.text(2), added.text(2)])
+            rows.append([f"{call_name}, us", name, alone.text(2), added.text(2), ""])
             figures[f"{call_name}, {name}"] = {"alone": alone, "added": added}
-    step = make_step()
-    pairs = measured(lambda: step_ms(step, options.steps), recorders, options.rounds)
-    for name, values in pairs.items():
-        alone = median_interval([off for off, _ in values])
-        ratio = median_interval([on / off for off, on in values])
-        rows.append(["step, ms; added: ratio on/off", name, alone.text(2), ratio.text(4)])
-        figures[f"step, {name}"] = {"alone": alone, "ratio": ratio}
+    steps = {} if options.only_short else {"152 M, zero_runtime": (make_step, options.steps)}
+    for program in ("DDP", "FSDP2"):
+        steps[f"short, {program}"] = (functools.partial(make_short_step, program), options.short_steps)
+    for step_name, (make, count) in steps.items():
+        step = make()
+        pairs = measured(lambda step=step, count=count: step_ms(step, count), recorders, options.rounds)
+        for name, values in pairs.items():
+            alone = median_interval([off for off, _ in values])
+            added = median_interval([on - off for off, on in values])
+            ratio = median_interval([on / off for off, on in values])
+            rows.append([f"step ({step_name}), ms", name, alone.text(2), added.text(2), ratio.text(4)])
+            figures[f"step, {step_name}, {name}"] = {"alone": alone, "added": added, "ratio": ratio}
     publish(
         options,
         "What recording adds on a GPU: median (95 % interval)",
-        ["what", "recorder", "alone", "added"],
+        ["what", "recorder", "alone", "added", "ratio on/off"],
         rows,
         figures,
     )
