@@ -115,8 +115,11 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], ans
         answer.per_step.append({**named, **value, "every": every})
         answer.weights.append(weights)
     expected = {name: (value[name] or 0) * (every or 0) for name in COUNTED} if value is not None else None
+    # Asked once for all steps, not once for each: a run has thousands.
+    majority = bool(every) and _most(present, by_step) is not None
+    in_warm = set(warm)
     for step, sent in sorted(by_step.items()):
-        if expected is None or (every and (step not in warm or _is_of_most(present, by_step))):
+        if expected is None or (every and (majority or step not in in_warm)):
             beyond = {
                 name: (sent[name] or 0) - (0 if expected is None else expected[name]) for name in COUNTED
             }
@@ -141,17 +144,16 @@ def _counts(sent: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(sent[name] for name in COUNTED[:2])
 
 
-def _is_of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> bool:
-    _, times = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
-    return 2 * times > len(present)
+def _most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> tuple[Any, ...] | None:
+    """The amount that more than half of the steps send; None if there is none."""
+    amount, times = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
+    return amount if 2 * times > len(present) else None
 
 
 def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> Sequence[Step]:
     """The steps that send the most frequent amount; all steps without a majority."""
-    if not _is_of_most(present, by_step):
-        return present
-    most, _ = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
-    return [step for step in present if _counts(by_step[step]) == most]
+    most = _most(present, by_step)
+    return present if most is None else [step for step in present if _counts(by_step[step]) == most]
 
 
 def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any]]) -> dict[str, Any]:
@@ -167,7 +169,8 @@ def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any
 
 def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:
     """k if every k-th warm step is among ``present``, at least two; else None."""
-    places = [number for number, step in enumerate(warm) if step in set(present)]
+    among = set(present)
+    places = [number for number, step in enumerate(warm) if step in among]
     if len(places) < 2:
         return None
     k = places[1] - places[0]

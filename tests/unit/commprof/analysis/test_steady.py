@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pandas as pd
 
 from commprof.analysis.time.steps import step_totals
@@ -97,3 +99,19 @@ def test_totals_of_steps_are_not_rounded():
     (row,) = step_totals(run.table("steps"), sums, times, 2).totals.to_dict("records")
     assert row["collectives"] / 3 == 3.5
     assert row["payload_bytes"] / 3 == (3 * 107 + 3 + 4 * 114 + 6) / 2
+
+
+def test_the_time_grows_with_the_steps_and_not_with_their_square():
+    def seconds(steps: int) -> float:
+        ended = [(0, step) for step in range(steps)]
+        rows = rows_of("each", dict.fromkeys(range(steps), 4)) + rows_of(
+            "other", dict.fromkeys(range(1, steps, 2), 4)
+        )
+        begin = time.process_time()
+        found = steady(rows, ["purpose"], ended)
+        taken = time.process_time() - begin
+        assert [row["every"] for row in found.per_step] == [1, 2]
+        return taken
+
+    few = min(seconds(500) for _ in range(5))
+    assert seconds(8000) < 80 * few  # 16 times the steps; their square is 256 times
