@@ -25,7 +25,10 @@ def one_offs(traffic: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
 
 def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of ``frame`` with None for null."""
-    return [
-        {str(name): None if pd.isna(value) else value for name, value in row.items()}
-        for row in frame.to_dict("records")
-    ]
+    columns = {
+        str(name): [
+            None if is_null else value for value, is_null in zip(column.tolist(), column.isna(), strict=True)
+        ]
+        for name, column in frame.items()
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
