@@ -23,6 +23,7 @@ _CHANCE: Final = 0.01  # the probability that among equal ranks any looks like a
 _FEWEST: Final = 3  # collectives that are enough for a rank that alone causes most of the waiting
 _MUCH: Final = 0.05  # of the time
 _EXACT: Final = 300  # events up to which the binomial tail is summed
+_TO_THE_END: Final = 0.9  # of the steps after the first late one: a rank that became slow
 _TOGETHER: Final = 0.5  # of the lead of the second last rank: below it the last two came together
 _MORE: Final = 1.25  # times as often as among equal ranks
 _TURNS: Final = 0.05  # of the cost of ranks that are late in turn
@@ -55,6 +56,8 @@ class LateRank(NamedTuple):
         collectives: the compared ones that make most of the cost; ``steps``: in how many steps.
         is_hidden: another rank comes later still.
         is_seen: the waits of the others were recorded; if not, the cost is the time in which it alone was missing.
+        since: the step from which on it was late, in nearly all steps to the end; None if it was from the start, or now and
+            then.
     """
 
     rank: int
@@ -63,6 +66,7 @@ class LateRank(NamedTuple):
     steps: int
     is_hidden: bool
     is_seen: bool
+    since: int | None = None
 
 
 class Findings(NamedTuple):
@@ -240,8 +244,13 @@ def _late_ranks(
         main = heavy[blamed[heavy] == culprit]
         is_hidden = bool(cost[mine & hidden].sum() > cost[mine & ~hidden].sum())
         steps = len(np.unique(codes[main]))
+        # The heaviest leave out steps that cost a little less.
+        as_late = mine & (2 * cost >= np.median(cost[main]))
+        since = _since(np.unique(codes[as_late]), np.unique(codes))
         late.append(
-            LateRank(culprit, int(cost[mine].sum()), len(main), steps, is_hidden, bool(seen[mine].any()))
+            LateRank(
+                culprit, int(cost[mine].sum()), len(main), steps, is_hidden, bool(seen[mine].any()), since
+            )
         )
         again = mine & ~hidden
         cost[mine] = 0
@@ -254,6 +263,14 @@ def _late_ranks(
     if max(turns.values(), default=0) > _MOST_OF_IT * sum(turns.values()):
         turns = {}  # one rank, too seldom to exclude chance
     return late, own_ns, turns
+
+
+def _since(late_in: Numbers, codes: Numbers) -> int | None:
+    """The first of the steps ``late_in`` if they are nearly all of the ``codes`` after it, in a run of one attempt."""
+    first = late_in[0]
+    after = int((codes >= first).sum())
+    begins_late = codes[0] >= 0 and first > codes[0] and codes[0] >> 32 == codes[-1] >> 32
+    return int(first & 0xFFFFFFFF) if begins_late and len(late_in) >= max(3, _TO_THE_END * after) else None
 
 
 def heaviest(cost: Numbers) -> Numbers:

@@ -97,6 +97,7 @@ def verdict(
 
 def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     cost = _cost(late.cost_ns, findings)
+    since = "" if late.since is None else f", from step {late.since} on"
     if late.is_hidden:
         return f"Without it, rank {late.rank} would be a straggler: the others would wait {cost} for its own delay."
     if (
@@ -107,11 +108,11 @@ def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     ):
         each = format_ns(late.cost_ns / max(late.steps, 1))
         return (
-            f"Rank {late.rank} is a straggler in {late.steps:,} of {findings.steps:,} steps: the others waited about "
+            f"Rank {late.rank} is a straggler in {late.steps:,} of {findings.steps:,} steps{since}: the others waited about "
             f"{each} for its own delay in each of them, {cost} over all steps."
         )
     error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
-    came = f"Rank {late.rank} is a straggler: it arrived last in {_share(row)}{error}"
+    came = f"Rank {late.rank} is a straggler{since}: it arrived last in {_share(row)}{error}"
     if not late.is_seen:
         return (
             f"{came}; because of its own delay it alone was missing for {cost}. "

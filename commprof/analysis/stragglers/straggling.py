@@ -82,6 +82,9 @@ class Collector:
         span = round((span if span_ns is None else span_ns) * share)
         ranks = self._ranks.stragglers()
         findings = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)._replace(share=share)
+        if span_ns is not None:
+            # The first late step of a sample need not be the first of the run.
+            findings = findings._replace(late=[late._replace(since=None) for late in findings.late])
         steps = self._last_ranks.steps
         rooted = self._rooted.late(span, steps)
         if len(ranks) == 2:

@@ -332,6 +332,21 @@ def test_a_rank_that_is_late_in_a_few_steps_is_named_with_them():
     assert said.startswith("Rank 2 is a straggler in 5 of 19 steps: the others waited about 100 ms")
 
 
+@pytest.mark.parametrize("first", [5, 13])
+def test_a_rank_that_becomes_slow_is_named_with_the_step_from_which_on_it_is_late(first):
+    culprit, said = verdict(steps(Job(4), lambda step, rank: 100 * MS * (rank == 2 and step >= first)))
+    assert culprit == LATE_RANK
+    assert f"from step {first} on" in said and said.startswith("Rank 2 is a straggler")
+
+
+def test_a_rank_that_is_slow_from_the_start_or_only_for_a_while_has_no_such_step():
+    for slow in (range(STEPS), range(6, 12)):
+        culprit, said = verdict(
+            steps(Job(4), lambda step, rank, slow=slow: 100 * MS * (rank == 2 and step in slow))
+        )
+        assert culprit == LATE_RANK and "from step" not in said
+
+
 def asynchronous(job: Job, delays, recorded=True) -> Job:
     """Buckets that are sent while the program computes, and waited for at the end of the step."""
     for step in range(STEPS):
