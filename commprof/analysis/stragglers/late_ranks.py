@@ -20,10 +20,10 @@ _WORTH: Final = 0.02  # of the time: the least cost of a culprit
 _MOST_OF_IT: Final = 0.8  # of the waiting: its most expensive part, which is searched for culprits
 _HIDDEN_BESIDE: Final = 0.1  # of the delay of the rank that hides it
 _CHANCE: Final = 0.01  # the probability that among equal ranks any looks like a culprit
-_FEWEST: Final = 3  # collectives that are enough for a rank that alone causes most of the waiting
+_FEWEST: Final = 3  # collectives, or steps, that are enough for a rank that alone causes most of the waiting
 _MUCH: Final = 0.05  # of the time
 _EXACT: Final = 300  # events up to which the binomial tail is summed
-_TO_THE_END: Final = 0.9  # of the steps after the first late one: a rank that became slow
+_EXCEPTIONS: Final = 0.1  # of the steps since a rank became slow
 _TOGETHER: Final = 0.5  # of the lead of the second last rank: below it the last two came together
 _MORE: Final = 1.25  # times as often as among equal ranks
 _TURNS: Final = 0.05  # of the cost of ranks that are late in turn
@@ -56,8 +56,8 @@ class LateRank(NamedTuple):
         collectives: the compared ones that make most of the cost; ``steps``: in how many steps.
         is_hidden: another rank comes later still.
         is_seen: the waits of the others were recorded; if not, the cost is the time in which it alone was missing.
-        since: the step from which on it was late, in nearly all steps to the end; None if it was from the start, or now and
-            then.
+        since: the step from which on it was late, in nearly all steps to the end; None if it was late from the start, or
+            only now and then.
     """
 
     rank: int
@@ -266,11 +266,20 @@ def _late_ranks(
 
 
 def _since(late_in: Numbers, codes: Numbers) -> int | None:
-    """The first of the steps ``late_in`` if they are nearly all of the ``codes`` after it, in a run of one attempt."""
-    first = late_in[0]
-    after = int((codes >= first).sum())
-    begins_late = codes[0] >= 0 and first > codes[0] and codes[0] >> 32 == codes[-1] >> 32
-    return int(first & 0xFFFFFFFF) if begins_late and len(late_in) >= max(3, _TO_THE_END * after) else None
+    """The step at which a rank that was late in the steps ``late_in`` became slow, of the steps ``codes`` of one attempt.
+
+    The division of the steps with the fewest exceptions: late ones before it, others after it. A single late step before
+    does not move it. None if the exceptions are many, if the rank was late from the start, or is no longer late at the end.
+    """
+    if codes[0] < 0 or codes[0] >> 32 != codes[-1] >> 32:
+        return None
+    is_late = np.isin(codes, late_in)
+    exceptions = np.cumsum(is_late) - is_late + np.cumsum(~is_late[::-1])[::-1]
+    begin = int(np.argmin(exceptions))
+    after = len(codes) - begin
+    became_slow = min(begin, after) >= _FEWEST and exceptions[begin] <= _EXCEPTIONS * after
+    is_slow_still = is_late[-max(_FEWEST, after // 10) :].mean() >= 0.5
+    return int(codes[begin] & 0xFFFFFFFF) if became_slow and is_slow_still else None
 
 
 def heaviest(cost: Numbers) -> Numbers:

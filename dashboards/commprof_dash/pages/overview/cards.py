@@ -167,7 +167,7 @@ _LATENESS: Final = {
     "late_rank": ("There is a straggler", "warning"),
     "slow_transfer": ("Transfers are slow", "warning"),
     "transfers": ("Transfers take most of the time", "note"),
-    "untold": ("A rank is late, and its cause is not known", "note"),
+    "untold": ("Why a rank is late is not known", "note"),
     "nobody": ("No rank stands out", "good"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -345,6 +346,21 @@ def test_a_rank_that_is_slow_from_the_start_or_only_for_a_while_has_no_such_step
             steps(Job(4), lambda step, rank, slow=slow: 100 * MS * (rank == 2 and step in slow))
         )
         assert culprit == LATE_RANK and "from step" not in said
+
+
+@pytest.mark.parametrize(
+    ("slow", "since"),
+    [
+        ({20, *range(30, 60)}, "from step 30 on"),  # one late step before
+        (set(range(30, 60)) - {41}, "from step 30 on"),
+        (set(range(10, 55)), None),  # it recovered
+    ],
+)
+def test_single_steps_do_not_move_the_step_and_a_rank_that_recovered_has_none(slow, since, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 60)
+    culprit, said = verdict(steps(Job(4), lambda step, rank: 100 * MS * (rank == 2 and step in slow)))
+    assert culprit == LATE_RANK
+    assert since in said if since else "from step" not in said
 
 
 def asynchronous(job: Job, delays, recorded=True) -> Job:
