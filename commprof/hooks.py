@@ -24,9 +24,11 @@ __all__ = [
     "current_tag",
     "describe_bucket",
     "describe_config",
+    "describe_expert_layers",
     "describe_parameters",
     "detach",
     "end_step",
+    "expert_load",
     "has_stepped",
     "metric",
     "micro_step",
@@ -54,7 +56,10 @@ class Listener(Protocol):
         """The phase changed."""
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:
-        """One row of a side table: ``metrics``, ``parameters`` or ``config``."""
+        """One row of a side table: ``metrics``, ``parameters``, ``expert_layers`` or ``config``."""
+
+    def on_expert_load(self, layer: str, counts: Any, capacity: int, tokens: int) -> None:
+        """A layer of experts has chosen the experts of its tokens."""
 
     def on_flush(self, content: bucket) -> None:
         """A gradient bucket was flushed."""
@@ -253,11 +258,39 @@ def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
 
     Each row: ``name``, ``shape`` (text, ``64x32``), ``dtype``, ``numel``, ``param_group``, ``requires_grad``,
     ``module``, ``forward_index`` (position in ``model.named_parameters()``); where they are of interest also ``cut``,
-    ``whole_shape``, ``stages`` and ``owner_types``, as the table has them.
+    ``whole_shape``, ``stages``, ``owner_types`` and ``ep_size``, as the table has them. The name of an expert's parameter
+    has the number of the expert among all experts of its layer.
     """
     if _listener is not None:
         for row in rows:
             _listener.on_row("parameters", row)
+
+
+def describe_expert_layers(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Publish the layers of experts of an engine, once it is made.
+
+    Each row: ``layer`` (qualified name of the module), ``num_experts`` (of all ranks), ``ep_size`` (ranks that share them),
+    ``k`` (experts that each token is sent to), ``capacity_factor``, ``eval_capacity_factor``, ``min_capacity``,
+    ``drop_tokens``, ``hidden`` (elements of a token), ``expert_ranks`` (text, ``0,1``: global ranks of this rank's
+    expert-parallel group, in its order).
+    """
+    if _listener is not None:
+        for row in rows:
+            _listener.on_row("expert_layers", row)
+
+
+def expert_load(layer: str, counts: Any, capacity: int, tokens: int) -> None:
+    """Publish how many tokens of this rank chose each expert of a layer. Call it once per forward of the layer.
+
+    Args:
+        layer: qualified name of the module.
+        counts: integer tensor of shape (num_experts,): choices for each expert, before any are dropped. It may be on a
+            device: the recorder copies it without waiting for the device, and keeps no reference.
+        capacity: tokens that each expert takes from this rank; a Python integer, which costs no synchronization.
+        tokens: tokens of this rank that the gate has seen.
+    """
+    if _listener is not None:
+        _listener.on_expert_load(layer, counts, capacity, tokens)
 
 
 class bucket:  # noqa: N801 - as tag

@@ -329,8 +329,52 @@ PARAMETERS: Final = Table(
         Column("whole_shape", "string", "shape of the whole, where a rank holds a part of it", True),
         Column("stages", "string", "numbers of the pipeline stages that have it, joined by ','; with a '+' at the end where their copies are kept equal", True),
         Column("owner_types", "string", "classes of the module that owns it, those that its class derives from included, joined by ','; those of several owners by ';'", True),
+        Column("ep_size", "int32", "of an expert's parameter: ranks that share the experts of its layer; null for other parameters", True, since=2),
     ),
     key=("name",),
+)
+
+EXPERT_LAYERS: Final = Table(
+    "expert_layers",
+    "One row per layer of experts (mixture of experts) and rank, as its engine was made; of one layer the last row holds.",
+    (
+        Column("rank", "int32", "global rank"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("layer", "string", "qualified name of the module"),
+        Column("num_experts", "int32", "experts of the layer, on all ranks together"),
+        Column("ep_size", "int32", "ranks that share the experts: each has num_experts / ep_size of them"),
+        Column("k", "int32", "experts that the gate chooses for each token"),
+        Column("capacity_factor", "float64", "slots of an expert for the tokens of a rank, relative to tokens x k / num_experts, in training", True),
+        Column("eval_capacity_factor", "float64", "the same in an evaluation", True),
+        Column("min_capacity", "int64", "least slots of an expert for the tokens of a rank", True),
+        Column("drop_tokens", "bool", "tokens beyond the capacity are dropped; else the capacity is the largest count of any expert", True),
+        Column("hidden", "int64", "elements of a token", True, unit="elements"),
+        Column("expert_ranks", "string", "global ranks that share the experts with this rank, in their group's order: 0,1"),
+    ),
+)
+
+EXPERT_LOADS: Final = Table(
+    "expert_loads",
+    "One row per forward pass of a layer of experts, rank and expert: how many tokens of the rank chose the expert.",
+    (
+        Column("rank", "int32", "global rank whose tokens they are"),
+        Column("attempt", "int32", "restart of the job"),
+        Column("pid", "int32", "process id"),
+        Column("step", "int32", "training step; -1 outside of all"),
+        Column("after_step", "int32", "outside of all steps: the last one before it", True),
+        Column("micro_step", "int32", "micro-batch within the step, counted from 0"),
+        Column("phase", "string", "what the training was doing; backward where activation checkpointing repeats a forward pass", values=PHASES),
+        Column("call", "int32", "which forward pass of the layer in this micro-batch and phase, counted from 0"),
+        Column("layer", "string", "qualified name of the module"),
+        Column("expert", "int32", "number of the expert among all experts of the layer"),
+        Column("tokens", "int64", "tokens that chose it, before any were dropped"),
+        Column("dropped", "int64", "of these, tokens beyond the capacity"),
+        Column("capacity", "int64", "slots of the expert for the tokens of this rank"),
+        Column("sent", "int64", "tokens of the rank that the gate saw"),
+        Column("time_ns", "int64", "when the layer ran", unit="ns"),
+    ),
+    key=("rank", "attempt", "pid", "step", "after_step", "micro_step", "phase", "call", "layer", "expert"),
 )
 
 WRAPPED: Final = Table(
@@ -773,6 +817,8 @@ TABLES: Final[dict[str, Table]] = {
         BUCKETS,
         STALLS,
         PARAMETERS,
+        EXPERT_LAYERS,
+        EXPERT_LOADS,
         WRAPPED,
         WRAPPER_PASSES,
         STEPS,

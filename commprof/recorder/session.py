@@ -40,10 +40,11 @@ from commprof.recorder.process.stacks import StackSignal
 from commprof.recorder.process_group.groups import Group, live_groups
 from commprof.recorder.process_group.interception import Interception
 from commprof.recorder.process_group.lifecycle import GroupLifecycle
+from commprof.recorder.training.expert_loads import ExpertLoads
 from commprof.recorder.training.steps import Steps
 from commprof.trace.rank_files.segments import count_of
 
-_TABLES: Final = frozenset({"metrics", "parameters", "config"})
+_TABLES: Final = frozenset({"metrics", "parameters", "expert_layers", "config"})
 
 
 class Session:
@@ -82,6 +83,7 @@ class Session:
             self.journal.fault,
         )
         self.steps = Steps(self.journal, self._check)
+        self.experts = ExpertLoads(self.journal)
         self.window = StepWindow(options.window, self.journal, self._resume, self._pause)
         self.limit = SizeLimit(options.max_bytes, self.journal)
         self.sums = Aggregation(self.journal, options.aggregate, self.limit) if _makes_sums(options) else None
@@ -118,6 +120,7 @@ class Session:
         self._check(is_last=True)
         self.window.count()
         self.frameworks.finish()
+        self.experts.finish()
         self._unwatch()
         self.clock_offsets.finish()
         if self.sums is not None:
@@ -199,6 +202,7 @@ class Session:
             + kernels.stalls.cost_ns
             + journal.completion.cost_ns
             + self.steps.cost_ns
+            + self.experts.cost_ns
             + self.flight.cost_ns
             + self.clock_offsets.cost_ns
             + (sums.cost_ns if sums is not None else 0),
@@ -248,8 +252,18 @@ class Session:
         try:
             if table == "parameters":
                 self.frameworks.models.heard()
+            elif table == "expert_layers":
+                self.experts.reserve(row.get("num_experts"))
             if table in _TABLES and (self.window.is_open or table != "metrics"):
                 self.steps.note_row(table, row)
+        except Exception as error:
+            self.journal.fault(error)
+
+    def on_expert_load(self, layer: str, counts: Any, capacity: int, tokens: int) -> None:
+        """A layer of experts has chosen the experts of its tokens."""
+        try:
+            if self.window.is_open:
+                self.experts.add(layer, counts, capacity, tokens)
         except Exception as error:
             self.journal.fault(error)
 

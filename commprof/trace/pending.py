@@ -36,6 +36,8 @@ SIDE_TABLES: Final = (
     "outside_steps",
     "metrics",
     "parameters",
+    "expert_layers",
+    "expert_loads",
     "wrappers",
     "wrapper_passes",
     "buckets",

@@ -16,6 +16,7 @@ from typing import Final
 from commprof import hooks
 from commprof.recorder.adapters.deepspeed_buckets import BUCKETS, Buckets
 from commprof.recorder.adapters.deepspeed_engine import ENGINE_MODULE, Engines
+from commprof.recorder.adapters.deepspeed_experts import EXPERT_MODULES, ExpertLayers
 from commprof.recorder.adapters.deepspeed_methods import FIRST_VERSION, LAST_VERSION, METHODS, Method
 from commprof.recorder.adapters.deepspeed_padding import PADDED, Paddings
 from commprof.recorder.adapters.imports import ImportWatch
@@ -25,7 +26,9 @@ from commprof.recorder.process.journal import Journal
 _PACKAGE: Final = "deepspeed"
 _ANOTHER: Final = "__runtime__"
 _VERSION_MODULE: Final = "deepspeed.git_version_info"
-_MODULES: Final = frozenset({_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *PADDED, *(m.module for m in METHODS)})
+_MODULES: Final = frozenset(
+    {_PACKAGE, _VERSION_MODULE, ENGINE_MODULE, *PADDED, *EXPERT_MODULES, *(m.module for m in METHODS)}
+)
 
 
 class DeepSpeedAdapter:
@@ -45,7 +48,8 @@ class DeepSpeedAdapter:
         self._version: tuple[int, ...] | None = None
         self._refused = False
         names: dict[int, str] = {}
-        self._engines = Engines(names, explicit, journal.fault)
+        self._experts = ExpertLayers(journal.fault)
+        self._engines = Engines(names, self._experts, explicit, journal.fault)
         self._buckets = Buckets(names, journal.fault)
         self._paddings = Paddings(journal.fault)
 
@@ -103,6 +107,7 @@ class DeepSpeedAdapter:
         for method in METHODS:
             if method.module == module.__name__ and not self._wrap_method(module, method):
                 missing.append(method.path)
+        missing += self._experts.wrap(module, self._patches)
         self._paddings.wrap(module, self._patches)
         if missing:
             shown = ".".join(map(str, self._version or ()))

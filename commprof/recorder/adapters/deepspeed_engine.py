@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
+from commprof.recorder.adapters.deepspeed_experts import Expert, ExpertLayers
 from commprof.recorder.adapters.patching import Patches, tagged
 from commprof.recorder.training.models import Parameter, parameter_rows, trains
 
@@ -55,15 +56,21 @@ class Engines:
 
     Args:
         names: filled with the parameters' names, by their ``id``.
+        experts: publishes the layers of experts.
         explicit: whether the program names its steps itself.
         on_fault: called with exceptions of the recorder's own code.
     """
 
     def __init__(
-        self, names: dict[int, str], explicit: Callable[[], bool], on_fault: Callable[[Exception], None]
+        self,
+        names: dict[int, str],
+        experts: ExpertLayers,
+        explicit: Callable[[], bool],
+        on_fault: Callable[[Exception], None],
     ) -> None:
         self.version = ""
         self._names = names
+        self._experts = experts
         self._explicit = explicit
         self._on_fault = on_fault
         self._progress: weakref.WeakKeyDictionary[Any, _Progress] = weakref.WeakKeyDictionary()
@@ -218,10 +225,13 @@ class Engines:
         if not grouped:
             optimizer = getattr(engine, "optimizer", None)
             grouped = [(p, n) for n, group in enumerate(_groups_of(optimizer)) for p in group["params"]]
-        named = list(engine.module.named_parameters())
-        self._names.update({id(parameter): name for name, parameter in named})
+        experts = self._experts.publish(engine.module)
+        parameters = [
+            _whole(name, parameter, experts.get(id(parameter)))
+            for name, parameter in engine.module.named_parameters()
+        ]
+        self._names.update({key: parameter.name for parameter in parameters for key in parameter.keys})
         hooks.describe_config(effective_config(engine), f"deepspeed {self.version}")
-        parameters = [_whole(name, parameter) for name, parameter in named]
         hooks.describe_parameters(parameter_rows(parameters, {id(p): number for p, number in grouped}))
 
 
@@ -249,15 +259,16 @@ def _publish_metrics(engine: Any) -> None:
         hooks.metric("grad_norm", norm)
 
 
-def _whole(name: str, parameter: torch.nn.Parameter) -> Parameter:
-    """The parameter before stage 3 partitioned it."""
+def _whole(name: str, parameter: torch.nn.Parameter, expert: Expert | None) -> Parameter:
+    """The parameter before stage 3 partitioned it; ``expert``: what it is called if it is an expert's."""
     return Parameter(
-        name,
+        name if expert is None else expert.name,
         getattr(parameter, "ds_shape", parameter.shape),
         parameter.dtype,
         getattr(parameter, "ds_numel", parameter.numel()),
         parameter.requires_grad,
         (id(parameter),),
+        None if expert is None else expert.ep_size,
     )
 
 

@@ -115,6 +115,15 @@ class Journal:
         # The tail of a record in a CUDA graph is another one, whether events are made or not.
         return None if is_capturing() else self.device_times.begin(signature, segment)
 
+    def moment(self) -> dict[str, int]:
+        """The position of the training as records have it now, and the time."""
+        return {
+            "step": self._step,
+            "micro_step": self._micro_step,
+            "phase": self._phase,
+            "time_ns": time.perf_counter_ns(),
+        }
+
     def tail_of(self, layer: int) -> bytes:
         """The tail that all records of ``layer`` have now."""
         tails = self.tails

@@ -27,6 +27,7 @@ class Parameter(NamedTuple):
     numel: int
     requires_grad: bool
     keys: tuple[int, ...]  # the ``id`` of what an optimizer may hold for it
+    ep_size: int | None = None  # of an expert's parameter: ranks that share the experts
 
 
 class Models:
@@ -185,4 +186,5 @@ def parameter_rows(parameters: Sequence[Parameter], group_of: Mapping[int, int])
             "requires_grad": parameter.requires_grad,
             "module": parameter.name.rpartition(".")[0],
             "forward_index": number,
+            "ep_size": parameter.ep_size,
         }

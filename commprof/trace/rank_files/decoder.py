@@ -17,6 +17,7 @@ from commprof.trace.rank_files.aggregates import recorded_part, sums_of
 from commprof.trace.rank_files.columns import CollectiveColumns, encoded_schema
 from commprof.trace.rank_files.engines import engines_of
 from commprof.trace.rank_files.events import Events, read_events
+from commprof.trace.rank_files.expert_loads import load_rows
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
 from commprof.trace.rank_files.outside_rows import fitted, is_signature, whole_number, world_size
 from commprof.trace.rank_files.records import Records, Tally, Window
@@ -214,6 +215,7 @@ def _side_tables(
         "outside_steps": ({**row, **same} for row in steps.outside_rows),
         "metrics": ({**_metric(row, steps), **same} for row in events.rows["metrics"]),
         "parameters": events.rows["parameters"],
+        "expert_layers": ({**row, **same} for row in events.rows["expert_layers"]),
         "wrappers": ({**row, **same} for row in events.rows["wrappers"]),
         "wrapper_passes": ({**row, **same} for row in events.rows["wrapper_passes"]),
         "buckets": ({**row, **same} for row in events.rows["buckets"]),
@@ -224,6 +226,7 @@ def _side_tables(
         "aggregates": ({**row, **same} for row in sums_of(events, groups, steps)),
     }
     fits = {name: fitted(name, rows_of_table) for name, rows_of_table in rows.items()}
+    fits["expert_loads"] = load_rows(events, steps, same)
     tables = {name: fit.table for name, fit in fits.items()}
     return tables, sum(fit.left_out for fit in fits.values())
 

@@ -60,6 +60,8 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "outside_step",  # an evaluation or a checkpoint begins; again, with its end, when training goes on
     "metrics",
     "parameters",
+    "expert_layers",
+    "expert_load",  # a forward pass of a layer of experts: how many tokens chose each of them
     "wrappers",
     "wrapper_passes",
     "buckets",

@@ -352,3 +352,94 @@ def test_the_real_deepspeeds_padding(tmp_path, config, gathers, reductions):
             assert found == expected
     others = {row["purpose"] for row in rows if row["padding_bytes"] is not None}
     assert others <= {"parameter_gather", "gradient_reduce"}
+
+
+EXPERTS_SCRIPT = """
+import json, os, sys
+import torch, deepspeed
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+torch.manual_seed(0)
+torch.set_num_threads(1)
+deepspeed.init_distributed("gloo")
+rank, (layer, zero, chosen) = int(os.environ["RANK"]), json.loads(sys.argv[1])
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 1)
+        torch.nn.init.eye_(self.first.weight)
+        self.moe = MoE(8, torch.nn.Linear(8, 8), use_rts=False, top2_2nd_expert_sampling=False, **layer)
+        with torch.no_grad():
+            self.moe.deepspeed_moe.gate.wg.weight.copy_(100 * torch.eye(layer["num_experts"], 8))
+
+    def forward(self, x):
+        return self.last(self.moe(self.first(x))[0]).mean()
+
+model = Model()
+groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+config["zero_optimization"] = zero
+engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+for step in range(2):
+    tokens = torch.tensor(chosen[rank % 2])
+    engine.backward(engine(torch.nn.functional.one_hot(tokens, 8).float().unsqueeze(0)))
+    engine.step()
+torch.distributed.destroy_process_group()
+"""
+# Tokens that choose each of four experts, on even and odd ranks: 16 on each.
+CHOSEN = ([10, 3, 2, 1], [4, 4, 4, 4])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "ep_size", "drops", "stage", "capacity"),
+    [(2, 2, True, 0, 4), (2, 2, False, 0, 10), (4, 2, True, 2, 4), (4, 4, False, 2, 10), (2, 1, True, 1, 4)],
+)
+def test_the_real_deepspeeds_experts(tmp_path, ranks, ep_size, drops, stage, capacity):
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    from commprof.trace.reader import open_run
+
+    script = tmp_path / "script.py"
+    script.write_text(EXPERTS_SCRIPT)
+    layer = {"num_experts": 4, "ep_size": ep_size, "k": 1, "min_capacity": 2, "drop_tokens": drops}
+    tokens = [[e for e, count in enumerate(counts) for _ in range(count)] for counts in CHOSEN]
+    commprof = str(Path(sys.executable).with_name("commprof"))
+    command = [commprof, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc_per_node", str(ranks), str(script)]
+    command += [json.dumps([layer, {"stage": stage}, tokens])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = open_run(tmp_path / "run")
+    assert run.health.notes == ()
+    layers = {row["rank"]: row for row in run.table("expert_layers").to_pylist()}
+    for rank in range(ranks):
+        first = rank // ep_size * ep_size
+        assert layers[rank]["layer"] == "moe" and layers[rank]["hidden"] == 8
+        assert layers[rank]["expert_ranks"] == ",".join(map(str, range(first, first + ep_size)))
+    loads = run.table("expert_loads").to_pylist()
+    assert len(loads) == 2 * ranks * 4
+    for row in loads:
+        expected = CHOSEN[row["rank"] % 2][row["expert"]]
+        assert (row["tokens"], row["capacity"], row["sent"]) == (expected, capacity, 16)
+        assert row["dropped"] == max(0, expected - capacity) and row["phase"] == "forward"
+    rows = run.table("collectives").to_pylist()
+    exchanged = [row for row in rows if row["op"] == "all_to_all"]
+    # 4 experts, their slots, 8 numbers of 4 bytes; twice forward and twice backward.
+    assert {(r["payload_bytes"], r["module"], r["purpose"]) for r in exchanged} == (
+        {(4 * capacity * 8 * 4, "moe", "activation")} if ep_size > 1 else set()
+    )
+    assert len(exchanged) == (2 * 4 * ranks if ep_size > 1 else 0)
+    agreed = [row for row in rows if row["dtype"] == "int64" and row["step"] == 0 and row["rank"] == 0]
+    assert [(r["op"], r["purpose"], r["module"]) for r in agreed] == (
+        [] if drops else [("all_reduce", "activation", "moe")]
+    )
+    names = {row["name"]: row["ep_size"] for row in run.table("parameters").to_pylist()}
+    expert = "moe.deepspeed_moe.experts.deepspeed_experts.{}.weight"
+    assert [name for name in names if "deepspeed_experts" in name and name.endswith("weight")] == [
+        expert.format(number) for number in range(4)
+    ]
+    assert names[expert.format(3)] == ep_size and names["last.weight"] is None

@@ -250,3 +250,34 @@ def test_a_damaged_line_of_splits_is_left_out_and_counted(damage):
     events = parse_events(encode_row("signature", LIKE) + encode_row("signature", {**SPLIT, **damage}))
     assert events.torn == 1
     assert list(events.interned("signature")) == [1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"counts": [1, "2"]},
+        {"counts": []},
+        {"counts": None},
+        {"counts": [-1, 2]},
+        {"counts": [1 << 60]},
+        {"layer": 5},
+        {"capacity": None},
+        {"tokens": "x"},
+        {"phase": 99},
+        {"step": 1 << 40},
+    ],
+)
+def test_a_damaged_line_of_an_expert_load_is_left_out_and_counted(tmp_path, damage):
+    stem = write_rank(tmp_path)
+    line = {"kind": "expert_load", "step": 1, "micro_step": 0, "phase": 2, "time_ns": 7000, "layer": "moe"}
+    line |= {"capacity": 3, "tokens": 6, "counts": [5, 1]}
+    whole = read_rank(stem).entry["torn_events"]
+    with stem.with_name(stem.name + ".events").open("a") as file:
+        file.write(json.dumps(line) + "\n" + json.dumps(line | damage) + "\n")
+    trace = read_rank(stem)
+    rows = trace.tables["expert_loads"].to_pylist()
+    assert [(row["step"], row["expert"], row["tokens"], row["dropped"]) for row in rows] == [
+        (1, 0, 5, 2),
+        (1, 1, 1, 0),
+    ]
+    assert trace.entry["torn_events"] == whole + 1

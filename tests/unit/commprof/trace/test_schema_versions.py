@@ -45,6 +45,7 @@ def test_what_version_2_added_is_declared():
         ("collectives", "output_splits"),
         ("collectives", "padding_bytes"),
         ("groups", "host"),
+        ("parameters", "ep_size"),
         ("wire", "queued_bytes"),
     }
     assert all(column.nullable for table in TABLES.values() for column in table.columns if column.since > 1)
