@@ -19,6 +19,8 @@ no code with the runtime, so that the two can be compared.
 ``stage3``              the messages of stage 3 per purpose
 ``flat_stages``         the messages of stages 0 to 2 per purpose
 ``expectation``         the expected messages of one purpose
+``rank_groups``         the process groups of expert parallelism
+``layers``              the capacity of a layer of experts, and its messages of tokens
 ``stages``              :func:`~commprof.requested.zero.stages.expected`: all messages per step and purpose
 ``explanation``         the same as one sentence
 ``offload``             what is in host memory or on NVMe

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from commprof.requested.communication.compression import Compression, read_compression
 from commprof.requested.errors import RequestedError
-from commprof.requested.keys import choice, count, dtype, flag, number, section, wrong
+from commprof.requested.keys import choice, count, dtype, flag, number, plain_block, section, wrong
 from commprof.requested.zero.reductions import REDUCTIONS
 
 OWN_KEYS: Final = (
@@ -47,6 +47,8 @@ class Configuration:
         quantises_weights: updated parameters are sent in 8 bits (zero_runtime only).
         accumulation_reduce: ``each``, or ``boundary``: stages 2 and 3 reduce in the last micro-batch of a step alone
             (zero_runtime only). :mod:`commprof.requested.open_values` replaces ``auto``.
+        data_before_experts: ranks with the same experts are neighbors (``use_data_before_expert_parallelism``).
+        fuses_adam: the optimizer is Adam without ``torch_adam``, which has its own class for 16-bit parameters.
     """
 
     stage: int
@@ -76,6 +78,8 @@ class Configuration:
     quantises_gradients: bool = False
     quantises_weights: bool = False
     accumulation_reduce: str = "each"
+    data_before_experts: bool = False
+    fuses_adam: bool = False
 
     @property
     def partitions(self) -> bool:
@@ -207,6 +211,8 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         accumulation_reduce=choice(
             zero, "zero_optimization.gradient_accumulation_reduce", ACCUMULATION_REDUCES
         ),
+        data_before_experts=flag(config, "use_data_before_expert_parallelism", False),
+        fuses_adam=_fuses_adam(config),
     )
 
 
@@ -224,6 +230,12 @@ def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(value, bool):  # the oldest form of the key: stage 1, on or off
         return {"stage": int(value)}
     return section(config, "zero_optimization")
+
+
+def _fuses_adam(config: Mapping[str, Any]) -> bool:
+    optimizer = plain_block(config.get("optimizer"))
+    is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
+    return is_adam and not plain_block(optimizer.get("params")).get("torch_adam")
 
 
 def _offload_device(zero: Mapping[str, Any]) -> str:

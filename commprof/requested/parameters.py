@@ -40,6 +40,7 @@ class Parameter(NamedTuple):
         stages: numbers of the pipeline stages that have it, ``"0,2"``, with a plus at the end where they keep copies equal.
         owner_types: the class of the module that owns it, and those that this derives from, ``"MyNorm,LayerNorm"``; of
             several owners with a semicolon between them. None where that is not known.
+        ep_size: ranks that share the experts of its layer, where it is an expert's; else None.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Parameter(NamedTuple):
     whole_shape: str | None = None
     stages: str | None = None
     owner_types: str | None = None
+    ep_size: int | None = None
 
     @property
     def module(self) -> str:

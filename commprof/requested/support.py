@@ -7,6 +7,7 @@ from typing import Any
 
 from commprof.requested.communication.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
 from commprof.requested.communication.sign_optimizers import refuse_unknown
+from commprof.requested.configuration import Configuration
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.keys import plain, plain_block
 
@@ -97,6 +98,49 @@ def _refuse_with_stage_3(
 def optimizer_type(config: Mapping[str, Any]) -> str:
     """The config's ``optimizer.type`` in lower case; ``none`` without one."""
     return str(plain_block(config.get("optimizer")).get("type")).lower()
+
+
+def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration, *, is_own: bool) -> None:
+    """Raise UnsupportedError, naming the key, when ``config`` cannot be used for a model with experts.
+
+    DeepSpeed refuses stage 3, and at stages 1 and 2 gradients that are not reduced to their owners in contiguous buckets.
+    Source: DeepSpeed 0.19.8, ``_validate_zero3_moe_compatibility``, ``_configure_moe_settings``.
+
+    ``is_own``: the runtime is zero_runtime, whose own keys DeepSpeed ignores.
+    """
+    if configuration.stage == 3:
+        raise UnsupportedError(
+            "zero_optimization.stage",
+            3,
+            "the model has experts, and DeepSpeed trains these at stages 0 to 2 only",
+        )
+    if configuration.partitions and not configuration.reduces_flat_groups:
+        reason = "the model has experts, whose gradients are reduced in groups of their own"
+        if not configuration.reduce_scatter:
+            raise UnsupportedError("zero_optimization.reduce_scatter", False, reason)
+        if not configuration.buffers_are_contiguous:
+            raise UnsupportedError("zero_optimization.contiguous_gradients", False, reason)
+        if configuration.reduction == "all_reduce":
+            raise UnsupportedError("zero_optimization.gradient_reduction", "all_reduce", reason)
+    if not is_own:
+        return
+    zero, communication = (plain_block(config.get(name)) for name in ("zero_optimization", "communication"))
+    reason = "with experts there are several groups that reduce gradients"
+    for key, value in (
+        ("gradient_compression", configuration.compression),
+        ("zero_optimization.zero_quantized_gradients", configuration.quantises_gradients),
+        ("zero_optimization.zero_quantized_weights", configuration.quantises_weights),
+        ("communication.topology", communication.get("topology")),
+        ("communication.bounded_delay", communication.get("bounded_delay")),
+        ("zero_optimization.zero_force_param_types", zero.get("zero_force_param_types")),
+        ("zero_optimization.zero_allowed_param_types", zero.get("zero_allowed_param_types")),
+    ):
+        if value:
+            raise UnsupportedError(key, plain(config.get(key, value)), reason)
+    if optimizer_type(config) in COMPRESSING_OPTIMIZERS or (
+        configuration.partitions and optimizer_type(config) == "lamb"
+    ):
+        raise UnsupportedError("optimizer.type", config["optimizer"]["type"], reason)
 
 
 def _above(value: object, limit: int) -> bool:

@@ -428,7 +428,8 @@ def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
 
 def parameters_of(table: pa.Table) -> list[stages.Parameter]:
     """The rows of the ``parameters`` table as the rules take them."""
-    return [stages.Parameter(*(row[name] for name in stages.Parameter._fields)) for row in table.to_pylist()]
+    known = [name for name in stages.Parameter._fields if name != "ep_size" or name in table.column_names]
+    return [stages.Parameter(*(row[name] for name in known)) for row in table.to_pylist()]
 
 
 def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:

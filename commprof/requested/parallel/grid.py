@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
-from commprof.requested.errors import RequestedError
+from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.keys import DTYPES, count, dtype, flag, section
 from commprof.requested.parallel.activation_shapes import Shapes
@@ -78,6 +78,9 @@ def expected_on_axes(
 
     The other arguments and the errors are those of :func:`commprof.requested.zero.stages.expected`.
     """
+    if any(each.ep_size is not None for each in parameters):
+        reason = "the model has experts, whose groups have rules for data-parallel ranks only"
+        raise UnsupportedError("topology", str(axes), reason)
     plain = without_axes(config, axes)
     rows: list[Expectation] = []
     stages = axes.size(PIPE)

@@ -61,12 +61,13 @@ def runs_past(sizes: Iterable[int], capacity: int) -> list[int]:
 
 
 def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedShard]:
-    """The elements of ``bucket`` by owner, in bucket order; neighbors with the same owner are one shard."""
+    """The elements of ``bucket`` by owner, in bucket order; neighbors with the same owner and group are one shard."""
     merged: list[OwnedShard] = []
     for parameter in bucket:
         for shard in layout.shards(parameter):
-            if merged and merged[-1].owner == shard.owner:
-                merged[-1] = OwnedShard(shard.owner, merged[-1].numel + shard.numel)
+            last = merged[-1] if merged else None
+            if last is not None and (last.owner, last.ep_size) == (shard.owner, shard.ep_size):
+                merged[-1] = last._replace(numel=last.numel + shard.numel)
             else:
-                merged.append(OwnedShard(shard.owner, shard.numel))
+                merged.append(shard._replace(offset=0))
     return merged

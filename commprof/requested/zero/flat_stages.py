@@ -1,12 +1,12 @@
 """The expectations of stages 0 to 2, per purpose, where each optimizer group is one flat buffer.
 
 The model is broadcast at the start, the gradients are reduced bucket by bucket, an overflow check and the norm follow,
-and the updated parameters are gathered.
+and the updated parameters are gathered. What concerns the parameters of experts is sent within their expert-data groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -14,6 +14,7 @@ from commprof.requested.communication.compressed_sums import compressed_sums
 from commprof.requested.communication.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
 from commprof.requested.expectation import Expectation, When, row
+from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.explanation import describe_configuration, requested_op
 from commprof.requested.parameters import Parameter, item_bytes, trained_groups
 from commprof.requested.zero.gradients import (
@@ -64,19 +65,22 @@ def flat_expectations(
         if configuration.reduces_chunks and not unpartitioned
         else None,
     )
-    rows: list[Expectation | None] = [_parameter_broadcast(configuration, parameters, world_size)]
+    ranks = RankGroups(world_size, configuration.data_before_experts)
+    rows: list[Expectation | None] = [*_parameter_broadcasts(configuration, parameters, ranks)]
     # Three cases: stage 0 without shards, one message for each flat buffer, and buckets or chunks.
     if not configuration.partitions:
         gradients = replicated_gradients(configuration, parameters)
         rows += [
-            *_gradient_reduce(configuration, gradients, world_size, backend),
+            *_gradient_reduce(configuration, gradients, ranks, backend),
+            *_expert_checks(configuration, parameters, ranks),
             _clipping_norm(configuration, parameters, world_size),
         ]
     elif configuration.reduces_flat_groups:
         gradients = flat_group_gradients(layout)
         rows += [
-            *_gradient_reduce(configuration, gradients, world_size, backend),
-            _parameter_gather(configuration, layout, world_size, runtime),
+            *_gradient_reduce(configuration, gradients, ranks, backend),
+            *_expert_norms((group.ep_size for group in layout.groups), ranks),
+            *_parameter_gathers(configuration, layout, ranks, runtime),
         ]
     else:
         if configuration.reduces_chunks and not unpartitioned:
@@ -86,24 +90,41 @@ def flat_expectations(
                 configuration, groups, layout, gradient_order, backend, unpartitioned
             )
         rows += [
-            *_gradient_reduce(configuration, gradients, world_size, backend),
+            *_gradient_reduce(configuration, gradients, ranks, backend),
             *_unpartitioned_gradients(
-                configuration, groups, layout, gradient_order, world_size, backend, unpartitioned
+                configuration, groups, layout, gradient_order, ranks, backend, unpartitioned
             ),
             _overflow_check(configuration, layout, world_size),
-            _partition_norms(configuration, layout, world_size),
-            _parameter_gather(configuration, layout, world_size, runtime),
+            *_partition_norms(configuration, layout, ranks),
+            *_parameter_gathers(configuration, layout, ranks, runtime),
         ]
     return [each for each in rows if each is not None and each.count]
 
 
-def _parameter_broadcast(
-    configuration: Configuration, parameters: Sequence[Parameter], world_size: int
-) -> Expectation:
-    payloads = [
-        parameter.numel * item_bytes(configuration.model_dtype or parameter.dtype) for parameter in parameters
+def _parameter_broadcasts(
+    configuration: Configuration, parameters: Sequence[Parameter], ranks: RankGroups
+) -> list[Expectation]:
+    payloads: dict[int | None, list[int]] = {}
+    for parameter in parameters:
+        size = parameter.numel * item_bytes(configuration.model_dtype or parameter.dtype)
+        payloads.setdefault(parameter.ep_size, []).append(size)
+    return [
+        _among(ranks, ep_size, "init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, sizes)
+        for ep_size, sizes in payloads.items()
     ]
-    return row("init", Purpose.PARAMETER_BROADCAST, Op.BROADCAST, payloads, world_size)
+
+
+def _among(
+    ranks: RankGroups,
+    ep_size: int | None,
+    when: When,
+    purpose: Purpose,
+    op: Op,
+    payloads: Sequence[int],
+    note: str = "",
+) -> Expectation:
+    """Messages among the ranks that have the same parameters: all, or the expert-data groups of ``ep_size``."""
+    return ranks.among_replicas(row(when, purpose, op, payloads, ranks.replicas(ep_size), note), ep_size)
 
 
 def _unpartitioned_gradients(
@@ -111,7 +132,7 @@ def _unpartitioned_gradients(
     groups: Sequence[Sequence[Parameter]],
     layout: Layout,
     gradient_order: Sequence[str] | None,
-    world_size: int,
+    ranks: RankGroups,
     backend: str,
     unpartitioned: Set[str],
 ) -> list[Expectation]:
@@ -119,10 +140,28 @@ def _unpartitioned_gradients(
     others = {each.name for group in groups for each in group} - unpartitioned
     summed = replace(configuration, gradient_reduction="all_reduce")
     gradients = bucketed_gradients(summed, groups, layout, gradient_order, backend, others)
-    return _gradient_reduce(summed, gradients, world_size, backend) if unpartitioned else []
+    return _gradient_reduce(summed, gradients, ranks, backend) if unpartitioned else []
 
 
 def _gradient_reduce(
+    configuration: Configuration, gradients: GradientMessages, ranks: RankGroups, backend: str
+) -> list[Expectation]:
+    """The rows of ``gradients``: those of dense parameters, and those of the experts of each ep_size."""
+    arrived = gradients.arrived or (0,) * len(gradients.messages)
+    sent = list(zip(gradients.messages, arrived, strict=True))
+    rows = []
+    for ep_size in dict.fromkeys(message.ep_size for message in gradients.messages):
+        own = [(message, count) for message, count in sent if message.ep_size == ep_size]
+        part = gradients._replace(
+            messages=[message for message, _ in own],
+            arrived=tuple(count for _, count in own) if gradients.arrived else (),
+        )
+        reduced = _reduced_among(configuration, part, ranks.replicas(ep_size), backend)
+        rows += [ranks.among_replicas(each, ep_size) for each in reduced]
+    return rows
+
+
+def _reduced_among(
     configuration: Configuration, gradients: GradientMessages, world_size: int, backend: str
 ) -> list[Expectation]:
     # A list of rows that differ in length never goes along the axes of a grid, so it gets a row of its own.
@@ -130,9 +169,7 @@ def _gradient_reduce(
     if lists and len(lists) < len(gradients.messages):
         alike = [each for each in gradients.messages if not each.rows]
         batches = (gradients._replace(messages=each, arrived=()) for each in (alike, lists))
-        return [row for each in batches for row in _gradient_reduce(configuration, each, world_size, backend)]
-    if not gradients.messages:
-        return []
+        return [row for each in batches for row in _reduced_among(configuration, each, world_size, backend)]
     op = gradients.messages[0].op
     size = item_bytes(configuration.communication_dtype)
     payloads = [message.numel * size for message in gradients.messages]
@@ -188,6 +225,35 @@ def _clipping_norm(
     return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note)
 
 
+def _expert_checks(
+    configuration: Configuration, parameters: Sequence[Parameter], ranks: RankGroups
+) -> list[Expectation]:
+    """At stage 0 with 16-bit parameters the ranks that share experts compare whether a gradient of one overflowed.
+
+    The class for DeepSpeed's own Adam also sums the norms of the gradients of experts. Source: DeepSpeed 0.19.8,
+    ``CheckOverflow.has_overflow``, ``get_norm_with_moe_layers``.
+    """
+    sizes = dict.fromkeys(each.ep_size for each in parameters if each.ep_size and each.requires_grad)
+    if not sizes or configuration.model_dtype is None:
+        return []
+    largest = max(size for size in sizes if size is not None)
+    note = "the ranks that share the experts compare whether a gradient overflowed"
+    check = row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], largest, note)
+    norms = _expert_norms(sizes, ranks) if configuration.fuses_adam else []
+    return [check._replace(groups=ranks.of_experts(largest)), *norms]
+
+
+def _expert_norms(ep_sizes: Iterable[int | None], ranks: RankGroups) -> list[Expectation]:
+    """Sums of the norms of the experts that the ranks of each expert-parallel group have, one for each ep_size."""
+    return [
+        row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], ep_size)._replace(
+            groups=ranks.of_experts(ep_size)
+        )
+        for ep_size in dict.fromkeys(ep_sizes)
+        if ep_size is not None and ep_size > 1
+    ]
+
+
 def _overflow_check(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
     if not configuration.check_overflow or not layout.groups:
         return None
@@ -195,16 +261,35 @@ def _overflow_check(configuration: Configuration, layout: Layout, world_size: in
     return row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note)
 
 
-def _partition_norms(configuration: Configuration, layout: Layout, world_size: int) -> Expectation | None:
+def _partition_norms(configuration: Configuration, layout: Layout, ranks: RankGroups) -> list[Expectation]:
+    """One message for each flat buffer, and one more among the ranks with the same experts."""
     if not configuration.compute_grad_norm:
-        return None
+        return []
     note = (
         ""
         if configuration.gradient_clipping
         else "sent although clipping is off; compute_grad_norm: false drops it"
     )
     payloads = [NORM_BYTES for _ in layout.groups]
-    return row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, world_size, note)
+    norms = [row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, payloads, ranks.world_size, note)]
+    of_experts = "the norm of experts is averaged among the ranks that have the same ones"
+    norms += [
+        _among(ranks, each.ep_size, "step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], of_experts)
+        for each in layout.groups
+        if each.ep_size is not None
+    ]
+    return norms
+
+
+def _parameter_gathers(
+    configuration: Configuration, layout: Layout, ranks: RankGroups, runtime: Runtime
+) -> list[Expectation]:
+    rows = []
+    for ep_size in dict.fromkeys(group.ep_size for group in layout.groups):
+        own = replace(layout, groups=tuple(each for each in layout.groups if each.ep_size == ep_size))
+        gathered = _parameter_gather(configuration, own, ranks.replicas(ep_size), runtime)
+        rows += [] if gathered is None else [ranks.among_replicas(gathered, ep_size)]
+    return rows
 
 
 def _parameter_gather(

@@ -33,26 +33,38 @@ class GradientMessages(NamedTuple):
 
 
 def replicated_gradients(configuration: Configuration, parameters: Sequence[Parameter]) -> GradientMessages:
-    """Stage 0: all gradients in model order, each element type in messages of its own.
+    """Stage 0: all gradients in model order, each element type in messages of its own; those of experts come last.
 
     A parameter that got no gradient sends zeros, so that all ranks send the same.
     """
-    by_dtype: dict[str, list[int]] = {}
+    by_group: dict[int | None, dict[str, list[int]]] = {None: {}}
     for parameter in in_model_order(parameters):
         if parameter.requires_grad:
+            by_dtype = by_group.setdefault(parameter.ep_size, {})
             by_dtype.setdefault(configuration.model_dtype or parameter.dtype, []).append(parameter.numel)
-    return GradientMessages([message for sizes in by_dtype.values() for message in _split_messages(sizes)])
+    return GradientMessages(
+        [
+            message
+            for ep_size, by_dtype in by_group.items()
+            for sizes in by_dtype.values()
+            for message in _split_messages(sizes, ep_size)
+        ]
+    )
 
 
 def flat_group_gradients(layout: Layout) -> GradientMessages:
-    """The flat gradients of all parameter groups, padding included."""
-    messages = _split_messages(group.numel for group in layout.groups)
-    padding = sum(group.numel - group.data_numel for group in layout.groups)
-    return GradientMessages([*messages[:-1], *(each._replace(padding=padding) for each in messages[-1:])])
+    """The flat gradients of all parameter groups, padding included; those of experts come last."""
+    messages: list[Message] = []
+    for ep_size in dict.fromkeys((None, *(group.ep_size for group in layout.groups))):
+        groups = [group for group in layout.groups if group.ep_size == ep_size]
+        sent = _split_messages((group.numel for group in groups), ep_size)
+        padding = sum(group.numel - group.data_numel for group in groups)
+        messages += [*sent[:-1], *(each._replace(padding=padding) for each in sent[-1:])]
+    return GradientMessages(messages)
 
 
-def _split_messages(sizes: Iterable[int]) -> list[Message]:
-    return [Message(Op.ALL_REDUCE, numel) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
+def _split_messages(sizes: Iterable[int], ep_size: int | None) -> list[Message]:
+    return [Message(Op.ALL_REDUCE, numel, ep_size=ep_size) for numel in runs_past(sizes, WHOLE_MODEL_BUCKET)]
 
 
 def chunked_gradients(
@@ -73,7 +85,8 @@ def chunked_gradients(
     for group in layout.groups:
         first_chunks.append(len(messages))
         chunks = -(-group.end // (group.chunk_numel or 1))
-        whole = Message(Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER, group.chunk_numel, group.row_numel)
+        op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
+        whole = Message(op, group.chunk_numel, group.row_numel, ep_size=group.ep_size)
         messages += [whole] * chunks
         if exchanges and chunks:
             messages[-1] = whole._replace(numel=group.end - (chunks - 1) * group.chunk_numel)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import Parameter, item_bytes
 
 ALIGNMENT_ELEMENTS: Final = 2  # of each rank's shard of a flat buffer
@@ -31,11 +32,13 @@ class OwnedShard(NamedTuple):
         owner: rank within the group.
         numel: elements.
         offset: first element within the owner's shard of the flat buffer.
+        ep_size: of the experts that the parameter belongs to; None for a dense parameter.
     """
 
     owner: int
     numel: int
     offset: int = 0
+    ep_size: int | None = None
 
 
 class FlatGroup(NamedTuple):
@@ -48,6 +51,7 @@ class FlatGroup(NamedTuple):
         dtype: element type of the model.
         chunks: how many there are.
         data_numel: elements of the parameters, without any padding.
+        ep_size: of experts, whose buffers their expert-data group shares; None for dense parameters, which all ranks share.
     """
 
     numel: int
@@ -56,6 +60,7 @@ class FlatGroup(NamedTuple):
     dtype: str
     chunks: int = 1
     data_numel: int = 0
+    ep_size: int | None = None
 
     @property
     def chunk_numel(self) -> int:
@@ -90,7 +95,7 @@ class Layout:
             chunk, within_chunk = divmod(start, flat.chunk_numel)
             owner, within_row = divmod(within_chunk, flat.row_numel)
             stop = min(end, start - within_row + flat.row_numel)
-            cut.append(OwnedShard(owner, stop - start, chunk * flat.row_numel + within_row))
+            cut.append(OwnedShard(owner, stop - start, chunk * flat.row_numel + within_row, flat.ep_size))
             start = stop
         return cut
 
@@ -118,31 +123,46 @@ def lay_out(
 
     Args:
         groups: the trained parameters of each optimizer parameter group, in the order of the group.
-        world_size: ranks that share the buffers.
+        world_size: ranks that share the buffers of dense parameters.
         model_dtype: element type of the model; None takes that of the group's first parameter.
         round_robin: the key ``round_robin_gradients``.
         align_parameters: the key ``parameter_alignment``: each parameter takes up a multiple of 16 bytes.
         bucket_size: ``reduce_bucket_size`` where buffers are divided into chunks; None where each is a single one.
+
+    Raises:
+        RequestedError: a group has parameters of experts and others.
     """
     flat: list[FlatGroup] = []
     places: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         dtype = model_dtype or group[0].dtype
+        ep_size = _ep_size(group)
+        ranks = world_size // (ep_size or 1)
         unit = PARAMETER_ALIGNMENT_BYTES // item_bytes(dtype) if align_parameters else 1
         offset = end = 0
-        for parameter in dealt(group, world_size) if round_robin else group:
+        for parameter in dealt(group, ranks) if round_robin else group:
             places[parameter.name] = (number, offset)
             end = max(end, offset + parameter.numel)
             offset += padded(parameter.numel, unit)
-        unit = ALIGNMENT_ELEMENTS * world_size
+        unit = ALIGNMENT_ELEMENTS * ranks
         chunks = 1
         if bucket_size is not None and offset:
             largest = _largest_chunk(sum(parameter.numel for parameter in group), bucket_size)
             chunks = -(-offset // max(unit, largest // unit * unit))
         numel = padded(offset, unit * chunks)
         data = sum(parameter.numel for parameter in group)
-        flat.append(FlatGroup(numel, end, numel // world_size, dtype, chunks, data))
+        flat.append(FlatGroup(numel, end, numel // ranks, dtype, chunks, data, ep_size))
     return Layout(tuple(flat), places)
+
+
+def _ep_size(group: Sequence[Parameter]) -> int | None:
+    sizes = {parameter.ep_size for parameter in group}
+    if len(sizes) > 1:
+        raise RequestedError(
+            f"the optimizer group of {group[0].name!r} has parameters with ep_size "
+            f"{' and '.join(sorted(map(str, sizes)))}; expected a group for each size"
+        )
+    return sizes.pop() if sizes else None
 
 
 def _largest_chunk(numel: int, bucket_size: int) -> int:

@@ -9,6 +9,9 @@ reduction                 messages                                              
 ``reduce_to_owner``       one reduce to each rank that owns a shard                       (p-1)/p n
 ========================= =============================================================== ===================
 
+The gradients of experts are in the same buckets as others. Each process group of a bucket has messages of its own, in the
+order in which the groups first occur in it (DeepSpeed 0.19.8, ``average_tensor``).
+
 They are DeepSpeed's, and see a bucket as the shards of its owners. zero_runtime's own ``reduce_scatter`` uses chunks instead
 (:func:`commprof.requested.zero.gradients.chunked_gradients`), or :func:`reduce_scatter` where some parameters are not
 partitioned.
@@ -33,6 +36,7 @@ class Message(NamedTuple):
         row_numel: elements of each rank's row, where the last rows may be shorter; 0 where there are no rows.
         rows: elements of each rank's row where they have lengths of their own.
         padding: those of ``numel`` that carry no data.
+        ep_size: of experts, whose expert-data group it is sent within; None for all ranks.
     """
 
     op: Op
@@ -40,6 +44,7 @@ class Message(NamedTuple):
     row_numel: int = 0
     rows: tuple[int, ...] = ()
     padding: int = 0
+    ep_size: int | None = None
 
     def row_bytes(self, item_bytes: int, ranks: int) -> tuple[int, ...]:
         """Bytes of the row of each of ``ranks``; of the full message where there are no rows."""
@@ -78,18 +83,27 @@ def all_reduce(shards: Shards, terms: Terms) -> list[Message]:
 
 
 def multi_rank_all_reduce(shards: Shards, terms: Terms) -> list[Message]:
-    """The shards of all owners to every rank; a message is closed once it exceeds the capacity."""
-    sizes = runs_past([shard.numel for shard in shards], terms.capacity)
-    return [Message(Op.ALL_REDUCE, numel) for numel in sizes]
+    """The shards of all owners to every rank of their group; a message is closed once it exceeds the capacity."""
+    by_group: dict[int | None, list[int]] = {}
+    for shard in shards:
+        by_group.setdefault(shard.ep_size, []).append(shard.numel)
+    return [
+        Message(Op.ALL_REDUCE, numel, ep_size=ep_size)
+        for ep_size, sizes in by_group.items()
+        for numel in runs_past(sizes, terms.capacity)
+    ]
 
 
 def reduce_to_owner(shards: Shards, terms: Terms) -> list[Message]:
     """The shards of each owner to that owner, owners in the order of their first shard."""
-    by_owner: dict[int, list[int]] = {}
+    by_owner: dict[tuple[int, int | None], list[int]] = {}
     for shard in shards:
-        by_owner.setdefault(shard.owner, []).append(shard.numel)
-    messages = (runs_past(sizes, terms.capacity) for sizes in by_owner.values())
-    return [Message(Op.REDUCE, numel) for numels in messages for numel in numels]
+        by_owner.setdefault((shard.owner, shard.ep_size), []).append(shard.numel)
+    return [
+        Message(Op.REDUCE, numel, ep_size=ep_size)
+        for (_, ep_size), sizes in by_owner.items()
+        for numel in runs_past(sizes, terms.capacity)
+    ]
 
 
 def reduce_scatter(shards: Shards, terms: Terms) -> list[Message]:

@@ -24,11 +24,13 @@ from commprof.requested.configuration import (
 )
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
+from commprof.requested.experts.layers import ExpertLayer, expected_tokens
+from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.keys import count, section
 from commprof.requested.open_values import decide
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
-from commprof.requested.support import optimizer_type, refuse_unsupported
+from commprof.requested.support import optimizer_type, refuse_unsupported, refuse_with_experts
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
 from commprof.requested.zero.gather_configuration import MODULE, read_gather_configuration
 from commprof.requested.zero.reductions import REDUCTIONS
@@ -52,7 +54,7 @@ STEADY: Final = 2  # the first micro-batch that sends what all later ones do
 RATIO_ITEM_BYTES: Final = 8  # fp64
 
 
-def expected(
+def expected(  # noqa: PLR0913 - what a run depends on
     config: Mapping[str, Any],
     parameters: Sequence[Parameter],
     world_size: int,
@@ -66,6 +68,7 @@ def expected(
     host_ranks: int | None = None,
     grid: Sizes | None = None,
     costs: object = None,
+    expert_layers: Sequence[ExpertLayer] = (),
 ) -> list[Expectation]:
     """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
@@ -88,6 +91,7 @@ def expected(
             known.
         grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
         costs: what a run published of the files of ``communication.calibration``; None reads the files.
+        expert_layers: the layers of experts, with the tokens of each rank, which are assumed to be spread evenly.
 
     Raises:
         UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
@@ -105,6 +109,11 @@ def expected(
     if world_size < 1:
         raise RequestedError(f"the world size is {world_size}; expected 1 or more")
     check_parameters(parameters)
+    has_experts = bool(expert_layers) or any(each.ep_size is not None for each in parameters)
+    if has_experts:
+        refuse_with_experts(config, configuration, is_own=runtime == "zero_runtime")
+        ranks = RankGroups(world_size, configuration.data_before_experts)
+        ranks.check([*(each.ep_size for each in parameters), *(each.ep_size for each in expert_layers)])
     # A warm-up sends uncompressed, so the rows depend on the step.
     configuration = _without_idle_compression(configuration, config, world_size, iteration, host_ranks)
     not_partitioned: frozenset[str] = frozenset()
@@ -131,6 +140,13 @@ def expected(
         rows = flat_expectations(
             configuration, parameters, world_size, gradient_order, backend, runtime, not_partitioned
         )
+    if has_experts:
+        return [
+            *rows,
+            *expected_tokens(
+                expert_layers, parameters, _token_bytes(configuration, config, parameters), ranks
+            ),
+        ]
     # DeepSpeed ignores the keys below. Each of them changes the rows of the one before.
     if runtime != "zero_runtime":
         return rows
@@ -165,6 +181,7 @@ def expected_in_step(
     zero_init: bool | Construction = False,
     host_ranks: int | None = None,
     grid: Sizes | None = None,
+    expert_layers: Sequence[ExpertLayer] = (),
 ) -> list[Expectation]:
     """All that optimizer step number ``step`` sends, its micro-batches added up, one row per purpose and operations.
 
@@ -187,6 +204,7 @@ def expected_in_step(
             zero_init=zero_init,
             host_ranks=host_ranks,
             grid=grid,
+            expert_layers=expert_layers,
         )
         if step < 0:
             return [each for each in sent if each.when == "init"]
@@ -313,6 +331,14 @@ def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectati
     return row(
         "step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [2 * trained * RATIO_ITEM_BYTES], world_size, note
     )
+
+
+def _token_bytes(
+    configuration: Configuration, config: Mapping[str, Any], parameters: Sequence[Parameter]
+) -> int:
+    """Bytes of an element of a token: it has the type of the model, or that of autocast."""
+    own = parameters[0].dtype if parameters else "float32"
+    return item_bytes(autocast_dtype(config) or configuration.model_dtype or own)
 
 
 def _refuse_reductions_of_shards(configuration: Configuration) -> None:

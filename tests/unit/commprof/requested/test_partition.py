@@ -136,7 +136,7 @@ def test_every_rank_owns_a_row_of_every_chunk(sizes, world_size, capacity, align
     taken = set()
     for parameter in named(sizes):
         start = layout.places[parameter.name][1]
-        for owner, numel, offset in layout.shards(parameter):
+        for owner, numel, offset, _ in layout.shards(parameter):
             for each in range(numel):
                 chunk, within = divmod(start, flat.chunk_numel)
                 assert (owner, offset + each) == (

@@ -1,0 +1,163 @@
+"""What a layer of experts sends: its tokens to the ranks with the experts, and the results back.
+
+Each rank fills a buffer of [experts, capacity, hidden]: ``capacity`` slots for each expert, empty ones included. An
+all_to_all with equal splits takes it to the ranks with the experts, another one brings the results back. Both are repeated
+for the gradients. So the bytes follow from the capacity, not from the choices of the gate:
+
+    capacity = max(ceil(tokens / experts x capacity_factor x k), min_capacity)
+
+Without dropping (``drop_tokens: false``) the capacity is the largest number of tokens that a rank of the expert-parallel
+group has for one expert. The ranks agree on it by an all_reduce of one int64. Source: DeepSpeed 0.19.8,
+``moe/sharded_moe.py``: ``_capacity``, ``top1gating``, ``top2gating``, ``topkgating`` and ``MOELayer.forward``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation, row
+from commprof.requested.experts.rank_groups import Groups, RankGroups
+from commprof.requested.parameters import Parameter
+from commprof.schema import Op, Purpose
+
+CAPACITY_BYTES: Final = 8  # one int64
+BALANCED: Final = "tokens are assumed to be spread evenly over the experts"
+_FULLEST: Final = "how many tokens the fullest expert gets"
+
+
+class ExpertLayer(NamedTuple):
+    """One layer of experts, as the table ``expert_layers`` has it, with the tokens that it works on.
+
+    Attributes:
+        layer: qualified name of the module.
+        num_experts: of all ranks of an expert-parallel group.
+        ep_size: ranks of that group.
+        k: experts of each token.
+        capacity_factor: slots of an expert, as a multiple of its share of the tokens.
+        min_capacity: least number of slots.
+        drop_tokens: whether tokens beyond the capacity are dropped; else the capacity grows.
+        hidden: elements of a token.
+        tokens: of each rank in one forward pass.
+        forwards: forward passes in one micro-batch; 2 where activation checkpointing repeats it.
+    """
+
+    layer: str
+    num_experts: int
+    ep_size: int
+    k: int
+    capacity_factor: float
+    min_capacity: int
+    drop_tokens: bool
+    hidden: int
+    tokens: int
+    forwards: int = 1
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each expert and source rank. Without dropping: those that an even spread of the tokens needs."""
+        if not self.drop_tokens:
+            return even_load(self.tokens, self.num_experts, self.k)
+        return capacity(self.tokens, self.num_experts, self.capacity_factor, self.k, self.min_capacity)
+
+    def check(self) -> None:
+        """Raise RequestedError where the sizes do not fit together."""
+        if self.ep_size < 1 or self.num_experts < 1 or self.num_experts % self.ep_size:
+            raise RequestedError(
+                f"layer {self.layer} has {self.num_experts} experts and ep_size {self.ep_size}; "
+                "expected a number of experts that ep_size divides"
+            )
+        if not 1 <= self.k <= self.num_experts:
+            raise RequestedError(
+                f"layer {self.layer} has k {self.k} and {self.num_experts} experts; expected 1 to {self.num_experts}"
+            )
+
+
+def capacity(tokens: int, num_experts: int, factor: float, k: int, min_capacity: int) -> int:
+    """Slots of each expert and source rank, where tokens beyond them are dropped.
+
+    Computed in fp32, as DeepSpeed does.
+
+    >>> capacity(64, 4, 1.0, 1, 4), capacity(64, 4, 1.25, 2, 4), capacity(4, 8, 1.0, 1, 4)
+    (16, 40, 4)
+    """
+    share = _fp32(tokens / num_experts)
+    slots = math.ceil(_fp32(share * _fp32(factor * k)))
+    return max(slots, min_capacity)
+
+
+def even_load(tokens: int, num_experts: int, k: int) -> int:
+    """The largest number of tokens of one expert where ``k`` x ``tokens`` choices are spread evenly."""
+    return -(-tokens * k // num_experts)
+
+
+def _fp32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+def gets_gradient(layer: str, parameters: Sequence[Parameter]) -> bool:
+    """Whether the input of ``layer`` needs a gradient: something trained comes before it in the model.
+
+    Without one, the first all_to_all has no counterpart in the backward pass.
+    """
+    for each in parameters:
+        if each.name.startswith(f"{layer}."):
+            return False
+        if each.requires_grad:
+            return True
+    return False
+
+
+def token_messages(
+    layer: ExpertLayer, groups: Groups, item_bytes: int, backwards: int, slots: int | None = None
+) -> list[Expectation]:
+    """What ``layer`` sends in each micro-batch within each of ``groups``; nothing within a single rank.
+
+    Args:
+        layer: the layer.
+        groups: the expert-parallel groups that send it.
+        item_bytes: of an element of a token.
+        backwards: all_to_alls of the backward pass: 2, or 1 where the input needs no gradient.
+        slots: the capacity, where it is known; None takes that of :attr:`ExpertLayer.capacity`.
+    """
+    if layer.ep_size == 1:
+        return []
+    token = layer.num_experts * layer.hidden * item_bytes
+    known = slots is not None or layer.drop_tokens
+    payload = token * (layer.capacity if slots is None else slots)
+    count = 2 * layer.forwards + backwards
+    note = BALANCED if slots is None else ""
+    sent = row("micro_step", Purpose.ACTIVATION, Op.ALL_TO_ALL, [payload] * count, layer.ep_size, note)
+    if not known:
+        sent = sent._replace(bytes_exact=False, most_bytes=token * layer.tokens * count, estimate=_FULLEST)
+    rows = [sent]
+    if not layer.drop_tokens:
+        agreed = [CAPACITY_BYTES] * layer.forwards
+        rows.append(row("micro_step", Purpose.ACTIVATION, Op.ALL_REDUCE, agreed, layer.ep_size))
+    return [each._replace(groups=groups, padding_bytes=None) for each in rows]
+
+
+def expected_tokens(
+    layers: Iterable[ExpertLayer], parameters: Sequence[Parameter], item_bytes: int, groups: RankGroups
+) -> list[Expectation]:
+    """What all ``layers`` send in each micro-batch.
+
+    Args:
+        layers: of the model.
+        parameters: of the model, in model order.
+        item_bytes: of an element of a token.
+        groups: of the ranks.
+
+    Raises:
+        RequestedError: the sizes of a layer do not fit together.
+    """
+    rows = []
+    for layer in layers:
+        layer.check()
+        backwards = 1 + gets_gradient(layer.layer, parameters)
+        rows += token_messages(layer, groups.of_experts(layer.ep_size), item_bytes, backwards)
+    return rows
