@@ -103,7 +103,7 @@ def optimizer_type(config: Mapping[str, Any]) -> str:
 def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration, *, is_own: bool) -> None:
     """Raise UnsupportedError, naming the key, when ``config`` cannot be used for a model with experts.
 
-    DeepSpeed refuses stage 3, and at stages 1 and 2 gradients that are not reduced to their owners in contiguous buckets.
+    DeepSpeed refuses stage 3, gradients that are not reduced to their owners, and at stage 2 buckets without contiguity.
     Source: DeepSpeed 0.19.8, ``_validate_zero3_moe_compatibility``, ``_configure_moe_settings``.
 
     ``is_own``: the runtime is zero_runtime, whose own keys DeepSpeed ignores.
@@ -118,9 +118,9 @@ def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration,
         reason = "the model has experts, whose gradients are reduced in groups of their own"
         if not configuration.reduce_scatter:
             raise UnsupportedError("zero_optimization.reduce_scatter", False, reason)
-        if not configuration.buffers_are_contiguous:
+        if configuration.stage == 2 and not configuration.buffers_are_contiguous:
             raise UnsupportedError("zero_optimization.contiguous_gradients", False, reason)
-        if configuration.reduction == "all_reduce":
+        if configuration.gradient_reduction == "all_reduce":
             raise UnsupportedError("zero_optimization.gradient_reduction", "all_reduce", reason)
     if not is_own:
         return
