@@ -451,7 +451,7 @@ class DataParallelGroup:
         self,
         output: torch.Tensor,
         rows: torch.Tensor,
-        row_numels: Sequence[int],
+        row_numels: Sequence[int] | None,
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> dist.Work | None:
@@ -460,12 +460,13 @@ class DataParallelGroup:
         Args:
             output: world_size x row_numels[rank] elements.
             rows: sum(row_numels) elements, in rank order.
-            row_numels: elements of each rank's row; they may differ, and may be 0.
+            row_numels: elements of each rank's row; they may differ, and may be 0. None if all are equal.
         """
-        received = [row_numels[self.rank]] * self.world_size
+        sent = None if row_numels is None else list(row_numels)
+        received = None if sent is None else [sent[self.rank]] * self.world_size
         with why or _UNTAGGED:
             return dist.all_to_all_single(
-                output, rows, received, list(row_numels), group=self.group, async_op=asynchronous
+                output, rows, received, sent, group=self.group, async_op=asynchronous
             )
 
     def send(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> None:

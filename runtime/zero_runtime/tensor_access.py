@@ -13,7 +13,8 @@ Gradients are the reduced ones of the current step, times the loss scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ import torch
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
+from zero_runtime.experts.expert_groups import ExpertRanks
+from zero_runtime.experts.expert_parameters import group_of, is_expert
 from zero_runtime.optimizer_step.interface import WrappedOptimizer
 from zero_runtime.sharding.shards import shard_of
 
@@ -33,7 +36,7 @@ class Training(NamedTuple):
 
     Attributes:
         optimizer: the wrapper of the torch optimizer.
-        group: the data-parallel ranks.
+        group: the data-parallel ranks; for an expert, those that have it.
     """
 
     optimizer: weakref.ref[WrappedOptimizer]
@@ -55,11 +58,16 @@ class _Range(NamedTuple):
     tensor: torch.Tensor
 
 
-def remember(optimizer: WrappedOptimizer, group: DataParallelGroup) -> None:
-    """Attach the optimizer to the parameters that it trains."""
-    training = Training(weakref.ref(optimizer), group)
+def remember(
+    optimizer: WrappedOptimizer,
+    group: DataParallelGroup,
+    experts: Mapping[str, ExpertRanks] = MappingProxyType({}),
+) -> None:
+    """Attach the optimizer, and the ranks that have a parameter, to the parameters that it trains."""
+    reference = weakref.ref(optimizer)
     for parameter, _ in optimizer.trained().values():
-        setattr(parameter, _ATTRIBUTE, training)
+        ranks = experts[group_of(parameter)].data if is_expert(parameter) else group
+        setattr(parameter, _ATTRIBUTE, Training(reference, ranks))
 
 
 # Full values.

@@ -19,7 +19,15 @@ from zero_runtime.checkpoint.files.checkpoint_manifest import FILE_NAME, LATEST_
 from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.ranks import save_agreement
-from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, parameters, whole_shape
+from zero_runtime.checkpoint.training import (
+    Training,
+    aliases,
+    buffers,
+    everywhere,
+    extra_states,
+    parameters,
+    whole_shape,
+)
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import IMPLEMENTATION
@@ -243,7 +251,7 @@ def _check_names(training: Training, checkpoint: OpenCheckpoint) -> None:
     manifest = checkpoint.manifest
     saved_names = {*checkpoint.parameters, *manifest.buffers, *manifest.aliases}
     aliased = {checkpoint.name_of(name) for name in manifest.aliases}
-    model_names = {*parameters(training), *buffers(training.module)}
+    model_names = {*everywhere(training), *buffers(training.module)}
     missing = sorted(model_names - saved_names - set(manifest.excluded))
     stored_names = {checkpoint.name_of(name) for name in model_names}
     unexpected = sorted(

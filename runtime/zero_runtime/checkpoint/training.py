@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from zero_runtime.checkpoint.files.checkpoint_manifest import ParameterFacts
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.compression.residuals import Residuals
+from zero_runtime.experts.expert_groups import ExpertRanks
+from zero_runtime.experts.expert_parameters import all_names, named_parameters
 from zero_runtime.groups.parallelism import is_cut
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.tensor_parallel.cuts import cut_of
@@ -29,6 +32,7 @@ class Training(NamedTuple):
         counters: as in the manifest.
         residuals: those of gradient compression on this rank; None without error feedback.
         slices: the tensor-parallel ranks; None if this rank has complete tensors.
+        experts: the groups of the model's experts, by name; empty without experts.
     """
 
     module: torch.nn.Module
@@ -41,6 +45,7 @@ class Training(NamedTuple):
     counters: Mapping[str, int]
     residuals: Residuals | None = None
     slices: DataParallelGroup | None = None
+    experts: Mapping[str, ExpertRanks] = MappingProxyType({})
 
     @property
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
@@ -54,8 +59,8 @@ class Training(NamedTuple):
 
 
 def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
-    """All parameters by name: the model's, and those that only the optimizer has."""
-    named = dict(training.module.named_parameters())
+    """This rank's parameters by name: the model's, and those that only the optimizer has."""
+    named = named_parameters(training.module)
     in_model = set(named.values())
     others = {name: each for name, (each, _) in training.trained.items() if each not in in_model}
     return {**named, **others}
@@ -68,18 +73,23 @@ def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 def facts(training: Training) -> dict[str, ParameterFacts]:
-    """What the manifest says of each parameter."""
-    trained = training.trained
+    """What the manifest says of each parameter, experts of other ranks included."""
+    groups = dict(training.trained.values())
     return {
         name: ParameterFacts(
             whole_shape(parameter),
             str(parameter.dtype).removeprefix("torch."),
-            trained[name][1] if name in trained else None,
+            groups.get(parameter),
             parameter.requires_grad,
             *_cut(parameter),
         )
-        for name, parameter in parameters(training).items()
+        for name, parameter in everywhere(training).items()
     }
+
+
+def everywhere(training: Training) -> dict[str, torch.nn.Parameter]:
+    """The parameters of all ranks by name; for an expert of another rank, this rank's expert in its place."""
+    return {**all_names(training.module), **parameters(training)}
 
 
 def _cut(parameter: torch.nn.Parameter) -> tuple[int | None, tuple[int, ...]]:

@@ -192,7 +192,6 @@ FEATURES: Final[Table] = {
     }),
     **PARALLEL,
     "expert_parallel": later(mapping, None, "experts on several ranks", "expert parallelism"),
-    "use_data_before_expert_parallelism": later(boolean, False, "order of the groups of ranks", "expert parallelism"),
     "weight_quantization": later(mapping, None, "quantized weights for inference", "compression"),
     "datastates": later(mapping, None, "checkpoints by DataStates", "checkpoints by DataStates"),
     "gradient_compression": used(

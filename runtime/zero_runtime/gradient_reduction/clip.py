@@ -5,7 +5,7 @@ Clipping multiplies gradients by min(1, limit / (norm + 1e-6)), as torch.nn.util
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -21,14 +21,21 @@ _CHUNK: Final = 2**20  # elements; whole rows
 
 
 def sharded_norm(
-    shards: Sequence[torch.Tensor], group: DataParallelGroup, dtype: torch.dtype = torch.float32
+    shards: Sequence[torch.Tensor],
+    group: DataParallelGroup,
+    dtype: torch.dtype = torch.float32,
+    expert_ranks: Sequence[DataParallelGroup | None] = (),
 ) -> torch.Tensor:
     """The 2-norm of sharded gradients: one all_reduce for each param group.
+
+    The norms of experts are averaged over the ranks that hold them, by one more each, as DeepSpeed does. They are equal
+    there already.
 
     Args:
         shards: this rank's shard of every param group; 1-D.
         group: the ranks that hold the other shards.
         dtype: in which the squares are summed over the ranks.
+        expert_ranks: for each param group of experts the ranks that hold them, and None for others; empty without experts.
 
     Returns:
         A 0-D tensor of that dtype on the shards' device; infinity where the norm is infinite or NaN.
@@ -38,6 +45,9 @@ def sharded_norm(
         squared = sum_of_squares(shard).to(dtype)
         group.all_reduce(squared, why=_NORM)
         norms.append(squared.sqrt())
+    for index, ranks in enumerate(expert_ranks):
+        if ranks is not None:
+            norms[index] = averaged_norm(norms[index], ranks)
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
 
@@ -76,6 +86,26 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of replicated gradients, without communication. Infinity where it is infinite or NaN."""
     norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
+    return _valid(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def norm_with_experts(
+    norm: torch.Tensor, gradients: Mapping[DataParallelGroup, Sequence[torch.Tensor]]
+) -> torch.Tensor:
+    """The 2-norm of all gradients, where ``norm`` is that of all but experts.
+
+    Args:
+        norm: 0-D, equal on all ranks.
+        gradients: of this rank's experts, by the ranks that have the other experts of their layers. One all_reduce each.
+    """
+    norms = [norm]
+    for ranks, each in gradients.items():
+        squared = (
+            torch.stack(torch._foreach_norm([gradient.detach().float() for gradient in each])).square().sum()
+        )
+        if ranks.world_size > 1:
+            ranks.all_reduce(squared, why=_NORM)
+        norms.append(squared.sqrt())
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 
 from commprof import hooks
+from zero_runtime.comm import DataParallelGroup
 from zero_runtime.gradient_reduction.flat_layout import Run, ShardRange, owner_runs
 from zero_runtime.groups.detailed_tags import detailed
 
@@ -114,6 +115,12 @@ class Bucket:
         """Report the flush of the bucket to the recorder."""
         if hooks.recording():
             self._publication().content.flushed()
+
+    def published_part(self, entries: Sequence[Entry]) -> Publication | None:
+        """What the recorder gets about a part of this bucket with ``entries``; None if nobody reads it."""
+        if not detailed():
+            return None
+        return Publication(self._publication().content, tuple(dict.fromkeys(entry.name for entry in entries)))
 
     def _publication(self) -> Publication:
         if self.publication is None:
@@ -346,6 +353,61 @@ class Bucketer:
         if buffered:
             current.buffers[0].flight = flight
             current.buffers.rotate(-1)
+
+
+def parts_by_ranks(
+    bucket: Bucket,
+    ranks_of: Sequence[DataParallelGroup],
+    data_ranks: Sequence[int],
+    by_owner: bool,
+) -> list[tuple[Bucket, DataParallelGroup]]:
+    """The parts of a bucket that different ranks reduce, in the order in which they begin in it.
+
+    Args:
+        bucket: whose entries name the owners by their data-parallel ranks.
+        ranks_of: for each param group the ranks that hold its parameters.
+        data_ranks: the data-parallel ranks, as global ranks.
+        by_owner: make a part for each owner, too.
+    """
+    ranges: dict[tuple[int, int | None], list[Entry]] = {}
+    members: dict[tuple[int, int | None], DataParallelGroup] = {}
+    position = 0
+    for entry in bucket.entries:
+        ranks = ranks_of[entry.group]
+        for shard in entry.shards:
+            key = id(ranks), shard.owner if by_owner else None
+            members[key] = ranks
+            values = bucket.tensor.narrow(0, position + shard.start, shard.numel)
+            ranges.setdefault(key, []).append(
+                Entry(entry.name, values, (shard._replace(start=0),), entry.group)
+            )
+        position += entry.gradient.numel()
+    parts = []
+    for key, entries in ranges.items():
+        ranks = members[key]
+        owners = [ranks.global_ranks.index(data_ranks[entry.shards[0].owner]) for entry in entries]
+        part = replace(
+            bucket,
+            tensor=_adjacent(bucket.tensor, [entry.gradient for entry in entries]),
+            runs=owner_runs(
+                [(owner, entry.gradient.numel()) for owner, entry in zip(owners, entries, strict=True)]
+            ),
+            entries=tuple(entries),
+            members=ranks.global_ranks,
+            publication=bucket.published_part(entries),
+        )
+        parts.append((part, ranks))
+    return parts
+
+
+def _adjacent(tensor: torch.Tensor, ranges: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The concatenated ``ranges`` of ``tensor``: a view of it if they are adjacent, otherwise a copy."""
+    start = position = int(ranges[0].storage_offset())
+    for each in ranges:
+        if each.storage_offset() != position:
+            return joined(ranges)
+        position += each.numel()
+    return tensor.narrow(0, start - int(tensor.storage_offset()), position - start)
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

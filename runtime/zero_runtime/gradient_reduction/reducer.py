@@ -16,11 +16,19 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
+from zero_runtime.experts.expert_groups import ExpertRanks
 from zero_runtime.gradient_reduction.clip import sharded_norm
 from zero_runtime.gradient_reduction.flat_layout import GroupLayout, ShardRange
-from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Bucketer, Entry, Flight, Scaling
+from zero_runtime.gradient_reduction.gradient_buckets import (
+    Bucket,
+    Bucketer,
+    Entry,
+    Flight,
+    Scaling,
+    parts_by_ranks,
+)
 from zero_runtime.gradient_reduction.overlap import DEPTH, Overlap
-from zero_runtime.gradient_reduction.reduction import Finish, Reduction, all_reduce, then
+from zero_runtime.gradient_reduction.reduction import Finish, Reduction, all_reduce, reduce_to_owner, then
 from zero_runtime.gradient_reduction.stages import Stage
 from zero_runtime.sharding.shard_layout import ShardLayout
 
@@ -33,12 +41,19 @@ class ParameterGroup(NamedTuple):
         names: of the parameters.
         parameters: the parameters, all of one dtype.
         layout: the partition into shards.
+        experts: the groups of ranks, if these are parameters of experts.
     """
 
     number: int
     names: tuple[str, ...]
     parameters: tuple[torch.nn.Parameter, ...]
     layout: GroupLayout | ShardLayout
+    experts: ExpertRanks | None = None
+
+    @property
+    def ranks(self) -> DataParallelGroup | None:
+        """The ranks that hold these parameters, if not all data-parallel ranks do."""
+        return None if self.experts is None else self.experts.data
 
     @property
     def flat_layout(self) -> GroupLayout:
@@ -146,17 +161,28 @@ class ShardedGradients:
         """Reduce the gradients of further ``groups`` too."""
         first = len(self._groups)
         self._groups += groups
+        self._has_experts = any(each.ranks is not None for each in self._groups)
         self._dtypes.update(dtypes)
         self._leaves.update((leaf.module, leaf) for leaf in leaves)
         self._bucketer.grow(sum(each.numel for each in groups))
         for number, each in enumerate(groups, first):
-            self._shards.append([each.layout.shards(index) for index in range(len(each.parameters))])
+            self._shards.append([self._shards_of(each, index) for index in range(len(each.parameters))])
             like = each.parameters[0]
             dtype = self._accumulation or like.dtype
             self.shards.append(torch.zeros(each.layout.shard_numel, dtype=dtype, device=like.device))
             self._places.update((p, (number, index)) for index, p in enumerate(each.parameters))
         if self._policy.stage.reduces_in_hooks:
             self._hook([parameter for each in groups for parameter in each.parameters])
+
+    def _shards_of(self, each: ParameterGroup, index: int) -> tuple[ShardRange, ...]:
+        """The shards of a parameter, with their owners' ranks among the data-parallel ranks."""
+        shards = each.layout.shards(index)
+        if each.ranks is None:
+            return shards
+        ranks = each.ranks.global_ranks
+        return tuple(
+            shard._replace(owner=self._group.global_ranks.index(ranks[shard.owner])) for shard in shards
+        )
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         within = {parameter for leaf in self._leaves.values() for parameter in leaf.parameters}
@@ -229,8 +255,9 @@ class ShardedGradients:
         self._bucketer.release(everywhere=True)
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients: one all_reduce for each param group."""
-        return sharded_norm(self.shards, self._group, self.norm_dtype)
+        """The norm of all gradients: one all_reduce for each param group, and another one for each of experts."""
+        ranks = [each.ranks for each in self._groups]
+        return sharded_norm(self.shards, self._group, self.norm_dtype, ranks)
 
     def clear(self) -> None:
         """Drop the gradients, after a step."""
@@ -291,8 +318,20 @@ class ShardedGradients:
 
     def _start(self, bucket: Bucket) -> Finish | None:
         """Reduce a full bucket, then add this rank's ranges to its shards."""
+        if self._has_experts:
+            return self._start_apart(bucket)
         reduce = all_reduce if bucket.replicated else self._policy.reduce
         return then(reduce(bucket, self._group), lambda: self._accumulate(bucket))
+
+    def _start_apart(self, bucket: Bucket) -> Finish | None:
+        """As ``_start``, for a bucket whose parameters are held by different sets of ranks."""
+        ranks = [each.ranks or self._group for each in self._groups]
+        by_owner = self._policy.reduce is reduce_to_owner
+        finish = None
+        for part, members in parts_by_ranks(bucket, ranks, self._group.global_ranks, by_owner):
+            landed = then(self._policy.reduce(part, members), partial(self._accumulate, part))
+            finish = landed if finish is None or landed is None else then(finish, landed)
+        return finish
 
     @torch.no_grad()
     def _accumulate(self, bucket: Bucket) -> None:

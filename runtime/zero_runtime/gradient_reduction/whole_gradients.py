@@ -8,17 +8,21 @@ message exceeds by its last tensor (DeepSpeed 0.19.8's rule and constant).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.gradient_reduction.clip import replicated_norm
+from zero_runtime.gradient_reduction.clip import norm_with_experts, replicated_norm
 from zero_runtime.gradient_reduction.flat_layout import Run, flushed_runs
 from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, Bucket, Entry, joined
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy
 from zero_runtime.gradient_reduction.reduction import Finish
+
+# What is sent together: the ranks, the dtype of the parameters, and the communication dtype.
+_Alike = tuple[DataParallelGroup, torch.dtype, torch.dtype]
 
 
 class Sent(NamedTuple):
@@ -52,6 +56,7 @@ class ReplicatedGradients:
         policy: how they are reduced.
         group: the data-parallel ranks.
         at_boundary: whether the current micro-batch is the last of its step.
+        expert_ranks: the ranks that hold each parameter of an expert; empty without experts.
     """
 
     def __init__(
@@ -62,7 +67,9 @@ class ReplicatedGradients:
         policy: Policy,
         group: DataParallelGroup,
         at_boundary: Callable[[], bool],
+        expert_ranks: Mapping[torch.nn.Parameter, DataParallelGroup] = MappingProxyType({}),
     ) -> None:
+        self._expert_ranks = expert_ranks
         self._names = names
         self._parameters = parameters
         self._dtypes = dtypes
@@ -84,21 +91,24 @@ class ReplicatedGradients:
         self._send().take()
 
     def _send(self) -> Sent:
-        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.nn.Parameter, Entry]]] = {}
+        by_message: dict[_Alike, list[tuple[torch.nn.Parameter, Entry]]] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.contiguous()
             if parameter.numel():
                 entry = Entry(name, parameter.grad.detach().view(-1), ())
-                by_dtypes.setdefault((parameter.dtype, self._dtypes[parameter]), []).append(
-                    (parameter, entry)
-                )
+                ranks = self._expert_ranks.get(parameter, self._group)
+                key = ranks, parameter.dtype, self._dtypes[parameter]
+                by_message.setdefault(key, []).append((parameter, entry))
         number = 0
         sent = Sent([], [])
-        for (_, dtype), members in by_dtypes.items():
+        # Experts after all others, as in DeepSpeed.
+        for (ranks, _, dtype), members in sorted(
+            by_message.items(), key=lambda each: each[0][0] is not self._group
+        ):
             entries = [entry for _, entry in members]
-            sums, finishes = _reduce(entries, number, dtype, self._policy, self._group)
+            sums, finishes = _reduce(entries, number, dtype, self._policy, ranks)
             number += len(sums)
             results = [part for each in sums for part in each]
             sent.results.extend(
@@ -162,7 +172,11 @@ class AccumulatedGradients:
             torch.zeros(each.flat_layout.numel, dtype=accumulation, device=each.parameters[0].device)
             for each in groups
         ]
-        self.shards = [flat.chunk(group.world_size)[group.rank] for flat in self._flat]
+        self._ranks = [each.ranks or group for each in groups]
+        self.shards = [
+            flat.chunk(ranks.world_size)[ranks.rank]
+            for flat, ranks in zip(self._flat, self._ranks, strict=True)
+        ]
 
     def begin_step(self) -> None:
         """Do nothing: there are no buckets to count."""
@@ -179,12 +193,19 @@ class AccumulatedGradients:
 
     def reduce_accumulated(self) -> None:
         """Reduce the buffers, once."""
-        entries = [
-            Entry(",".join(each.names), flat, ()) for each, flat in zip(self._groups, self._flat, strict=True)
-        ]
-        sums, _ = _reduce(entries, 0, self._dtype, self._policy, self._group)
-        if any(len(each) > 1 for each in sums):
-            torch._foreach_copy_(self._flat, [part for each in sums for part in each])
+        number = 0
+        # Experts after all others, as in DeepSpeed.
+        for ranks in sorted(dict.fromkeys(self._ranks), key=lambda each: each is not self._group):
+            members = [index for index, each in enumerate(self._ranks) if each is ranks]
+            flats = [self._flat[index] for index in members]
+            entries = [
+                Entry(",".join(self._groups[index].names), flat, ())
+                for index, flat in zip(members, flats, strict=True)
+            ]
+            sums, _ = _reduce(entries, number, self._dtype, self._policy, ranks)
+            number += len(sums)
+            if any(len(each) > 1 for each in sums):
+                torch._foreach_copy_(flats, [part for each in sums for part in each])
 
     def accumulated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """The accumulated gradient of ``parameter``, a 1-D view of the buffer; None if it is in no group."""
@@ -204,8 +225,19 @@ class AccumulatedGradients:
         return self._policy.norm_dtype
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients, without communication: every rank has all of them."""
-        return replicated_norm(self._flat)
+        """The norm of all gradients, without communication: every rank has all of them, except those of experts."""
+        if not any(each.ranks is not None for each in self._groups):
+            return replicated_norm(self._flat)
+        dense = [flat for each, flat in zip(self._groups, self._flat, strict=True) if each.ranks is None]
+        return norm_with_experts(replicated_norm(dense), self._expert_gradients())
+
+    def _expert_gradients(self) -> dict[DataParallelGroup, list[torch.Tensor]]:
+        """The gradients of this rank's experts, by the ranks that have the others."""
+        by_ranks: dict[DataParallelGroup, list[torch.Tensor]] = {}
+        for each, flat in zip(self._groups, self._flat, strict=True):
+            if each.experts is not None:
+                by_ranks.setdefault(each.experts.parallel, []).append(flat)
+        return by_ranks
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The buffers that gradients are added to, and this rank's shards of them."""

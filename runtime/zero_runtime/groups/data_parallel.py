@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from zero_runtime.comm import DataParallelGroup, ProcessGroup
@@ -13,10 +14,11 @@ from zero_runtime.training.clock import Clock
 
 
 class DataParallelRanks(NamedTuple):
-    """The group, and what the block ``communication`` has installed in it."""
+    """The group, what the block ``communication`` has installed in it, and a wrapper for other groups of these ranks."""
 
     group: DataParallelGroup
     installed: Installed
+    observed: Callable[[ProcessGroup], DataParallelGroup]
 
 
 def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None) -> DataParallelRanks:
@@ -39,4 +41,4 @@ def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None)
         return observed(DataParallelGroup(handle))
 
     installed = install(observed(group), config.communication, config.zero.reduce_scatter_impl, along_axis)
-    return DataParallelRanks(group, installed)
+    return DataParallelRanks(group, installed, along_axis)

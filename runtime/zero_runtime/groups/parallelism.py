@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from zero_runtime.activation_checkpointing.model_parallel import model_parallel
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.configuration.blocks.parallel_block import ParallelConfig
 from zero_runtime.errors import ConfigError
+from zero_runtime.experts.expert_groups import ExpertRanks
 from zero_runtime.groups.process_grid import DATA, MODEL, PIPE, SEQUENCE, ProcessGrid, ProcessTopology
 
 _MODEL_NAMES = ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel")
@@ -55,6 +57,7 @@ class Parallelism(NamedTuple):
         model: the ranks that one model is divided over; None if each rank has the whole model.
         grid: the groups by axis; None with only one axis, or if an ``mpu`` has them.
         mpu: the script's ``mpu``, or None.
+        experts: the groups of the model's experts, by name; empty without experts.
     """
 
     data: Any
@@ -63,6 +66,7 @@ class Parallelism(NamedTuple):
     model: ModelRanks | None = None
     grid: ProcessGrid | None = None
     mpu: Any = None
+    experts: Mapping[str, ExpertRanks] = MappingProxyType({})
 
     @property
     def sequence_size(self) -> int:

@@ -31,12 +31,14 @@ class _GatherMessage(NamedTuple):
         rows: of each rank.
         whys: the tag of each row, with the number of its padding bytes.
         why: the tag of all rows together.
+        ranks: that gather it.
     """
 
     contiguous: torch.Tensor | None
     rows: tuple[torch.Tensor, ...]
     whys: tuple[hooks.tag, ...]
     why: hooks.tag
+    ranks: DataParallelGroup
 
 
 class FlatParameters(OwnedShards):
@@ -71,8 +73,9 @@ class FlatParameters(OwnedShards):
         self._bucket = bucket
         flats = [flatten(each) for each in groups]
         self._rows = [
-            flat.view(each.flat_layout.chunks, group.world_size, -1).select(1, group.rank)
+            flat.view(each.flat_layout.chunks, ranks.world_size, -1).select(1, ranks.rank)
             for flat, each in zip(flats, groups, strict=True)
+            for ranks in [each.ranks or group]
         ]
         self.own = [rows.reshape(-1) for rows in self._rows]
         if self._quantized:
@@ -124,7 +127,7 @@ class FlatParameters(OwnedShards):
         if self._by_broadcast:
             for message in self._messages:
                 for owner, (row, why) in enumerate(zip(message.rows, message.whys, strict=True)):
-                    self._group.broadcast(row, owner, why=why)
+                    message.ranks.broadcast(row, owner, why=why)
             return
         # Several messages in flight keep the network busy while one of them starts or ends.
         if self._quantized:
@@ -154,7 +157,7 @@ class FlatParameters(OwnedShards):
 
     def _share_quantized(self) -> None:
         sent: list[tuple[Work | None, Callable[[], None]]] = [
-            gather_quantized(message.rows, self._group, _GATHER, len(self._messages) > len(self._rows))
+            gather_quantized(message.rows, message.ranks, _GATHER, len(self._messages) > len(self._rows))
             for message in self._messages
         ]
         for work, fill in sent:
@@ -164,33 +167,40 @@ class FlatParameters(OwnedShards):
 
     def _messages_of(self, chunk: torch.Tensor, of: ParameterGroup) -> Iterator[_GatherMessage]:
         """The messages that gather ``chunk``; each part of a row begins at an even element."""
-        rows = chunk.chunk(self._group.world_size)
-        if self._bucket is None or self._by_broadcast:
-            yield _gather_message(chunk, rows, of)
+        ranks = of.ranks or self._group
+        rows = chunk.chunk(ranks.world_size)
+        if of.ranks is not None and ranks.world_size == 1:
             return
-        width = self._width()
+        width = rows[0].numel() if self._bucket is None else self._width(ranks)
+        if self._by_broadcast or width >= rows[0].numel():
+            yield _gather_message(chunk, rows, of, ranks)
+            return
         for begin in range(0, rows[0].numel(), width):
-            yield _gather_message(None, tuple(row[begin : begin + width] for row in rows), of)
+            yield _gather_message(None, tuple(row[begin : begin + width] for row in rows), of, ranks)
 
-    def _width(self) -> int:
+    def _width(self, ranks: DataParallelGroup) -> int:
         assert self._bucket is not None
-        return max(2, self._bucket // self._group.world_size // 2 * 2)
+        return max(2, self._bucket // ranks.world_size // 2 * 2)
 
     def _gather(self, message: _GatherMessage, asynchronous: bool) -> Work | None:
-        own = message.rows[self._group.rank]
+        ranks = message.ranks
+        own = message.rows[ranks.rank]
         if message.contiguous is not None:
-            return self._group.all_gather_single(
+            return ranks.all_gather_single(
                 message.contiguous, own, why=message.why, asynchronous=asynchronous
             )
-        return self._group.all_gather(list(message.rows), own, why=message.why, asynchronous=asynchronous)
+        return ranks.all_gather(list(message.rows), own, why=message.why, asynchronous=asynchronous)
 
     def _carriers(self, groups: Sequence[ParameterGroup]) -> dict[torch.nn.Parameter, tuple[int, ...]]:
         """The numbers of the messages that carry a part of each parameter."""
-        carriers_of = {}
+        carriers_of: dict[torch.nn.Parameter, tuple[int, ...]] = {}
         first = 0
         for each in groups:
             row = each.flat_layout.row_numel
-            width = row if self._bucket is None else self._width()
+            if each.ranks is not None and each.ranks.world_size == 1:
+                carriers_of.update(dict.fromkeys(each.parameters, ()))
+                continue
+            width = row if self._bucket is None else self._width(each.ranks or self._group)
             in_a_chunk = -(-row // width) if width else 0
             for index, parameter in enumerate(each.parameters):
                 carriers: set[int] = set()
@@ -204,7 +214,10 @@ class FlatParameters(OwnedShards):
 
 
 def _gather_message(
-    contiguous: torch.Tensor | None, rows: tuple[torch.Tensor, ...], of: ParameterGroup
+    contiguous: torch.Tensor | None,
+    rows: tuple[torch.Tensor, ...],
+    of: ParameterGroup,
+    ranks: DataParallelGroup,
 ) -> _GatherMessage:
     # Offsets in the flat buffer, which has its own storage.
     starts = [int(row.storage_offset()) for row in rows]
@@ -212,7 +225,7 @@ def _gather_message(
         of.flat_layout.padding(start, start + row.numel()) * row.element_size()
         for start, row in zip(starts, rows, strict=True)
     ]
-    return _GatherMessage(contiguous, rows, tuple(map(_why, paddings)), _why(sum(paddings)))
+    return _GatherMessage(contiguous, rows, tuple(map(_why, paddings)), _why(sum(paddings)), ranks)
 
 
 def _why(padding_bytes: int) -> hooks.tag:

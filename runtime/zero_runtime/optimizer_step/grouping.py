@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from zero_runtime.configuration.blocks.zero_block import ZeroConfig
 from zero_runtime.errors import ConfigError
+from zero_runtime.experts.expert_groups import ExpertRanks
+from zero_runtime.experts.expert_parameters import is_expert_group, parameter_names
 from zero_runtime.gradient_reduction.flat_layout import PARAMETER_ALIGNMENT_BYTES, chunk_limit, group_layout
 from zero_runtime.gradient_reduction.reducer import ParameterGroup
 from zero_runtime.sharding.shard_layout import shard_layout, sub_groups
@@ -23,8 +26,11 @@ def flat_groups(
     zero: ZeroConfig,
     world_size: int,
     chunked: bool = False,
+    experts: Mapping[str, ExpertRanks] = MappingProxyType({}),
 ) -> list[ParameterGroup]:
     """The trainable parameters of each param group, in one flat buffer for each dtype (stages 1 and 2).
+
+    Those of experts are partitioned over the ranks that hold them, which ``experts`` names.
 
     Raises:
         ConfigError: a group without a trainable parameter, or a parameter in two groups.
@@ -33,18 +39,21 @@ def flat_groups(
     for number, named in trainable(module, param_groups):
         if not named:
             raise ConfigError(f"param group {number} has no trainable parameter; leave it out")
+        expert_ranks = (
+            experts[param_groups[number]["name"]] if is_expert_group(param_groups[number]) else None
+        )
         for alike in _by_dtype(named):
             names, parameters = zip(*alike, strict=True)
             aligned = PARAMETER_ALIGNMENT_BYTES // parameters[0].element_size()
             numels = [parameter.numel() for parameter in parameters]
             layout = group_layout(
                 numels,
-                world_size,
+                world_size if expert_ranks is None else expert_ranks.data.world_size,
                 round_robin=zero.round_robin_gradients,
                 alignment=aligned if zero.parameter_alignment else 1,
                 chunk_limit=chunk_limit(sum(numels), zero.reduce_bucket_size) if chunked else None,
             )
-            groups.append(ParameterGroup(number, names, parameters, layout))
+            groups.append(ParameterGroup(number, names, parameters, layout, expert_ranks))
     return groups
 
 
@@ -73,7 +82,7 @@ def trainable(
     module: torch.nn.Module, param_groups: Iterable[dict[str, Any]]
 ) -> Iterator[tuple[int, list[Named]]]:
     """The trainable parameters of each param group with their names; parameters outside the module get their position."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = parameter_names(module)
     seen: set[torch.nn.Parameter] = set()
     for number, each in enumerate(param_groups):
         named: list[Named] = []

@@ -111,7 +111,7 @@ class Masters:
                 part
                 for index in each.layout.order
                 for shard in each.layout.shards(index)
-                if shard.owner == self._rank
+                if shard.owner == (self._rank if each.ranks is None else each.ranks.rank)
                 for part in _within(each, index, shard.start, shard.numel, shard.offset, stretch)
             ]
             masters.append(Master(master, tuple(members)))

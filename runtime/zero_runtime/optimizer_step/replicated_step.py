@@ -9,10 +9,13 @@ import torch
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.one_bit import OneBitOptimizer, ZeroOneAdam
 from zero_runtime.experimental.topology_aware.delay import DelayedGradients
+from zero_runtime.experts.expert_groups import ExpertRanks
+from zero_runtime.experts.expert_parameters import group_of, is_expert
 from zero_runtime.gradient_reduction.clip import (
     averaged_norm,
     clip_factor,
     joint_norm,
+    norm_with_experts,
     replicated_norm,
     sum_of_squares,
 )
@@ -51,6 +54,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
     ) -> None:
         super().__init__(optimizer, gradients, policy, scale)
         self._group = group
+        self.experts: Mapping[str, ExpertRanks] = {}
         groups = [[p for p in each["params"] if p.requires_grad] for each in optimizer.param_groups]
         self._parameters = [parameter for each in groups for parameter in each]
         self._labels = [
@@ -140,9 +144,13 @@ class ReplicatedOptimizer(WrappedOptimizer):
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale.rules is not UNSCALED:
             # Data-parallel ranks with equal gradients find the same overflows, without a message.
-            groups = [*self._model_groups(), *([self._group] if self._is_apart else [])]
+            groups = [
+                *self._model_groups(),
+                *([self._group] if self._is_apart else []),
+                *self._expert_parallel(),
+            ]
             overflow = agree_on_overflow(any_overflow(gradients, self._group.device), *groups)
-            if not self._measured(overflow, self._norm):
+            if not self._measured(overflow, self._agreed_norm if self.experts else self._norm):
                 return False
             torch._foreach_mul_(gradients, 1.0 / self._scale.value)
         # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
@@ -164,9 +172,27 @@ class ReplicatedOptimizer(WrappedOptimizer):
     def _agreed_norm(self) -> torch.Tensor:
         """The norm of the whole model's gradients; the mean over the ranks if they differ.
 
-        A norm that is infinite on one rank makes the mean infinite on all of them.
+        A norm that is infinite on one rank makes the mean infinite on all of them. With experts the squares of all ranks'
+        experts are summed.
         """
+        if self.experts:
+            return self._norm_with_experts()
         return averaged_norm(self._norm(), self._group) if self._is_apart else self._norm()
+
+    def _norm_with_experts(self) -> torch.Tensor:
+        dense: list[torch.Tensor] = []
+        of_experts: dict[DataParallelGroup, list[torch.Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None and is_expert(parameter):
+                of_experts.setdefault(self.experts[group_of(parameter)].parallel, []).append(parameter.grad)
+            elif parameter.grad is not None:
+                dense.append(parameter.grad)
+        return norm_with_experts(replicated_norm(dense), of_experts)
+
+    def _expert_parallel(self) -> list[DataParallelGroup]:
+        """The largest group of ranks with different experts, in a list; empty without experts."""
+        groups = [each.parallel for each in self.experts.values()]
+        return sorted(groups, key=lambda each: each.world_size)[-1:]
 
     def _norm(self) -> torch.Tensor:
         """The norm of the whole model's gradients."""
@@ -179,7 +205,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     def _step_through_copies(self) -> bool:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        if not self._measured(False, self._agreed_norm):
+        # Other ranks have other experts, so the ranks have to agree on overflows.
+        overflow = bool(self.experts) and agree_on_overflow(
+            any_overflow(gradients, self._group.device), *self._expert_parallel()
+        )
+        if not self._measured(overflow, self._agreed_norm):
             return False
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient.to(master.dtype)

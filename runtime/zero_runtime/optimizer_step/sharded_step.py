@@ -254,7 +254,10 @@ class ShardedOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def _get_norm_groups(self) -> list[torch.Tensor]:
         """The norm of each group's reduced, scaled gradients, under DeepSpeed's name. All ranks must call it."""
-        return [sharded_norm([each], self._group, self._reduced.norm_dtype) for each in self._reduced.shards]
+        return [
+            sharded_norm([shard], self._group, self._reduced.norm_dtype, [each.ranks])
+            for shard, each in zip(self._reduced.shards, self._groups, strict=True)
+        ]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,15 @@ from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.experimental.one_bit import OneBitOptimizer
 from zero_runtime.experimental.topology_aware.delay import DelayedGradients
 from zero_runtime.experimental.topology_aware.installation import Installed
+from zero_runtime.experts.expert_groups import ExpertRanks
+from zero_runtime.experts.expert_parameters import (
+    ep_size,
+    group_of,
+    is_expert,
+    parameter_names,
+    with_expert_groups,
+)
+from zero_runtime.experts.installation import check_optimizer, install_experts
 from zero_runtime.gradient_reduction.loss_scale import LossScale
 from zero_runtime.gradient_reduction.owner_ordered_buckets import OwnerOrderedGradients
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, ShardedGradients
@@ -127,7 +137,11 @@ def assemble(
     if parallelism.tensor_group is not None and parallelism.stages == 1:
         check_first_inputs(module, parallelism.tensor_group)
     ranks = data_parallel_ranks(config, parallelism.data)
-    assembly = _assembled(config, module, client, parameter_list, ranks.group, parallelism.replicas)
+    experts = install_experts(config, module, parallelism, ranks.observed)
+    if experts:
+        parallelism = parallelism._replace(experts=experts)
+        use(parallelism)
+    assembly = _assembled(config, module, client, parameter_list, ranks.group, parallelism.replicas, experts)
     if assembly.optimizer is not None:
         assembly.optimizer.model_ranks = parallelism.model
     return assembly._replace(installed=ranks.installed, parallelism=parallelism)
@@ -140,6 +154,7 @@ def _assembled(
     parameters: list[Any] | None,
     group: DataParallelGroup,
     replicas: int,
+    experts: Mapping[str, ExpertRanks],
 ) -> Assembly:
     device = group.device
     if device.type == "cuda":
@@ -149,12 +164,13 @@ def _assembled(
     module.to(device)
     if device.type == "cpu" and not config.zero.stage.shards_parameters:
         keep_freed_memory()
-    broadcast_parameters(module, group)
+    broadcast_parameters(module, group, experts)
     boundary = Boundary()
     if config.optimizer is not None and config.optimizer.type.lower() == "muon":
         mark_matrices(module)
+    trained = parameters if parameters is not None else list(module.parameters())
     inner = torch_optimizer(
-        config.optimizer, client, parameters if parameters is not None else list(module.parameters())
+        config.optimizer, client, with_expert_groups(trained) if experts and client is None else trained
     )
     if inner is not None:
         _check_optimizer(module, inner)
@@ -176,7 +192,9 @@ def _assembled(
         overlap=config.zero.overlap_comm and config.zero.stage.shards_optimizer,
     )
     build = _sharded if config.zero.stage.shards_optimizer else _replicated
-    optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary, scale)
+    if experts:
+        check_optimizer(inner, parameter_names(module), config.zero.stage.shards_optimizer)
+    optimizer, gradients = build(config, module, inner, kinds, policy, group, boundary, scale, experts)
     assembly = Assembly(module, device, group, kinds, boundary, scale, inner, optimizer, gradients)
     return assembly._replace(residuals=residuals)
 
@@ -229,17 +247,23 @@ def close(module: torch.nn.Module) -> None:
         optimizer.close()
 
 
-def broadcast_parameters(module: torch.nn.Module, group: DataParallelGroup) -> None:
+def broadcast_parameters(
+    module: torch.nn.Module,
+    group: DataParallelGroup,
+    experts: Mapping[str, ExpertRanks] = MappingProxyType({}),
+) -> None:
     """Broadcast the parameters of rank 0 as bytes, one broadcast each, frozen ones included.
 
-    Sharded parameters are skipped: they were broadcast when they were sharded.
+    Those of experts come from the first rank that has them. Sharded parameters are skipped: they were broadcast when they
+    were sharded.
     """
     for parameter in module.parameters():
         if shard_of(parameter) is not None:
             continue
         data = parameter.detach()
         message = data.contiguous().view(-1).view(torch.uint8)
-        group.broadcast(message, 0, why=_BROADCAST)
+        ranks = experts[group_of(parameter)].data if is_expert(parameter) else group
+        ranks.broadcast(message, 0, why=_BROADCAST)
         if not data.is_contiguous():
             data.copy_(message.view(data.dtype).view(data.shape))
 
@@ -253,15 +277,16 @@ def _sharded(
     group: DataParallelGroup,
     boundary: Boundary,
     scale: LossScale,
+    experts: Mapping[str, ExpertRanks],
 ) -> tuple[ShardedOptimizer, Gradients]:
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     check_whole_gradients(inner, config, kinds)
     # Owner-ordered buckets need one communication dtype and one owner for each element. With torch.autocast a group has
-    # several dtypes, and unpartitioned parameters are summed on every rank.
+    # several dtypes, and unpartitioned parameters are summed on every rank. Experts have groups of ranks of their own.
     unpartitioned = whole_parameters(module, config.zero.partitioned_types)
     reduced = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
-    chunked = reduced and not unpartitioned
-    groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, chunked)
+    chunked = reduced and not unpartitioned and not experts
+    groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, chunked, experts)
     gradients: ShardedGradients | OwnerOrderedGradients | AccumulatedGradients
     steps = _step_policy(config, kinds)
     # bf16 with fp32 accumulation reduces whole gradients, as DeepSpeed's separate optimizer for this case does: its norm is
@@ -339,14 +364,16 @@ def _replicated(
     group: DataParallelGroup,
     boundary: Boundary,
     scale: LossScale,
+    experts: Mapping[str, ExpertRanks],
 ) -> tuple[Any, ReplicatedGradients]:
     if config.precision.grad_accum_dtype not in (None, config.precision.model):
         raise UnsupportedError(
             f"data_types.grad_accum_dtype is {config.precision.grad_accum_dtype} for a {config.precision.model} model at "
             "stage 0, which accumulates in the model's dtype; use stage 1, 2 or 3, or remove the key"
         )
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    names, trainable = [name for name, _ in named], [parameter for _, parameter in named]
+    labels = parameter_names(module)
+    trainable = [parameter for parameter in labels if parameter.requires_grad]
+    names = [labels[parameter] for parameter in trainable]
     dtypes = {parameter: communication_dtype(parameter, kinds) for parameter in trainable}
     delay = config.communication.bounded_delay
     gradients: ReplicatedGradients
@@ -358,14 +385,24 @@ def _replicated(
                 f"applies the mean gradients of {delay} before; engine.drain_gradients() applies those that are left"
             )
     else:
-        gradients = ReplicatedGradients(names, trainable, dtypes, policy, group, boundary)
+        gradients = ReplicatedGradients(
+            names, trainable, dtypes, policy, group, boundary, _ranks_of(trainable, experts)
+        )
     # Every rank has the same gradients, so the ranks agree on overflows without a message.
     reduced = kinds.model is not None
     steps = _step_policy(config, kinds)._replace(
         compute_norm=reduced, check_norm=reduced, check_overflow=False
     )
-    labels = {parameter: name for name, parameter in module.named_parameters()}
-    return ReplicatedOptimizer(inner, gradients, group, steps, scale, not reduced, labels), gradients
+    optimizer = ReplicatedOptimizer(inner, gradients, group, steps, scale, not reduced, labels)
+    optimizer.experts = experts
+    return optimizer, gradients
+
+
+def _ranks_of(
+    parameters: Iterable[torch.nn.Parameter], experts: Mapping[str, ExpertRanks]
+) -> dict[torch.nn.Parameter, DataParallelGroup]:
+    """The ranks that hold each parameter of an expert."""
+    return {each: experts[group_of(each)].data for each in parameters if is_expert(each)}
 
 
 def _unused_gradients(
@@ -489,7 +526,8 @@ def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Publish the parameters for the recorder, in the order of the optimizer's groups, others last."""
     if not hooks.recording():
         return
-    index = {parameter: (number, name) for number, (name, parameter) in enumerate(module.named_parameters())}
+    names = parameter_names(module)
+    index = {parameter: (number, name) for number, (parameter, name) in enumerate(names.items())}
     group_of = {p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]}
     ordered = [p for p in group_of if p in index] + [p for p in index if p not in group_of]
     shapes = {p: p.shape if shard is None else shard.shape for p in ordered for shard in [shard_of(p)]}
@@ -499,6 +537,7 @@ def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
             **shared.get(parameter, {}),
             "stages": stage_text(parameter),
             "owner_types": types.get(parameter),
+            "ep_size": ep_size(parameter),
             "name": index[parameter][1],
             "shape": "x".join(map(str, shapes[parameter])),
             "dtype": str(parameter.dtype).removeprefix("torch."),

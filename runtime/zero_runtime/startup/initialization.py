@@ -147,7 +147,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     engine = engine_type(checked, assembly, scheduler, loader)
     engine.keep_contract()
     if isinstance(assembly.optimizer, WrappedOptimizer):
-        remember(assembly.optimizer, assembly.group)
+        remember(assembly.optimizer, assembly.group, assembly.parallelism.experts)
     engine.collate_fn = collate_fn
     # The recorder gets the values in use, from which the requested traffic is predicted.
     effective = {**checked.effective(), **assembly.parallelism.described()}

@@ -10,6 +10,7 @@ import torch
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.configuration.blocks.precision_block import check_param_dtype
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.experts.layer import layers_of
 from zero_runtime.groups.parallelism import Parallelism
 from zero_runtime.groups.process_grid import SEQUENCE
 from zero_runtime.optimizer_step.dtypes import DTYPES, cast_tensors
@@ -56,6 +57,18 @@ class Answers:
         """The number of tensor-parallel ranks in the configuration; 0 for none."""
         size = self._config.parallel.tp_size
         return size if size > 1 else 0
+
+    # Experts.
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts."""
+        return bool(self.parallelism.experts)
+
+    @property
+    def num_experts(self) -> list[int]:
+        """The number of experts of each such layer."""
+        return [layer.ep_size * layer.num_local_experts for layer in layers_of(self.module).values()]
 
     # Dtypes.
 

@@ -187,7 +187,9 @@ class Saving:
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
+            UsageError: the model has experts on several ranks.
         """
+        self._refuse_experts("save_16bit_model")
         path, zero = folder(save_dir) / save_filename, self._config.zero
         if zero.stage.shards_parameters and not zero.sharding.gather_16bit_weights_on_model_save:
             if self.global_rank == 0:
@@ -215,8 +217,18 @@ class Saving:
             raise UsageError(
                 "the model is sharded; set zero_optimization.stage3_gather_16bit_weights_on_model_save to true to gather it"
             )
+        self._refuse_experts("_zero3_consolidated_16bit_state_dict")
         with self._checkpointing() as training:
             return collected_weights(training, exclude_frozen_parameters)
+
+    def _refuse_experts(self, method: str) -> None:
+        """Raise UsageError where rank 0 lacks experts, which would be missing in what it saves."""
+        sizes = [each.parallel.world_size for each in self.parallelism.experts.values()]
+        if max(sizes, default=1) > 1:
+            raise UsageError(
+                f"{method} saves the weights of rank 0, and this model's experts are on {max(sizes)} ranks; use "
+                "save_checkpoint, and python -m zero_runtime.checkpoint to make one file with all experts of it"
+            )
 
     def load_module_state_dict(
         self,
@@ -264,6 +276,7 @@ class Saving:
                 },
                 self._residuals,
                 self.parallelism.tensor_group,
+                self.parallelism.experts,
             )
         finally:
             hooks.phase("other")

@@ -31,6 +31,7 @@ from zero_runtime.checkpoint.files.tensor_file import Entry, as_bytes, entry_of
 from zero_runtime.checkpoint.files.values import Encoder
 from zero_runtime.checkpoint.training import Training, buffers, parameters, whole_shape
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.experts.expert_parameters import group_of, is_expert
 from zero_runtime.optimizer_step.fragments import NumberTensor, Stored
 from zero_runtime.sharding.shards import Shard, shard_of
 
@@ -95,10 +96,15 @@ def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[En
 
 
 def _writers(training: Training) -> dict[str, int]:
-    """For each parameter, the rank that writes it if all ranks hold the complete parameter."""
+    """For each parameter of this rank, the rank that writes it if several hold the complete parameter."""
     loads = [0] * training.group.world_size
     writers = {}
     for name, parameter in parameters(training).items():
+        if is_expert(parameter):
+            writers[name] = training.group.global_ranks.index(
+                training.experts[group_of(parameter)].data.global_ranks[0]
+            )
+            continue
         writers[name] = loads.index(min(loads))
         loads[writers[name]] += torch.Size(whole_shape(parameter)).numel()
     return writers

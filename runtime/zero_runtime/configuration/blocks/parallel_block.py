@@ -72,6 +72,11 @@ KEYS: Final[Table] = {
     "data_parallel_size": used(
         optional(integer(1)), None, "checked: the ranks divided by those that share a model or its sequences"
     ),
+    "use_data_before_expert_parallelism": used(
+        boolean,
+        False,
+        "ranks that exchange tokens are far apart, and those with the same experts adjacent: docs/experts.md",
+    ),
 }
 
 
@@ -87,6 +92,7 @@ class ParallelConfig:
         partition_config: the same in DeepSpeed's form.
         sequence_parallel: whether activations between partitioned modules are sharded along the sequence.
         counts_slices: whether ``train_batch_size`` may count a sample once for each tensor-parallel rank.
+        data_before_experts: whether the ranks with the same experts are adjacent, not those that exchange tokens.
     """
 
     tp_size: int = 1
@@ -96,6 +102,7 @@ class ParallelConfig:
     partition_config: Mapping[str, Any] = field(default_factory=dict)
     sequence_parallel: bool = False
     counts_slices: bool = False
+    data_before_experts: bool = False
 
     def replicas(self, world_size: int, stages: int = 1) -> int:
         """The number of replicas: ``world_size`` divided by the ranks that share one model or its sequences.
@@ -159,6 +166,7 @@ def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
         partition_config=block["partition_config"] or {},
         sequence_parallel=block["sequence_parallel"],
         counts_slices=top["tp_size"] == 1 and size > 1,
+        data_before_experts=top["use_data_before_expert_parallelism"],
     )
 
 

@@ -270,8 +270,7 @@ _KNOWN_OTHERWISE: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(
         ("moe", "moe_experts", "num_experts", "expert_parallel_size"),
-        "experts (MoE) are made by deepspeed.moe, and in DeepSpeed 0.19.8 by the block expert_parallel; they are not in "
-        "this version; remove it",
+        "experts (MoE) are made by deepspeed.moe.layer.MoE in the model, not by a key; remove it",
     ),
     "fp32_allreduce": 'a key of earlier versions of DeepSpeed; write "communication_data_type": "fp32"',
     "allgather_size": "a key of earlier versions of DeepSpeed; write zero_optimization.allgather_bucket_size",

@@ -20,7 +20,7 @@ TENSOR_PARALLEL: Final = (
     "tensor_parallel.autotp_size and tensor_parallel.plan in the configuration make initialize partition the model; "
     "zero_runtime.tensor_parallel has tensor-parallel layers"
 )
-EXPERTS: Final = "experts (MoE) are not in this version"
+EXPERTS: Final = "experts go together with data parallelism only in this version"
 KERNELS: Final = "zero_runtime has no kernels of its own to build or inject; it uses torch's"
 
 LOG: Final = names_from(
@@ -184,13 +184,18 @@ MODULES: Final[dict[str, Module]] = {
     "module_inject": Module(refused=KERNELS),
     "model_implementations": Module(refused=INFERENCE),
     "moe": Module(),
-    "moe.layer": Module(refused(EXPERTS, "MoE")),
+    "moe.layer": Module(names_from("zero_runtime.experts.layer", "MoE")),
+    "moe.experts": Module(names_from("zero_runtime.experts.layer", "Experts")),
+    "moe.sharded_moe": Module(
+        names_from("zero_runtime.experts.layer", "MOELayer")
+        | names_from("zero_runtime.experts.layer", "TopKGate", note="its forward returns routes, not masks")
+    ),
     "moe.utils": Module(names_from(
         f"{_HERE}.training.experts",
-        "has_moe_layers", "is_moe_param", "is_moe_param_group", "split_params_into_different_moe_groups_for_optimizer",
-        note="for models without experts",
+        "configure_moe_param_groups", "has_moe_layers", "is_moe_param", "is_moe_param_group",
+        "split_params_into_different_moe_groups_for_optimizer", "split_params_into_shared_and_expert_params",
     )),
-    **{f"moe.{name}": Module(refused=EXPERTS) for name in ("experts", "mappings", "sharded_moe", "capacity_bins")},
+    **{f"moe.{name}": Module(refused=EXPERTS) for name in ("mappings", "capacity_bins")},
     "sequence": Module({}),
     "sequence.layer": Module(
         names_from("zero_runtime.sequence_parallel", "DistributedAttention")

@@ -70,13 +70,20 @@ GROUPS: Final[dict[str, Name]] = {
         _get_zero_param_intra_parallel_group="get_single_group",
         _zero_param_parallel_is_initialized="no_secondary_group",
     ),
-    **refused(
-        EXPERTS,
-        "_get_expert_parallel_ranks",
-        "_get_expert_parallel_group", "_get_expert_parallel_world_size", "_get_expert_parallel_rank",
-        "_get_expert_data_parallel_group", "_get_expert_data_parallel_world_size", "_get_expert_data_parallel_rank",
-        "_get_max_expert_parallel_group", "_get_max_expert_size", "_create_expert_and_data_parallel",
+    **names_from(
+        f"{_HERE}.ranks.expert_group_names",
+        **{
+            f"_{name}": name
+            for axis in ("expert_parallel", "expert_data_parallel")
+            for name in (f"get_{axis}_{what}" for what in ("group", "group_dict", "group_ranks", "world_size", "rank"))
+        },
+        **{f"_{name}": name for name in (
+            "get_max_expert_parallel_group", "get_max_expert_size", "get_max_expert_size_name",
+            "get_expert_broadcast_src_rank",
+        )},
+        note="for the training that was initialized last",
     ),
+    **refused(EXPERTS, "_get_expert_parallel_ranks", "_create_expert_and_data_parallel"),
 }  # fmt: skip
 
 TIMERS: Final[dict[str, Name]] = names_from(

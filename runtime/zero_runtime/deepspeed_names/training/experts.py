@@ -1,44 +1,58 @@
-"""``deepspeed.moe.utils`` for models without experts; libraries call it for every model."""
+"""``deepspeed.moe.utils``: which parameters and param groups are those of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zero_runtime.deepspeed_names.tables.names import INSTEAD
-from zero_runtime.errors import UnsupportedError
+from zero_runtime.errors import ConfigError
+from zero_runtime.experts import expert_parameters
+from zero_runtime.experts.layer import MoE
+
+is_moe_param = expert_parameters.is_expert
+is_moe_param_group = expert_parameters.is_expert_group
 
 
 def has_moe_layers(m: torch.nn.Module) -> tuple[bool, int]:
-    """(whether the model has experts, how many): always none, since ``deepspeed.moe.layer.MoE`` is not supported."""
-    return False, 0
+    """(whether the model has experts, how many its first layer has)."""
+    layer = next((child for child in m.modules() if isinstance(child, MoE)), None)
+    return layer is not None, 0 if layer is None else layer.num_experts
 
 
-def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is an expert's, which DeepSpeed marks by ``allreduce``."""
-    return getattr(param, "allreduce", True) is False
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a param group is one of experts."""
-    return bool(param_group.get("moe", False))
+def split_params_into_shared_and_expert_params(
+    params: Iterable[torch.nn.Parameter],
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """(parameters that are not experts', parameters of experts)."""
+    everything = list(params)
+    return [each for each in everything if not is_moe_param(each)], [
+        each for each in everything if is_moe_param(each)
+    ]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float = 178956971
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]],
+    max_group_size: float | None = expert_parameters.LARGEST_GROUP,
 ) -> list[dict[str, Any]]:
-    """The unchanged param groups, in a list.
+    """Param groups in which the experts of each ``ep_size`` have groups of their own.
+
+    Args:
+        param_groups: one or several.
+        max_group_size: elements of the largest group of experts; None for no limit.
 
     Raises:
-        UnsupportedError: a parameter is an expert's.
+        ConfigError: a param group is not a dict.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    for number, group in enumerate(groups):
-        if is_moe_param_group(group) or any(is_moe_param(each) for each in group["params"]):
-            raise UnsupportedError(
-                f"param group {number} has parameters of experts (MoE), which are not in this version; {INSTEAD}"
-            )
-        group["params"] = list(group["params"])
-    return groups
+    for each in groups:
+        if not isinstance(each, dict) or "params" not in each:
+            raise ConfigError(f"param group {each!r} is a {type(each).__name__}; expected a dict with params")
+        params = each["params"]
+        each["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    return expert_parameters.divided(groups, max_group_size)
+
+
+def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
+    """Param groups for ``model_parameters``, tensors or param groups, in which experts have groups of their own."""
+    return expert_parameters.with_expert_groups(model_parameters)

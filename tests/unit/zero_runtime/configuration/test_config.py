@@ -109,7 +109,7 @@ def test_when_gradients_are_divided(top, zero, scaling):
         ({"pipeline": {"stage": 2}}, "'pipeline.stage'; did you mean 'pipeline.stages'"),
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"xyz": 1}, "unknown key 'xyz': the top level has no key of a similar name; docs/config.md lists all keys"),
-        ({"moe": {"enabled": True}}, "unknown key 'moe'; experts (MoE) are made by deepspeed.moe"),
+        ({"moe": {"enabled": True}}, "unknown key 'moe'; experts (MoE) are made by deepspeed.moe.layer.MoE in the model"),
         ({"replace_method": "auto"}, "it belongs to the configuration of deepspeed.init_inference"),
         ({"fp32_allreduce": True}, 'write "communication_data_type": "fp32"'),
         ({"zero_optimization": {"_comment": "why"}}, "takes comments at the top level, but not in this block"),

@@ -261,6 +261,7 @@ VALUES = {
     "tensor_parallel.sequence_parallel": (True, CUT),
     "tp_size": (2, {}),
     "sequence_parallel_size": (2, {}),
+    "use_data_before_expert_parallelism": (True, {}),
     "seq_parallel_communication_data_type": ("bf16", {"sequence_parallel_size": 2}),
     "data_parallel_size": (2, {}),
     "communication": ({"topology": 2}, {}),

@@ -1,0 +1,218 @@
+"""The choice of experts for tokens: top-1, top-2 and top-k gates with a capacity.
+
+Each function takes the logits of ``tokens`` tokens for ``experts`` experts in fp32, and returns :class:`Routes`. The rules
+are those of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961), and the order of random numbers and of
+floating-point operations is DeepSpeed 0.19.8's, so that losses are equal.
+
+The capacity is the number of slots of an expert for the tokens of one rank::
+
+    capacity = max(ceil(tokens / experts x factor x k), min_capacity)
+
+A token beyond the capacity of its expert is dropped: its output is zero. Without dropping the capacity is the largest
+number of tokens that an expert gets from any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.distributions import Gumbel, Uniform
+
+from zero_runtime.errors import UsageError
+
+JITTER = 0.01
+# Returns the largest value of a count over the ranks that exchange tokens.
+Largest = Callable[[torch.Tensor], torch.Tensor]
+
+
+class CapacityRule(NamedTuple):
+    """How the capacity is computed.
+
+    Attributes:
+        factor: of the mean number of tokens; without k.
+        minimum: the smallest capacity.
+        drops: whether tokens beyond the capacity are dropped; otherwise it is as large as needed.
+        largest: agrees on that among ranks; None for a single rank.
+    """
+
+    factor: float
+    minimum: int
+    drops: bool = True
+    largest: Largest | None = None
+
+    def slots(self, tokens: int, experts: int, k: int) -> int:
+        """Slots of each expert if tokens are dropped. In fp32, as DeepSpeed computes it."""
+        return max(int(torch.ceil((tokens / experts) * torch.tensor(self.factor * k))), self.minimum)
+
+    def needed(self, counts: torch.Tensor) -> int:
+        """Slots of each expert if no token is dropped."""
+        count = counts.max()
+        return int(count if self.largest is None else self.largest(count))
+
+
+class Routes(NamedTuple):
+    """Where each token goes. k is the number of experts that a token is sent to.
+
+    Attributes:
+        loss: the load-balancing loss, 0-D; the smaller, the more even the load.
+        capacity: slots of each expert.
+        experts: k x tokens, int64: the chosen experts; -1 where the token is dropped.
+        slots: k x tokens, int64: the slot within the expert; undefined where the token is dropped.
+        weights: k x tokens, fp32: the factors of the experts' outputs; 0 where the token is dropped.
+        counts: tokens that chose each expert, before any is dropped; int64.
+    """
+
+    loss: torch.Tensor
+    capacity: int
+    experts: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+
+
+def jittered(values: torch.Tensor) -> torch.Tensor:
+    """``values``, each multiplied by a random number between 0.99 and 1.01."""
+    ends = (
+        torch.tensor(1.0 - JITTER, device=values.device),
+        torch.tensor(1.0 + JITTER, device=values.device),
+    )
+    return values * Uniform(*ends).rsample(values.shape)
+
+
+def _gumbel(like: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor(0.0, device=like.device), torch.tensor(1.0, device=like.device)
+    return Gumbel(*ends).rsample(like.shape)
+
+
+def top_1(
+    logits: torch.Tensor,
+    rule: CapacityRule,
+    *,
+    used: torch.Tensor | None = None,
+    noisy: bool = False,
+    random_selection: bool = True,
+) -> Routes:
+    """Send each token to the expert with the largest gate.
+
+    Args:
+        logits: tokens x experts.
+        rule: of the capacity.
+        used: a mask of the tokens that are routed at all; None for all of them.
+        noisy: add Gumbel noise to the logits for the choice.
+        random_selection: drop random tokens; otherwise torch.topk's order of equal values decides, as in DeepSpeed.
+
+    Raises:
+        UsageError: there are fewer tokens than the smallest capacity.
+    """
+    tokens, experts = logits.shape
+    if tokens < rule.minimum:
+        raise UsageError(
+            f"a MoE layer got {tokens} tokens, and its min_capacity is {rule.minimum}; use larger batches, or a smaller "
+            "min_capacity (0 sets none)"
+        )
+    choice = logits + _gumbel(logits) if noisy else None
+    gates = torch.softmax(logits, dim=1)
+    chosen = torch.argmax(gates if choice is None else choice, dim=1)
+    mask = _one_hot(chosen, experts)
+    if used is not None:
+        mask = used.unsqueeze(1) * mask
+    counts = mask.sum(dim=0).detach()
+    capacity = rule.slots(tokens, experts, 1) if rule.drops else min(rule.needed(counts), tokens)
+    loss = torch.sum(gates.mean(dim=0) * mask.float().mean(dim=0)) * experts
+    order = mask
+    if random_selection:
+        zero, one = torch.tensor(0.0, device=logits.device), torch.tensor(1.0, device=logits.device)
+        order = mask * Uniform(zero, one).rsample(mask.shape)
+    first = torch.topk(order, k=min(capacity, tokens), dim=0).indices
+    mask = mask * torch.zeros_like(mask).scatter_(0, first, 1)
+    kept = mask.sum(dim=1) > 0
+    slots = ((torch.cumsum(mask, dim=0) - 1) * mask).sum(dim=1)
+    weights = (gates * mask).sum(dim=1)
+    routed = torch.where(kept, chosen, torch.full_like(chosen, -1))
+    return Routes(
+        loss, capacity, routed.unsqueeze(0), slots.long().unsqueeze(0), weights.unsqueeze(0), counts
+    )
+
+
+def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = True) -> Routes:
+    """Send each token to the two experts with the largest gates, the first ones served first.
+
+    Args:
+        logits: tokens x experts.
+        rule: of the capacity.
+        samples_second: sample the second expert by the Gumbel-max trick.
+    """
+    tokens, experts = logits.shape
+    gates = torch.softmax(logits, dim=1)
+    first = torch.argmax(gates, dim=1)
+    mask_1 = _one_hot(first, experts)
+    noisy = logits + _gumbel(logits) if samples_second else logits
+    second = torch.argmax(noisy.masked_fill(mask_1.bool(), float("-inf")), dim=1)
+    mask_2 = _one_hot(second, experts)
+    slots_1 = torch.cumsum(mask_1, dim=0) - 1
+    slots_2 = torch.cumsum(mask_2, dim=0) - 1 + mask_1.sum(dim=0, keepdim=True)
+    loss = torch.mean(gates.mean(dim=0) * mask_1.float().mean(dim=0)) * experts * experts
+    counts = (mask_1 + mask_2).sum(dim=0).detach()
+    if rule.drops:
+        capacity = rule.slots(tokens, experts, 2)
+        mask_1 = mask_1 * (slots_1 < capacity)
+        mask_2 = mask_2 * (slots_2 < capacity)
+    else:
+        capacity = rule.needed(counts)
+    weights_1, weights_2 = (gates * mask_1.float()).sum(dim=1), (gates * mask_2.float()).sum(dim=1)
+    total = torch.clamp(weights_1 + weights_2, min=torch.finfo(gates.dtype).eps)
+    dropped = torch.full_like(first, -1)
+    return Routes(
+        loss,
+        capacity,
+        torch.stack(
+            [
+                torch.where(mask_1.any(dim=1), first, dropped),
+                torch.where(mask_2.any(dim=1), second, dropped),
+            ]
+        ),
+        torch.stack([(slots_1 * mask_1).sum(dim=1), (slots_2 * mask_2).sum(dim=1)]),
+        torch.stack([weights_1 / total, weights_2 / total]),
+        counts,
+    )
+
+
+def top_k(logits: torch.Tensor, k: int, rule: CapacityRule) -> Routes:
+    """Send each token to the ``k`` experts with the largest gates; an expert keeps the tokens with the largest gates.
+
+    Args:
+        logits: tokens x experts.
+        k: experts of each token.
+        rule: of the capacity.
+    """
+    tokens, experts = logits.shape
+    gates = torch.softmax(logits, dim=1)
+    top, chosen = torch.topk(gates, k=k, dim=1)
+    mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, chosen, True)
+    counts = mask.sum(dim=0).detach()
+    loss = torch.mean(gates.mean(dim=0) * mask.float().mean(dim=0)) * experts * experts / k
+    if rule.drops:
+        capacity = rule.slots(tokens, experts, k)
+        only_top = torch.zeros_like(gates).scatter(1, chosen, top)
+        kept = torch.topk(only_top, k=min(capacity, tokens), dim=0, sorted=False).indices
+        mask &= torch.zeros_like(mask).scatter_(0, kept, True)
+    else:
+        capacity = rule.needed(counts)
+    slots = torch.cumsum(mask, dim=0) - 1
+    masked = gates * mask
+    weights = masked / torch.clamp(masked.sum(dim=-1, keepdim=True), min=torch.finfo(gates.dtype).eps)
+    keeps = mask.gather(1, chosen)
+    return Routes(
+        loss,
+        capacity,
+        torch.where(keeps, chosen, torch.full_like(chosen, -1)).t().contiguous(),
+        (slots.gather(1, chosen) * keeps).t().contiguous(),
+        weights.gather(1, chosen).t().contiguous(),
+        counts,
+    )
+
+
+def _one_hot(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(chosen, num_classes=experts)

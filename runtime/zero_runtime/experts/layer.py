@@ -1,0 +1,377 @@
+"""The layer of a mixture of experts, with DeepSpeed's names of modules and parameters.
+
+``MoE`` holds ``deepspeed_moe`` (the gate ``wg`` and the experts). In forward, each rank puts its tokens into the slots of
+the experts that the gate chooses, an all_to_all sends the slots to the ranks that have the experts, and a second one
+returns the results. Backward does the same with gradients::
+
+    tokens -> gate -> slots [experts, capacity, hidden] -> all_to_all -> experts -> all_to_all -> weighted sum -> tokens
+
+All ranks send the same number of bytes, whatever the gate chooses: unused slots hold zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from commprof import hooks
+from zero_runtime.comm import DataParallelGroup, ReduceOp
+from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
+from zero_runtime.experts.expert_groups import ExpertRanks, group_name
+from zero_runtime.experts.gating import CapacityRule, Routes, jittered, top_1, top_2, top_k
+
+_NOISE: Final = ("Jitter", "RSample")
+_AGREE: Final = hooks.tag("activation")
+
+
+class _Exchange(torch.autograd.Function):
+    """An all_to_all of equal rows, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, group: DataParallelGroup, why: hooks.tag, rows: torch.Tensor) -> torch.Tensor:
+        ctx.group, ctx.why = group, why
+        rows = rows.contiguous()
+        output = torch.empty_like(rows)
+        group.all_to_all_single(output, rows, None, why=why)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, _Exchange.apply(ctx.group, ctx.why, gradients[0])  # type: ignore[no-untyped-call]
+
+
+class Experts(torch.nn.Module):
+    """The experts of one rank: copies of one module, each with a share of the slots.
+
+    Args:
+        expert: the module; it gets [..., hidden] and returns the same shape, or a tuple that begins with it.
+        num_local_experts: on this rank.
+        expert_group_name: of the groups of ranks.
+
+    Attributes:
+        deepspeed_experts: the copies.
+        first: number within the layer of this rank's first expert.
+        total: experts of the layer.
+    """
+
+    def __init__(
+        self, expert: torch.nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
+    ) -> None:
+        super().__init__()
+        self.deepspeed_experts = torch.nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        self.first = 0
+        self.total = num_local_experts
+        for parameter in self.deepspeed_experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = expert_group_name  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Outputs for ``inputs`` of shape [ranks, local experts, capacity, hidden]; same shape."""
+        outputs = []
+        for part, expert in zip(
+            inputs.chunk(self.num_local_experts, dim=1), self.deepspeed_experts, strict=True
+        ):
+            output = expert(part)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        return torch.cat(outputs, dim=1)
+
+    def global_name(self, prefix: str, name: str) -> str:
+        """``name`` of a parameter below ``prefix``, this module's name, with the expert's number within the layer."""
+        before, number, after = _split(prefix, name)
+        return f"{before}{self.first + number}{after}"
+
+    def names_elsewhere(self, prefix: str, global_name: str) -> Iterator[str]:
+        """The names of the parameters in the same place of this rank's expert, on the other ranks."""
+        before, number, after = _split(prefix, global_name)
+        for other in range((number - self.first), self.total, self.num_local_experts):
+            if other != number:
+                yield f"{before}{other}{after}"
+
+
+def _split(prefix: str, name: str) -> tuple[str, int, str]:
+    before = f"{prefix}.deepspeed_experts."
+    number, dot, after = name.removeprefix(before).partition(".")
+    return before, int(number), f"{dot}{after}"
+
+
+class TopKGate(torch.nn.Module):
+    """The gate: a linear layer, and the choice of experts by its outputs. The arguments are those of :class:`MoE`."""
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
+        self.ep_group = ep_group
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+        self.ranks: DataParallelGroup | None = None
+
+    def forward(self, inputs: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
+        """The routes of ``inputs``, tokens x hidden. The gate computes in fp32."""
+        values = inputs.float()
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            values = jittered(values)
+        logits = torch.nn.functional.linear(values, self.wg.weight.float())
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        largest = self._largest if self.ranks is not None and self.ranks.world_size > 1 else None
+        rule = CapacityRule(factor, self.min_capacity, self.drop_tokens, largest)
+        if self.k == 1:
+            return top_1(
+                logits,
+                rule,
+                used=used_token,
+                noisy=self.noisy_gate_policy == "RSample" and self.training,
+                random_selection=self.use_rts,
+            )
+        if self.k == 2:
+            return top_2(logits, rule, samples_second=self.top2_2nd_expert_sampling)
+        return top_k(logits, self.k, rule)
+
+    def _largest(self, count: torch.Tensor) -> torch.Tensor:
+        assert self.ranks is not None
+        self.ranks.all_reduce(count, op=ReduceOp.MAX, why=_AGREE)
+        return count
+
+
+class MOELayer(torch.nn.Module):
+    """The gate, the exchange of tokens and the experts.
+
+    Args:
+        gate: chooses the experts of each token.
+        experts: those of this rank.
+        ep_group_name: of the groups of ranks.
+        ep_size: ranks that the experts are divided over.
+        num_local_experts: on this rank.
+
+    Attributes:
+        l_aux: the load-balancing loss of the last forward, 0-D.
+        exp_counts: tokens of this rank that chose each expert in it, before any was dropped.
+    """
+
+    l_aux: torch.Tensor
+    exp_counts: torch.Tensor
+
+    def __init__(
+        self, gate: TopKGate, experts: Experts, ep_group_name: str, ep_size: int, num_local_experts: int
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.ep_size = ep_size
+        self.ep_group_name = ep_group_name
+        self.num_local_experts = num_local_experts
+        self.ranks: ExpertRanks | None = None
+        self.name = ""
+        self._why = hooks.tag("activation")
+
+    def use_ranks(self, ranks: ExpertRanks, name: str) -> None:
+        """Exchange tokens among ``ranks``. ``name`` is this module's within the model, for records."""
+        self.ranks, self.name = ranks, name
+        self.gate.ranks = ranks.parallel
+        self.experts.first = ranks.parallel.rank * self.num_local_experts
+        self.experts.total = self.ep_size * self.num_local_experts
+        self._why = hooks.tag("activation", module=name)
+
+    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+        """The outputs for ``inputs``: [..., hidden] and a mask of used tokens or None.
+
+        Raises:
+            UsageError: the layer has more than one rank, and its model was not passed to ``initialize``.
+        """
+        given = inputs[0]
+        assert given is not None
+        hidden = given.shape[-1]
+        tokens = given.reshape(-1, hidden)
+        routes = self.gate(tokens, inputs[1] if len(inputs) > 1 else None)
+        self.l_aux, self.exp_counts = routes.loss, routes.counts
+        if hooks.recording():
+            hooks.expert_load(self.name, routes.counts, routes.capacity, len(tokens))
+        total = self.ep_size * self.num_local_experts
+        scratch = total * routes.capacity  # stands for no slot
+        places = torch.where(routes.experts >= 0, routes.experts * routes.capacity + routes.slots, scratch)
+        sent = self._exchanged(_filled(tokens, places, scratch).view(total, routes.capacity, hidden))
+        outputs = self.experts(sent.reshape(self.ep_size, self.num_local_experts, -1, hidden))
+        returned = self._exchanged(outputs.reshape(total, -1, hidden))
+        return _weighted(returned.reshape(scratch, hidden), places, routes.weights).reshape(given.shape)
+
+    def _exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.ep_size == 1:
+            return rows.contiguous()
+        if self.ranks is None:
+            raise UsageError(
+                f"a MoE layer with ep_size {self.ep_size} runs before its model was passed to initialize, which creates the "
+                "groups of expert-parallel ranks; call initialize first"
+            )
+        exchanged: torch.Tensor = _Exchange.apply(self.ranks.parallel, self._why, rows)  # type: ignore[no-untyped-call]
+        return exchanged
+
+
+def _filled(tokens: torch.Tensor, places: torch.Tensor, scratch: int) -> torch.Tensor:
+    """The slots, each with its token; zeros in unused ones. One gather, whose backward is one addition for each token."""
+    count = len(tokens)
+    source = torch.full((scratch + 1,), count, dtype=torch.long, device=places.device)
+    numbers = torch.arange(count, device=places.device).expand_as(places)
+    source.scatter_(0, places.reshape(-1), numbers.reshape(-1))
+    padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+    return padded.index_select(0, source[:-1])
+
+
+def _weighted(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's outputs, accumulated in fp32."""
+    padded = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
+    routed = padded.index_select(0, places.reshape(-1)).view(*places.shape, outputs.shape[1])
+    return (routed * weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
+
+
+class MoE(torch.nn.Module):
+    """A mixture of experts, in place of one module. Pass its model to ``initialize`` before the first forward.
+
+    Args:
+        hidden_size: elements of a token, in inputs and outputs.
+        expert: the module that is copied for each expert.
+        num_experts: of the layer, on all ranks together.
+        ep_size: ranks that the experts are divided over; a divisor of ``num_experts`` and of the number of ranks.
+        k: experts that each token is sent to.
+        capacity_factor: slots of an expert in training, as a multiple of its mean number of tokens.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: the smallest number of slots.
+        use_residual: add the output of a module that gets every token (arXiv:2201.05596).
+        noisy_gate_policy: Jitter, RSample or None.
+        drop_tokens: drop tokens beyond the capacity; otherwise the capacity is as large as needed.
+        use_rts: with k 1, drop random tokens beyond the capacity.
+        use_tutel: accepted and ignored.
+        enable_expert_tensor_parallelism: must be False.
+        top2_2nd_expert_sampling: with k 2, sample the second expert.
+
+    Raises:
+        ConfigError: ``ep_size`` does not divide ``num_experts``; an unknown policy; k is not between 1 and num_experts.
+        UnsupportedError: for tensor-parallel experts.
+    """
+
+    def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
+        self,
+        hidden_size: int,
+        expert: torch.nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
+            raise ConfigError(
+                f"MoE has num_experts {num_experts} and ep_size {ep_size}; expected positive numbers, and a num_experts "
+                "that is a multiple of ep_size"
+            )
+        if noisy_gate_policy not in (None, "None", *_NOISE):
+            raise ConfigError(
+                f"MoE's noisy_gate_policy is {noisy_gate_policy!r}; expected {', '.join(_NOISE)} or None"
+            )
+        if not 1 <= k <= num_experts and not (k == 2 and num_experts == 1):
+            raise ConfigError(f"MoE has k {k} and num_experts {num_experts}; expected 1 <= k <= num_experts")
+        if enable_expert_tensor_parallelism:
+            raise UnsupportedError(
+                "MoE with enable_expert_tensor_parallelism is not in this version; leave it out, so that each expert is on "
+                "one rank"
+            )
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = False
+        self.ep_size = ep_size
+        self.expert_group_name = group_name(ep_size)
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // ep_size
+        # In DeepSpeed's order: experts before the gate, so that equal seeds give equal weights.
+        experts = Experts(expert, self.num_local_experts, self.expert_group_name)
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            None,
+            top2_2nd_expert_sampling,
+        )
+        self.deepspeed_moe = MOELayer(gate, experts, self.expert_group_name, ep_size, self.num_local_experts)
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = torch.nn.Linear(hidden_size, 2)
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(output, load-balancing loss, tokens that chose each expert) for ``hidden_states`` of shape [..., hidden].
+
+        Args:
+            hidden_states: the tokens.
+            used_token: with k 1, a mask of the tokens that are routed.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            shares = torch.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * shares[..., 0:1] + dense * shares[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def layers_of(module: torch.nn.Module) -> dict[str, MOELayer]:
+    """The layers of experts in ``module``, by qualified name."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, MOELayer)}
+
+
+def described(layers: Sequence[MOELayer]) -> list[dict[str, Any]]:
+    """What a record of a run says of each layer; see ``hooks.describe_expert_layers``."""
+    rows = []
+    for layer in layers:
+        gate, ranks = layer.gate, layer.ranks
+        members = () if ranks is None else ranks.parallel.global_ranks
+        rows.append(
+            {
+                "layer": layer.name,
+                "num_experts": layer.ep_size * layer.num_local_experts,
+                "ep_size": layer.ep_size,
+                "k": gate.k,
+                "capacity_factor": gate.capacity_factor,
+                "eval_capacity_factor": gate.eval_capacity_factor,
+                "min_capacity": gate.min_capacity,
+                "drop_tokens": gate.drop_tokens,
+                "hidden": gate.wg.in_features,
+                "expert_ranks": ",".join(map(str, members)),
+            }
+        )
+    return rows
