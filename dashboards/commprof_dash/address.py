@@ -10,12 +10,18 @@ Query = Mapping[str, tuple[str, ...]]
 
 RUN: Final = "run"
 MEASURE: Final = "measure"
+TICK: Final = "tick"  # the runs that are ticked on Runs; the other pages show them where no run is named
 
 
 def parse(search: str | None) -> Query:
     """Parse the query of an address (``?run=a&run=b``) into values by key. A key without value means "none chosen"."""
     pairs = parse_qs((search or "").removeprefix("?"), keep_blank_values=True)
     return {key: tuple(value for value in values if value) for key, values in pairs.items()}
+
+
+def runs_in(query: Query) -> tuple[str, ...]:
+    """The runs that an address names; else those that are ticked in it."""
+    return query.get(RUN, query.get(TICK, ()))
 
 
 def one(query: Query, key: str, allowed: Collection[str], default: str) -> str:

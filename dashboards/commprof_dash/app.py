@@ -137,6 +137,13 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         prevent_initial_call=True,
     )
     app.clientside_callback(
+        ClientsideFunction("shell", "depart"),
+        Input(ids.ADDRESS, "pathname"),
+        Input(ids.ADDRESS, "search"),
+        State(ids.PAGES, "data"),
+        State(ids.drawn(ALL), "data"),
+    )
+    app.clientside_callback(
         ClientsideFunction("shell", "arrive"),
         Output(ids.ARRIVED, "data"),
         Input(ids.drawn(ALL), "data"),

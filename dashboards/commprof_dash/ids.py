@@ -18,6 +18,8 @@ TICK: Final = "tick"  # an interval, enabled while what the page shows may chang
 FOLLOW: Final = "follow"  # a store: the ticks that ask for the page again; those during a drawing do not
 ADDRESS_WRITTEN: Final = "address-written"  # a store that only exists because a callback needs an output
 ARRIVED: Final = "arrived"  # the same
+PROGRESS: Final = "progress"  # says what is being read until the page is drawn
+PAGES: Final = "pages"  # a store: title and question of each page, by its path
 
 
 def control(key: str) -> dict[str, str]:

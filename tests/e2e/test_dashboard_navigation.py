@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -12,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from commprof.trace.process import start_ticks
+from commprof_dash.pages import PAGES as ALL_PAGES
 from support.browser import served, watched
 from support.rank_files import write_rank
 from support.runs import SyntheticRun
@@ -197,3 +199,100 @@ def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
         )
         view.page.context.close()
     assert view.errors == []
+
+
+# Clicks on the link of a page, and returns the milliseconds until its heading and what is being read for it are there,
+# without anything of the page before.
+DEPART = """([selector, name]) => new Promise((resolve) => {
+    const begin = performance.now();
+    const look = () => {
+        const progress = document.querySelector('#progress').innerText;
+        const is_there = document.querySelector('h1')?.innerText === name && progress
+            && !document.querySelector('#body').innerText && !document.querySelector('#controls').innerText;
+        is_there ? resolve([performance.now() - begin, progress]) : setTimeout(look, 5);
+    };
+    document.querySelector(selector).click();
+    look();
+})"""
+
+
+class Held:
+    """Drawings of the dashboard that wait, while ``is_held``, until they are released."""
+
+    def __init__(self, monkeypatch) -> None:
+        from commprof_dash import app
+
+        self.is_held, self._released, draw_page = False, threading.Event(), app.draw_page
+
+        def draw(*arguments):
+            if self.is_held:
+                self._released.wait(60)
+            return draw_page(*arguments)
+
+        monkeypatch.setattr(app, "draw_page", draw)
+
+    def hold(self) -> None:
+        self._released.clear()
+        self.is_held = True
+
+    def release(self) -> None:
+        self.is_held = False
+        self._released.set()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    held = Held(monkeypatch)
+    yield held
+    held.release()
+
+
+def depart(page, base_url, held, path: str) -> float:
+    """Go from Runs to the page at ``path`` while nothing is drawn; the milliseconds until its progress is seen."""
+    title = next(one.title for one in ALL_PAGES if one.path == path)
+    page.open(f"{base_url}/?tick=older&tick=newer", ready=".ag-row")
+    held.hold()
+    link = "#runs-compare" if path == "/compare" else f"#navigation a[href^='{path}']"
+    wait, progress = page.page.evaluate(DEPART, [link, title])
+    expected = ("Reading 2 runs",) if path == "/compare" else ("Reading older", "Reading newer")
+    assert progress.startswith(expected)
+    held.release()
+    page.page.wait_for_selector("#body > *")
+    page.page.wait_for_function("!document.querySelector('#progress').innerText")
+    return wait
+
+
+def test_a_click_shows_the_page_and_what_is_read_for_it_before_the_server_has_drawn_it(page, base_url, held):
+    waits = [depart(page, base_url, held, path) for path in ("/compare", "/stragglers", "/compare")]
+    assert min(waits) < 300  # milliseconds; a machine that does other work delays one or the other
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in ("/", "/compare", "/stragglers")])
+def test_every_other_page_shows_its_progress_too(page, base_url, held, path):
+    depart(page, base_url, held, path)
+
+
+def test_an_address_shows_its_page_and_the_seconds_of_reading_until_it_is_drawn(page, base_url, held):
+    held.hold()
+    page.page.goto(f"{base_url}/stragglers?run=older")
+    page.page.wait_for_function(
+        "document.querySelector('#progress')?.innerText.match(/Reading older ... [1-9] s/)"
+    )
+    assert page.page.inner_text("h1") == "Stragglers"
+    held.release()
+    page.page.wait_for_selector("#body > *")
+    page.page.wait_for_function("!document.querySelector('#progress').innerText")
+
+
+def test_another_run_on_the_same_page_leaves_the_picture_pale_until_it_is_drawn(page, base_url, held):
+    page.open(f"{base_url}/matrix?run=older")
+    held.hold()
+    page.page.get_by_role("combobox", name="Run").or_(page.page.get_by_label("Run", exact=True)).first.click()
+    page.page.locator("[role=option]:visible", has_text="newer").click()
+    page.page.wait_for_function("document.querySelector('#progress').innerText.startsWith('Reading newer')")
+    pale = "Number(getComputedStyle(document.querySelector('#body')).opacity)"
+    assert page.page.evaluate(pale) < 1 and page.page.locator("#card-matrix").is_visible()
+    held.release()
+    page.page.wait_for_function("document.title.includes('newer')")
+    assert page.page.evaluate(pale) == 1 and page.page.inner_text("#progress") == ""

@@ -97,6 +97,35 @@
     return sorted(one) === sorted(other);
   };
 
+  const element = (type, props) => ({namespace: "dash_html_components", type, props});
+
+  // Says what is being read, and for how many seconds, until the page is drawn: at once on another page, after 0.3 s where
+  // the page stays as it is until then.
+  const READING_MS = 300;
+  let reading = null;
+  const stop_reading = () => {
+    clearInterval(reading);
+    clearTimeout(reading);
+    reading = null;
+    delete document.getElementById("page")?.dataset.reading;
+    window.dash_clientside.set_props("progress", {children: []});
+  };
+  const start_reading = (text, at_once) => {
+    stop_reading();
+    const begin = performance.now();
+    const tell = () => {
+      const seconds = Math.round((performance.now() - begin) / 1000);
+      const clock = element("Span", {children: seconds ? " " + seconds + " s" : "", "aria-hidden": "true"});
+      window.dash_clientside.set_props("progress", {children: [element("Span", {children: text}), clock]});
+    };
+    const start = () => {
+      document.getElementById("page").dataset.reading = at_once ? "another" : "this";
+      tell();
+      reading = setInterval(tell, 1000);
+    };
+    at_once ? start() : reading = setTimeout(start, READING_MS);
+  };
+
   // A chart as a file: with the title and the legend of its card, on the background of the card.
   const download_images = async (button) => {
     const card = button.closest(".card"), form = button.dataset.image;
@@ -144,6 +173,14 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
       }
       return no_update;
+    },
+  },
+  buckets: {
+    choose(click) {
+      const point = click && click.points && click.points[0];
+      if (point) {
+        window.dash_clientside.set_props({type: "control", key: "bucket"}, {value: String(point.x)});
+      }
     },
   },
   compare: {
@@ -327,9 +364,26 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       return document.querySelector('#page [data-dash-is-loading="true"]') ? window.dash_clientside.no_update
         : {ticks, search: window.location.search};
     },
+    // Another page: its heading, and what is being read for it, until the server has drawn it. The same page stays, paler.
+    depart(pathname, search, pages, [drawn]) {
+      const path = pathname || window.location.pathname, query = new URLSearchParams(search || "");
+      const named = query.getAll(query.has("run") ? "run" : "tick").filter(Boolean);
+      const runs = path === "/" ? [] : path === "/compare" ? named : named.slice(0, 1);
+      const [title, question] = pages["/" + path.replace(/^\/+|\/+$/g, "")] || ["No such page", ""];
+      const is_other = !drawn || drawn.page !== path;
+      if (is_other) {
+        const heading = [element("H1", {children: title}), element("P", {children: question, className: "question"})];
+        window.dash_clientside.set_props("heading", {children: heading});
+        window.dash_clientside.set_props("controls", {children: []});
+        window.dash_clientside.set_props("body", {children: []});
+      }
+      const subject = runs.length > 1 ? runs.length + " runs" : runs[0];
+      start_reading(subject ? "Reading " + subject + " ..." : "Preparing " + title + " ...", is_other);
+    },
     // A page was drawn: the title names it and its run, the address names the run, the links keep both.
     arrive([drawn]) {
       if (drawn && drawn.page === window.location.pathname) {
+        stop_reading();
         document.title = drawn.title;
         if (drawn.run && !new URLSearchParams(window.location.search).has("run")) {
           replace_search(search_with(["run"], [["run", drawn.run]]));

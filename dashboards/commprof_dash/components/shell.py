@@ -27,6 +27,7 @@ def layout(pages: Sequence[Page]) -> Component:
             dcc.Store(id=ids.ADDRESS_WRITTEN),
             dcc.Store(id=ids.ARRIVED),
             dcc.Store(id=ids.FOLLOW),
+            dcc.Store(id=ids.PAGES, data={page.path: [page.title, page.question] for page in pages}),
             dcc.Interval(id=ids.TICK, interval=_FOLLOW_MS, disabled=True),
             html.A("Skip to the page", href=f"#{ids.PAGE}", className="skip-link"),
             dmc.AppShell(
@@ -40,17 +41,9 @@ def layout(pages: Sequence[Page]) -> Component:
                         html.Div(
                             [
                                 html.Div(id=ids.HEADING, className="page-head"),
+                                html.Div(id=ids.PROGRESS, className="progress", role="status"),
                                 html.Div(id=ids.CONTROLS, className="controls"),
-                                html.Div(
-                                    # Stands until the first drawing; many runs take a few seconds to read.
-                                    html.P(
-                                        "Reading the runs ...",
-                                        role="status",
-                                        style={"color": "var(--muted)"},
-                                    ),
-                                    id=ids.BODY,
-                                    className="page-body",
-                                ),
+                                html.Div(id=ids.BODY, className="page-body"),
                             ],
                             id=ids.PAGE,
                             className="page",

@@ -18,7 +18,7 @@ def draw_run(
     query: Query,
     answers: Callable[[str], tuple[Sequence[Component], Sequence[Component]]],
 ) -> Drawing:
-    """The page of the run that ``query`` names, the newest by default.
+    """The page of the run that ``query`` names or has ticked, the newest by default.
 
     Args:
         answers: from the name of a run that can be read, the controls beside that of the run, and the body.
@@ -26,7 +26,7 @@ def draw_run(
     names = runs.names()
     if not names:
         return Drawing([], [messages.no_runs(str(runs.directory))], follows=True)
-    name = next(iter(query.get(address.RUN, ())), names[0])
+    name = next(iter(address.runs_in(query)), names[0])
     choice = controls.run_select(names, name)
     selection = runs.select([name])
     if selection.unknown:

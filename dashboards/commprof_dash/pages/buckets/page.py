@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import dash
 import pandas as pd
-from dash import dcc, html
+from dash import ClientsideFunction, Input, dcc, html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof_dash import address
+from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import bucket_charts
 from commprof_dash.components import cards, controls, messages
@@ -30,6 +31,7 @@ BUCKET: Final = "bucket"
 MEAN: Final = "mean"
 
 _DRAWN: Final = 400
+_BUTTONS: Final = 16
 _TABLE_ROWS: Final = 300
 _LINKED: Final = 24
 _NAMED: Final = 8  # buckets in a sentence
@@ -62,7 +64,10 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         chosen = _label(next(iter(query.get(BUCKET, ())), ""), labels)
         controls_shown = [
             controls.select(STEP, "Step", [MEAN, *steps], step),
-            controls.select(BUCKET, "Bucket", labels, chosen),
+            # One click for few; a click on a bar chooses one of many.
+            controls.segmented(BUCKET, "Bucket", dict(zip(labels, labels, strict=True)), chosen)
+            if len(labels) <= _BUTTONS
+            else controls.select(BUCKET, "Bucket", labels, chosen),
         ]
         if len(groups) > 1:
             controls_shown.insert(0, controls.select(GROUP, "Ranks that reduce it", groups, group))
@@ -231,7 +236,8 @@ def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     return cards.figure_card(
         "bucket-sizes",
         "What each bucket holds",
-        f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}.{cut}",
+        f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}. A click on a bar chooses its "
+        f"bucket.{cut}",
         bucket_charts.sizes(drawn, scheme),
         frame.drop(columns="parameters"),
         [
@@ -377,9 +383,20 @@ def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
     )
 
 
+def register(app: dash.Dash, runs: Runs) -> None:
+    """A click on a bar chooses its bucket. A callback for each figure: one without its input is not called."""
+    for name in ("bucket-sizes", "bucket-times"):
+        app.clientside_callback(
+            ClientsideFunction("buckets", "choose"),
+            Input(ids.graph(name), "clickData"),
+            prevent_initial_call=True,
+        )
+
+
 PAGE: Final = Page(
     "/buckets",
     "Buckets",
     "What does each gradient bucket hold, why was it sent, and how was it reduced?",
     render,
+    register,
 )

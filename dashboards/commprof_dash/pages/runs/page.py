@@ -34,8 +34,7 @@ FOLLOW: Final = "runs-follow"
 FOLLOW_NOW: Final = "runs-follow-now"
 STAMP: Final = "runs-stamp"
 WRITTEN: Final = "runs-written"
-TICK: Final = "tick"  # in the address: the ticked runs,
-FIND: Final = "find"  # the text that is searched,
+FIND: Final = "find"  # in the address: the text that is searched,
 ORDER: Final = (
     "order"  # the column to sort by, -COLUMN for the largest first; the browser reads open sweeps and filters
 )
@@ -114,7 +113,7 @@ def _states_text(listing: pd.DataFrame, unread: int) -> str:
 
 def _card(listing: pd.DataFrame, rows: Sequence[dict[str, Any]], query: Query, directory: str) -> Component:
     names = set(listing["name"])
-    ticked = [name for name in query.get(TICK, ()) if name in names]
+    ticked = [name for name in query.get(address.TICK, ()) if name in names]
     find = next(iter(query.get(FIND, ())), "")[:200]
     return cards.body_card(
         "runs",

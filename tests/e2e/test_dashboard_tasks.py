@@ -1,0 +1,203 @@
+"""Questions of a user over recorded runs, from the Runs page on: at most three clicks, and the answer needs no scrolling.
+
+Each test records its clicks and seconds as properties of the report (``--junitxml``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from commprof.analysis import api
+from support.browser import served, watched
+from support.recording import record
+
+pytestmark = [pytest.mark.browser, pytest.mark.ranks, pytest.mark.shared_answers]
+
+SCREEN = {"width": 1440, "height": 900}
+LAYERS, WIDTH = 10, 64
+LAYER = WIDTH * WIDTH + WIDTH  # elements of a layer, and of a bucket that holds one
+STEPS, LATE_FROM, LATE_SECONDS = 13, 7, 0.2
+BUCKET = "zero_optimization.reduce_bucket_size"
+MULTI = "zero_optimization.use_multi_rank_bucket_allreduce"
+
+
+def train(rank: int, world: int, steps: int, multi: bool, bucket: int, late_from: int | None = None) -> None:
+    """Steps of zero_runtime; the last rank is late from a step on."""
+    import torch
+
+    import zero_runtime
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    zero = {
+        "stage": 2,
+        "reduce_scatter": True,
+        "use_multi_rank_bucket_allreduce": multi,
+        "reduce_bucket_size": bucket,
+    }
+    model = torch.nn.Sequential(*layers)
+    engine, _, _, _ = zero_runtime.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": zero,
+        },
+    )
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        loss = engine(torch.randn(4, WIDTH, generator=generator)).square().mean()
+        if late_from is not None and rank == world - 1 and step >= late_from:
+            time.sleep(LATE_SECONDS)
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    base = tmp_path_factory.mktemp("slow")
+    record(base / "slow", 2, train, STEPS, True, LAYER, LATE_FROM)
+    return base
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    """Two sweeps with repeats: of DeepSpeed's key that decides between reduce and all_reduce, and of the bucket size."""
+    base = tmp_path_factory.mktemp("sweeps")
+    for name, points in (
+        ("keys", [{MULTI: value} for value in (True, False)]),
+        ("sizes", [{BUCKET: LAYER * layers} for layers in (1, 5)]),
+    ):
+        for point in points:
+            for repeat in range(2):
+                run = base / name / f"{next(iter(point.values()))}-{repeat}".lower()
+                record(run, 2, train, 5, point.get(MULTI, True), point.get(BUCKET, 2 * LAYER))
+                file = run / "run.json"
+                sweep = {"name": name, "point": point, "repeat": repeat}
+                file.write_text(json.dumps(json.loads(file.read_text()) | {"sweep": sweep}))
+    return base
+
+
+class Visitor:
+    """Somebody on the Runs page: what is clicked is counted."""
+
+    def __init__(self, view, url: str) -> None:
+        self.view, self.clicks = view, 0
+        view.open(url, ready=".ag-row")
+        self.begin = time.monotonic()
+
+    def click(self, locator) -> None:
+        locator.click()
+        self.clicks += 1
+
+    def follow(self, name: str) -> None:
+        """Click a link of the navigation, or the button Compare."""
+        nav = self.view.page.get_by_role("link", name=name, exact=True)
+        self.click(nav.last if name == "Compare" else nav.first)
+        self.wait_for_page(name)
+
+    def wait_for_page(self, title: str) -> None:
+        self.view.page.wait_for_function(
+            "(title) => document.title.startsWith(title)", arg=title, timeout=60_000
+        )
+
+    def tick(self, name: str) -> None:
+        row = self.view.page.locator(".ag-row", has_text=name).first
+        self.click(row.locator("input[type=checkbox]"))
+        self.view.page.wait_for_function("location.search.includes('tick=')")
+
+    def read(self, selector: str, record_property) -> str:
+        """The answer, which is in the window although nothing was scrolled."""
+        answer = self.view.page.locator(selector).first
+        answer.wait_for()
+        record_property("clicks", self.clicks)
+        record_property("seconds", round(time.monotonic() - self.begin, 1))
+        box = answer.bounding_box()
+        assert self.view.page.evaluate("window.scrollY") == 0
+        assert box["y"] >= 0 and box["y"] + box["height"] <= SCREEN["height"]
+        assert self.clicks <= 3
+        return " ".join(answer.inner_text().split())
+
+
+@pytest.fixture
+def visit(browser, request):
+    views, servers = [], []
+
+    def begin(base) -> Visitor:
+        servers.append(served(base))
+        views.append(watched(browser, viewport=SCREEN))
+        return Visitor(views[0], servers[0].__enter__())
+
+    yield begin
+    views[0].page.context.close()
+    servers[0].__exit__(None, None, None)
+    assert views[0].errors == []
+
+
+def test_which_rank_is_slow_and_since_when(visit, slow, record_property):
+    visitor = visit(slow)
+    visitor.click(visitor.view.page.locator(".ag-row a", has_text="slow"))
+    visitor.wait_for_page("Overview")
+    visitor.follow("Stragglers")
+    answer = visitor.read("#body .message", record_property)
+    assert "Rank 1 is a straggler" in answer and f"from step {LATE_FROM} on" in answer
+
+
+@pytest.mark.parametrize("way", ["of_the_run", "ticked"])
+def test_what_does_bucket_7_hold(visit, slow, record_property, way):
+    visitor = visit(slow)
+    if way == "ticked":
+        visitor.tick("slow")
+    else:
+        visitor.click(visitor.view.page.locator(".ag-row a", has_text="slow"))
+        visitor.wait_for_page("Overview")
+    visitor.follow("Buckets")
+    visitor.click(visitor.view.page.locator("#controls label", has_text="7").last)
+    answer = visitor.read(".told:has-text('Bucket 7')", record_property)
+    # Gradients arrive last layer first: the bucket of one layer holds that one. It was sent because the next did not fit.
+    assert "2.bias and 2.weight" in answer and f"{LAYER:,} elements" in answer and "did not fit" in answer
+
+
+@pytest.mark.long
+def test_a_click_on_a_bar_chooses_its_bucket(visit, slow, record_property):
+    visitor = visit(slow)
+    visitor.tick("slow")
+    visitor.follow("Buckets")
+    visitor.view.settle()
+    plot = visitor.view.page.locator("#card-bucket-sizes .nsewdrag").bounding_box()
+    visitor.view.page.mouse.move(plot["x"] + 7.4 / LAYERS * plot["width"], plot["y"] + 0.8 * plot["height"])
+    visitor.view.page.wait_for_timeout(300)  # plotly looks up what is below the pointer
+    visitor.view.page.mouse.click(plot["x"] + 7.5 / LAYERS * plot["width"], plot["y"] + 0.8 * plot["height"])
+    visitor.clicks += 1
+    assert "2.bias and 2.weight" in visitor.read(".told:has-text('Bucket 7')", record_property)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sweep", "expected"), [("keys", "sends the least"), ("sizes", "bytes")])
+def test_which_setting_to_take_and_whether_the_bucket_size_helped(
+    visit, sweeps, record_property, sweep, expected
+):
+    visitor = visit(sweeps)
+    visitor.tick(sweep)
+    visitor.follow("Compare")
+    answer = visitor.read(".told", record_property)
+    runs = sorted((sweeps / sweep).iterdir())
+    sentence = api.advice(runs).sentences[0].partition(": ")[2]
+    assert sentence.lower() in answer.lower() and expected in answer
+    if sweep == "keys":
+        assert "use_multi_rank_bucket_allreduce=false" in answer
+    assert visitor.read("#card-levels .js-plotly-plot", record_property)
+
+
+@pytest.mark.long
+def test_why_it_is_an_all_reduce(visit, sweeps, record_property):
+    visitor = visit(sweeps)
+    visitor.click(visitor.view.page.get_by_role("button", name="keys (4 runs)"))
+    visitor.click(visitor.view.page.locator(".ag-row a", has_text="keys/true-0"))
+    visitor.wait_for_page("Overview")
+    answer = visitor.read(".told:has-text('reduce_scatter \u2192 all_reduce')", record_property)
+    assert "use_multi_rank_bucket_allreduce: true turned it into all_reduce" in answer
