@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from commprof.analysis.compare import comparison
     from commprof.analysis.compare import settings as settings_module
     from commprof.analysis.compare.advice import Advice
-    from commprof.analysis.compare.predicted_steps import PredictedStep, predicted_steps
+    from commprof.analysis.compare.predicted_steps import (
+        PredictedStep,
+        UnrunSetting,
+        predicted_steps,
+        unrun_settings,
+    )
     from commprof.analysis.compare.settings import ABSENT
     from commprof.analysis.relations.memory import engine_settings
     from commprof.analysis.storage import index as index_module
@@ -72,6 +77,7 @@ __all__ = [
     "Run",
     "Straggling",
     "Timeline",
+    "UnrunSetting",
     "Verdict",
     "advice",
     "algorithms",
@@ -141,6 +147,7 @@ __all__ = [
     "traffic_by_group",
     "traffic_by_setting",
     "traffic_levels",
+    "unrun_settings",
     "untagged",
     "verify",
     "warm_window",
@@ -163,6 +170,7 @@ _ELSEWHERE: Final = {
     "Record": "commprof.analysis.browse.record",
     "Run": "commprof.trace.reader",
     "Straggling": "commprof.analysis.stragglers.straggling",
+    "UnrunSetting": "commprof.analysis.compare.predicted_steps",
     "Timeline": "commprof.analysis.browse.timeline",
     "Verdict": "commprof.ledger.levels",
     "answer_cache": "commprof.analysis.storage.answer_cache",
@@ -176,6 +184,7 @@ _ELSEWHERE: Final = {
     "open_run": "commprof.trace.reader",
     "overlapped_time": "commprof.analysis.columns.exposed_texts",
     "predicted_steps": "commprof.analysis.compare.predicted_steps",
+    "unrun_settings": "commprof.analysis.compare.predicted_steps",
     "write_csv": "commprof.analysis.columns.csv_text",
     "write_csv_parts": "commprof.analysis.columns.csv_text",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def base(tmp_path_factory):
     ]
     content = PredictionsFile({"settings": settings}, "2026-11-26T16:00:00+01:00", "exposed", "f" * 64, 2)
     write_predictions(base / "sweep", content)
+    shutil.copytree(base / "sweep", base / "stopped", ignore=shutil.ignore_patterns("80000"))
     return base
 
 
@@ -173,6 +175,26 @@ def test_compare_draws_what_a_sweep_predicted_as_hollow_bars(page, base_url):
     assert "predicted step time" in page.page.inner_text("#card-levels .legend")
     page.open(f"{base_url}/compare?run=exposed&run=quiet")
     assert [trace["name"] for trace in page.page.evaluate(BARS)] == ["step time"]
+
+
+def test_a_setting_that_was_predicted_and_not_run_is_a_row_with_a_hollow_bar_only(page, base, base_url):
+    page.open(f"{base_url}/compare?run=stopped/20000")
+    assert "1 setting, 1 run, 1 predicted only" in page.page.inner_text("#card-levels h2")
+    labels = page.page.locator("#card-levels .annotation-text").all_text_contents()
+    assert labels.count("reduce_bucket_size=80000, predicted, not run") == 1 and labels.count("not run") == 1
+    solid, hollow = page.page.evaluate(BARS)
+    assert (len(solid["x"]), sorted(hollow["x"])) == (1, sorted(ms * MS for ms, _, _ in PREDICTED.values()))
+    rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
+    assert [("not run" in row, "predicted 120 ms (110 ms to 135 ms)" in row) for row in rows] == [
+        (False, False),
+        (True, True),
+    ]
+    shutil.copytree(base / "sweep" / "80000", base / "stopped" / "80000")
+    try:
+        page.open(f"{base_url}/compare?run=stopped/20000")
+        assert "predicted only" not in page.page.inner_text("#card-levels h2")
+    finally:
+        shutil.rmtree(base / "stopped" / "80000")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from commprof.analysis.compare.settings import flatten, short_names, value_text
 from commprof.errors import CommprofError
+from commprof.trace.directory import MANIFEST_NAME
 from commprof.trace.manifest import read_manifest
 from commprof.trace.predictions_file import read_predictions
 
@@ -19,20 +21,64 @@ class PredictedStep(NamedTuple):
     high_ns: float
 
 
+class UnrunSetting(NamedTuple):
+    """A setting that a sweep predicted and that none of its runs has. ``label``: the keys that differ in the sweep."""
+
+    label: str
+    step: PredictedStep
+
+
 def predicted_steps(runs: Sequence[Path]) -> list[PredictedStep | None]:
     """The prediction of each run; None without one: no sweep with ``--predict``, refused, or a file that was changed."""
     return [_predicted_step(Path(run)) for run in runs]
 
 
 def _predicted_step(run: Path) -> PredictedStep | None:
+    point = _point(run)
+    return next((step for setting, step in _predicted(run.parent) if setting == point), None)
+
+
+def unrun_settings(runs: Sequence[Path]) -> list[UnrunSetting]:
+    """The settings that the sweeps of ``runs`` predicted and did not run: a sweep was stopped, or goes on."""
+    swept = dict.fromkeys(Path(run).parent for run in runs if _point(Path(run)) is not None)
+    return [each for directory in swept for each in _unrun(directory)]
+
+
+def _unrun(directory: Path) -> list[UnrunSetting]:
+    predicted = _predicted(directory)
+    points = (
+        [_point(manifest.parent) for manifest in directory.glob(f"*/{MANIFEST_NAME}")] if predicted else []
+    )
+    values = [{key: value_text(value) for key, value in flatten(setting).items()} for setting, _ in predicted]
+    keys = dict.fromkeys(key for each in values for key in each)
+    short = short_names(keys, keys)
+    told = [key for key in keys if len({each.get(key) for each in values}) > 1] or list(keys)
+    return [
+        UnrunSetting(", ".join(f"{short[key]}={texts[key]}" for key in told if key in texts), step)
+        for (setting, step), texts in zip(predicted, values, strict=True)
+        if setting not in points
+    ]
+
+
+def _point(run: Path) -> Any | None:
+    """The point of the sweep that ``run`` is of; None without one."""
     try:
-        content = read_predictions(run.parent)
-        sweep = read_manifest(run).sweep if content is not None else None
+        return (read_manifest(run).sweep or {}).get("point")
     except CommprofError:
         return None
-    if content is None or sweep is None:
-        return None
-    for setting in content.predictions["settings"]:
-        if setting["set"] == sweep.get("point") and "step_ns" in setting:
-            return PredictedStep(*(float(setting["step_ns"][name]) for name in ("median", "low", "high")))
-    return None
+
+
+def _predicted(directory: Path) -> list[tuple[dict[str, Any], PredictedStep]]:
+    """The settings that were predicted for the sweep in ``directory``, with their steps."""
+    try:
+        content = read_predictions(directory)
+    except CommprofError:
+        return []
+    return [
+        (
+            dict(setting["set"]),
+            PredictedStep(*(float(setting["step_ns"][name]) for name in ("median", "low", "high"))),
+        )
+        for setting in (content.predictions["settings"] if content is not None else ())
+        if "step_ns" in setting
+    ]

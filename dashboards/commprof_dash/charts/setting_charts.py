@@ -18,6 +18,7 @@ from commprof_dash.theme import MUTED_TEXT, SETTING_COLOURS, STEP_COLOUR, TEXT, 
 
 LEVELS: Final = ("requested", "issued", "executed", "moved")
 UNKNOWN: Final = "not known"
+UNRUN: Final = "not run"
 CELL_CHARACTERS: Final = 46
 _MOST_MOVED: Final = (
     1.3  # of the longest bar; what moved beyond is drawn at the end of the axis, with an arrow
@@ -38,7 +39,7 @@ def levels(
     Args:
         frame: columns of ``api.traffic_levels`` and ``series``.
         times: columns ``label``, ``step_time_ns``, ``step_time_low_ns`` and ``step_time_high_ns``, the same of
-            ``predicted``, which is drawn hollow, and ``repeats``.
+            ``predicted``, which is drawn hollow, and ``repeats``, 0 for a setting that was predicted only.
         labels: for each setting to draw, in order, what it is called here.
         ends: of the axes of bytes and of times, shared with other figures: see :func:`ends_of`.
     """
@@ -58,6 +59,8 @@ def levels(
         for (label, level), rows in part.groupby(["label", "level"], sort=False)
         if level in lanes
     ]
+    unrun = times.loc[times["repeats"] == 0, "label"]
+    notes += [Note(place[str(label)], 0, 0.0, UNRUN, muted=True) for label in unrun if label in place]
     return figure(
         Lanes(
             list(labels.values()),
@@ -144,7 +147,7 @@ def _times(times: pd.DataFrame, place: Mapping[str, int]) -> Lanes:
             setting = place[row["label"]]
             value, low, high = (row[f"{kind}{end}_ns"] for end in ("", "_low", "_high"))
             if pd.isna(value):
-                if kind == "step_time":
+                if kind == "step_time" and row["repeats"]:
                     notes.append(Note(setting, lane, 0.0, UNKNOWN, muted=True))
                 continue
             told = interval_text(*(math.nan if pd.isna(each) else float(each) for each in (value, low, high)))

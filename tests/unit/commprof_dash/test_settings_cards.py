@@ -259,7 +259,7 @@ def levels_of(levels, times, scheme="dark"):
     columns = ["level", "series", "wire_bytes_per_step", "moved_bytes_of_rank", "moved_over"]
     frame = pd.DataFrame(levels, columns=columns).assign(label="a", moved_bytes=8192.0)
     names = [f"{kind}{end}_ns" for kind in ("step_time", "predicted") for end in ("", "_low", "_high")]
-    rows = pd.DataFrame([times], columns=names).assign(label="a")
+    rows = pd.DataFrame([times], columns=names).assign(label="a", repeats=3)
     ends = setting_charts.ends_of(frame, rows)
     return setting_charts.levels(frame, rows, {"a": "a (x3)"}, ends, scheme)
 

@@ -31,7 +31,7 @@ _HOW_TO_READ: Final = (
     "backend ran for it. Moved: measured by the interface counters of all hosts, all programs, divided by the ranks; "
     "an open mark is over the whole run, start-up included; an arrow points beyond the axis. Step time: median "
     "without the first step, with its 95 % interval. Hollow bars were predicted before the sweep ran, with the 80 % "
-    "interval. docs/glossary.md defines the terms."
+    "interval; a setting that the sweep did not run has no other. docs/glossary.md defines the terms."
 )
 _TIMES: Final = {
     "step_time_low_ns": "Step, low (95 %)",
@@ -149,7 +149,9 @@ def levels(
             "levels", _LEVELS, f"None of it is known per training step: {'; '.join(reasons)}."
         )
     runs = int(settings["repeats"].sum())
-    title = f"{_LEVELS}: {_count(len(settings), 'setting')}, {_count(runs, 'run')}"
+    unrun = int((settings["repeats"] == 0).sum())
+    title = f"{_LEVELS}: {_count(len(settings) - unrun, 'setting')}, {_count(runs, 'run')}"
+    title += f", {unrun:,} predicted only" if unrun else ""
     subtitle = "Bytes of a step and rank, by operation; median step time with its 95 % interval."
     fields = [
         Field("label", "Setting"),
@@ -188,6 +190,7 @@ def _names(settings: pd.DataFrame) -> dict[str, str]:
     return {
         str(row["label"]): str(row["label"])
         + (f" (x{row['repeats']})" if row["repeats"] > 1 else "")
+        + (", predicted, not run" if row["repeats"] == 0 else "")
         + (", recommended" if row["recommended"] is True else "")
         for row in settings.to_dict("records")
     }
@@ -378,6 +381,8 @@ def _reduction(value: str) -> Cell:
 
 def _setting(value: tuple[str, str]) -> Cell:
     """The setting and links to its runs; repeats are behind one chip."""
+    if isinstance(value, compare_data.Unrun):
+        return html.Span([value.label, html.Span(f" predicted {value.step}, not run", className="muted")])
     label, names = value[0], run_names(value[1])
     links = [
         dcc.Link(f"run {number}", href=address.link("/overview", run=name), title=name)

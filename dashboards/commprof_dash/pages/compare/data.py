@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -18,6 +19,7 @@ MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a sec
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 _KEY: Final = "."
 ABSENT: Final = "(absent)"
+_PREDICTED: Final = ("predicted_ns", "predicted_low_ns", "predicted_high_ns")
 # A column of text is sorted by the number that it is made of.
 _SORTED_BY: Final = {"exposed": "exposed_low_ns", "setting": "label"}
 
@@ -79,6 +81,30 @@ def settings(runs: Runs, names: Sequence[str], moved: pd.DataFrame | None) -> pd
     )
 
 
+class Unrun(NamedTuple):
+    """The cell of a setting that was predicted and never run: its label, and the predicted step as text."""
+
+    label: str
+    step: str
+
+
+def with_unrun(runs: Runs, names: Sequence[str], frame: pd.DataFrame) -> pd.DataFrame:
+    """The answer of :func:`settings`, and below it the settings that the sweeps of these runs predicted and did not run.
+
+    Those have no ``repeats`` and no ``runs``; they are never cached, since they end with the next run of their sweep.
+    """
+    paths: list[Path] = runs.of_runs("paths", names, list)
+    known = set(frame["label"])
+    rows = []
+    for label, step in api.unrun_settings(paths):
+        if label not in known:
+            known.add(label)
+            text = f"{api.format_ns(step.median_ns)} ({api.format_ns(step.low_ns)} to {api.format_ns(step.high_ns)})"
+            times = dict(zip(_PREDICTED, step, strict=True))
+            rows.append({"label": label, "setting": Unrun(label, text), "repeats": 0, "runs": "", **times})
+    return pd.DataFrame([*frame.to_dict("records"), *rows], columns=frame.columns) if rows else frame
+
+
 def ordered(frame: pd.DataFrame, order: Order) -> pd.DataFrame:
     """``frame`` sorted by ``order``; settings whose value is not known come last."""
     if order.column is None:
@@ -101,8 +127,7 @@ def _with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) 
         )
         for listed in settings["runs"]
     ]
-    columns = ["predicted_ns", "predicted_low_ns", "predicted_high_ns"]
-    return settings.join(pd.DataFrame(rows, columns=columns, index=settings.index, dtype="float64"))
+    return settings.join(pd.DataFrame(rows, columns=list(_PREDICTED), index=settings.index, dtype="float64"))
 
 
 def _exposed_text(setting: Mapping[str, Any]) -> str | None:

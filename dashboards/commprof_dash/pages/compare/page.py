@@ -39,7 +39,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     if not names:
         return Drawing([], [messages.no_runs(str(runs.directory))])
     # The oldest first, as a sweep went through its settings.
-    chosen = query.get(address.RUN, tuple(reversed(names[:_DEFAULT_RUNS])))
+    chosen = address.runs_in(query) or (
+        () if address.RUN in query else tuple(reversed(names[:_DEFAULT_RUNS]))
+    )
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
     selection = runs.select(chosen)
     shown = [controls.runs_select(names, chosen), controls.measure_select(measure)]
@@ -89,7 +91,7 @@ def _answers(runs: Runs, asked: _Asked, measure: Measure, scheme: Scheme) -> lis
     return [
         compare_cards.answer(compared.advice),
         _levels(runs, asked, scheme),
-        compare_cards.settings_table(settings, asked.order),
+        compare_cards.settings_table(compare_data.with_unrun(runs, names, settings), asked.order),
         compare_cards.advice(compared.advice, _findings(settings)),
         html.Div(_folds(runs, settings, labels, measure, scheme), className="folds"),
     ]
@@ -146,7 +148,8 @@ def _drawn_levels(runs: Runs, asked: _Asked, scheme: Scheme) -> Component | None
         return None
     settings = compare_data.ordered(compare_data.settings(runs, asked.names, levels), asked.order)
     cells = compare_data.grid(settings) if asked.as_grid else []
-    return compare_cards.levels(levels, settings, cells, scheme)
+    shown = settings if cells else compare_data.with_unrun(runs, asked.names, settings)
+    return compare_cards.levels(levels, shown, cells, scheme)
 
 
 def _findings(settings: pd.DataFrame) -> list[str]:

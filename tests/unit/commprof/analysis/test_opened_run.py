@@ -23,7 +23,9 @@ CALLED = {
     "compare_both": "comparison",
 }
 PARTS = {"advice", "resources", "rank_bytes"}  # fields of comparison()
-NOT_OF_A_RUN = {"finalise", "has_index", "records_csv", "fingerprint", "predicted_steps", "run_names"}
+NOT_OF_A_RUN = {
+    *("finalise", "has_index", "records_csv", "fingerprint", "predicted_steps", "run_names", "unrun_settings")
+}
 
 
 @pytest.fixture(scope="module")
