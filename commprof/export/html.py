@@ -6,6 +6,7 @@ The figures are those of ``commprof_dash.charts``, which is imported lazily and 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -39,9 +40,16 @@ summary { cursor: pointer; color: #5c636a; } .note { border-left: 4px solid #e8a
 
 
 def export_html(
-    run: AnyRun | Sequence[AnyRun], out: Path | str, force: bool = False, progress: Progress | None = None
+    run: AnyRun | Sequence[AnyRun],
+    out: Path | str,
+    force: bool = False,
+    progress: Progress | None = None,
+    to_set: Sequence[str] = (),
 ) -> list[ExportedFile]:
-    """Write ``report.html`` into ``out``; for several runs with contents, what to set and the comparison first.
+    """Write ``report.html`` into ``out``, with contents and what to set; for several runs with their comparison.
+
+    Args:
+        to_set: sentences about other settings of a single run; those of several runs follow from their comparison.
 
     Raises:
         UsageError: ``out`` is no directory, or holds something and ``force`` is off.
@@ -49,11 +57,11 @@ def export_html(
     """
     runs = opened_runs(run)
     with staged(Path(out), [REPORT], force, progress) as staging:
-        staging.write_text(REPORT, "".join(_document(runs)))
+        staging.write_text(REPORT, "".join(_document(runs, to_set)))
     return staging.files
 
 
-def _document(runs: Sequence[Run]) -> Iterator[str]:
+def _document(runs: Sequence[Run], to_set: Sequence[str]) -> Iterator[str]:
     from plotly.offline import get_plotlyjs
 
     names = api.run_names(runs)
@@ -64,20 +72,27 @@ def _document(runs: Sequence[Run]) -> Iterator[str]:
     yield f'<p class="muted">Made by commprof {__version__}. payload: S of nccl-tests. '
     yield "wire: modelled, per step what a rank of the job sends, the mean over all its ranks; of a whole run the mean that "
     yield "a rank of each group sends, added up over its collectives, and the bytes of each message.</p>\n"
-    if len(runs) > 1:
-        yield _contents(names)
-        yield from _comparison(runs)
-    for place, (run, name) in enumerate(zip(runs, names, strict=True), 1):
-        yield from _run(run, name, f"run-{place}")
+    first = _comparison(runs) if len(runs) > 1 else _advice(to_set)
+    of_runs = (
+        _run(run, name, f"run-{place}") for place, (run, name) in enumerate(zip(runs, names, strict=True), 1)
+    )
+    body = "".join([*first, *(text for parts in of_runs for text in parts)])
+    yield _contents(body, "h2" if len(runs) > 1 else "h[23]")
+    yield body
     yield "</body></html>\n"
 
 
-def _contents(names: Sequence[str]) -> str:
-    """Links to the sections of a report of several runs."""
-    sections = [("advice", "What to set"), ("comparison", "Comparison")]
-    sections += [(f"run-{place}", name) for place, name in enumerate(names, 1)]
-    links = "".join(f'<li><a href="#{anchor}">{_text(title)}</a></li>' for anchor, title in sections)
+def _contents(body: str, headings: str) -> str:
+    """Links to the ``headings`` of ``body``, a regular expression of their tags."""
+    sections = re.findall(rf'<{headings} id="([^"]*)">(.*?)</', body)
+    links = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in sections)
     return f'<nav aria-label="Contents"><h2>Contents</h2><ul>{links}</ul></nav>\n'
+
+
+def _advice(sentences: Sequence[str]) -> Iterator[str]:
+    if sentences:
+        yield '<h2 id="advice">What to set</h2>\n<p>Predicted from this run, not measured.</p>\n'
+        yield f"<ul>{''.join(f'<li>{_text(sentence)}</li>' for sentence in sentences)}</ul>\n"
 
 
 def _comparison(runs: Sequence[Run]) -> Iterator[str]:
@@ -95,7 +110,10 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
     frame = with_series(both.traffic)
     if len(frame):
         yield from _figure(
-            "Traffic of a step by setting", traffic.by_setting(frame, labels, WIRE, "light"), frame
+            "comparison",
+            "Traffic of a step by setting",
+            traffic.by_setting(frame, labels, WIRE, "light"),
+            frame,
         )
     if both.settings["step_time_ns"].notna().any():
         columns = [
@@ -107,7 +125,10 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
             "repeats",
         ]
         yield from _figure(
-            "Step time", time_charts.by_setting(both.settings[columns], "light"), both.settings[columns]
+            "comparison",
+            "Step time",
+            time_charts.by_setting(both.settings[columns], "light"),
+            both.settings[columns],
         )
     yield _table(with_resources(both))
 
@@ -123,32 +144,36 @@ def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
     if facts["notes"]:
         items = "".join(f"<li>{_text(note)}</li>" for note in facts["notes"])
         yield f'<div class="note"><h3>What is missing</h3><ul>{items}</ul></div>\n'
-    yield from _verdict(run)
+    yield from _verdict(run, anchor)
     by_step = traffic_frames.by_step(run)
     if len(by_step):
-        yield from _figure("Traffic per step, by operation", traffic.by_step(by_step, WIRE, "light"), by_step)
+        yield from _figure(
+            anchor, "Traffic per step, by operation", traffic.by_step(by_step, WIRE, "light"), by_step
+        )
     by_purpose = traffic_frames.by_purpose(run)
     if len(by_purpose):
-        yield from _figure("Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose)
+        yield from _figure(
+            anchor, "Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose
+        )
     steps = api.step_times(run)
     if steps["duration_ns"].notna().any():
         yield from _figure(
-            "Step time and exposed communication", time_charts.over_steps(steps, "light"), steps
+            anchor, "Step time and exposed communication", time_charts.over_steps(steps, "light"), steps
         )
     exposed = api.exposure_per_step(run)
     if exposed["exposed_low_ns"].notna().any():
         title = "Exposed and overlapped time of a training step"
-        yield from _figure(title, exposure_chart.by_purpose(exposed, "light"), exposed)
+        yield from _figure(anchor, title, exposure_chart.by_purpose(exposed, "light"), exposed)
 
 
-def _verdict(run: Run) -> Iterator[str]:
+def _verdict(run: Run, anchor: str) -> Iterator[str]:
     try:
         verdict = api.verify(run)
     except CommprofError as error:
         yield f'<p class="muted">The ledger is not known: {_text(error)}</p>\n'
         return
     sentences = "".join(f"<li>{_text(sentence)}</li>" for sentence in verdict.sentences)
-    yield f"<h3>Ledger: {_text(verdict.state)}</h3><ul>{sentences}</ul>\n"
+    yield f'<h3 id="{anchor}-ledger">Ledger: {_text(verdict.state)}</h3><ul>{sentences}</ul>\n'
 
 
 def _facts(facts: dict[str, Any]) -> str:
@@ -170,7 +195,7 @@ def _facts(facts: dict[str, Any]) -> str:
     return f"<dl>{pairs}</dl>\n"
 
 
-def _figure(title: str, figure: Any, frame: pd.DataFrame) -> Iterator[str]:
+def _figure(section: str, title: str, figure: Any, frame: pd.DataFrame) -> Iterator[str]:
     from commprof_dash.components.graph import GRAPH_CONFIG
 
     figure.update_layout(
@@ -178,7 +203,8 @@ def _figure(title: str, figure: Any, frame: pd.DataFrame) -> Iterator[str]:
     )
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=GRAPH_CONFIG)
     label = f"{_text(title)}; the table below holds the same numbers"
-    yield f'<h3>{_text(title)}</h3>\n<div role="img" aria-label="{label}">{drawn}</div>\n'
+    anchor = f"{section}-{title.lower().replace(' ', '-').replace(',', '')}"
+    yield f'<h3 id="{anchor}">{_text(title)}</h3>\n<div role="img" aria-label="{label}">{drawn}</div>\n'
     yield f"<details><summary>Table ({len(frame):,} rows)</summary>{_table(frame)}</details>\n"
 
 

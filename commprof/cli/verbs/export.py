@@ -15,7 +15,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import each_opened, opened
-from commprof.errors import TraceError, UsageError
+from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.printable import command_line, escaped
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Format(StrEnum):
 # Formats that hold one run per file or directory.
 _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 _WITHOUT_TABLES = (*_OF_ONE_RUN, Format.HTML)
+_MOST_PREDICTED = 1_000_000  # records of a run from which a report predicts other settings
 
 
 def export(
@@ -139,7 +140,7 @@ def _write(
         if kind is Format.HTML:
             from commprof.export.html import export_html
 
-            return export_html(runs, out, force, progress)
+            return export_html(runs, out, force, progress, _worth_trying(runs))
         if kind is Format.PERFETTO:
             from commprof.export.perfetto import export_perfetto
 
@@ -149,6 +150,34 @@ def _write(
         return export_chakra(runs[0], out, force, progress)
     finally:
         progress("")
+
+
+def _worth_trying(runs: list[Run]) -> list[str]:
+    """What a report of one run says about other settings: the changes worth trying, or why there are none."""
+    from commprof.analysis import api
+    from commprof.prediction.api import promising
+
+    if len(runs) > 1:
+        return []
+    (run,) = runs
+    if api.overview(run)["records"] > _MOST_PREDICTED:
+        command = command_line("predict", run.path)
+        return [
+            f"The run has more than {_MOST_PREDICTED:,} records. To predict other settings from it: {command}"
+        ]
+    try:
+        best = promising(run.path)
+    except CommprofError as error:
+        return [f"No change can be predicted: {error}"]
+    shown = rendering.duration
+    return [
+        *(
+            f"{' '.join(each.words)}: {shown(each.gain_ns)} less per step ({shown(each.gain_low_ns)} to "
+            f"{shown(each.gain_high_ns)}, 80 % interval), {each.why}."
+            for each in best.changes
+        ),
+        *best.sentences,
+    ]
 
 
 def _progress() -> Progress:

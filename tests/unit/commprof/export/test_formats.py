@@ -21,6 +21,8 @@ from commprof.export.csv import check_csv, export_csv
 from commprof.export.database import export_database
 from commprof.export.parquet import export_parquet
 from commprof.export.perfetto import export_perfetto
+from commprof.prediction.api import promising
+from support.predictable_runs import predictable_run
 from support.runs import SyntheticRun
 
 
@@ -541,3 +543,18 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path):
     assert "What to set" in words and "<td>(absent)</td>" not in text
     assert "2 runs compared" in words and "reduce_scatter=true" in words and "Ledger:" in words
     assert '"showSendToCloud": false' in text
+
+
+def test_the_report_of_one_run_has_contents_and_what_to_set(tmp_path):
+    run = predictable_run(tmp_path / "run", gradient_ms=12)
+    assert command("export", run, "--format", "html", "--out", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "report.html").read_text()
+    page = Links()
+    page.feed(text)
+    assert page.found[:3] == ["#advice", "#run-1", "#run-1-ledger"] and len(page.found) > 4
+    assert all(text.count(f'id="{link[1:]}"') == 1 for link in page.found)
+    words = " ".join(page.words)
+    assert all(words.count(title) > 1 for title in ("What to set", "Ledger: ", "Traffic by purpose"))
+    best = promising(run)
+    assert best.changes and all(" ".join(change.words) in words for change in best.changes)
+    assert "less per step" in words and best.sentences[-1] in words
