@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from commprof.analysis.time.bandwidth import Bandwidths
     from commprof.analysis.traffic import rank_bytes as rank_bytes_module
     from commprof.analysis.traffic.buckets import BucketContent
+    from commprof.analysis.traffic.experts import Summary as ExpertSummary
     from commprof.analysis.traffic.levels import Ledger
     from commprof.analysis.traffic.steady_steps import Step
     from commprof.calibration.results import Calibration
@@ -70,6 +71,7 @@ __all__ = [
     "Bandwidths",
     "BucketContent",
     "Comparison",
+    "ExpertSummary",
     "Filter",
     "PredictedStep",
     "Record",
@@ -103,6 +105,11 @@ __all__ = [
     "compare_both",
     "describe_columns",
     "engine_settings",
+    "exchange_imbalance",
+    "expert_imbalance",
+    "expert_ranks",
+    "expert_summary",
+    "experts",
     "exposed_share",
     "exposed_time",
     "exposure",
@@ -193,6 +200,8 @@ _ELSEWHERE: Final = {
 def __getattr__(name: str) -> Any:
     if name == "RecordsPage":
         return import_module("commprof.analysis.browse.records").Page
+    if name == "ExpertSummary":
+        return import_module("commprof.analysis.traffic.experts").Summary
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_ELSEWHERE[name]), name)
@@ -297,6 +306,58 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
     operations = run_totals.operations(run, matrix_module.columns(()))
     groups = run.table("groups")
     return matrix_module.owners(operations, groups, steps or matrix_module.EVERY_STEP)
+
+
+def experts(run: AnyRun) -> pd.DataFrame:
+    """The load of each expert in each training step, over all ranks; without rows if the run published none.
+
+    The load is the number of tokens that chose the expert, before any were dropped.
+    """
+    from commprof.analysis.traffic import experts as experts_module
+
+    return experts_module.experts(_opened(run))
+
+
+def expert_ranks(run: AnyRun) -> pd.DataFrame:
+    """The load of the experts of each rank in each training step: :func:`experts` by the rank that has them."""
+    from commprof.analysis.traffic import experts as experts_module
+
+    return experts_module.ranks(_opened(run))
+
+
+def expert_imbalance(run: AnyRun) -> pd.DataFrame:
+    """Imbalance of the experts of each layer in each training step, and the tokens that were dropped.
+
+    The imbalance is the largest load of an expert over the mean load.
+    """
+    from commprof.analysis.traffic import experts as experts_module
+
+    return experts_module.imbalance(_opened(run))
+
+
+def expert_summary(run: AnyRun) -> ExpertSummary | None:
+    """The experts of a run in a few values: layers, median and worst imbalance, dropped share; None without experts."""
+    from commprof.analysis.traffic import experts as experts_module
+
+    return experts_module.summary(_opened(run))
+
+
+def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
+    """What the ranks receive in the all_to_alls of each training step, and how uneven that is; no hook is needed.
+
+    The imbalance is the largest number of bytes that a rank receives from others over the mean of the ranks. It follows from
+    the splits of the records; an all_to_all with equal splits, such as that of a padded buffer, is even.
+
+    Args:
+        purpose: only these; default: all.
+    """
+    from commprof.analysis.storage import run_totals
+    from commprof.analysis.traffic import exchanges
+    from commprof.analysis.traffic import matrix as matrix_module
+
+    run = _opened(run)
+    operations = run_totals.operations(run, matrix_module.columns(()))
+    return exchanges.exchange_imbalance(operations, run.table("groups"), purpose)
 
 
 def bucket_flushes(

@@ -25,7 +25,8 @@ RUNS: Final = "runs"
 EXPOSURE: Final = "exposure_per_step"
 ONE_OFFS: Final = "one_offs"
 _OF_SETTINGS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")
-COMPARISONS: Final = (*_OF_SETTINGS, RUNS, EXPOSURE, ONE_OFFS)  # tables of all runs together
+EXPERTS: Final = "expert_imbalance"
+COMPARISONS: Final = (*_OF_SETTINGS, RUNS, EXPOSURE, ONE_OFFS, EXPERTS)  # tables of all runs together
 _MOVED: Final = "moved_bytes_per_step"
 _EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "exposed_share")
 _MEMORY: Final = ("rss_bytes", "rss_peak_bytes", "device_bytes", "device_peak_bytes")
@@ -132,7 +133,7 @@ def exported_tables(
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: settings, traffic by operation and by group; runs, exposed time, one-off traffic."""
+    """``commprof compare`` of the runs: settings, traffic by operation and group; runs, exposed time, one-offs, experts."""
     both = api.compare_both(runs, ranks=False)
     answers = ("compare", "traffic_by_setting", "traffic_by_group")
     for name, frame, answer in zip(
@@ -144,6 +145,7 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
     yield _runs(runs)
     yield _of_each(runs, EXPOSURE, api.exposure_per_step)
     yield _of_each(runs, ONE_OFFS, api.one_offs)
+    yield _of_each(runs, EXPERTS, api.expert_imbalance)
 
 
 def with_resources(compared: api.Comparison) -> pd.DataFrame:

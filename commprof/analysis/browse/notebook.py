@@ -138,6 +138,26 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.owners`."""
         return api.owners(self.run, steps)
 
+    def experts(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.experts`."""
+        return api.experts(self.run)
+
+    def expert_ranks(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.expert_ranks`."""
+        return api.expert_ranks(self.run)
+
+    def expert_imbalance(self) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.expert_imbalance`."""
+        return api.expert_imbalance(self.run)
+
+    def expert_summary(self) -> api.ExpertSummary | None:
+        """See :func:`commprof.analysis.api.expert_summary`."""
+        return api.expert_summary(self.run)
+
+    def exchange_imbalance(self, purpose: str | None = None) -> pd.DataFrame:
+        """See :func:`commprof.analysis.api.exchange_imbalance`."""
+        return api.exchange_imbalance(self.run, purpose)
+
     def buckets(
         self,
         step: int | None = None,

@@ -11,6 +11,7 @@ from commprof.analysis.columns import byte_columns
 from commprof.analysis.columns.bandwidth_answers import BANDWIDTH_ANSWERS
 from commprof.analysis.columns.byte_columns import between_hosts, padding
 from commprof.analysis.columns.detailed_answers import DETAILED_ANSWERS
+from commprof.analysis.columns.expert_answers import EXPERT_ANSWERS
 from commprof.analysis.columns.setting_answers import SETTING_ANSWERS
 from commprof.schema import Column, Table
 
@@ -610,5 +611,6 @@ ANSWERS: Final[dict[str, Table]] = {
     "partners": PARTNERS,
     **DETAILED_ANSWERS,
     **BANDWIDTH_ANSWERS,
+    **EXPERT_ANSWERS,
     **SETTING_ANSWERS,
 }

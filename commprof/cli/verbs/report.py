@@ -13,6 +13,7 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, remembered
 from commprof.cli.sections import exposure, resources
 from commprof.cli.sections.algorithms import algorithm_parts
+from commprof.cli.sections.experts import expert_parts
 from commprof.cli.sections.untagged import untagged_parts
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def report(
         rendering.show(*outside_parts(answers["outside_steps"], traffic))
         rendering.show(*traffic_parts(traffic, steps, step_texts))
         rendering.show(*exposure.per_step_parts(answers["exposure_per_step"]))
+        rendering.show(*expert_parts(answers))
         rendering.show(*algorithm_parts(answers["algorithms"]), *untagged_parts(answers["untagged"]))
     rendering.show(*resources.resource_parts(answers["resources"]))
     rendering.show(
@@ -127,6 +129,7 @@ def _answers(run: Run) -> dict[str, Any]:
             "exposure_per_step": api.exposure_per_step(run),
             "resources": api.resource_use(run),
             "one_offs": api.one_offs(run),
+            **_expert_answers(run),
             "untagged": api.untagged(run),
             "algorithms": api.algorithms(run),
             "stragglers": stragglers,
@@ -134,6 +137,22 @@ def _answers(run: Run) -> dict[str, Any]:
         }
     late = _late(stragglers) if there is None else f"not evaluated, because the records are at {there.place}"
     return {"answers": answers, "late": late}
+
+
+def _expert_answers(run: Run) -> dict[str, Any]:
+    """Return the answers about experts, and about the all_to_alls: those of tokens if there are experts."""
+    from commprof.analysis import api
+
+    summary = api.expert_summary(run)
+    described = None
+    if summary is not None:
+        worst = summary.worst
+        described = summary._asdict() | {"worst": None if worst is None else worst._asdict()}
+    return {
+        "expert_summary": described,
+        "expert_imbalance": api.expert_imbalance(run),
+        "exchange_imbalance": api.exchange_imbalance(run, None if summary is None else "activation"),
+    }
 
 
 def _late(stragglers: pd.DataFrame | None) -> str | None:

@@ -129,3 +129,79 @@ def without(rank, world):
 def test_a_program_without_experts_has_empty_tables(tmp_path):
     run, _ = record(tmp_path / "run", 2, without)
     assert len(run.table("expert_layers")) == len(run.table("expert_loads")) == 0
+
+
+# 16 tokens of each rank for 8 experts, two on each of four ranks: expert 5 gets 9 of 16, so 4.5 times the mean of 2.
+SHARES = [1, 1, 1, 1, 1, 9, 1, 1]
+EVEN = [2] * 8
+HIDDEN = 4
+
+
+def gate_with_a_known_share(rank, world):
+    """A layer of experts of plain torch: its gate reads the expert from the token, and its buffer is padded."""
+    row = {"layer": "moe", "num_experts": 8, "ep_size": 4, "k": 1, "capacity_factor": 1.5, "min_capacity": 1}
+    row |= {"eval_capacity_factor": 1.5, "drop_tokens": True, "hidden": HIDDEN, "expert_ranks": "0,1,2,3"}
+    hooks.describe_expert_layers([row])
+    for step in range(3):
+        hooks.step(step)
+        hooks.phase("forward")
+        shares = EVEN if step == 1 else SHARES
+        chosen = torch.tensor([expert for expert, count in enumerate(shares) for _ in range(count)])
+        logits = torch.nn.functional.one_hot(chosen, 8).float()
+        counts = torch.bincount(logits.argmax(dim=1), minlength=8)
+        capacity = 3  # 16 tokens / 8 experts x 1.5
+        hooks.expert_load("moe", counts, capacity, 16)
+        sent = torch.zeros(8, capacity, HIDDEN)
+        with hooks.tag("activation", module="moe"):
+            for _ in range(2):
+                dist.all_to_all_single(torch.empty_like(sent), sent)
+        hooks.phase("optimizer")
+        hooks.end_step()
+        hooks.phase("other")
+
+
+def test_the_imbalance_of_a_gate_is_found_with_its_number(tmp_path):
+    from commprof.analysis import api
+
+    run, _ = record(tmp_path / "run", 4, gate_with_a_known_share)
+    rows = api.expert_imbalance(run)
+    assert rows["imbalance"].tolist() == [4.5, 1.0, 4.5]
+    assert rows["expert"].tolist() == [5, 0, 5]
+    # The experts 4 and 5 are on rank 2: 10 of 16 tokens, 2.5 times the mean of 4.
+    assert rows["rank_imbalance"].tolist() == [2.5, 1.0, 2.5] and rows["rank"].tolist() == [2, 0, 2]
+    assert rows["dropped"].tolist() == [4 * 6, 0, 4 * 6] and rows["tokens"].tolist() == [64, 64, 64]
+    assert rows["dropped_share"].tolist() == [6 / 16, 0, 6 / 16]
+    assert rows["highest"].tolist() == [4.5, 1.0, 4.5]  # a capacity_factor of 4.5 is 9 slots
+    first = api.experts(run).query("step == 0")
+    assert first["tokens"].tolist() == [4 * count for count in SHARES]
+    assert first["ranks"].tolist() == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    summary = api.expert_summary(run)
+    assert summary.worst == (0, 0, "moe", 5, 4.5) and summary.imbalance == 4.5 and summary.steps == 3
+    assert summary.dropped_share == pytest.approx(48 / 192)
+    # The padded buffer is even: 2 exchanges, in each of them 4 ranks send 3/4 of 8 x 3 x 4 numbers of 4 bytes.
+    exchanged = api.exchange_imbalance(run, "activation")
+    assert exchanged["wire_bytes"].tolist() == [2 * 4 * 288.0] * 3
+    assert exchanged["imbalance"].tolist() == [1.0] * 3
+
+
+def send_uneven(rank, world):
+    """A program of plain torch without any hook but the step: everyone sends 7 parts to rank 1 and one to the others."""
+    for step in range(2):
+        hooks.step(step)
+        splits = [7 if step == 1 and other == 1 else 1 for other in range(world)]
+        received = [7 if step == 1 and rank == 1 else 1] * world
+        sent, got = torch.zeros(sum(splits), 8), torch.zeros(sum(received), 8)
+        dist.all_to_all_single(got, sent, received, splits)
+
+
+def test_the_imbalance_of_uneven_splits_is_found_with_its_number(tmp_path):
+    from commprof.analysis import api
+
+    run, _ = record(tmp_path / "run", 4, send_uneven)
+    rows = api.exchange_imbalance(run)
+    # Of others rank 1 receives 3 x 7 parts of 32 bytes, the others 3 each: 21 of a mean of 7.5.
+    assert rows["imbalance"].tolist() == pytest.approx([1.0, 2.8])
+    assert rows["rank"].tolist() == [0, 1] and rows["ranks"].tolist() == [4, 4]
+    assert rows["wire_bytes"].tolist() == [12 * 32.0, 30 * 32.0]
+    assert rows["most_received_bytes"].tolist() == [3 * 32.0, 21 * 32.0]
+    assert api.expert_summary(run) is None and api.experts(run).empty

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from commprof.cli import execute
+from support.expert_runs import uneven_experts
 from support.nccl_choices import with_choices
 from support.runs import SyntheticRun
 
@@ -311,3 +312,49 @@ def test_a_report_says_nothing_of_algorithms_that_no_log_names(capsys, run):
 @pytest.mark.long
 def test_a_report_is_silent_where_all_has_a_purpose(capsys, run):
     assert "Without a purpose" not in printed(capsys, "report", "run")
+
+
+def test_a_report_states_the_load_of_experts_and_what_to_try(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uneven_experts().write(tmp_path / "run")
+    text = printed(capsys, "report", "run")
+    assert "Experts: load in 12 training steps" in text
+    # Of expert 5 in 12 steps: 1 in four of them, 15/8, 22/8, 29/8, and 36/8 in five; the first of these is step 7.
+    assert row(text, "blocks.0.moe") == ["blocks.0.moe", "8", "3.19", "4.50", "7", "5", "1.94", "15.5%"]
+    assert row(text, "blocks.1.moe") == ["blocks.1.moe", "8", "1.00", "1.00", "0", "0", "1.00", "0.0%"]
+    flat = " ".join(text.split())
+    assert "7.7% of the choices were dropped. Try a larger capacity_factor; with 4.50 nothing" in flat
+    # Of 8 exchanges of 4096 bytes a rank sends three quarters to others, two of three parts of that to the other host.
+    assert "send 96.0 KiB between ranks (median, all ranks together), 64.0 KiB of it between hosts" in flat
+    assert "In blocks.0.moe the most loaded expert gets 3.19 times the mean load" in flat
+    assert "Try an ep_size (now 4) of at most the ranks of a host" in flat
+    told = json.loads(printed(capsys, "report", "run", "--json"))
+    assert told["expert_summary"]["worst"] == {
+        "attempt": 0,
+        "step": 7,
+        "layer": "blocks.0.moe",
+        "expert": 5,
+        "imbalance": 4.5,
+    }
+    assert len(told["expert_imbalance"]) == 24 and len(told["exchange_imbalance"]) == 12
+
+
+def test_a_report_of_uneven_splits_names_the_rank_that_receives_the_most(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=2)
+    for step, (first, second) in enumerate([(100, 100), (100, 300)]):
+        run.add_step(step)
+        for rank, (sent, got) in enumerate([((50, second), (50, first)), ((first, 50), (second, 50))]):
+            run.add_collective(
+                "all_to_all", payload_bytes=sum(sent), step=step, ranks=(rank,),
+                input_splits=",".join(map(str, sent)), output_splits=",".join(map(str, got)),
+            )  # fmt: skip
+    run.write(tmp_path / "run")
+    text = " ".join(printed(capsys, "report", "run").split())
+    assert "gets 1.25 times the mean of the ranks (median of 2 steps); 1.50 times in step 1, rank 1" in text
+    assert "Experts" not in text
+
+
+def test_a_report_without_experts_says_nothing_of_them(capsys, run):
+    text = printed(capsys, "report", "run")
+    assert "xpert" not in text and "All_to_alls" not in text

@@ -23,6 +23,7 @@ COMPARED = {
     "runs.csv",
     "exposure_per_step.csv",
     "one_offs.csv",
+    "expert_imbalance.csv",
 }
 
 

@@ -1,0 +1,63 @@
+"""The all_to_alls of each training step: what each rank receives from the others, and how uneven that is."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pandas as pd
+import pyarrow as pa
+
+from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS
+from commprof.analysis.columns.expert_answers import EXCHANGE_IMBALANCE
+from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.traffic.matrix import matrix
+from commprof.schema import Op, parse_ranks
+
+COLUMNS: Final = ("step", "op", "purpose", "group_ranks", "sender")
+
+
+def exchange_imbalance(operations: pa.Table, groups: pa.Table, purpose: str | None) -> pd.DataFrame:
+    """See :func:`commprof.analysis.api.exchange_imbalance`.
+
+    Args:
+        operations: summed by the columns of :func:`commprof.analysis.traffic.matrix.columns`.
+        groups: the table of this name.
+    """
+    frame = operations.select(COLUMNS).to_pandas()
+    frame = frame[(frame["op"] == Op.ALL_TO_ALL) & (frame["step"] >= 0)]
+    if purpose is not None:
+        frame = frame[frame["purpose"] == purpose]
+    if frame.empty:
+        return from_rows([], EXCHANGE_IMBALANCE.columns)
+    members = {text: parse_ranks(text) for text in frame["group_ranks"].unique()}
+    ranks = {
+        step: sorted({rank for text in texts.unique() for rank in members[text]})
+        for step, texts in frame.groupby("step")["group_ranks"]
+    }
+    unplaced = set(frame.loc[frame["sender"] == -1, "step"])
+    cells = matrix(operations, groups, ("step",), op=Op.ALL_TO_ALL, purpose=purpose)
+    by_step = dict(tuple(cells.groupby("step")))
+    rows = (
+        _row(int(step), ranks[step], by_step.get(step, cells.iloc[:0]), step in unplaced)
+        for step in sorted(ranks)
+    )
+    return from_rows(rows, EXCHANGE_IMBALANCE.columns)
+
+
+def _row(step: int, ranks: list[int], cells: pd.DataFrame, is_unplaced: bool) -> dict[str, Any]:
+    received = cells.groupby("receiver")["wire_bytes"].sum().reindex(ranks, fill_value=0.0)
+    total = float(received.sum())
+    row = {
+        "step": step,
+        "ranks": len(ranks),
+        "wire_bytes": total,
+        BETWEEN_HOSTS: float(cells[BETWEEN_HOSTS].sum(skipna=False)) if len(cells) else 0.0,
+    }
+    if is_unplaced or not total:
+        return row
+    return row | {
+        "received_bytes": total / len(ranks),
+        "most_received_bytes": float(received.max()),
+        "imbalance": float(received.max()) * len(ranks) / total,
+        "rank": ranks[int(received.to_numpy().argmax())],
+    }

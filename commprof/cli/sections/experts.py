@@ -1,0 +1,144 @@
+"""The part of ``commprof report`` about experts, and about all_to_alls whose ranks receive unequal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Final
+
+from commprof.cli import rendering
+from commprof.cli.rendering import Heading, Rows
+
+_EVEN: Final = 1.05  # an imbalance that is not worth a line
+_UNEVEN: Final = 1.5  # one that is worth advice
+_DROPS: Final = 0.01
+_HEADINGS: Final = (
+    Heading("layer"),
+    Heading("experts", number=True),
+    Heading("imbalance, median", number=True),
+    Heading("worst", number=True),
+    Heading("in step", number=True),
+    Heading("expert", number=True),
+    Heading("rank, median", number=True),
+    Heading("dropped", number=True),
+)
+_MOST_LAYERS: Final = 12
+_LEGEND: Final = (
+    "imbalance: the largest number of tokens that chose one expert over the mean of the experts, in a training step over "
+    "all ranks; 1 is even. rank: the same of the experts of one rank. dropped: tokens beyond the capacity."
+)
+
+
+def expert_parts(answers: Mapping[str, Any]) -> list[Rows | str]:
+    """Return the section; empty for a run without experts whose all_to_alls are even.
+
+    Args:
+        answers: ``expert_summary``, ``expert_imbalance`` and ``exchange_imbalance`` of :mod:`commprof.analysis.api`.
+    """
+    summary = answers["expert_summary"]
+    exchanged = answers["exchange_imbalance"]
+    if summary is None:
+        return _exchange_parts(exchanged)
+    layers: dict[str, list[Mapping[str, Any]]] = {}
+    for row in answers["expert_imbalance"]:
+        layers.setdefault(row["layer"], []).append(row)
+    worst_first = sorted(layers.items(), key=lambda item: -_worst(item[1]))
+    cells = [_cells(layer, rows) for layer, rows in worst_first[:_MOST_LAYERS]]
+    if worst_first[_MOST_LAYERS:]:
+        cells.append((f"and {len(worst_first) - _MOST_LAYERS} more", *[""] * (len(_HEADINGS) - 1)))
+    title = f"Experts: load in {rendering.count(summary['steps'])} training steps"
+    hints = [_traffic(exchanged), *_advice(summary, exchanged, layers)]
+    return [
+        Rows(_HEADINGS, cells, title=title),
+        *(f"{rendering.paragraph(text)}\n" for text in [_LEGEND, *hints] if text),
+        *_exchange_parts(exchanged),
+    ]
+
+
+def _worst(rows: Sequence[Mapping[str, Any]]) -> float:
+    return max((row["imbalance"] for row in rows if not rendering.is_missing(row["imbalance"])), default=0.0)
+
+
+def _cells(layer: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    known = [row for row in rows if not rendering.is_missing(row["imbalance"])]
+    worst = max(known, key=lambda row: row["imbalance"], default=None)
+    tokens, dropped = (sum(row[name] for row in rows) for name in ("tokens", "dropped"))
+    return (
+        layer,
+        rendering.count(max(row["num_experts"] for row in rows)),
+        _ratio(_median(rows, "imbalance")),
+        _ratio(None if worst is None else worst["imbalance"]),
+        rendering.MISSING if worst is None else str(worst["step"]),
+        rendering.MISSING if worst is None else str(worst["expert"]),
+        _ratio(_median(rows, "rank_imbalance")),
+        f"{dropped / tokens:.1%}" if tokens else rendering.MISSING,
+    )
+
+
+def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [row[name] for row in rows if not rendering.is_missing(row[name])]
+    return median(values) if values else None
+
+
+def _ratio(value: float | None) -> str:
+    return rendering.MISSING if value is None else f"{value:.2f}"
+
+
+def _traffic(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence about the bytes of the exchanges of tokens; empty if there are none."""
+    if not rows:
+        return ""
+    sent = median([row["wire_bytes"] for row in rows])
+    text = f"The all_to_alls of a step send {rendering.number_of_bytes(sent)} between ranks (median, all ranks together)"
+    between = [row["between_hosts_bytes"] for row in rows]
+    if any(map(rendering.is_missing, between)):
+        return f"{text}; how much of it is between hosts is not known."
+    share = median(between)
+    return f"{text}, {rendering.number_of_bytes(share)} of it between hosts." if share else f"{text}."
+
+
+def _advice(
+    summary: Mapping[str, Any],
+    exchanged: Sequence[Mapping[str, Any]],
+    layers: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> list[str]:
+    """Sentences that say what to try, of those that apply."""
+    hints = []
+    dropped, highest = summary["dropped_share"], summary["highest"]
+    if dropped is not None and dropped >= _DROPS:
+        factor = "" if highest is None else f"; with {highest:.2f} nothing would have been dropped"
+        hints.append(
+            f"{dropped:.1%} of the choices were dropped. Try a larger capacity_factor{factor}. The bytes of the all_to_alls "
+            "grow with it."
+        )
+    typical = {layer: _median(rows, "imbalance") or 0.0 for layer, rows in layers.items()}
+    layer = max(typical, key=lambda name: typical[name])
+    if typical[layer] >= _UNEVEN:
+        hints.append(
+            f"In {layer} the most loaded expert gets {typical[layer]:.2f} times the mean load (median of the steps). Try a "
+            "larger coefficient of the load-balancing loss (l_aux)."
+        )
+    sizes = [setting["ep_size"] for setting in summary["settings"]]
+    between = [row["between_hosts_bytes"] for row in exchanged]
+    if any(not rendering.is_missing(each) and each > 0 for each in between) and max(sizes, default=1) > 1:
+        hints.append(
+            f"Tokens cross hosts. Try an ep_size (now {max(sizes)}) of at most the ranks of a host: then the experts of a "
+            "token are on its host, and each rank has more experts."
+        )
+    return hints
+
+
+def _exchange_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
+    """A sentence about unequal splits; empty if the ranks receive the same."""
+    known = [row for row in rows if not rendering.is_missing(row["imbalance"])]
+    worst = max(known, key=lambda row: row["imbalance"], default=None)
+    if worst is None or worst["imbalance"] < _EVEN:
+        return []
+    typical = median([row["imbalance"] for row in known])
+    text = (
+        f"All_to_alls: the rank that receives the most gets {typical:.2f} times the mean of the ranks (median of "
+        f"{len(known):,} steps); {worst['imbalance']:.2f} times in step {worst['step']}, rank {worst['rank']} "
+        f"({rendering.number_of_bytes(worst['most_received_bytes'])} of a mean of "
+        f"{rendering.number_of_bytes(worst['received_bytes'])} from other ranks)."
+    )
+    return [f"{rendering.paragraph(text)}\n"]
