@@ -129,6 +129,18 @@ def in_model_order(parameters: Sequence[Parameter]) -> list[Parameter]:
     return sorted(parameters, key=lambda parameter: parameter.forward_index or 0)
 
 
+def of_one_rank(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """What one rank holds of ``parameters``, those of the experts of all ranks: of each place in the model the first one."""
+    held: list[Parameter] = []
+    places = set()
+    for each in parameters:
+        if each.ep_size is None or each.forward_index is None or each.forward_index not in places:
+            held.append(each)
+        if each.ep_size is not None:
+            places.add(each.forward_index)
+    return held
+
+
 def trained_groups(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
     """The trained parameters of each optimizer parameter group, by group number, in the order given.
 

@@ -20,16 +20,21 @@ import pyarrow as pa
 from commprof.errors import CommprofError
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.records.row_index import combinations
+from commprof.ledger.requests.expert_tokens import ExpertTokens, expert_tokens_of
 from commprof.ledger.requests.module_orders import Pass
 from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
 from commprof.ledger.requests.wrapped_models import WrappedModels, wrapped_models_of
-from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.configuration import Configuration, autocast_dtype, read_configuration
+from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation
+from commprof.requested.experts.layers import token_bytes
+from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.open_values import filled
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import DATA, SEQUENCE
+from commprof.requested.parameters import of_one_rank
 from commprof.requested.zero import stages
 from commprof.requested.zero.stage3 import Construction
 from commprof.requested.zero.stages import STEADY
@@ -43,6 +48,7 @@ SHARED_STEPS: Final = (
     "engine issued what"
 )
 # Without zero_optimization such a config is stage 0.
+_OF_EXPERTS: Final = ".deepspeed_experts."  # in the names of their parameters
 HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
 AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # and one of those along an axis of a grid
 MOST_PARAMETERS: Final = 10_000_000  # more of one size is a damaged number
@@ -124,6 +130,7 @@ class Request:
         overflows: the steps that were not taken since a gradient overflowed.
         costs: the costs that the run used to send messages along the axes; None where it published none.
         construction: how the parameters were made, as the engine says; None where it does not.
+        experts: the layers of experts and their tokens; None where no layer exchanges tokens.
     """
 
     reason: str | None = None
@@ -140,6 +147,7 @@ class Request:
     notes: list[str] = field(default_factory=list)
     shared: SharedModel | None = None
     wrapped: WrappedModels | None = None
+    experts: ExpertTokens | None = None
     host_ranks: int | None = None
     grid: tuple[int, ...] | None = None
     costs: object = None
@@ -182,6 +190,7 @@ class Request:
             row for row in self._expected(_Asked(orders[0], of_kind, False, scale)) if row.when == "step"
         ]
         expected += [] if self.shared is None else self.shared.once(key, ordinal)
+        expected += [] if self.experts is None else self.experts.expected(key, self.micro_steps)
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
             number = ordinal * self.micro_steps + micro
@@ -273,11 +282,10 @@ class Request:
         Raises:
             CommprofError: the rules do not cover the config.
         """
-        return (
-            self.wrapped.rows()
-            if self.wrapped is not None
-            else self._expected(_Asked(None, None, self.construction or False))
-        )
+        if self.wrapped is not None:
+            return self.wrapped.rows()
+        rows = self._expected(_Asked(None, None, self.construction or False))
+        return rows if self.experts is None else [*rows, *self.experts.usual()]
 
     @property
     def unpredicted(self) -> Mapping[str, str]:
@@ -364,6 +372,7 @@ def request_of(run: RecordedRun) -> Request:
         )
         if request.shared is None:
             request.micro_steps = stages.micro_steps(config, world_size)
+            request.experts = _experts(run, request)
         else:
             request.micro_steps = grid.micro_batches(config, request.shared.axes)
             request.notes += request.shared.notes
@@ -372,6 +381,22 @@ def request_of(run: RecordedRun) -> Request:
     except CommprofError as error:
         request.reason = str(error)
     return request
+
+
+def _experts(run: RecordedRun, request: Request) -> ExpertTokens | None:
+    """The layers of experts that exchange tokens.
+
+    Raises:
+        CommprofError: the sizes of a layer do not fit together, or an earlier version recorded the run.
+    """
+    if any(_OF_EXPERTS in each.name and each.ep_size is None for each in request.parameters):
+        raise UnsupportedError(
+            "ep_size", None, "an earlier version of commprof recorded this run with experts"
+        )
+    configuration = read_configuration(request.config)
+    element_bytes = token_bytes(request.parameters, configuration.model_dtype, autocast_dtype(request.config))
+    ranks = RankGroups(request.world_size, configuration.data_before_experts)
+    return expert_tokens_of(run, request.parameters, element_bytes, ranks)
 
 
 def _request_of_wrappers(run: RecordedRun) -> Request:
@@ -427,9 +452,11 @@ def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
 
 
 def parameters_of(table: pa.Table) -> list[stages.Parameter]:
-    """The rows of the ``parameters`` table as the rules take them."""
-    known = [name for name in stages.Parameter._fields if name != "ep_size" or name in table.column_names]
-    return [stages.Parameter(*(row[name] for name in known)) for row in table.to_pylist()]
+    """The rows of the ``parameters`` table as the rules take them: what the lowest rank holds."""
+    listed = [
+        stages.Parameter(*(row[name] for name in stages.Parameter._fields)) for row in table.to_pylist()
+    ]
+    return of_one_rank(listed)
 
 
 def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation, row
 from commprof.requested.experts.rank_groups import Groups, RankGroups
-from commprof.requested.parameters import Parameter
+from commprof.requested.parameters import Parameter, in_model_order, item_bytes
 from commprof.schema import Op, Purpose
 
 CAPACITY_BYTES: Final = 8  # one int64
@@ -94,6 +94,12 @@ def even_load(tokens: int, num_experts: int, k: int) -> int:
     return -(-tokens * k // num_experts)
 
 
+def token_bytes(parameters: Sequence[Parameter], model_dtype: str | None, autocast_dtype: str | None) -> int:
+    """Bytes of an element of a token: it has the type of autocast, of the config, or of the first parameter."""
+    own = parameters[0].dtype if parameters else "float32"
+    return item_bytes(autocast_dtype or model_dtype or own)
+
+
 def _fp32(value: float) -> float:
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
@@ -104,7 +110,7 @@ def gets_gradient(layer: str, parameters: Sequence[Parameter]) -> bool:
 
     Without one, the first all_to_all has no counterpart in the backward pass.
     """
-    for each in parameters:
+    for each in in_model_order(parameters):
         if each.name.startswith(f"{layer}."):
             return False
         if each.requires_grad:
@@ -113,20 +119,20 @@ def gets_gradient(layer: str, parameters: Sequence[Parameter]) -> bool:
 
 
 def token_messages(
-    layer: ExpertLayer, groups: Groups, item_bytes: int, backwards: int, slots: int | None = None
+    layer: ExpertLayer, groups: Groups, element_bytes: int, backwards: int, slots: int | None = None
 ) -> list[Expectation]:
     """What ``layer`` sends in each micro-batch within each of ``groups``; nothing within a single rank.
 
     Args:
         layer: the layer.
         groups: the expert-parallel groups that send it.
-        item_bytes: of an element of a token.
+        element_bytes: of an element of a token.
         backwards: all_to_alls of the backward pass: 2, or 1 where the input needs no gradient.
         slots: the capacity, where it is known; None takes that of :attr:`ExpertLayer.capacity`.
     """
     if layer.ep_size == 1:
         return []
-    token = layer.num_experts * layer.hidden * item_bytes
+    token = layer.num_experts * layer.hidden * element_bytes
     known = slots is not None or layer.drop_tokens
     payload = token * (layer.capacity if slots is None else slots)
     count = 2 * layer.forwards + backwards
@@ -142,14 +148,14 @@ def token_messages(
 
 
 def expected_tokens(
-    layers: Iterable[ExpertLayer], parameters: Sequence[Parameter], item_bytes: int, groups: RankGroups
+    layers: Iterable[ExpertLayer], parameters: Sequence[Parameter], element_bytes: int, groups: RankGroups
 ) -> list[Expectation]:
     """What all ``layers`` send in each micro-batch.
 
     Args:
         layers: of the model.
         parameters: of the model, in model order.
-        item_bytes: of an element of a token.
+        element_bytes: of an element of a token.
         groups: of the ranks.
 
     Raises:
@@ -159,5 +165,5 @@ def expected_tokens(
     for layer in layers:
         layer.check()
         backwards = 1 + gets_gradient(layer.layer, parameters)
-        rows += token_messages(layer, groups.of_experts(layer.ep_size), item_bytes, backwards)
+        rows += token_messages(layer, groups.of_experts(layer.ep_size), element_bytes, backwards)
     return rows

@@ -24,7 +24,7 @@ from commprof.requested.configuration import (
 )
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
-from commprof.requested.experts.layers import ExpertLayer, expected_tokens
+from commprof.requested.experts.layers import ExpertLayer, expected_tokens, token_bytes
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.keys import count, section
@@ -141,12 +141,8 @@ def expected(  # noqa: PLR0913 - what a run depends on
             configuration, parameters, world_size, gradient_order, backend, runtime, not_partitioned
         )
     if has_experts:
-        return [
-            *rows,
-            *expected_tokens(
-                expert_layers, parameters, _token_bytes(configuration, config, parameters), ranks
-            ),
-        ]
+        element_bytes = token_bytes(parameters, configuration.model_dtype, autocast_dtype(config))
+        return [*rows, *expected_tokens(expert_layers, parameters, element_bytes, ranks)]
     # DeepSpeed ignores the keys below. Each of them changes the rows of the one before.
     if runtime != "zero_runtime":
         return rows
@@ -331,14 +327,6 @@ def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectati
     return row(
         "step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [2 * trained * RATIO_ITEM_BYTES], world_size, note
     )
-
-
-def _token_bytes(
-    configuration: Configuration, config: Mapping[str, Any], parameters: Sequence[Parameter]
-) -> int:
-    """Bytes of an element of a token: it has the type of the model, or that of autocast."""
-    own = parameters[0].dtype if parameters else "float32"
-    return item_bytes(autocast_dtype(config) or configuration.model_dtype or own)
 
 
 def _refuse_reductions_of_shards(configuration: Configuration) -> None:

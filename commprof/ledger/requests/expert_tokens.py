@@ -1,0 +1,174 @@
+"""What the layers of experts of a run should send in each step, by the tokens that the run published.
+
+The table ``expert_loads`` says how many tokens each rank had in each forward pass, and how many of them chose each expert.
+The rules say how many slots that makes, and so the bytes (:mod:`commprof.requested.experts.layers`); no collective is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from commprof.ledger.records.issued import StepKey
+from commprof.ledger.requests.wrapped_models import Tables
+from commprof.requested.errors import RequestedError
+from commprof.requested.expectation import Expectation, summed
+from commprof.requested.experts.layers import ExpertLayer, expected_tokens, gets_gradient, token_messages
+from commprof.requested.experts.rank_groups import RankGroups
+from commprof.requested.parameters import Parameter
+from commprof.schema import Phase
+
+_LAYER: Final = (
+    "layer",
+    "num_experts",
+    "ep_size",
+    "k",
+    "capacity_factor",
+    "min_capacity",
+    "drop_tokens",
+    "hidden",
+)
+_CALL: Final = ("attempt", "step", "micro_step", "phase", "call", "layer", "rank")
+_UNSEEN: Final = "the tokens of ranks that left no records"
+_UNRECORDED: Final = "the tokens of this step, which were not recorded"
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a layer in one expert-parallel group, and its part of the backward pass."""
+
+    layer: str
+    group: tuple[int, ...]
+    slots: int
+    repeats: bool  # activation checkpointing runs it again in the backward pass
+    complete: bool  # the counts of all ranks of the group are known
+
+
+@dataclass
+class ExpertTokens:
+    """The layers of experts of a run and their forward passes.
+
+    Attributes:
+        layers: with the tokens of most forward passes.
+        ranks: of the run, and how they form groups.
+        parameters: of a rank.
+        item_bytes: of an element of a token.
+        passes: those of each step.
+    """
+
+    layers: Mapping[str, ExpertLayer]
+    ranks: RankGroups
+    parameters: Sequence[Parameter]
+    item_bytes: int
+    passes: Mapping[StepKey, tuple[tuple[_Pass, int], ...]]
+    _known: dict[object, list[Expectation]] = field(default_factory=dict)
+
+    def expected(self, key: StepKey, micro_steps: int) -> list[Expectation]:
+        """The messages of tokens of step ``key``, all its micro-batches together; none where no tokens were recorded."""
+        if not self.passes or key.step < 0:
+            return []
+        passes = self.passes.get(key)
+        if passes not in self._known:
+            rows = self._usual(micro_steps) if passes is None else self._of_passes(passes)
+            self._known[passes] = summed(rows, "step")
+        return self._known[passes]
+
+    def usual(self) -> list[Expectation]:
+        """The messages of a micro-batch with as many tokens as most, spread evenly over the experts."""
+        return (
+            expected_tokens(self.layers.values(), self.parameters, self.item_bytes, self.ranks)
+            if self.passes
+            else []
+        )
+
+    def _of_passes(self, passes: Sequence[tuple[_Pass, int]]) -> list[Expectation]:
+        rows = []
+        for each, count in passes:
+            layer = self.layers[each.layer]
+            backwards = 0 if each.repeats else 1 + gets_gradient(each.layer, self.parameters)
+            sent = token_messages(layer, (each.group,), self.item_bytes, backwards, each.slots)
+            rows += count * (sent if each.complete else _estimated(sent, _UNSEEN))
+        return rows
+
+    def _usual(self, micro_steps: int) -> list[Expectation]:
+        return micro_steps * _estimated(self.usual(), _UNRECORDED)
+
+
+def expert_tokens_of(
+    run: Tables, parameters: Sequence[Parameter], item_bytes: int, ranks: RankGroups
+) -> ExpertTokens | None:
+    """The layers of experts of ``run`` that exchange tokens, and their forward passes; None where there are none.
+
+    Args:
+        run: whose tables are read.
+        parameters: of a rank.
+        item_bytes: of an element of a token.
+        ranks: of the run.
+
+    Raises:
+        RequestedError: the sizes of a layer do not fit together.
+    """
+    described = {row["layer"]: row for row in run.table("expert_layers").to_pylist()}
+    layers = {name: _layer(row) for name, row in described.items() if row["ep_size"] > 1}
+    for layer in layers.values():
+        layer.check()
+    ranks.check(layer.ep_size for layer in layers.values())
+    if not layers:
+        return None
+    group_of = {
+        (layer.ep_size, rank): group
+        for layer in layers.values()
+        for group in ranks.of_experts(layer.ep_size)
+        for rank in group
+    }
+    tokens: dict[str, Counter[int]] = defaultdict(Counter)
+    fullest: dict[tuple[Any, ...], list[int]] = {}
+    for row in _calls(run.table("expert_loads")):
+        if row["layer"] not in layers:
+            continue
+        tokens[row["layer"]][row["sent_max"]] += 1
+        group = group_of.get((layers[row["layer"]].ep_size, row["rank"]))
+        if group is not None:
+            place = (*(row[name] for name in _CALL[:-1]), group)
+            largest = fullest.setdefault(place, [0, 0, 0])
+            largest[:] = max(largest[0], row["sent_max"]), max(largest[1], row["tokens_max"]), largest[2] + 1
+    steps: dict[StepKey, Counter[_Pass]] = defaultdict(Counter)
+    for (attempt, step, _, phase, _, name, group), (sent, count, seen) in fullest.items():
+        layer = layers[name]
+        slots = layer._replace(tokens=sent).capacity if layer.drop_tokens else min(count, sent)
+        complete = layer.drop_tokens or seen == len(group)
+        steps[StepKey(attempt, step)][_Pass(name, group, slots, phase == Phase.BACKWARD, complete)] += 1
+    usual = {
+        name: layer._replace(tokens=tokens[name].most_common(1)[0][0] if tokens[name] else 0)
+        for name, layer in layers.items()
+    }
+    passes = {key: tuple(sorted(counts.items())) for key, counts in steps.items()}
+    return ExpertTokens(usual, ranks, parameters, item_bytes, passes)
+
+
+def _layer(row: Mapping[str, Any]) -> ExpertLayer:
+    unknown = [name for name in _LAYER if row[name] is None]
+    if unknown:
+        raise RequestedError(f"layer {row['layer']} of expert_layers has no {unknown[0]}; expected a value")
+    return ExpertLayer(**{name: row[name] for name in _LAYER}, tokens=0)
+
+
+def _estimated(rows: Sequence[Expectation], depends: str) -> list[Expectation]:
+    return [
+        each._replace(bytes_exact=False, least_bytes=0, most_bytes=None, estimate=depends) for each in rows
+    ]
+
+
+def _calls(loads: pa.Table) -> list[dict[str, Any]]:
+    """The forward passes of training: tokens of each rank, and those of its fullest expert."""
+    training = pc.and_(
+        pc.greater_equal(loads["step"], 0), pc.not_equal(loads["phase"].cast(pa.string()), Phase.EVALUATION)
+    )
+    rows = loads.filter(training)
+    largest = rows.group_by(list(_CALL)).aggregate([("sent", "max"), ("tokens", "max")])
+    calls: list[dict[str, Any]] = largest.to_pylist()
+    return calls
