@@ -349,7 +349,7 @@ def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
     the splits of the records; an all_to_all with equal splits, such as that of a padded buffer, is even.
 
     Args:
-        purpose: only these; default: all.
+        purpose: only these; ``untagged``: without a purpose; default: all.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import exchanges

@@ -12,6 +12,7 @@ from commprof_dash.pages.compare import data as compare_data
 from commprof_dash.pages.overview import data as overview_data
 from support.browser import served, watched
 from support.detailed_runs import aligned_run, detailed_run
+from support.expert_runs import uneven_experts
 
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
@@ -35,6 +36,7 @@ def runs(tmp_path_factory):
     base = tmp_path_factory.mktemp("traffic")
     detailed_run().write(base / "plain")
     aligned_run(base / "aligned")
+    uneven_experts().write(base / "experts")
     return base
 
 
@@ -102,6 +104,25 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
         arg=received[0],
     )
     assert traces(page, "owners")[0]["y"] == received
+
+
+def test_the_load_of_experts_and_the_choice_of_the_layer(page, base_url, runs):
+    def loads(layer):
+        frame = api.experts(runs / "experts").query("layer == @layer")
+        return frame.pivot(index="expert", columns="step", values="load").to_numpy().tolist()
+
+    page.open(f"{base_url}/matrix?run=experts")
+    assert traces(page, "experts")[0]["z"] == loads("blocks.0.moe")
+    rows = api.expert_imbalance(runs / "experts").query("layer == 'blocks.0.moe'")
+    assert traces(page, "expert-imbalance")[0]["y"] == rows["imbalance"].tolist()
+    assert traces(page, "expert-drops")[0]["y"] == pytest.approx((100 * rows["dropped_share"]).tolist())
+    choose(page, "Experts of", "blocks.1.moe")
+    page.page.wait_for_function("location.search.includes('layer=blocks.1.moe')")
+    page.page.wait_for_selector("#card-experts >> text=load of blocks.1.moe")
+    page.settle()
+    assert traces(page, "experts")[0]["z"] == loads("blocks.1.moe")
+    page.open(f"{base_url}/matrix?run=plain")
+    assert page.page.locator("#card-experts").count() == 0
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pyarrow as pa
 from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS
 from commprof.analysis.columns.expert_answers import EXCHANGE_IMBALANCE
 from commprof.analysis.columns.frames import from_rows
-from commprof.analysis.traffic.matrix import matrix
+from commprof.analysis.traffic.matrix import UNTAGGED, matrix
 from commprof.schema import Op, parse_ranks
 
 COLUMNS: Final = ("step", "op", "purpose", "group_ranks", "sender")
@@ -26,7 +26,7 @@ def exchange_imbalance(operations: pa.Table, groups: pa.Table, purpose: str | No
     frame = operations.select(COLUMNS).to_pandas()
     frame = frame[(frame["op"] == Op.ALL_TO_ALL) & (frame["step"] >= 0)]
     if purpose is not None:
-        frame = frame[frame["purpose"] == purpose]
+        frame = frame[frame["purpose"].isna() if purpose == UNTAGGED else frame["purpose"] == purpose]
     if frame.empty:
         return from_rows([], EXCHANGE_IMBALANCE.columns)
     members = {text: parse_ranks(text) for text in frame["group_ranks"].unique()}

@@ -43,7 +43,7 @@ Ranks: TypeAlias = npt.NDArray[np.int64]
 Shares: TypeAlias = npt.NDArray[np.float64]
 
 EVERY_STEP: Final[Steps] = (-(2**31), 2**31 - 1)
-_UNTAGGED: Final = "untagged"
+UNTAGGED: Final = "untagged"
 _UNLOCATED: Final = "unlocated"
 # The columns that determine the pairs between which gloo sends.
 _ROUTE: Final = ("op", "group_ranks", "root", "call_bytes")
@@ -221,7 +221,7 @@ def _chosen(
         wanted.append(pc.equal(operations["op"], op))
     if purpose is not None:
         purposes = operations["purpose"]
-        wanted.append(pc.is_null(purposes) if purpose == _UNTAGGED else pc.equal(purposes, purpose))
+        wanted.append(pc.is_null(purposes) if purpose == UNTAGGED else pc.equal(purposes, purpose))
     return operations.filter(reduce(pc.and_kleene, wanted))
 
 

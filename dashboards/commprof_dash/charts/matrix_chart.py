@@ -68,7 +68,7 @@ def heat(
         texttemplate="%{text}" if size <= _MOST_WRITTEN else None,
         zmin=low,
         zmax=high,
-        colorscale=[[0, _mixed(PAPER[scheme], colour, _FAINTEST)], [1, colour]],
+        colorscale=[[0, mixed(PAPER[scheme], colour, _FAINTEST)], [1, colour]],
         colorbar=_colour_bar(low, least, high, title),
         xgap=1 if size <= 64 else 0,
         ygap=1 if size <= 64 else 0,
@@ -198,7 +198,9 @@ def _round(value: float) -> str:
     return api.format_bytes(value).replace(".00 ", " ").replace(".0 ", " ")
 
 
-def _mixed(background: str, colour: str, share: float) -> str:
+def mixed(background: str, colour: str, share: float) -> str:
+    """``share`` of ``colour`` over ``background``, all as ``#rrggbb``."""
+
     def channels(text: str) -> list[int]:
         return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
 

@@ -17,6 +17,7 @@ from commprof_dash.data import Runs
 from commprof_dash.pages.matrix.page import parse_steps
 from commprof_dash.pages.timeline.data import record_text, view_in
 from support.detailed_runs import aligned_run, detailed_run
+from support.expert_runs import uneven_experts
 from support.runs import SyntheticRun
 
 pytestmark = pytest.mark.shared_answers
@@ -157,6 +158,68 @@ def test_filters_that_counters_do_not_know_are_disabled(directory):
 
     assert dead("") == set()
     assert dead("&measure=counters") == {"op", "purpose", "steps"}
+
+
+EXPERT_CARDS = {"experts", "expert-imbalance", "expert-drops", "expert-bytes"}
+
+
+def test_the_cards_of_experts_draw_what_the_api_answers(tmp_path):
+    uneven_experts().write(tmp_path / "run")
+    parts = draw(tmp_path, "/matrix?run=run")
+    figures, text = figures_of(parts), text_of(parts)
+    loads = api.experts(tmp_path / "run").query("layer == 'blocks.0.moe'")
+    heat = figures["experts"].data[0]
+    assert [list(row) for row in heat.z] == loads.pivot(
+        index="expert", columns="step", values="load"
+    ).to_numpy().tolist()
+    assert heat.z[5][11] == 4.5 and "4.50 in step 7, expert 5" in text
+    assert "<b>4.50</b> times the mean: 144 tokens, 80 dropped" in heat.customdata[5][7]
+    lines = {trace.name: list(trace.y) for trace in figures["expert-imbalance"].data}
+    rows = api.expert_imbalance(tmp_path / "run").query("layer == 'blocks.0.moe'")
+    assert lines == {
+        "most loaded expert": rows["imbalance"].tolist(),
+        "most loaded rank": rows["rank_imbalance"].tolist(),
+    }
+    assert list(figures["expert-drops"].data[0].y) == pytest.approx((100 * rows["dropped_share"]).tolist())
+    sent = {trace.name: list(trace.y) for trace in figures["expert-bytes"].data}
+    # 8 exchanges; each rank sends a quarter of 4096 bytes to one rank of its host and two of the other host.
+    assert sent == {"within hosts": [8 * 4 * 1024.0] * 12, "between hosts": [8 * 4 * 2048.0] * 12}
+    assert "all ranks receive the same" in text
+
+
+def test_the_layer_and_the_steps_of_the_cards_of_experts_can_be_chosen(tmp_path):
+    uneven_experts().write(tmp_path / "run")
+    parts = draw(tmp_path, "/matrix?run=run&layer=blocks.1.moe&steps=2-3")
+    heat = figures_of(parts)["experts"].data[0]
+    assert [list(row) for row in heat.z] == [[1.0, 1.0]] * 8
+    assert "Experts: load of blocks.1.moe" in text_of(parts)
+    assert "No experts were recorded in these steps" in text_of(draw(tmp_path, "/matrix?run=run&steps=-1"))
+
+
+def test_many_steps_are_added_up_in_columns(tmp_path):
+    uneven_experts(500).write(tmp_path / "run")
+    parts = draw(tmp_path, "/matrix?run=run")
+    heat = figures_of(parts)["experts"].data[0]
+    assert len(heat.x) == 167 and "Each column is 3 neighboring steps together" in text_of(parts)
+    assert heat.z[5][1] == (8 + 15 + 22) / 24  # steps 3 to 5
+
+
+def test_uneven_splits_are_stated_beside_the_matrix_and_without_experts_there_is_no_card(tmp_path):
+    run = SyntheticRun(world_size=2)
+    for step, (first, second) in enumerate([(100, 100), (100, 300)]):
+        run.add_step(step)
+        for rank, (sent, got) in enumerate([((50, second), (50, first)), ((first, 50), (second, 50))]):
+            run.add_collective(
+                "all_to_all", payload_bytes=sum(sent), step=step, ranks=(rank,),
+                input_splits=",".join(map(str, sent)), output_splits=",".join(map(str, got)),
+            )  # fmt: skip
+    run.write(tmp_path / "run")
+    parts = draw(tmp_path, "/matrix?run=run&steps=0-1")
+    assert (
+        "step 1 rank 1 receives 1.50 times the mean of the ranks (the most of 2 steps, median 1.25)"
+        in text_of(parts)
+    )
+    assert not EXPERT_CARDS & set(figures_of(parts)) and "Experts" not in text_of(parts)
 
 
 def test_neighbouring_ranks_of_a_host_have_a_frame():

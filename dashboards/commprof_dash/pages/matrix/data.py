@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
@@ -11,6 +11,8 @@ from commprof.analysis import api
 from commprof_dash.data import Runs
 
 MOST_RANKS: Final = 64  # rows of the matrix: more cells are neither told apart nor read as a table
+
+TOKENS: Final = "activation"  # purpose of the all_to_alls of tokens
 
 Steps = tuple[int, int] | None
 
@@ -52,3 +54,38 @@ def owners(runs: Runs, name: str, steps: Steps) -> pd.DataFrame:
 def moved(runs: Runs, name: str) -> pd.DataFrame:
     """What the counters of each host moved: see ``api.moved``."""
     return runs.moved(name)
+
+
+def expert_layers(runs: Runs, name: str) -> list[str]:
+    """The layers of experts of a run, the one with the largest imbalance first; empty without experts."""
+    frame = expert_imbalance(runs, name)
+    if frame.empty:
+        return []
+    typical = frame.groupby("layer", sort=False)["imbalance"].median().fillna(0.0)
+    return [str(layer) for layer in typical.sort_values(ascending=False, kind="stable").index]
+
+
+def experts(runs: Runs, name: str) -> pd.DataFrame:
+    """The load of each expert by step and layer: see ``api.experts``."""
+    frame: pd.DataFrame = runs.of_run("experts", name, api.experts)
+    return frame
+
+
+def expert_imbalance(runs: Runs, name: str) -> pd.DataFrame:
+    """Imbalance and dropped tokens by step and layer: see ``api.expert_imbalance``."""
+    frame: pd.DataFrame = runs.of_run("expert_imbalance", name, api.expert_imbalance)
+    return frame
+
+
+def exchanges(runs: Runs, name: str, purpose: str | None) -> pd.DataFrame:
+    """What the ranks receive in all_to_alls by step: see ``api.exchange_imbalance``."""
+    frame: pd.DataFrame = runs.of_run(
+        f"exchanges {purpose}", name, lambda path: api.exchange_imbalance(path, purpose)
+    )
+    return frame
+
+
+def largest(frame: pd.DataFrame) -> dict[str, Any]:
+    """The row of ``frame`` with the largest ``imbalance``, the first of equal ones."""
+    rows = frame[frame["imbalance"] == frame["imbalance"].max()].head(1).to_dict("records")
+    return {str(name): value for name, value in rows[0].items()}

@@ -11,7 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof.analysis import api
-from commprof.schema import OPS, PURPOSES
+from commprof.schema import OPS, PURPOSES, Op
 from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import matrix_chart
@@ -21,6 +21,7 @@ from commprof_dash.data import Runs
 from commprof_dash.measures import Measure, format_count
 from commprof_dash.pages.matrix import data as matrix_data
 from commprof_dash.pages.matrix.data import Steps
+from commprof_dash.pages.matrix.experts import LAYER, balance_sentence, expert_cards
 from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline.data import hosts_of, path_of
@@ -93,15 +94,22 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             controls.select(PURPOSE, "Purpose", _choices(kinds["purpose"], purpose), purpose, dead),
             controls.text(STEPS, "Steps", written, "all, 3 or 2-9", wrong, dead),
         ]
+        layers = matrix_data.expert_layers(runs, name)
+        layer = address.one(query, LAYER, layers, layers[0] if layers else "")
+        if len(layers) > 1:
+            controls_shown.append(controls.select(LAYER, "Experts of", layers, layer, dead))
         if measure is COUNTERS:
             return controls_shown, [_counters(matrix_data.moved(runs, name))]
         chosen, kind = (None if op == ALL else op), (None if purpose == ALL else purpose)
+        experts = expert_cards(runs, name, layer, steps, scheme) if layers else []
         steps, count = steps_shown(steps, known, per)
         frame = matrix_data.matrix(runs, name, steps, chosen, kind)
         when = "of the chosen steps together" if per == TOTAL else _mean_over(steps, count)
         hosts = hosts_of(path_of(runs, name))
+        balance = _balance(runs, name, steps, chosen, kind, measure)
         return controls_shown, [
-            _matrix(_per_step(frame, count), measure, chosen, hosts, when, scheme),
+            _matrix(_per_step(frame, count), measure, chosen, hosts, when, balance, scheme),
+            *experts,
             _owners(matrix_data.owners(runs, name, steps), scheme),
             _model(frame, measure),
         ]
@@ -165,8 +173,27 @@ def _choices(present: pd.Series[Any], chosen: str) -> list[str]:
     return [ALL, *dict.fromkeys([*sorted(set(present)), *([] if chosen == ALL else [chosen])])]
 
 
+def _balance(
+    runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | None, measure: Measure
+) -> str:
+    """How unevenly the ranks receive what the matrix shows of all_to_alls, with a space before; else empty."""
+    if measure is MESSAGES or op not in (None, Op.ALL_TO_ALL):
+        return ""
+    frame = matrix_data.exchanges(runs, name, purpose)
+    if steps is not None:
+        frame = frame[frame["step"].between(*steps)]
+    sentence = balance_sentence(frame)
+    return f" {sentence}" if sentence else ""
+
+
 def _matrix(
-    frame: pd.DataFrame, measure: Measure, op: str | None, hosts: dict[int, str], when: str, scheme: Scheme
+    frame: pd.DataFrame,
+    measure: Measure,
+    op: str | None,
+    hosts: dict[int, str],
+    when: str,
+    balance: str,
+    scheme: Scheme,
 ) -> Component:
     title = "Bytes from rank to rank"
     reason = frame.attrs["executed_reason"] if measure is EXECUTED else None
@@ -190,7 +217,8 @@ def _matrix(
         f"{measure.name} {when} ({measure.definition})."
         + (f" Shown as issued: {reason}." if reason else "")
         + blocks
-        + (" A frame is a host." if len(set(hosts.values())) > 1 else ""),
+        + (" A frame is a host." if len(set(hosts.values())) > 1 else "")
+        + balance,
         matrix_chart.heat(drawn, measure.column, measure.name, op, scheme, hosts),
         drawn.sort_values(measure.column, ascending=False, kind="stable"),
         [
