@@ -39,12 +39,16 @@ class Block(nn.Module):
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, context, width) to the same shape."""
+    def attend(self, x: Tensor) -> Tensor:
+        """What attention adds to ``x``, (batch, context, width)."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return self.projection(attended.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, context, width) to the same shape."""
+        x = x + self.attend(x)
         return x + self.contract(F.gelu(self.expand(self.feed_forward_norm(x))))
 
 
