@@ -95,6 +95,7 @@ _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 _OVERFLOW = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
 _TWICE = {"gradient_accumulation_steps": 2}
 _CLIPPED = {"gradient_clipping": 0.1}
+_FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _SMALL = {"reduce_bucket_size": 3000}
 _PER_OWNER = {"use_multi_rank_bucket_allreduce": False}
 _ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -140,6 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s0_ep2_w2_bf16": _gpt(0, 2, 2, config=_BF16),
     "gpt_s1_ep2_w2_bf16": _gpt(1, 2, 2, config=_BF16),
     "gpt_s2_ep2_w4_bf16": _gpt(2, 2, 4, config=_BF16),
+    "gpt_s1_ep2_w4_bf16_fp32_sums": _gpt(1, 2, 4, config={**_BF16, **_CLIPPED, **_FP32_SUMS}),
     "gpt_s1_ep2_w2_fp16": _gpt(1, 2, 2, config=_FP16),
     "gpt_s2_ep2_w2_fp16_overflow": _gpt(2, 2, 2, config=_OVERFLOW),
     "gpt_s0_ep2_w4_clip": _gpt(0, 2, 4, config=_CLIPPED),
@@ -156,8 +158,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s1_ep2_w2_per_owner_small": _gpt(1, 2, 2, zero={**_PER_OWNER, **_SMALL}),
     "gpt_s2_ep2_w4_overlap_small": _gpt(2, 2, 4, zero={"overlap_comm": True, **_SMALL}),
     "gpt_s1_ep2_w2_not_contiguous": _gpt(1, 2, 2, zero={"contiguous_gradients": False}),
-    "gpt_s2_ep2_w4_prescale": _gpt(2, 2, 4, config={"prescale_gradients": True}),
-    "gpt_s2_ep2_w4_gather_small": _gpt(2, 2, 4, zero={"allgather_bucket_size": 1000}),
+    "gpt_s2_ep2_w4_round_robin": _gpt(2, 2, 4, zero={"round_robin_gradients": True}),
+    "gpt_s1_ep2_w4_offload_twice": _gpt(1, 2, 4, config=_TWICE, zero=_ON_HOST),
     "gpt_s2_ep2_w2_offload": _gpt(2, 2, 2, config=_CLIPPED, zero=_ON_HOST),
     # groups
     "gpt_s0_ep2_w4_data_first": _gpt(0, 2, 4, config=_DATA_FIRST),
@@ -168,18 +170,38 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s2_ep2_w2_decay": _gpt(2, 2, 2, groups="decay"),
     "gpt_s2_ep2_w2_client": _gpt(2, 2, 2, groups="split", client_optimizer="AdamW"),
     "gpt_s0_ep2_w2_client_decay": _gpt(0, 2, 2, groups="decay", client_optimizer="AdamW"),
-    # DeepSpeed's cifar example
+    "gpt_s2_ep2_w4_client_decay": _gpt(
+        2, 2, 4, {"k": 2}, groups="decay", client_optimizer="AdamW", zero=_SMALL
+    ),
+    # DeepSpeed's cifar example, with the arguments of run_ds_moe.sh and run_ds_prmoe.sh in the first two
+    "cifar_s0_ep2_w2_run_ds_moe": _cifar(0, 2, 2, {"num_experts": 2, "noisy_gate_policy": "RSample"}),
+    "cifar_s2_ep2_w2_run_ds_prmoe": _case(
+        "cifar",
+        2,
+        2,
+        *(
+            {
+                "num_experts": experts,
+                "ep_size": 2,
+                "min_capacity": 0,
+                "noisy_gate_policy": "RSample",
+                "use_residual": True,
+            }
+            for experts in (2, 4)
+        ),
+    ),
     "cifar_s0_ep1_w2": _cifar(0, 1, 2),
     "cifar_s0_ep2_w2": _cifar(0, 2, 2),
+    "cifar_s0_ep4_w4": _cifar(0, 4, 4),
+    "cifar_s1_ep1_w2": _cifar(1, 1, 2),
     "cifar_s1_ep2_w2": _cifar(1, 2, 2),
     "cifar_s1_ep4_w4": _cifar(1, 4, 4),
+    "cifar_s2_ep1_w2": _cifar(2, 1, 2),
     "cifar_s2_ep2_w2": _cifar(2, 2, 2),
     "cifar_s2_ep2_w4": _cifar(2, 2, 4),
+    "cifar_s2_ep4_w4": _cifar(2, 4, 4),
     "cifar_s2_ep2_w2_k2": _cifar(2, 2, 2, {"k": 2}),
     "cifar_s2_ep2_w2_bf16": _cifar(2, 2, 2, config=_BF16),
-    "cifar_s2_ep2_w2_residual": _case(
-        "cifar", 2, 2, *(2 * [{"ep_size": 2, "min_capacity": 0, "use_residual": True}])
-    ),
     # refused
     "gpt_s3_ep2_w2": _gpt(3, 2, 2),
     "gpt_s1_ep2_w2_all_reduce": _gpt(1, 2, 2, zero={"reduce_scatter": False}),
