@@ -19,7 +19,8 @@ _FAINTEST: Final = 0.06
 _MOST_WRITTEN: Final = 16  # steps and experts up to which a cell has room for its number
 _EXPERT_PIXELS: Final = 18
 _HEIGHTS: Final = (260, 640)
-_OTHER_PIXELS: Final = 150
+_OTHER_PIXELS: Final = 118  # of the figure, above and below the cells
+_AXIS_PIXELS: Final = 42  # of these, between the cells and the color bar
 
 
 class Line(NamedTuple):
@@ -46,6 +47,8 @@ def load(tokens: pd.DataFrame, dropped: pd.DataFrame, scheme: Scheme) -> go.Figu
     ]
     highest = max(2.0, float(loads.to_numpy().max(initial=0.0)))
     colour = OP_COLOURS[Op.ALL_TO_ALL]
+    low, high = _HEIGHTS
+    height = min(high, max(low, _EXPERT_PIXELS * len(experts) + _OTHER_PIXELS))
     figure = go.Figure(layout={"template": template(scheme)})
     is_written = len(steps) <= _MOST_WRITTEN and len(experts) <= _MOST_WRITTEN
     figure.add_heatmap(
@@ -74,8 +77,7 @@ def load(tokens: pd.DataFrame, dropped: pd.DataFrame, scheme: Scheme) -> go.Figu
             "orientation": "h",
             "thickness": 12,
             "outlinewidth": 0,
-            "y": 0,
-            "ypad": 52,
+            "y": -_AXIS_PIXELS / (height - _OTHER_PIXELS),
             "yanchor": "top",
             "nticks": 6,
         },
@@ -83,10 +85,9 @@ def load(tokens: pd.DataFrame, dropped: pd.DataFrame, scheme: Scheme) -> go.Figu
         ygap=1 if len(experts) <= 64 else 0,
         hovertemplate="%{customdata}<extra></extra>",
     )
-    low, high = _HEIGHTS
     figure.update_layout(
-        height=min(high, max(low, _EXPERT_PIXELS * len(experts) + _OTHER_PIXELS)),
-        margin={"l": 8, "r": 8, "t": 8, "b": 60},
+        height=height,
+        margin={"l": 8, "r": 8, "t": 8, "b": _OTHER_PIXELS - 8},
         xaxis=_ticks(steps) | {"title": {"text": "Training step"}},
         yaxis=_ticks(experts) | {"title": {"text": "Expert"}, "autorange": "reversed"},
     )

@@ -21,6 +21,11 @@ from commprof_dash.theme import EXPOSED_COLOUR, KIND_COLOURS, Scheme
 LAYER: Final = "layer"  # in the address: whose experts
 _ROWS: Final = 500
 _SHARE: Final = "dropped_percent"
+_PADDED: Final = (
+    "DeepSpeed and zero_runtime send a padded buffer with as many slots for each expert as its capacity. Then every rank "
+    "receives the same number of bytes, however uneven the experts are: that shows as dropped tokens and padding. Programs "
+    "that send real counts send more bytes to the ranks with more loaded experts."
+)
 _WITHIN: Final = "within_hosts_bytes"
 _BETWEEN: Final = "between_hosts_bytes"
 
@@ -157,6 +162,7 @@ def _bytes(exchanged: pd.DataFrame, scheme: Scheme) -> Component:
             Field("rank", "By rank", _known, numeric=True),
         ],
         most_rows=_ROWS,
+        how=cards.how_to_read(_PADDED),
     )
 
 
