@@ -346,7 +346,8 @@ def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
     """What the ranks receive in the all_to_alls of each training step, and how uneven that is; no hook is needed.
 
     The imbalance is the largest number of bytes that a rank receives from others over the mean of the ranks. It follows from
-    the splits of the records; an all_to_all with equal splits, such as that of a padded buffer, is even.
+    the splits of the records; an all_to_all with equal splits, such as that of a padded buffer, is even. It is null where
+    splits were given as tensors, and in runs that recorded sums only.
 
     Args:
         purpose: only these; ``untagged``: without a purpose; default: all.
@@ -357,7 +358,7 @@ def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
 
     run = _opened(run)
     operations = run_totals.operations(run, matrix_module.columns(()))
-    return exchanges.exchange_imbalance(operations, run.table("groups"), purpose)
+    return exchanges.exchange_imbalance(operations, run.table("groups"), purpose, not run.health.summed)
 
 
 def bucket_flushes(

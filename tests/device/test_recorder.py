@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commprof import hooks
 from support.recording import calls, record
 
 pytestmark = pytest.mark.ranks
@@ -50,6 +51,47 @@ def test_the_program_never_waits_for_the_device(tmp_path):
         still_busy, took = outcome["result"]
         assert still_busy and took < 1.0
     assert len(calls(run, 0, "op")) == 101
+
+
+def test_the_load_of_experts_is_read_without_waiting_for_the_device(tmp_path):
+    def body(rank, world):
+        warm()
+        hooks.describe_expert_layers(
+            [
+                {
+                    "layer": "moe",
+                    "num_experts": 4,
+                    "ep_size": 2,
+                    "k": 1,
+                    "min_capacity": 1,
+                    "hidden": 8,
+                    "expert_ranks": "0,1",
+                    "drop_tokens": True,
+                }
+            ]
+        )
+        counts = torch.tensor([5, 1, 0, 2], device="cuda")
+        torch.cuda.synchronize()
+        spin(1.0)
+        reached = torch.cuda.Event()
+        reached.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(20):
+                hooks.step(step)
+                hooks.expert_load("moe", counts + step, 3, 8)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        still_busy = not reached.query()
+        torch.cuda.synchronize()
+        return still_busy
+
+    run, outcomes = record(tmp_path / "run", 2, body)
+    assert all(outcome["result"] for outcome in outcomes)
+    assert [note for note in run.health.notes if "expert" in note] == []
+    rows = run.table("expert_loads").to_pylist()
+    assert [row["tokens"] for row in rows if (row["rank"], row["step"]) == (1, 7)] == [12, 8, 7, 9]
+    assert len(rows) == 2 * 20 * 4
 
 
 def test_exposed_time_of_synchronous_calls_is_what_events_around_them_say(tmp_path):

@@ -16,12 +16,15 @@ from commprof.schema import Op, parse_ranks
 COLUMNS: Final = ("step", "op", "purpose", "group_ranks", "sender")
 
 
-def exchange_imbalance(operations: pa.Table, groups: pa.Table, purpose: str | None) -> pd.DataFrame:
+def exchange_imbalance(
+    operations: pa.Table, groups: pa.Table, purpose: str | None, has_splits: bool = True
+) -> pd.DataFrame:
     """See :func:`commprof.analysis.api.exchange_imbalance`.
 
     Args:
         operations: summed by the columns of :func:`commprof.analysis.traffic.matrix.columns`.
         groups: the table of this name.
+        has_splits: whether they are of records; sums do not tell equal splits from others.
     """
     frame = operations.select(COLUMNS).to_pandas()
     frame = frame[(frame["op"] == Op.ALL_TO_ALL) & (frame["step"] >= 0)]
@@ -38,7 +41,7 @@ def exchange_imbalance(operations: pa.Table, groups: pa.Table, purpose: str | No
     cells = matrix(operations, groups, ("step",), op=Op.ALL_TO_ALL, purpose=purpose)
     by_step = dict(tuple(cells.groupby("step")))
     rows = (
-        _row(int(step), ranks[step], by_step.get(step, cells.iloc[:0]), step in unplaced)
+        _row(int(step), ranks[step], by_step.get(step, cells.iloc[:0]), not has_splits or step in unplaced)
         for step in sorted(ranks)
     )
     return from_rows(rows, EXCHANGE_IMBALANCE.columns)

@@ -182,6 +182,13 @@ def test_the_imbalance_of_a_gate_is_found_with_its_number(tmp_path):
     exchanged = api.exchange_imbalance(run, "activation")
     assert exchanged["wire_bytes"].tolist() == [2 * 4 * 288.0] * 3
     assert exchanged["imbalance"].tolist() == [1.0] * 3
+    assert pairs_of(api.matrix(run, op="all_to_all", steps=(0, 0))) == {
+        (sender, receiver): 2 * 96.0 for sender in range(4) for receiver in range(4) if sender != receiver
+    }
+
+
+def pairs_of(cells):
+    return {(row.sender, row.receiver): row.wire_bytes for row in cells.itertuples()}
 
 
 def send_uneven(rank, world):
@@ -204,4 +211,10 @@ def test_the_imbalance_of_uneven_splits_is_found_with_its_number(tmp_path):
     assert rows["rank"].tolist() == [0, 1] and rows["ranks"].tolist() == [4, 4]
     assert rows["wire_bytes"].tolist() == [12 * 32.0, 30 * 32.0]
     assert rows["most_received_bytes"].tolist() == [3 * 32.0, 21 * 32.0]
+    assert pairs_of(api.matrix(run, op="all_to_all", steps=(1, 1))) == {
+        (sender, receiver): 32.0 * (7 if receiver == 1 else 1)
+        for sender in range(4)
+        for receiver in range(4)
+        if sender != receiver
+    }
     assert api.expert_summary(run) is None and api.experts(run).empty

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commprof.analysis import api
@@ -110,6 +112,20 @@ def test_an_exchange_between_hosts_counts_there_and_unknown_splits_have_no_imbal
     assert rows["between_hosts_bytes"].tolist() == [800.0, 800.0]
     assert rows["imbalance"][0] == 1.0 and rows["imbalance"].isna().tolist() == [False, True]
     assert api.exchange_imbalance(run.open(), "activation")["imbalance"].tolist() == [1.0, 1.0]
+
+
+def test_sums_do_not_tell_equal_splits_from_others():
+    run = SyntheticRun(world_size=2)
+    for rank in range(2):
+        run.add(
+            "aggregates", rank=rank, attempt=0, pid=1, step=0, phase="forward", op="all_to_all", pg="0",
+            group_ranks="0-1", group_size=2, is_p2p=False, calls=2, payload_bytes=800, input_bytes=800, output_bytes=800,
+            host_ns=1,
+        )  # fmt: skip
+    opened = run.open()
+    opened.health = replace(opened.health, summed=4)
+    rows = api.exchange_imbalance(opened)
+    assert rows["wire_bytes"].tolist() == [800.0] and rows["imbalance"].isna().all()
 
 
 def test_answers_hold_exactly_what_is_declared(run):
