@@ -141,6 +141,11 @@ def of_one_rank(parameters: Iterable[Parameter]) -> list[Parameter]:
     return held
 
 
+def ep_sizes(parameters: Iterable[Parameter]) -> list[int | None]:
+    """The ``ep_size`` of each kind of parameters: None for dense ones, and those of experts."""
+    return list(dict.fromkeys(each.ep_size for each in parameters))
+
+
 def trained_groups(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
     """The trained parameters of each optimizer parameter group, by group number, in the order given.
 

@@ -125,12 +125,13 @@ def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration,
     if not is_own:
         return
     zero, communication = (plain_block(config.get(name)) for name in ("zero_optimization", "communication"))
+    topology = communication.get("topology")
     reason = "with experts there are several groups that reduce gradients"
     for key, value in (
         ("gradient_compression", configuration.compression),
         ("zero_optimization.zero_quantized_gradients", configuration.quantises_gradients),
         ("zero_optimization.zero_quantized_weights", configuration.quantises_weights),
-        ("communication.topology", communication.get("topology")),
+        ("communication.topology", topology if topology != 1 else None),  # 1 is the plain collective
         ("communication.bounded_delay", communication.get("bounded_delay")),
         ("zero_optimization.zero_force_param_types", zero.get("zero_force_param_types")),
         ("zero_optimization.zero_allowed_param_types", zero.get("zero_allowed_param_types")),

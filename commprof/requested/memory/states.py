@@ -14,7 +14,7 @@ from commprof.requested.errors import RequestedError
 from commprof.requested.keys import flag, section
 from commprof.requested.memory.offload import Offload, read_offload
 from commprof.requested.open_values import decide
-from commprof.requested.parameters import Parameter, check_parameters, in_model_order, item_bytes
+from commprof.requested.parameters import Parameter, check_parameters, ep_sizes, in_model_order, item_bytes
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
@@ -214,13 +214,18 @@ def _read(
         blocks = gathered_blocks(parameters, read_gather_configuration(zero_section(config)))
         block = max((sum(each.numel for each in members) for members in blocks), default=0)
     elif configuration.partitions:
+        by_size = {
+            size: [each for each in parameters if each.ep_size == size] for size in ep_sizes(parameters)
+        }
         layout = lay_out(
-            [parameters] if parameters else [],
+            list(by_size.values()),
             world_size,
             configuration.model_dtype,
             round_robin=configuration.round_robin_gradients,
             align_parameters=configuration.parameter_alignment,
-            bucket_size=configuration.reduce_bucket_size if configuration.reduces_chunks else None,
+            bucket_size=configuration.reduce_bucket_size
+            if configuration.reduces_chunks and set(by_size) <= {None}
+            else None,
         )
         share = sum(each.shard_numel for each in layout.groups)
         chunk = max((each.chunk_numel for each in layout.groups if each.chunks > 1), default=0)

@@ -55,15 +55,15 @@ def flat_expectations(
             buckets of their own, and the other gradients have no chunks.
     """
     groups = trained_groups(parameters) if configuration.partitions else []
+    has_experts = any(each.ep_size is not None for each in parameters)
+    in_chunks = configuration.reduces_chunks and not unpartitioned and not has_experts
     layout = lay_out(
         groups,
         world_size,
         configuration.model_dtype,
         round_robin=configuration.round_robin_gradients,
         align_parameters=configuration.parameter_alignment,
-        bucket_size=configuration.reduce_bucket_size
-        if configuration.reduces_chunks and not unpartitioned
-        else None,
+        bucket_size=configuration.reduce_bucket_size if in_chunks else None,
     )
     ranks = RankGroups(world_size, configuration.data_before_experts)
     rows: list[Expectation | None] = [*_parameter_broadcasts(configuration, parameters, ranks)]
@@ -72,7 +72,7 @@ def flat_expectations(
         gradients = replicated_gradients(configuration, parameters)
         rows += [
             *_gradient_reduce(configuration, gradients, ranks, backend),
-            *_expert_checks(configuration, parameters, ranks),
+            *_expert_checks(configuration, parameters, ranks, runtime),
             _clipping_norm(configuration, parameters, world_size),
         ]
     elif configuration.reduces_flat_groups:
@@ -83,7 +83,7 @@ def flat_expectations(
             *_parameter_gathers(configuration, layout, ranks, runtime),
         ]
     else:
-        if configuration.reduces_chunks and not unpartitioned:
+        if in_chunks:
             gradients = chunked_gradients(configuration, groups, layout, gradient_order, backend)
         else:
             gradients = bucketed_gradients(
@@ -226,12 +226,12 @@ def _clipping_norm(
 
 
 def _expert_checks(
-    configuration: Configuration, parameters: Sequence[Parameter], ranks: RankGroups
+    configuration: Configuration, parameters: Sequence[Parameter], ranks: RankGroups, runtime: Runtime
 ) -> list[Expectation]:
     """At stage 0 with 16-bit parameters the ranks that share experts compare whether a gradient of one overflowed.
 
-    The class for DeepSpeed's own Adam also sums the norms of the gradients of experts. Source: DeepSpeed 0.19.8,
-    ``CheckOverflow.has_overflow``, ``get_norm_with_moe_layers``.
+    zero_runtime, and DeepSpeed's class for its own Adam, also sum the norms of the gradients of experts. Source: DeepSpeed
+    0.19.8, ``CheckOverflow.has_overflow``, ``get_norm_with_moe_layers``.
     """
     sizes = dict.fromkeys(each.ep_size for each in parameters if each.ep_size and each.requires_grad)
     if not sizes or configuration.model_dtype is None:
@@ -239,7 +239,8 @@ def _expert_checks(
     largest = max(size for size in sizes if size is not None)
     note = "the ranks that share the experts compare whether a gradient overflowed"
     check = row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], largest, note)
-    norms = _expert_norms(sizes, ranks) if configuration.fuses_adam else []
+    sums_norms = runtime == "zero_runtime" or configuration.fuses_adam
+    norms = _expert_norms(sizes, ranks) if sums_norms else []
     return [check._replace(groups=ranks.of_experts(largest)), *norms]
 
 

@@ -85,8 +85,7 @@ def chunked_gradients(
     for group in layout.groups:
         first_chunks.append(len(messages))
         chunks = -(-group.end // (group.chunk_numel or 1))
-        op = Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER
-        whole = Message(op, group.chunk_numel, group.row_numel, ep_size=group.ep_size)
+        whole = Message(Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER, group.chunk_numel, group.row_numel)
         messages += [whole] * chunks
         if exchanges and chunks:
             messages[-1] = whole._replace(numel=group.end - (chunks - 1) * group.chunk_numel)
@@ -145,7 +144,7 @@ def bucketed_gradients(
     buckets = [owned_slices(bucket, layout) for bucket in contents]
     terms = Terms(
         capacity,
-        ranks=layout.groups[0].numel // layout.groups[0].shard_numel if layout.groups else 1,
+        ranks=layout.ranks,
         exchanges=configuration.reduce_scatter_on(backend) == "all_to_all",
     )
     reduce = REDUCTIONS[reduction].messages

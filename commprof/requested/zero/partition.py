@@ -85,6 +85,12 @@ class Layout:
     groups: tuple[FlatGroup, ...]
     places: dict[str, tuple[int, int]]
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the buffers of dense parameters."""
+        first = self.groups[0] if self.groups else None
+        return first.numel // first.shard_numel * (first.ep_size or 1) if first is not None else 1
+
     def shards(self, parameter: Parameter) -> list[OwnedShard]:
         """``parameter`` divided at the boundaries between the owners, in order."""
         number, start = self.places[parameter.name]

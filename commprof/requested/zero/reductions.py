@@ -65,7 +65,7 @@ class Terms(NamedTuple):
 
     Attributes:
         capacity: elements of a bucket (``reduce_bucket_size``).
-        ranks: ranks of the group.
+        ranks: ranks that reduce dense gradients.
         exchanges: a reduce_scatter is an all_to_all and a local sum.
     """
 
@@ -111,15 +111,20 @@ def reduce_scatter(shards: Shards, terms: Terms) -> list[Message]:
 
     Others are padded to the longest where that adds no more than a sixteenth; otherwise they are sent unpadded, as a list.
     """
-    rows = [0] * terms.ranks
+    by_group: dict[int | None, list[int]] = {}
     for shard in shards:
+        rows = by_group.setdefault(shard.ep_size, [0] * (terms.ranks // (shard.ep_size or 1)))
         rows[shard.owner] += shard.numel
-    if terms.exchanges:
-        return [Message(Op.ALL_TO_ALL, sum(rows), rows=tuple(rows))]
-    padded = max(rows) * terms.ranks
+    return [_rows_of_owners(tuple(rows), ep_size, terms.exchanges) for ep_size, rows in by_group.items()]
+
+
+def _rows_of_owners(rows: tuple[int, ...], ep_size: int | None, exchanges: bool) -> Message:
+    if exchanges:
+        return Message(Op.ALL_TO_ALL, sum(rows), rows=rows, ep_size=ep_size)
+    padded = max(rows) * len(rows)
     if padded > sum(rows) * (1 + _LARGEST_PADDING):
-        return [Message(Op.REDUCE_SCATTER, sum(rows), rows=tuple(rows))]
-    return [Message(Op.REDUCE_SCATTER, padded, max(rows), padding=padded - sum(rows))]
+        return Message(Op.REDUCE_SCATTER, sum(rows), rows=rows, ep_size=ep_size)
+    return Message(Op.REDUCE_SCATTER, padded, max(rows), padding=padded - sum(rows), ep_size=ep_size)
 
 
 class StatedReduction(NamedTuple):

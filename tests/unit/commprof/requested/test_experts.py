@@ -8,6 +8,7 @@ import torch
 from commprof.requested import Parameter, RequestedError, UnsupportedError, expected, expected_in_step
 from commprof.requested.experts.layers import ExpertLayer, capacity
 from commprof.requested.experts.rank_groups import RankGroups
+from commprof.requested.memory.states import holdings
 
 # 10 dense elements before the layer, 8 of its gate, two experts of 30 on each rank, 6 dense elements after it.
 PARAMETERS = [
@@ -107,10 +108,13 @@ def test_stage_0_sends_experts_after_all_others():
     }
 
 
-@pytest.mark.parametrize(("torch_adam", "norms"), [(True, []), (False, [4])])
-def test_stage_0_in_16_bit_compares_overflows_where_experts_are_shared(torch_adam, norms):
+@pytest.mark.parametrize(
+    ("runtime", "torch_adam", "norms"),
+    [("deepspeed", True, []), ("deepspeed", False, [4]), ("zero_runtime", True, [4])],
+)
+def test_stage_0_in_16_bit_compares_overflows_where_experts_are_shared(runtime, torch_adam, norms):
     adam = {"type": "AdamW", "params": {"torch_adam": torch_adam}}
-    sent = messages(asked({"bf16": {"enabled": True}, "optimizer": adam}), "step")
+    sent = messages(asked({"bf16": {"enabled": True}, "optimizer": adam}, runtime=runtime), "step")
     assert sent["overflow_check", "all_reduce", SHARERS] == [1]
     assert sent.get(("gradient_norm", "all_reduce", SHARERS), []) == norms
 
@@ -202,3 +206,18 @@ def test_what_does_not_go_with_experts_is_refused(config, key):
 def test_sizes_that_do_not_fit_are_named(parameters, layer, text):
     with pytest.raises(RequestedError, match=text):
         asked(zero(2), parameters=parameters, layers=[layer])
+
+
+def test_a_reduce_scatter_of_zero_runtime_has_rows_for_the_owners_of_each_group():
+    rows = asked(zero(2, gradient_reduction="reduce_scatter"))
+    of_all, of_experts = (row for row in rows if row.purpose == "gradient_reduce")
+    # 24 dense elements are 6 for each of 4 ranks, 60 of experts 30 for each of 2; gloo exchanges rows
+    assert (of_all.issued_op, of_all.groups, of_all.payloads) == ("all_to_all", None, ((24, 24, 24, 24),))
+    assert (of_experts.groups, of_experts.payloads) == (REPLICAS, ((120, 120),))
+
+
+def test_each_rank_holds_the_states_of_its_share_of_its_own_experts():
+    held = {each.what: each.device for each in holdings(zero(2) | {"bf16": {"enabled": True}}, PARAMETERS, 4)}
+    assert held["parameters"] == 84 * 2
+    assert held["masters"] == (24 // 4 + 60 // 2) * 4
+    assert held["optimizer states"] == (24 // 4 + 60 // 2) * 8
