@@ -79,7 +79,8 @@ def _check(config: RuntimeConfig, parallelism: Parallelism, name: str) -> None:
         raise ConfigError(
             f"{experts}, and zero_optimization.stage is 3; use stage 0, 1 or 2, as in DeepSpeed"
         )
-    if zero.stage.shards_optimizer and zero.gradient_reduction == "all_reduce":
+    in_buckets = zero.stage.shards_optimizer and not config.accumulates_whole
+    if in_buckets and zero.gradient_reduction == "all_reduce":
         # DeepSpeed refuses this too, except without contiguous_gradients at stage 1, where it adds gradients of different
         # experts.
         raise ConfigError(
