@@ -135,7 +135,7 @@ def _comparison(runs: Sequence[Run]) -> Iterator[str]:
 
 def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
     from commprof_dash import traffic_frames
-    from commprof_dash.charts import exposure_chart, time_charts, traffic
+    from commprof_dash.charts import expert_charts, exposure_chart, time_charts, traffic
     from commprof_dash.measures import WIRE
 
     facts = api.overview(run)
@@ -164,6 +164,10 @@ def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
     if exposed["exposed_low_ns"].notna().any():
         title = "Exposed and overlapped time of a training step"
         yield from _figure(anchor, title, exposure_chart.by_purpose(exposed, "light"), exposed)
+    experts = api.expert_imbalance(run)
+    if len(experts):
+        title = "Imbalance of experts by layer"
+        yield from _figure(anchor, title, expert_charts.by_layer(experts, "light"), experts)
 
 
 def _verdict(run: Run, anchor: str) -> Iterator[str]:

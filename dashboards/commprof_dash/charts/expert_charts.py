@@ -10,9 +10,10 @@ import plotly.graph_objects as go
 
 from commprof.schema import Op
 from commprof_dash.charts.axis_ticks import axis, step_ticks
+from commprof_dash.charts.labels import escape
 from commprof_dash.charts.listed import listed
 from commprof_dash.charts.matrix_chart import mixed
-from commprof_dash.theme import OP_COLOURS, PAPER, Scheme, template
+from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, Scheme, template
 
 MOST_STEPS: Final = 240  # columns of the heat map; of more steps neighbours are added up
 _FAINTEST: Final = 0.06
@@ -139,3 +140,19 @@ def over_steps(
         yaxis=axis(highest, unit, title, room=1.05),
     )
     return figure
+
+
+def by_layer(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
+    """A line of the imbalance over the steps for each layer; of many layers those with the largest median.
+
+    Args:
+        frame: columns ``step``, ``layer`` and ``imbalance``; of a repeated step the last row counts.
+    """
+    typical = frame.groupby("layer")["imbalance"].median().sort_values(ascending=False, kind="stable")
+    layers = [str(layer) for layer in typical.index[: len(SETTING_COLOURS)]]
+    rows = frame[frame["layer"].isin(layers)].drop_duplicates(["step", "layer"], keep="last")
+    wide = rows.pivot(index="step", columns="layer", values="imbalance").reset_index()
+    lines = [
+        Line(layer, escape(layer), colour) for layer, colour in zip(layers, SETTING_COLOURS, strict=False)
+    ]
+    return over_steps(wide, lines, "", "Largest load over the mean", "{:.2f}".format, scheme)

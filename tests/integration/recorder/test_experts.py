@@ -218,3 +218,55 @@ def test_the_imbalance_of_uneven_splits_is_found_with_its_number(tmp_path):
         if sender != receiver
     }
     assert api.expert_summary(run) is None and api.experts(run).empty
+
+
+def train_with_experts(rank, world):
+    """Two steps of two micro-batches with zero_runtime's layer; what its gate answered in each forward pass."""
+    import zero_runtime
+    from zero_runtime.experts.layer import MoE
+
+    torch.manual_seed(0)
+    first, layer = torch.nn.Linear(8, 8), MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=2, k=2)
+    model = torch.nn.ModuleDict({"first": first, "moe": layer})
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+    model.forward = lambda x: layer(first(x))
+    engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+    counts = []
+    for number in range(4):
+        random = torch.Generator().manual_seed(10 * number + rank)
+        output, gate_loss, chosen = engine(torch.randn(16, 8, generator=random))
+        counts.append(chosen.tolist())
+        engine.backward(output.square().mean() + gate_loss)
+        engine.step()
+    return counts
+
+
+def test_zero_runtime_publishes_what_its_gates_chose(tmp_path):
+    run, outcomes = record(tmp_path / "run", 4, train_with_experts)
+    assert run.health.notes == ()
+    rows = run.table("expert_loads").to_pylist()
+    for rank, outcome in enumerate(outcomes):
+        mine = [row for row in rows if row["rank"] == rank]
+        counts = [mine[number : number + 4] for number in range(0, len(mine), 4)]
+        assert [[row["tokens"] for row in part] for part in counts] == outcome["result"]
+        assert [(part[0]["step"], part[0]["micro_step"]) for part in counts] == [
+            (0, 0),
+            (0, 1),
+            (1, 0),
+            (1, 1),
+        ]
+        # ceil(16 tokens / 4 experts x 1.0 x 2)
+        assert {(row["capacity"], row["sent"], row["layer"], row["phase"]) for row in mine} == {
+            (8, 16, "moe", "forward")
+        }
+    layers = {row["rank"]: row["expert_ranks"] for row in run.table("expert_layers").to_pylist()}
+    assert layers == {0: "0,1", 1: "0,1", 2: "2,3", 3: "2,3"}
+    exchanged = [row for row in run.table("collectives").to_pylist() if row["op"] == "all_to_all"]
+    assert {(row["module"], row["purpose"], row["payload_bytes"]) for row in exchanged} == {
+        ("moe", "activation", 4 * 8 * 8 * 4)
+    }

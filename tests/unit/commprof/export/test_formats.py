@@ -558,3 +558,13 @@ def test_the_report_of_one_run_has_contents_and_what_to_set(tmp_path):
     best = promising(run)
     assert best.changes and all(" ".join(change.words) in words for change in best.changes)
     assert "less per step" in words and best.sentences[-1] in words
+
+
+def test_the_html_report_draws_the_imbalance_of_experts(tmp_path):
+    from support.expert_runs import uneven_experts
+
+    run = uneven_experts().write(tmp_path / "run")
+    assert command("export", run, "--format", "html", "--out", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert text.count("Imbalance of experts by layer") >= 2
+    assert '"name":"blocks.0.moe"' in text and '"name":"blocks.1.moe"' in text
