@@ -179,13 +179,14 @@ def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = Tr
     )
 
 
-def top_k(logits: torch.Tensor, k: int, rule: CapacityRule) -> Routes:
+def top_k(logits: torch.Tensor, k: int, rule: CapacityRule, *, keeps_first: bool = False) -> Routes:
     """Send each token to the ``k`` experts with the largest gates; an expert keeps the tokens with the largest gates.
 
     Args:
         logits: tokens x experts.
         k: experts of each token.
         rule: of the capacity.
+        keeps_first: an expert keeps the first tokens instead.
     """
     tokens, experts = logits.shape
     gates = torch.softmax(logits, dim=1)
@@ -193,7 +194,10 @@ def top_k(logits: torch.Tensor, k: int, rule: CapacityRule) -> Routes:
     mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, chosen, True)
     counts = mask.sum(dim=0).detach()
     loss = torch.mean(gates.mean(dim=0) * mask.float().mean(dim=0)) * experts * experts / k
-    if rule.drops:
+    if rule.drops and keeps_first:
+        capacity = rule.slots(tokens, experts, k)
+        mask &= torch.cumsum(mask, dim=0) <= capacity
+    elif rule.drops:
         capacity = rule.slots(tokens, experts, k)
         only_top = torch.zeros_like(gates).scatter(1, chosen, top)
         kept = torch.topk(only_top, k=min(capacity, tokens), dim=0, sorted=False).indices

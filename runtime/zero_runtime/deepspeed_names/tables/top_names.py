@@ -189,6 +189,7 @@ MODULES: Final[dict[str, Module]] = {
     "moe.sharded_moe": Module(
         names_from("zero_runtime.experts.layer", "MOELayer")
         | names_from("zero_runtime.experts.layer", "TopKGate", note="its forward returns routes, not masks")
+        | names_from(f"{_HERE}.training.gates", "top1gating", "top2gating", "topkgating")
     ),
     "moe.utils": Module(names_from(
         f"{_HERE}.training.experts",

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from zero_runtime.errors import UsageError
+from zero_runtime.deepspeed_names.training import gates
+from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.experts.gating import CapacityRule, jittered, top_1, top_2, top_k
 
 TOKENS, EXPERTS = 24, 4
@@ -156,3 +157,33 @@ def test_too_few_tokens_are_refused_with_the_numbers():
 def test_jitter_is_one_percent():
     factors = jittered(torch.ones(1000))
     assert 0.99 <= factors.min() < 0.992 and 1.008 < factors.max() <= 1.01
+
+
+def test_top_k_can_keep_the_first_tokens():
+    routes = top_k(some_logits(), 3, CapacityRule(0.5, 1), keeps_first=True)
+    everything = top_k(some_logits(), 3, CapacityRule(8.0, 1))
+    for expert in range(EXPERTS):
+        choosers = (everything.experts == expert).any(dim=0).nonzero().flatten().tolist()
+        kept = (routes.experts == expert).any(dim=0).nonzero().flatten().tolist()
+        assert kept == choosers[: routes.capacity]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_functions_of_deepspeed_return_the_same_routes_as_masks(k):
+    def gate(**options):
+        if k == 1:
+            return gates.top1gating(some_logits(), 0.5, 1, use_rts=False, **options)
+        if k == 2:
+            return gates.top2gating(some_logits(), 0.5, 1, top2_2nd_expert_sampling=False, **options)
+        return gates.topkgating(some_logits(), 3, 0.5, 1, **options)
+
+    loss, weights, mask, counts = gate()
+    _, capacity, experts, chosen, slots, factors, _ = gate(sparse_routes=True)
+    assert weights.shape == mask.shape == (TOKENS, experts, int(capacity)) and loss.shape == ()
+    assert mask.sum() == (chosen >= 0).sum() and counts.sum() == k * TOKENS
+    for choice in range(k):
+        for token in range(TOKENS):
+            if chosen[choice, token] >= 0:
+                assert weights[token, chosen[choice, token], slots[choice, token]] == factors[choice, token]
+    with pytest.raises(ConfigError, match="drop_policy is 'last'; expected probs or position"):
+        gates.topkgating(some_logits(), 3, 0.5, 1, drop_policy="last")

@@ -1,0 +1,99 @@
+"""The gate functions of ``deepspeed.moe.sharded_moe``, for scripts that call them themselves.
+
+They return (load-balancing loss, weights, mask, tokens that chose each expert). The weights and the mask, True where
+the weight is not 0, have the shape tokens x experts x capacity. With ``sparse_routes`` they return (loss, capacity, number
+of experts, experts, slots, weights, counts), with k x tokens elements each and -1 for the expert of a dropped token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.comm import ProcessGroup, ReduceOp, all_reduce, get_world_size
+from zero_runtime.errors import ConfigError
+from zero_runtime.experts.gating import CapacityRule, Largest, Routes, top_1, top_2, top_k
+
+
+def top1gating(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    used_token: torch.Tensor | None = None,
+    noisy_gate_policy: str | None = None,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+    ep_group: ProcessGroup | None = None,
+    sparse_routes: bool = False,
+    use_tutel: bool = False,
+) -> tuple[Any, ...]:
+    """Send each token to one expert. The arguments are those of ``MoE``; ``ep_group`` agrees on a capacity."""
+    rule = _rule(capacity_factor, min_capacity, drop_tokens, ep_group)
+    noisy = noisy_gate_policy == "RSample"
+    routes = top_1(logits, rule, used=used_token, noisy=noisy, random_selection=use_rts)
+    return _answer(routes, logits.shape[1], sparse_routes)
+
+
+def top2gating(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: ProcessGroup | None = None,
+    top2_2nd_expert_sampling: bool = True,
+    sparse_routes: bool = False,
+) -> tuple[Any, ...]:
+    """Send each token to two experts; as :func:`top1gating`."""
+    rule = _rule(capacity_factor, min_capacity, drop_tokens, ep_group)
+    return _answer(
+        top_2(logits, rule, samples_second=top2_2nd_expert_sampling), logits.shape[1], sparse_routes
+    )
+
+
+def topkgating(
+    logits: torch.Tensor,
+    k: int,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: ProcessGroup | None = None,
+    drop_policy: str = "probs",
+    sparse_routes: bool = False,
+) -> tuple[Any, ...]:
+    """Send each token to ``k`` experts; as :func:`top1gating`.
+
+    Args:
+        drop_policy: an expert keeps the tokens with the largest gates (``probs``) or the first ones (``position``).
+
+    Raises:
+        ConfigError: an unknown ``drop_policy``.
+    """
+    if drop_policy not in ("probs", "position"):
+        raise ConfigError(f"drop_policy is {drop_policy!r}; expected probs or position")
+    rule = _rule(capacity_factor, min_capacity, drop_tokens, ep_group)
+    routes = top_k(logits, k, rule, keeps_first=drop_policy == "position")
+    return _answer(routes, logits.shape[1], sparse_routes)
+
+
+def _rule(factor: float, minimum: int, drops: bool, group: ProcessGroup | None) -> CapacityRule:
+    largest: Largest | None = None
+    if group is not None and get_world_size(group) > 1:
+
+        def largest(count: torch.Tensor) -> torch.Tensor:
+            all_reduce(count, op=ReduceOp.MAX, group=group)
+            return count
+
+    return CapacityRule(factor, minimum, drops, largest)
+
+
+def _answer(routes: Routes, experts: int, sparse: bool) -> tuple[Any, ...]:
+    if sparse:
+        capacity = torch.tensor(routes.capacity)
+        places = routes.experts.int(), routes.slots.int()
+        return routes.loss, capacity, experts, *places, routes.weights, routes.counts
+    weights = routes.weights.new_zeros(routes.experts.shape[1], experts, routes.capacity)
+    for chosen, slots, gate in zip(routes.experts, routes.slots, routes.weights, strict=True):
+        tokens = (chosen >= 0).nonzero().flatten()
+        weights = weights.index_put((tokens, chosen[tokens], slots[tokens]), gate[tokens], accumulate=True)
+    return routes.loss, weights, weights.bool(), routes.counts
