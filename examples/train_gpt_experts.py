@@ -55,6 +55,10 @@ class ExpertGPT(GPT):
                 capacity_factor=args.capacity_factor,
             )
             self.blocks[number] = ExpertBlock(args.width, args.heads, layer)
+        # As in GPT-2. Biases that are larger than the embeddings would make all tokens look alike to the gates.
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of the GPT, plus the load-balancing losses times ``gate_factor``."""
@@ -67,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line; ``--local_rank`` is what DeepSpeed's launcher adds."""
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT with experts.")
     parser.add_argument(
-        "--config", default=str(Path(__file__).with_name("ds_zero2.json")), help="DeepSpeed config file"
+        "--config", default=str(Path(__file__).with_name("ds_experts.json")), help="DeepSpeed config file"
     )
     parser.add_argument("--engine", choices=("zero_runtime", "deepspeed"), default="zero_runtime")
     parser.add_argument("--local_rank", type=int, default=-1)
