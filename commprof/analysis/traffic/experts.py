@@ -29,31 +29,52 @@ class Worst(NamedTuple):
 
     attempt: int
     step: int
-    layer: str
     expert: int
     imbalance: float
 
 
-class Summary(NamedTuple):
-    """The experts of a run in a few values. Medians are over training steps and layers.
+class Layer(NamedTuple):
+    """The experts of one layer over all training steps. Medians are over the steps.
 
     Attributes:
-        layers: names of the layers that ran.
-        settings: the settings of the layers (:data:`SETTING`), each once.
-        steps: training steps.
         imbalance: median of the largest load over the mean.
         worst: where it is largest; None if no token chose any expert.
-        dropped_share: dropped over chosen, of the whole run.
-        highest: the least capacity_factor with which nothing would have been dropped; None if it is not known.
+        rank_imbalance: median of the largest load of a rank over the mean; None if no rank published its layers.
+        dropped_share: dropped over chosen.
+        highest: the least capacity_factor that drops nothing; None if k is not known.
     """
 
-    layers: tuple[str, ...]
-    settings: tuple[dict[str, Any], ...]
-    steps: int
+    layer: str
+    num_experts: int
     imbalance: float | None
     worst: Worst | None
+    rank_imbalance: float | None
     dropped_share: float | None
     highest: float | None
+
+
+class Summary(NamedTuple):
+    """The experts of a run in a few values.
+
+    Attributes:
+        steps: training steps.
+        layers: the layers that ran, the one with the largest median imbalance first.
+        settings: the settings of the layers (:data:`SETTING`), each once.
+        dropped_share: dropped over chosen, of the whole run.
+    """
+
+    steps: int
+    layers: tuple[Layer, ...]
+    settings: tuple[dict[str, Any], ...]
+    dropped_share: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All values as mappings and lists."""
+        layers = [
+            layer._asdict() | {"worst": None if layer.worst is None else layer.worst._asdict()}
+            for layer in self.layers
+        ]
+        return self._asdict() | {"layers": layers, "settings": list(self.settings)}
 
 
 def has_loads(run: Run) -> bool:
@@ -127,27 +148,42 @@ def summary(run: Run) -> Summary | None:
     if not has_loads(run):
         return None
     rows = imbalance(run)
+    layers = [_layer(str(name), of_layer) for name, of_layer in rows.groupby("layer", sort=False)]
     settings = {
         tuple(row[name] for name in SETTING): None
         for row in run.table("expert_layers").to_pylist()
-        if row["layer"] in set(rows["layer"])
+        if row["layer"] in {layer.layer for layer in layers}
     }
-    known = rows[rows["imbalance"].notna()]
-    tokens = int(rows["tokens"].sum())
-    highest = rows["highest"].max()
     return Summary(
-        tuple(dict.fromkeys(rows["layer"])),
+        len(rows[["attempt", "step"]].drop_duplicates()),
+        tuple(sorted(layers, key=lambda layer: -(layer.imbalance or 0.0))),
         tuple(dict(zip(SETTING, values, strict=True)) for values in settings),
-        int(rows[["attempt", "step"]].drop_duplicates().shape[0]),
-        float(known["imbalance"].median()) if len(known) else None,
-        _worst(known),
-        int(rows["dropped"].sum()) / tokens if tokens else None,
-        None if pd.isna(highest) else float(highest),
+        _share(rows),
     )
 
 
+def _layer(name: str, rows: pd.DataFrame) -> Layer:
+    return Layer(
+        name,
+        int(rows["num_experts"].max()),
+        _number(rows["imbalance"].median()),
+        _worst(rows),
+        _number(rows["rank_imbalance"].median()),
+        _share(rows),
+        _number(rows["highest"].max()),
+    )
+
+
+def _number(value: float) -> float | None:
+    return None if pd.isna(value) else float(value)
+
+
+def _share(rows: pd.DataFrame) -> float | None:
+    tokens = int(rows["tokens"].sum())
+    return int(rows["dropped"].sum()) / tokens if tokens else None
+
+
 def _worst(rows: pd.DataFrame) -> Worst | None:
-    if rows.empty:
-        return None
-    (row,) = rows[rows["imbalance"] == rows["imbalance"].max()].head(1).itertuples(index=False)
-    return Worst(int(row.attempt), int(row.step), str(row.layer), int(row.expert), float(row.imbalance))
+    for row in rows[rows["imbalance"] == rows["imbalance"].max()].head(1).itertuples(index=False):
+        return Worst(int(row.attempt), int(row.step), int(row.expert), float(row.imbalance))
+    return None

@@ -33,21 +33,19 @@ def expert_parts(answers: Mapping[str, Any]) -> list[Rows | str]:
     """Return the section; empty for a run without experts whose all_to_alls are even.
 
     Args:
-        answers: ``expert_summary``, ``expert_imbalance`` and ``exchange_imbalance`` of :mod:`commprof.analysis.api`.
+        answers: ``experts`` (:meth:`commprof.analysis.traffic.experts.Summary.as_json`, or None) and
+            ``exchange_imbalance`` of :mod:`commprof.analysis.api`.
     """
-    summary = answers["expert_summary"]
+    summary = answers["experts"]
     exchanged = answers["exchange_imbalance"]
     if summary is None:
         return _exchange_parts(exchanged)
-    layers: dict[str, list[Mapping[str, Any]]] = {}
-    for row in answers["expert_imbalance"]:
-        layers.setdefault(row["layer"], []).append(row)
-    worst_first = sorted(layers.items(), key=lambda item: -_worst(item[1]))
-    cells = [_cells(layer, rows) for layer, rows in worst_first[:_MOST_LAYERS]]
-    if worst_first[_MOST_LAYERS:]:
-        cells.append((f"and {len(worst_first) - _MOST_LAYERS} more", *[""] * (len(_HEADINGS) - 1)))
+    layers = summary["layers"]
+    cells = [_cells(layer) for layer in layers[:_MOST_LAYERS]]
+    if layers[_MOST_LAYERS:]:
+        cells.append((f"and {len(layers) - _MOST_LAYERS} more", *[""] * (len(_HEADINGS) - 1)))
     title = f"Experts: load in {rendering.count(summary['steps'])} training steps"
-    hints = [_traffic(exchanged), *_advice(summary, exchanged, layers)]
+    hints = [_traffic(exchanged), *_advice(summary, exchanged)]
     return [
         Rows(_HEADINGS, cells, title=title),
         *(f"{rendering.paragraph(text)}\n" for text in [_LEGEND, *hints] if text),
@@ -55,29 +53,18 @@ def expert_parts(answers: Mapping[str, Any]) -> list[Rows | str]:
     ]
 
 
-def _worst(rows: Sequence[Mapping[str, Any]]) -> float:
-    return max((row["imbalance"] for row in rows if not rendering.is_missing(row["imbalance"])), default=0.0)
-
-
-def _cells(layer: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    known = [row for row in rows if not rendering.is_missing(row["imbalance"])]
-    worst = max(known, key=lambda row: row["imbalance"], default=None)
-    tokens, dropped = (sum(row[name] for row in rows) for name in ("tokens", "dropped"))
+def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
+    worst = layer["worst"]
     return (
-        layer,
-        rendering.count(max(row["num_experts"] for row in rows)),
-        _ratio(_median(rows, "imbalance")),
+        layer["layer"],
+        rendering.count(layer["num_experts"]),
+        _ratio(layer["imbalance"]),
         _ratio(None if worst is None else worst["imbalance"]),
         rendering.MISSING if worst is None else str(worst["step"]),
         rendering.MISSING if worst is None else str(worst["expert"]),
-        _ratio(_median(rows, "rank_imbalance")),
-        f"{dropped / tokens:.1%}" if tokens else rendering.MISSING,
+        _ratio(layer["rank_imbalance"]),
+        rendering.MISSING if layer["dropped_share"] is None else f"{layer['dropped_share']:.1%}",
     )
-
-
-def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [row[name] for row in rows if not rendering.is_missing(row[name])]
-    return median(values) if values else None
 
 
 def _ratio(value: float | None) -> str:
@@ -97,26 +84,21 @@ def _traffic(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{text}, {rendering.number_of_bytes(share)} of it between hosts." if share else f"{text}."
 
 
-def _advice(
-    summary: Mapping[str, Any],
-    exchanged: Sequence[Mapping[str, Any]],
-    layers: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> list[str]:
+def _advice(summary: Mapping[str, Any], exchanged: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences that say what to try, of those that apply."""
     hints = []
-    dropped, highest = summary["dropped_share"], summary["highest"]
+    layers, dropped = summary["layers"], summary["dropped_share"]
     if dropped is not None and dropped >= _DROPS:
-        factor = "" if highest is None else f"; with {highest:.2f} nothing would have been dropped"
+        factors = [layer["highest"] for layer in layers if layer["highest"] is not None]
+        factor = f"; with {max(factors):.2f} nothing would have been dropped" if factors else ""
         hints.append(
             f"{dropped:.1%} of the choices were dropped. Try a larger capacity_factor{factor}. The bytes of the all_to_alls "
             "grow with it."
         )
-    typical = {layer: _median(rows, "imbalance") or 0.0 for layer, rows in layers.items()}
-    layer = max(typical, key=lambda name: typical[name])
-    if typical[layer] >= _UNEVEN:
+    if layers and (layers[0]["imbalance"] or 0.0) >= _UNEVEN:
         hints.append(
-            f"In {layer} the most loaded expert gets {typical[layer]:.2f} times the mean load (median of the steps). Try a "
-            "larger coefficient of the load-balancing loss (l_aux)."
+            f"In {layers[0]['layer']} the most loaded expert gets {layers[0]['imbalance']:.2f} times the mean load (median "
+            "of the steps). Try a larger coefficient of the load-balancing loss (l_aux)."
         )
     sizes = [setting["ep_size"] for setting in summary["settings"]]
     between = [row["between_hosts_bytes"] for row in exchanged]

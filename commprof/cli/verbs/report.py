@@ -144,13 +144,8 @@ def _expert_answers(run: Run) -> dict[str, Any]:
     from commprof.analysis import api
 
     summary = api.expert_summary(run)
-    described = None
-    if summary is not None:
-        worst = summary.worst
-        described = summary._asdict() | {"worst": None if worst is None else worst._asdict()}
     return {
-        "expert_summary": described,
-        "expert_imbalance": api.expert_imbalance(run),
+        "experts": None if summary is None else summary.as_json(),
         "exchange_imbalance": api.exchange_imbalance(run, None if summary is None else "activation"),
     }
 

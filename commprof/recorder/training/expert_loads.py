@@ -18,7 +18,8 @@ import torch
 from commprof.recorder.device.device_events import CudaEvents, Event, EventPool, EventSource
 from commprof.recorder.process.journal import Journal
 
-MOST_UNDER_WAY: Final = 512  # counts that are on their way from a device, which is the memory that this takes
+MOST_UNDER_WAY: Final = 512  # counts that are on their way from a device,
+_MOST_BYTES: Final = 4 << 20  # and the pinned memory for them
 MOST_EXPERTS: Final = 1 << 16
 _SOURCES: Final[dict[str, Callable[[], EventSource]]] = {"cuda": CudaEvents}
 
@@ -109,7 +110,7 @@ class ExpertLoads:
         if pool.source.is_capturing():
             return "a CUDA graph was being captured"
         if not self._make_room(size):
-            return f"{MOST_UNDER_WAY} others were on their way from the device"
+            return "too many others were on their way from the device"
         slot = self._free.pop()
         slot[:size].copy_(counts, non_blocking=True)
         self._under_way.append(_Copy(row, slot, size, pool.mark(), pool))
@@ -120,9 +121,10 @@ class ExpertLoads:
         if self._memory is None or self._memory.shape[1] < size:
             if self._under_way:
                 return False  # they are in the memory that would be replaced
+            size = min(max(size, 1), MOST_EXPERTS)
             with torch.inference_mode(False):
                 self._memory = torch.empty(
-                    (MOST_UNDER_WAY, min(size, MOST_EXPERTS)),
+                    (min(MOST_UNDER_WAY, _MOST_BYTES // (8 * size)), size),
                     dtype=torch.int64,
                     device="cpu",
                     pin_memory=torch.cuda.is_initialized(),

@@ -176,7 +176,8 @@ def test_the_imbalance_of_a_gate_is_found_with_its_number(tmp_path):
     assert first["tokens"].tolist() == [4 * count for count in SHARES]
     assert first["ranks"].tolist() == ["0", "0", "1", "1", "2", "2", "3", "3"]
     summary = api.expert_summary(run)
-    assert summary.worst == (0, 0, "moe", 5, 4.5) and summary.imbalance == 4.5 and summary.steps == 3
+    (layer,) = summary.layers
+    assert layer.worst == (0, 0, 5, 4.5) and layer.imbalance == 4.5 and summary.steps == 3
     assert summary.dropped_share == pytest.approx(48 / 192)
     # The padded buffer is even: 2 exchanges, in each of them 4 ranks send 3/4 of 8 x 3 x 4 numbers of 4 bytes.
     exchanged = api.exchange_imbalance(run, "activation")

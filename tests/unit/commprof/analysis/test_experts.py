@@ -64,10 +64,11 @@ def test_the_load_of_a_rank_is_that_of_its_experts_for_the_ranks_of_its_group(ru
 
 def test_the_summary_names_the_worst_step(run):
     summary = api.expert_summary(run.open())
-    assert summary.layers == ("last", "moe") and summary.steps == 2
-    assert summary.worst == (0, 0, "moe", 0, 2.0)
-    assert summary.imbalance == 40 / 22  # the median of 2, 40/22 and 1
-    assert summary.settings == (LAYER,)
+    assert summary.steps == 2 and summary.settings == (LAYER,)
+    last, moe = summary.layers
+    assert (last.layer, last.imbalance, last.worst) == ("last", 40 / 22, (0, 0, 3, 40 / 22))
+    assert (moe.layer, moe.imbalance, moe.worst) == ("moe", 1.5, (0, 0, 0, 2.0))  # the median of 2 and 1
+    assert moe.dropped_share == 8 / 128 and last.dropped_share == 0
     assert summary.dropped_share == 8 / (64 + 88 + 64)
 
 
@@ -85,7 +86,7 @@ def test_a_layer_whose_tokens_chose_nothing_has_no_imbalance():
     add_load(run, 0, [0, 0, 0, 0])
     rows = api.expert_imbalance(run.open())
     assert rows["imbalance"].isna().all() and rows["dropped_share"].isna().all()
-    assert api.expert_summary(run.open()).worst is None
+    assert api.expert_summary(run.open()).layers[0].worst is None
 
 
 def test_a_run_without_experts_has_no_rows():

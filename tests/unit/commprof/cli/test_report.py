@@ -329,14 +329,10 @@ def test_a_report_states_the_load_of_experts_and_what_to_try(capsys, tmp_path, m
     assert "In blocks.0.moe the most loaded expert gets 3.19 times the mean load" in flat
     assert "Try an ep_size (now 4) of at most the ranks of a host" in flat
     told = json.loads(printed(capsys, "report", "run", "--json"))
-    assert told["expert_summary"]["worst"] == {
-        "attempt": 0,
-        "step": 7,
-        "layer": "blocks.0.moe",
-        "expert": 5,
-        "imbalance": 4.5,
-    }
-    assert len(told["expert_imbalance"]) == 24 and len(told["exchange_imbalance"]) == 12
+    first, second = told["experts"]["layers"]
+    assert first["worst"] == {"attempt": 0, "step": 7, "expert": 5, "imbalance": 4.5}
+    assert second["imbalance"] == 1.0 and len(told["exchange_imbalance"]) == 12
+    assert told["experts"]["settings"][0]["capacity_factor"] == 2.0
 
 
 def test_a_report_of_uneven_splits_names_the_rank_that_receives_the_most(capsys, tmp_path, monkeypatch):
