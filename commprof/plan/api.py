@@ -5,11 +5,13 @@ The command line and the dashboard's Plan page give the same answers, since both
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_args
 
 from commprof.calibration.bandwidths import bus_factor
@@ -19,6 +21,8 @@ from commprof.errors import UsageError
 from commprof.launch.sweeps.configuration import parse_config
 from commprof.launch.sweeps.points import derive, label, parse_setting, points
 from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
+from commprof.plan.experts import KEY, Load, parse_values
+from commprof.plan.experts import OPTIONS as EXPERT_OPTIONS
 from commprof.plan.hosts import Hosts, Links, groups_of, parse_hosts, parse_links
 from commprof.plan.keys import check_keys
 from commprof.plan.latency import by_calibration, by_model
@@ -84,6 +88,7 @@ class Question(NamedTuple):
         calibration: for the times of messages.
         framework: that reads the config: ``zero_runtime`` or ``deepspeed``.
         recorded: what a run of the same model and micro-batch tells; in the place of ``step_compute``.
+        experts: texts of the options for experts, by the name of the setting (:data:`commprof.plan.experts.OPTIONS`).
         most_messages: of a step, above which a setting is refused; None predicts any number, however long that takes.
     """
 
@@ -102,6 +107,7 @@ class Question(NamedTuple):
     most_messages: int | None = None
     framework: str = "zero_runtime"
     recorded: RecordedStep | None = None
+    experts: Mapping[str, str] = MappingProxyType({})
 
 
 class Plan(NamedTuple):
@@ -216,9 +222,10 @@ def make_plan(question: Question) -> Plan:
     framework = _framework(question.framework)
     timing = timing_by(question.calibration, links, question.backend, compute_ns)
     timing = timing._replace(framework=framework, recorded=question.recorded)
-    settings = points(question.settings)
+    base, of_experts = _expert_settings(question)
+    settings = points((*of_experts, *question.settings))
     check_keys(dict.fromkeys(key for setting in settings for key in setting))
-    configs = [derive(question.config, setting) for setting in settings]
+    configs = [derive(base, setting) for setting in settings]
     model = read_model(question.model, question.layers, question.sequence)
     costs = _costs(question.calibration)
     job = Job(model, question.world, hosts.ranks, question.backend, question.sequence, framework, costs)
@@ -240,6 +247,18 @@ def make_plan(question: Question) -> Plan:
     if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
         return plan
     return plan._replace(timing=timing._replace(compute_ns=None, recorded=None), remarks=[UNUSED_COMPUTE])
+
+
+def _expert_settings(question: Question) -> tuple[Mapping[str, Any], list[str]]:
+    """The config with the settings of experts that have one value, and texts of those to compare."""
+    single, compared = dict(question.config.get(KEY) or {}), []
+    for name, text in question.experts.items():
+        values = parse_values(name, OPTIONS[EXPERT_OPTIONS[name]].flag, text)
+        if len(values) == 1:
+            single[name] = values[0]
+        else:
+            compared.append(f"{KEY}.{name}={','.join(map(json.dumps, values))}")
+    return ({**question.config, KEY: single} if single else question.config), compared
 
 
 def _costs(calibration: Calibration | None) -> Mapping[Op, Cost] | None:
@@ -377,6 +396,27 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {"settings": [_setting_json(setting, each, plan) for setting, each in pairs]}
 
 
+def _load_json(load: Load) -> dict[str, Any]:
+    layer = load.layer
+    known = bool(layer.tokens)
+    return {
+        "layers": load.count,
+        "num_experts": layer.num_experts,
+        "ep_size": layer.ep_size,
+        "experts_per_rank": load.local_experts,
+        "k": layer.k,
+        "capacity_factor": layer.capacity_factor,
+        "drop_tokens": layer.drop_tokens,
+        "skew": layer.skew,
+        "parameter_bytes_per_rank": load.held_bytes,
+        "tokens": layer.tokens if known else None,
+        "capacity": layer.capacity if known else None,
+        "fullest_expert_tokens": load.fullest if known else None,
+        "dropped_share": load.dropped_share if known else None,
+        "busiest_rank": load.busiest_rank if known else None,
+    }
+
+
 def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan: Plan) -> dict[str, Any]:
     if isinstance(found, Refusal):
         nothing: dict[str, Any] = {"set": dict(setting), "traffic": [], "memory_bytes_per_rank": None}
@@ -412,6 +452,8 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
             "source": plan.timing.source.text if known and plan.timing.source else None,
             "note": "" if known else timed,
         },
+        "experts": [_load_json(each) for each in found.loads],
+        "expert_memory_bytes_per_rank": {each.what: each.device for each in found.expert_memory},
         "per_rank": {name: each._asdict() for name, each in spreads(classes).items()},
         "rank_classes": [
             {"first_rank": each.first_rank, "ranks": each.ranks, **each.sums._asdict()} for each in classes

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from typing import Final
 
 from commprof.errors import UsageError
+from commprof.plan.experts import KEY as EXPERTS
+from commprof.plan.experts import Settings
 
 _ZERO: Final = (
     "stage",
@@ -93,6 +95,7 @@ _OTHERS: Final = (
     "communication.topology",
     "communication.calibration",
     "communication.bounded_delay",
+    "use_data_before_expert_parallelism",
     "gradient_compression.algorithm",
     "gradient_compression.clip_before_residual",
     "gradient_compression.enabled",
@@ -130,12 +133,15 @@ KNOWN: Final = frozenset(
         "zero_optimization.sub_group_size",
     )
 )
+_OF_EXPERTS: Final = frozenset(
+    f"{EXPERTS}.{name}" for name in Settings._fields
+)  # what options of their own set
 
 
 def check_keys(keys: Iterable[str]) -> None:
     """Raise UsageError for a dotted key that neither is known nor holds known keys."""
     for key in keys:
-        if key in KNOWN or any(name.startswith(f"{key}.") for name in KNOWN):
+        if key in KNOWN | _OF_EXPERTS or any(name.startswith(f"{key}.") for name in KNOWN):
             continue
         near = get_close_matches(key, KNOWN, 1, 0.8)
         by_end = sorted(name for name in KNOWN if name.endswith(f".{key}"))

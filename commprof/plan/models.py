@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from commprof.errors import CommprofError, UsageError
+from commprof.requested.experts.layers import ExpertLayer
 from commprof.requested.memory.models import likely_layers, transformer
 from commprof.requested.parameters import Parameter
 
@@ -40,12 +41,14 @@ class Model(NamedTuple):
         layers: equal layers that were assumed; None for a model that was built.
         source: where the parameters come from, for the report.
         build: builds it again, with inputs; None where its size alone is known.
+        experts: the layers of experts of a model that was built, without the number of their tokens.
     """
 
     parameters: list[Parameter]
     layers: int | None
     source: str
     build: Builder | None = None
+    experts: tuple[ExpertLayer, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -114,6 +117,7 @@ def parameters_of(module: torch.nn.Module) -> list[Parameter]:
     listed = recorded.parameters_of(module)
     rows = recorded.parameter_rows(listed, {key: 0 for each in listed for key in each.keys})
     owners = _owner_types(module)
+    sizes = {name: _ep_size(parameter) for name, parameter in module.named_parameters()}
     return [
         Parameter(
             row["name"],
@@ -124,9 +128,37 @@ def parameters_of(module: torch.nn.Module) -> list[Parameter]:
             row["forward_index"],
             row["shape"],
             owner_types=owners.get(row["name"]),
+            ep_size=sizes.get(row["name"]),
         )
         for row in rows
     ]
+
+
+def _ep_size(parameter: torch.nn.Parameter) -> int | None:
+    """Of an expert's parameter: DeepSpeed's ``MoE`` marks them, and names their group ``ep_size_2``."""
+    size = str(getattr(parameter, "group_name", "")).removeprefix("ep_size_")
+    return int(size) if getattr(parameter, "allreduce", True) is False and size.isdecimal() else None
+
+
+def _expert_layers(module: torch.nn.Module) -> Iterable[ExpertLayer]:
+    """The layers of DeepSpeed's class ``MoE``, zero_runtime's included, which have the same attributes."""
+    for name, child in module.named_modules():
+        layer: Any = getattr(child, "deepspeed_moe", None)
+        gate: Any = getattr(layer, "gate", None)
+        if gate is None:
+            continue
+        experts, hidden = (int(size) for size in gate.wg.weight.shape)
+        yield ExpertLayer(
+            name,
+            experts,
+            int(layer.ep_size),
+            int(gate.k),
+            float(gate.capacity_factor),
+            int(gate.min_capacity),
+            bool(gate.drop_tokens),
+            hidden,
+            tokens=0,
+        )
 
 
 def _owner_types(module: torch.nn.Module) -> dict[str, str]:
@@ -240,7 +272,8 @@ def _built(text: str, build: Builder, sequence: int | None) -> Model:
     frozen = sum(parameter.numel for parameter in parameters if not parameter.requires_grad)
     numel = sum(parameter.numel for parameter in parameters)
     source = f"{type(module).__name__}, {numel:,} parameters in {len(parameters):,} tensors of {_units(parameters)} modules"
-    return Model(parameters, None, source + (f", {frozen:,} of them frozen" if frozen else ""), build)
+    source += f", {frozen:,} of them frozen" if frozen else ""
+    return Model(parameters, None, source, build, tuple(_expert_layers(module)))
 
 
 def _units(parameters: Iterable[Parameter]) -> str:

@@ -27,6 +27,29 @@ OPTIONS: Final = {
     ),
     "world": PlanOption("--world", "Ranks.", "W"),
     "layers": PlanOption("--layers", "Layers of params:N. Default: typical for N.", "L"),
+    "experts": PlanOption(
+        "--experts",
+        "Experts of each layer with experts of params:N, copies of its feed-forward part. This and the next seven: several "
+        "values are compared.",
+        "N",
+    ),
+    "ep_size": PlanOption("--ep-size", "Ranks that share the experts of a layer. Default: 1.", "RANKS"),
+    "expert_k": PlanOption("--expert-k", "Experts of each token. Default: 1.", "K"),
+    "capacity_factor": PlanOption(
+        "--capacity-factor",
+        "Slots of an expert, as a multiple of its share of the tokens. Default: 1.",
+        "FACTOR",
+    ),
+    "min_capacity": PlanOption("--min-capacity", "Least number of slots of an expert. Default: 4.", "SLOTS"),
+    "drop_tokens": PlanOption(
+        "--drop-tokens", "false: the slots grow to the fullest expert, instead. Default: true.", "BOOL"
+    ),
+    "expert_layers": PlanOption(
+        "--expert-layers", "Layers of params:N that have experts. Default: all.", "L"
+    ),
+    "expert_skew": PlanOption(
+        "--expert-skew", "Load of the fullest expert, as a multiple of the mean. Default: 1, balanced.", "S"
+    ),
     "hosts": PlanOption("--hosts", "H hosts of R ranks each: 128x8. Default: hosts of 8.", "HxR"),
     "links": PlanOption(
         "--links",

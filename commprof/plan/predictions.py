@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
-from commprof.plan.memory.activations import activations_of
+from commprof.plan.experts import (
+    ACTIVATIONS,
+    NO_TOKENS,
+    Load,
+    Settings,
+    placed,
+    settings_of,
+    without_settings,
+)
+from commprof.plan.memory.activations import activations_of, micro_batch_of
 from commprof.plan.memory.peak import Peak, peak_of
 from commprof.plan.memory.spans import Activations
 from commprof.plan.models import Model
@@ -16,6 +25,7 @@ from commprof.requested.communication.measured_costs import Cost
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
+from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.memory.deepspeed import deepspeed_holdings
 from commprof.requested.memory.models import shared_transformer
 from commprof.requested.memory.states import Holding, Movement, holdings, movements
@@ -23,7 +33,8 @@ from commprof.requested.open_values import decide
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, axes_of_config
-from commprof.requested.parameters import Parameter
+from commprof.requested.parameters import Parameter, item_bytes
+from commprof.requested.support import refuse_with_experts
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.stages import expected_in_step, steady_step
 from commprof.schema import Op
@@ -76,6 +87,8 @@ class Prediction(NamedTuple):
         uncounted: why; empty where they are counted.
         peak: the most that rank 0 holds at once; None where activations are not counted.
         decisions: what was decided about values that the config leaves open.
+        loads: of layers with experts; empty without any.
+        expert_memory: the part of ``memory`` that the experts of a rank need, by kind.
     """
 
     config: Mapping[str, Any]
@@ -89,6 +102,8 @@ class Prediction(NamedTuple):
     uncounted: str
     peak: Peak | None
     decisions: tuple[str, ...] = ()
+    loads: tuple[Load, ...] = ()
+    expert_memory: tuple[Holding, ...] = ()
 
     @property
     def parts(self) -> list[Holding]:
@@ -138,8 +153,10 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     Raises:
         UsageError: the config cannot be used as it is. Messages without rules are a note instead.
     """
+    settings = settings_of(config)
+    config = without_settings(config)
     axes = axes_of_config(config, job.world)
-    model: list[Parameter] = job.model.parameters
+    model, loads = _with_experts(config, settings, axes, job)
     replicas, of_rank, plain = job.world, model, config
     if not axes.only_data:
         if job.model.layers is None:
@@ -157,10 +174,12 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         config = decide(config, of_rank, replicas, job.backend, job.costs).config
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = _held(plain, of_rank, replicas, job)
-    sent, note = _sent(config, model, axes, job)
+    sent, note = _sent(config, model, axes, job, loads)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
-    activations, uncounted = activations_of(config, job.model, axes, job.sequence)
+    activations, uncounted = (
+        (None, ACTIVATIONS) if loads else activations_of(config, job.model, axes, job.sequence)
+    )
     steps = grid.micro_batches(config, axes)
     peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend, job.framework)
     return Prediction(
@@ -175,7 +194,49 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         uncounted,
         peak,
         decisions,
+        tuple(loads),
+        tuple(_of_experts(memory, plain, of_rank, replicas, job)) if loads else (),
     )
+
+
+def _with_experts(
+    config: Mapping[str, Any], settings: Settings | None, axes: Axes, job: Job
+) -> tuple[list[Parameter], list[Load]]:
+    """What a rank holds of the model, and its layers with experts.
+
+    Raises:
+        UsageError: the settings of experts do not fit the model, the config or the ranks.
+    """
+    if settings is None and not job.model.experts:
+        return job.model.parameters, []
+    if not axes.only_data:
+        raise UsageError(
+            f"the model has experts, and the config arranges the ranks along {axes}; experts have rules with data "
+            "parallelism alone"
+        )
+    configuration = read_configuration(config)
+    refuse_with_experts(config, configuration, is_own=job.framework == "zero_runtime")
+    micro_batch = micro_batch_of(config, axes)
+    tokens = 0 if micro_batch is None or job.sequence is None else micro_batch * job.sequence
+    own = job.model.parameters[0].dtype if job.model.parameters else "float32"
+    parameters, loads = placed(job.model, settings, tokens, item_bytes(configuration.model_dtype or own))
+    RankGroups(job.world).check(each.layer.ep_size for each in loads)
+    return parameters, loads
+
+
+def _of_experts(
+    memory: Sequence[Holding], config: Mapping[str, Any], parameters: list[Parameter], replicas: int, job: Job
+) -> list[Holding]:
+    """The part of ``memory`` that a rank would not need without its experts."""
+    dense = {
+        each.what: each for each in _held(config, [p for p in parameters if p.ep_size is None], replicas, job)
+    }
+    parts = []
+    for each in memory:
+        without = dense.get(each.what, Holding(each.what, 0))
+        places = (each.device - without.device, each.host - without.host, each.disk - without.disk)
+        parts.append(Holding(each.what, *places))
+    return parts
 
 
 def _held(config: Mapping[str, Any], parameters: list[Parameter], replicas: int, job: Job) -> list[Holding]:
@@ -221,17 +282,26 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _sent(
-    config: Mapping[str, Any], model: list[Parameter], axes: Axes, job: Job
+    config: Mapping[str, Any], model: list[Parameter], axes: Axes, job: Job, loads: Sequence[Load]
 ) -> tuple[list[Expectation], str]:
     """The messages of a step; where they cannot be predicted, none, and a note that says why."""
     try:
         if axes.only_data:
             hosts = min(job.ranks_per_host, job.world)
             step = steady_step(config)
+            layers = [each.layer for each in loads for _ in range(each.count) if each.layer.tokens]
             sent = expected_in_step(
-                config, model, job.world, step, None, job.backend, job.framework, host_ranks=hosts
+                config,
+                model,
+                job.world,
+                step,
+                None,
+                job.backend,
+                job.framework,
+                host_ranks=hosts,
+                expert_layers=layers,
             )
-            return sent, ""
+            return sent, NO_TOKENS if loads and not layers else ""
         if job.framework == "deepspeed":
             return [], f"bytes of messages cannot be predicted: {_DEEPSPEED_ON_AXES}"
         shapes = Shapes(assumed=True)

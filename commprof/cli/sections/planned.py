@@ -12,6 +12,7 @@ from commprof.cli.sections.step_times import show_missing_times, show_time, time
 
 if TYPE_CHECKING:
     from commprof.plan.api import Plan
+    from commprof.plan.experts import Load
     from commprof.plan.hosts import Hosts, Links
     from commprof.plan.predictions import Job, Prediction
     from commprof.plan.rank_classes import RankClass
@@ -32,6 +33,8 @@ def show_one(found: Prediction, plan: Plan) -> None:
         memory_rows(found.parts, hosts.ranks),
         "",
     )
+    for sentence in _expert_sentences(found):
+        rendering.show(rendering.paragraph(sentence))
     if found.uncounted:
         rendering.show(rendering.paragraph(f"Activations are not counted: {found.uncounted}."), "")
     if found.peak is not None:
@@ -61,6 +64,45 @@ def show_one(found: Prediction, plan: Plan) -> None:
         rendering.show("", movement_rows(found.moved))
     for line in sorted({row.note for row in found.sent if row.note}):
         rendering.show(rendering.paragraph(f"  {line}"))
+
+
+def _expert_sentences(found: Prediction) -> list[str]:
+    """What a rank holds of the layers with experts, and what the load of the experts means."""
+    sentences = []
+    shown = rendering.number_of_bytes
+    for each in found.loads:
+        layer = each.layer
+        sentences.append(
+            f"{each.count:,} layer{'s have' if each.count > 1 else ' has'} {layer.num_experts:,} experts each, ep_size "
+            f"{layer.ep_size}, k {layer.k}, capacity factor {layer.capacity_factor:g}: a rank holds {each.local_experts:,} "
+            f"of each layer, {shown(each.held_bytes)} of parameters."
+        )
+        if layer.tokens:
+            sentences.append(_load_sentence(each))
+    if found.expert_memory:
+        states = sum(part.device for part in found.expert_memory)
+        sentences.append(
+            f"Of the memory on the device, {shown(states)} are those of experts and their states."
+        )
+    return sentences
+
+
+def _load_sentence(load: Load) -> str:
+    layer = load.layer
+    chosen = f"Of the {layer.tokens:,} tokens of a rank, the fullest expert gets {load.fullest:,.0f}"
+    spread = "balanced" if layer.skew == 1 else f"{layer.skew:g} times the mean"
+    rule = (
+        f"max(ceil(tokens / experts x factor x k), {layer.min_capacity})"
+        if layer.drop_tokens
+        else "the fullest expert"
+    )
+    text = f"{chosen} ({spread}); an expert has {layer.capacity:,} slots ({rule})"
+    if layer.drop_tokens:
+        text += f", and {100 * load.dropped_share:.1f} % of the choices are dropped"
+    return (
+        f"{text}. Empty slots are sent and computed too. Of tokens alone the rank with the fullest expert has "
+        f"{load.busiest_rank:.2f} times the mean."
+    )
 
 
 def _traffic_rows(traffic: Sequence[Traffic]) -> Rows:

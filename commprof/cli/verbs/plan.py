@@ -31,6 +31,14 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     model: Annotated[str, plan_option("model", show_default=False)],
     world: World = 1,
     layers: Annotated[int | None, plan_option("layers", min=1, show_default=False)] = None,
+    experts: Annotated[str | None, plan_option("experts", show_default=False)] = None,
+    ep_size: Annotated[str | None, plan_option("ep_size", show_default=False)] = None,
+    expert_k: Annotated[str | None, plan_option("expert_k", show_default=False)] = None,
+    capacity_factor: Annotated[str | None, plan_option("capacity_factor", show_default=False)] = None,
+    min_capacity: Annotated[str | None, plan_option("min_capacity", show_default=False)] = None,
+    drop_tokens: Annotated[str | None, plan_option("drop_tokens", show_default=False)] = None,
+    expert_layers: Annotated[str | None, plan_option("expert_layers", show_default=False)] = None,
+    expert_skew: Annotated[str | None, plan_option("expert_skew", show_default=False)] = None,
     hosts: Annotated[str | None, plan_option("hosts", show_default=False)] = None,
     links: Annotated[str | None, plan_option("links", show_default=False)] = None,
     settings: Settings = None,
@@ -55,6 +63,16 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
             from commprof.plan.recorded_steps import recorded_step
 
             told = recorded_step(opened(recorded))
+    of_experts = {
+        "num_experts": experts,
+        "ep_size": ep_size,
+        "k": expert_k,
+        "capacity_factor": capacity_factor,
+        "min_capacity": min_capacity,
+        "drop_tokens": drop_tokens,
+        "layers": expert_layers,
+        "skew": expert_skew,
+    }
     question = api.Question(
         read_config(config),
         model,
@@ -70,6 +88,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         measured,
         framework=framework,
         recorded=told,
+        experts={name: text for name, text in of_experts.items() if text is not None},
     )
     planned = api.make_plan(question)
     for remark in planned.remarks:

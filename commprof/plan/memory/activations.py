@@ -39,10 +39,7 @@ def activations_of(
         sequence: tokens of a sequence; None where that is not given.
     """
     configuration = read_configuration(config)
-    micro_batch = configuration.micro_batch_size
-    if micro_batch is None and configuration.train_batch_size is not None:
-        of_replica = configuration.train_batch_size // axes.size(DATA)
-        micro_batch = max(of_replica // grid.micro_batches(config, axes), 1)
+    micro_batch = micro_batch_of(config, axes)
     if micro_batch is None:
         return None, NO_MICRO_BATCH
     computed = autocast_dtype(config)
@@ -53,6 +50,15 @@ def activations_of(
     item = item_bytes(computed or configuration.model_dtype or "float32")
     tokens = micro_batch * -(-sequence // axes.size(SEQUENCE))
     return _by_formula(model, tokens, item, axes.size(MODEL), axes.size(PIPE)), ""
+
+
+def micro_batch_of(config: Mapping[str, Any], axes: Axes) -> int | None:
+    """Samples of a micro-batch; None where the config sets none."""
+    configuration = read_configuration(config)
+    if configuration.micro_batch_size is not None or configuration.train_batch_size is None:
+        return configuration.micro_batch_size
+    of_replica = configuration.train_batch_size // axes.size(DATA)
+    return max(of_replica // grid.micro_batches(config, axes), 1)
 
 
 def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages: int) -> Activations:

@@ -26,6 +26,7 @@ from commprof.schema import Op, Purpose
 
 CAPACITY_BYTES: Final = 8  # one int64
 BALANCED: Final = "tokens are assumed to be spread evenly over the experts"
+SKEWED: Final = "the fullest expert is assumed to get {:g} times the mean number of tokens"
 _FULLEST: Final = "how many tokens the fullest expert gets"
 
 
@@ -43,6 +44,7 @@ class ExpertLayer(NamedTuple):
         hidden: elements of a token.
         tokens: of each rank in one forward pass.
         forwards: forward passes in one micro-batch; 2 where activation checkpointing repeats it.
+        skew: load of the fullest expert as a multiple of the mean; 1 for an even spread.
     """
 
     layer: str
@@ -55,12 +57,13 @@ class ExpertLayer(NamedTuple):
     hidden: int
     tokens: int
     forwards: int = 1
+    skew: float = 1.0
 
     @property
     def capacity(self) -> int:
-        """Slots of each expert and source rank. Without dropping: those that an even spread of the tokens needs."""
+        """Slots of each expert and source rank. Without dropping: those that the fullest expert at ``skew`` needs."""
         if not self.drop_tokens:
-            return even_load(self.tokens, self.num_experts, self.k)
+            return min(self.tokens, math.ceil(self.skew * self.tokens * self.k / self.num_experts))
         return capacity(self.tokens, self.num_experts, self.capacity_factor, self.k, self.min_capacity)
 
     def check(self) -> None:
@@ -87,11 +90,6 @@ def capacity(tokens: int, num_experts: int, factor: float, k: int, min_capacity:
     share = _fp32(tokens / num_experts)
     slots = math.ceil(_fp32(share * _fp32(factor * k)))
     return max(slots, min_capacity)
-
-
-def even_load(tokens: int, num_experts: int, k: int) -> int:
-    """The largest number of tokens of one expert where ``k`` x ``tokens`` choices are spread evenly."""
-    return -(-tokens * k // num_experts)
 
 
 def token_bytes(parameters: Sequence[Parameter], model_dtype: str | None, autocast_dtype: str | None) -> int:
@@ -136,7 +134,7 @@ def token_messages(
     known = slots is not None or layer.drop_tokens
     payload = token * (layer.capacity if slots is None else slots)
     count = 2 * layer.forwards + backwards
-    note = BALANCED if slots is None else ""
+    note = "" if slots is not None else BALANCED if layer.skew == 1 else SKEWED.format(layer.skew)
     sent = row("micro_step", Purpose.ACTIVATION, Op.ALL_TO_ALL, [payload] * count, layer.ep_size, note)
     if not known:
         sent = sent._replace(bytes_exact=False, most_bytes=token * layer.tokens * count, estimate=_FULLEST)
