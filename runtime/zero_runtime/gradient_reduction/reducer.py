@@ -327,11 +327,12 @@ class ShardedGradients:
         """As ``_start``, for a bucket whose parameters are held by different sets of ranks."""
         ranks = [each.ranks or self._group for each in self._groups]
         by_owner = self._policy.reduce is reduce_to_owner
-        finish = None
+        finishes = []
         for part, members in parts_by_ranks(bucket, ranks, self._group.global_ranks, by_owner):
-            landed = then(self._policy.reduce(part, members), partial(self._accumulate, part))
-            finish = landed if finish is None or landed is None else then(finish, landed)
-        return finish
+            finish = then(self._policy.reduce(part, members), partial(self._accumulate, part))
+            if finish is not None:
+                finishes.append(finish)
+        return partial(_finish_all, finishes) if finishes else None
 
     @torch.no_grad()
     def _accumulate(self, bucket: Bucket) -> None:
@@ -345,6 +346,11 @@ class ShardedGradients:
             if full is not None:
                 full.add_(bucket.tensor.narrow(0, position, full.numel()))
             position += entry.gradient.numel()
+
+
+def _finish_all(finishes: Sequence[Finish]) -> None:
+    for finish in finishes:
+        finish()
 
 
 def add_rounded(total: torch.Tensor, addend: torch.Tensor) -> None:

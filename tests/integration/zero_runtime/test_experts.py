@@ -133,6 +133,26 @@ def test_a_consolidated_checkpoint_has_all_experts(tmp_path):
     assert all(not torch.equal(weights[0], other) for other in weights[1:])
 
 
+def saved(rank, world, directory, *setting):
+    engine = make_engine(rank, *setting)
+    train(engine, rank)
+    engine.save_checkpoint(directory)
+
+
+def saved_again(rank, world, directory, again, *setting):
+    engine = make_engine(rank, *setting)
+    engine.load_checkpoint(directory)
+    engine.save_checkpoint(again)
+
+
+def test_a_checkpoint_passes_through_another_number_of_ranks(tmp_path):
+    run_ranks(4, saved, str(tmp_path / "four"), 2, 2)
+    run_ranks(2, saved_again, str(tmp_path / "four"), str(tmp_path / "two"), 2, 0)
+    before, after = consolidated_state_dict(tmp_path / "four"), consolidated_state_dict(tmp_path / "two")
+    assert set(before) == set(after)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def refusals(rank, world, directory):
     messages = {}
 
