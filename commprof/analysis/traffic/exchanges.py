@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS
 from commprof.analysis.columns.expert_answers import EXCHANGE_IMBALANCE
@@ -26,8 +27,8 @@ def exchange_imbalance(
         groups: the table of this name.
         has_splits: whether they are of records; sums do not tell equal splits from others.
     """
-    frame = operations.select(COLUMNS).to_pandas()
-    frame = frame[(frame["op"] == Op.ALL_TO_ALL) & (frame["step"] >= 0)]
+    chosen = pc.and_(pc.equal(operations["op"], Op.ALL_TO_ALL.value), pc.greater_equal(operations["step"], 0))
+    frame = operations.select(COLUMNS).filter(chosen).to_pandas()
     if purpose is not None:
         frame = frame[frame["purpose"].isna() if purpose == UNTAGGED else frame["purpose"] == purpose]
     if frame.empty:
