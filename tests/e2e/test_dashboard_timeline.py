@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -232,6 +233,42 @@ def test_many_ranks_are_a_heat_map_the_latest_first_that_folds_by_host_and_unfol
     wait_for_labels(page.page, "rank 8", 0)
     assert {bar[0] for bar in drawn_records(page.page)} == set(range(8, 16))
     assert parse_qs(urlsplit(page.page.url).query)["ranks"] == ["8-15"]
+
+
+@pytest.mark.long
+def test_1024_ranks_are_hosts_and_each_a_row_that_is_seen_when_they_are_unfolded(page, runs, base_url):
+    write_wide_run(runs / "thousand", 1024)
+    page.open(f"{base_url}/timeline?run=thousand")
+    wait_for_labels(page.page, "host-1", 128)
+    assert heat_labels(page.page)[0] == "host-1", "the host of the late rank is the first"
+    moved(page.page, page.page.get_by_role("radiogroup", name="Rows", exact=True).get_by_text("Ranks").click)
+    wait_for_labels(page.page, "rank 15", 1024)
+    page.settle()
+    heat = page.page.evaluate(HEAT, GRAPH)
+    exposed = [sum(value for value in row if value and value == value) for row in heat["z"]]
+    assert exposed[0] < 0.5 * min(exposed[1:]), "the late rank waits for nobody"
+    rows = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()["height"]
+    assert rows >= 1024, "a row has a pixel of its own"
+    ticks = page.page.locator(f"{GRAPH} .yaxislayer-above text").all()
+    boxes = [tick.bounding_box() for tick in ticks]
+    assert all(first["y"] + first["height"] <= next_one["y"] + 1 for first, next_one in pairwise(boxes))
+    page.page.locator("#timeline-ranks").fill("8-15")
+    moved(page.page, lambda: page.page.locator("#timeline-ranks").press("Enter"))
+    wait_for_labels(page.page, "rank 8", 0)
+
+
+def test_the_lanes_grow_with_the_window(page, base_url):
+    heights = []
+    for window in (700, 1000, 1300):
+        page.page.set_viewport_size({"width": 1280, "height": window})
+        page.open(f"{base_url}/timeline?run=few")
+        heights.append(page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()["height"])
+        # The strip of phases and steps above the ranks keeps its height.
+        assert (
+            page.page.evaluate("(graph) => document.querySelector(graph)._fullLayout.margin.t", GRAPH) == 42
+        )
+        assert page.page.evaluate("document.documentElement.scrollHeight") <= max(window, 900)
+    assert heights[0] < heights[1] < heights[2]
 
 
 def test_a_drag_and_the_wheel_zoom(page, runs, base_url):

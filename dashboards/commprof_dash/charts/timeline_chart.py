@@ -35,7 +35,7 @@ PHASE_COLOURS: Final[dict[str, str]] = {
 }
 EXPOSED: Final = "exposed communication"
 _UNITS: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))
-_STRIP: Final = 34  # pixels above the ranks: steps and phases
+_STRIP: Final = 18  # pixels above the ranks: steps and phases; the ranks below grow with the window
 _LEVEL: Final = 13  # pixels of a level of a lane
 _BESIDE: Final = 60  # pixels above and below the ranks and the strip
 _LEGIBLE: Final = 11  # pixels of a level from which on its lane has room for a name
@@ -97,15 +97,14 @@ def figure(
         lanes = bar_lanes(shown.bars, rows)
     begin, end = shown.begin_ns - origin, shown.end_ns - origin
     values, texts = time_ticks(begin, end)
-    strip = _STRIP / height
     drawn.update_layout(
         height=height,
         barmode="overlay",
         bargap=0,
-        margin={"t": 24},
+        margin={"t": 24 + _STRIP},
         dragmode="zoom",
         hovermode="closest",
-        shapes=_bands(shown.bands, origin, begin, end, scheme, strip),
+        shapes=_bands(shown.bands, origin, begin, end, scheme),
         annotations=_names(shown.bands, origin, begin, end, scheme),
         xaxis={
             "range": [begin, end],
@@ -117,7 +116,6 @@ def figure(
         },
         yaxis={
             "range": [depth + 0.15, -0.15] if heat is None else [depth, -0.5],
-            "domain": [0, 1 - strip],
             **(
                 _heat_ticks(heat.labels)
                 if heat is not None
@@ -352,9 +350,7 @@ def _short(text: Any, most: int) -> str:
     return plain if len(plain) <= most else plain[: most - 3] + "..."
 
 
-def _bands(
-    bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Scheme, strip: float
-) -> list[dict[str, Any]]:
+def _bands(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Scheme) -> list[dict[str, Any]]:
     """Every second step shaded, and a strip for the phases above the ranks."""
     shapes = []
     for row in bands.to_dict("records"):
@@ -368,11 +364,12 @@ def _bands(
         }
         if row["kind"] == "phase":
             colour = PHASE_COLOURS.get(row["name"], OTHER_COLOUR)
-            shapes.append(place | {"y0": 1 - strip * 0.42, "y1": 1 - strip * 0.16, "fillcolor": colour})
+            above = {"yanchor": 1, "ysizemode": "pixel", "y0": 0.25 * _STRIP, "y1": 0.7 * _STRIP}
+            shapes.append(place | above | {"fillcolor": colour})
         else:
             looks: dict[str, Any] = {"layer": "below", "line": {"width": 1, "color": GRID[scheme]}}
             fill = GRID[scheme] if row["step"] % 2 else "rgba(0,0,0,0)"
-            shapes.append(place | looks | {"y0": 0, "y1": 1 - strip * 0.5, "fillcolor": fill, "opacity": 0.5})
+            shapes.append(place | looks | {"y0": 0, "y1": 1, "fillcolor": fill, "opacity": 0.5})
     return shapes
 
 
@@ -395,6 +392,7 @@ def _names(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Schem
                     "y": 1,
                     "yref": "paper",
                     "yanchor": "bottom",
+                    "yshift": _STRIP,
                     "text": escape(row["name"] if share >= _NAMED else row["step"]),
                     "showarrow": False,
                     "font": {"size": 11, "color": MUTED_TEXT[scheme]},

@@ -20,11 +20,17 @@ GRAPH_CONFIG: Final[dict[str, Any]] = {
     "doubleClick": False,
 }
 
+_MOST_GROWTH: Final = 3
 
-def graph(name: str, figure: go.Figure, description: str, zoomable: bool = False) -> Component:
+
+def graph(
+    name: str, figure: go.Figure, description: str, zoomable: bool = False, beside: int | None = None
+) -> Component:
     """``figure`` on the page, ``description`` for those who do not see it.
 
-    ``zoomable``: the wheel zooms.
+    Args:
+        zoomable: the wheel zooms.
+        beside: as of :func:`height_of`.
     """
     return html.Div(
         dcc.Graph(
@@ -32,13 +38,21 @@ def graph(name: str, figure: go.Figure, description: str, zoomable: bool = False
             figure=figure,
             config=GRAPH_CONFIG | {"scrollZoom": zoomable},
             responsive=True,
-            style=height_of(figure),
+            style=height_of(figure, beside),
         ),
         role="img",
         **{"aria-label": description},
     )
 
 
-def height_of(figure: go.Figure) -> dict[str, str]:
-    """The style of a graph that is as high as its figure; a callback that changes the one changes the other."""
-    return {"height": f"{figure.layout.height}px"}
+def height_of(figure: go.Figure, beside: int | None = None) -> dict[str, str]:
+    """The style of a graph that is as high as its figure; a callback that changes the one changes the other.
+
+    Args:
+        beside: pixels of the window that are left to the rest of the page; the graph grows into those that the window has
+            beyond, up to :data:`_MOST_GROWTH` times its height. None: it does not grow.
+    """
+    height = figure.layout.height
+    if beside is None:
+        return {"height": f"{height}px"}
+    return {"height": f"clamp({height}px, 100vh - {beside}px, {_MOST_GROWTH * height}px)"}

@@ -145,10 +145,10 @@ def opened(path: Path, view: View) -> View:
 
 def is_folded(path: Path, view: View) -> bool:
     """Whether a row of the timeline is a host."""
-    ranks = chosen_ranks(view.ranks, api.index(path)["ranks"])
+    ranks, hosts = chosen_ranks(view.ranks, api.index(path)["ranks"]), hosts_of(path)
     if view.rows:
-        return view.rows == HOSTS and len(hosts_of(path)) > 0
-    return len(ranks) > _MOST_UNFOLDED and len({hosts_of(path).get(rank) for rank in ranks}) > 1
+        return view.rows == HOSTS and len(hosts) > 0
+    return len(ranks) > _MOST_UNFOLDED and len({hosts.get(rank) for rank in ranks}) > 1
 
 
 def is_sorted_by_lateness(path: Path, view: View) -> bool:

@@ -46,6 +46,7 @@ VIEW: Final = "timeline-view"  # the store that holds what is shown
 WRITTEN: Final = "timeline-written"
 SHOWN: Final = "timeline-shown"  # what changes with the view, besides the figure
 HOVER: Final = "timeline-hover"  # a line that tells what is below the pointer
+_BESIDE: Final = 560  # pixels of the page above and below the figure
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -94,6 +95,7 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
                     figure,
                     "Timeline of all ranks. The buttons above move it, and the table below has its numbers.",
                     zoomable=True,
+                    beside=_BESIDE,
                 ),
                 html.Div(below(path, name, view, shown), id=SHOWN),
             ],
@@ -152,7 +154,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
             path = path_of(runs, name)
             shown = timeline(path, view)
             figure = _figure(path, view, shown, scheme_of(scheme))
-            return figure, height_of(figure), below(path, name, view, shown)
+            return figure, height_of(figure, _BESIDE), below(path, name, view, shown)
         except KeyError:
             return dash.no_update, dash.no_update, [messages.unknown_runs([name], str(runs.directory))]
         except Exception as error:
