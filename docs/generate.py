@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import sys
@@ -257,6 +258,29 @@ def renewed(name: str, part: str, text: str) -> str:
     return f"{before}<!-- {part} -->\n{text}<!-- /{part} -->{after}"
 
 
+def glossary_asset() -> str:
+    """The glossary as the page that the dashboard links to, made from docs/glossary.md."""
+    body = []
+    for block in (DOCS / "glossary.md").read_text().strip().split("\n\n"):
+        mark, _, rest = block.partition(" ")
+        level = len(mark) if set(mark) == {"#"} else 0
+        text = html.escape(" ".join((rest if level else block).split()), quote=False)
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)  # the other pages of docs/ are not in the package
+        text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
+        text = re.sub(r"\*\*(.+?)\*\*", r"<dfn>\1</dfn>", text)
+        body.append(f"<h{level}>{text}</h{level}>" if level else f"<p>{text}</p>")
+    style = (
+        ":root { color-scheme: light dark; } body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 75ch; "
+        "padding: 24px 20px 60px; } dfn { font-style: normal; font-weight: 650; } code { overflow-wrap: anywhere; }"
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Glossary - commprof</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<!-- Generated from docs/glossary.md by make docs; do not edit. -->\n<style>{style}</style></head>\n"
+        "<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+    )
+
+
 def first_line(path: Path) -> str:
     """The first sentence line of a module's docstring, joined where it runs over two lines."""
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -271,6 +295,7 @@ PAGES = {
     "modules.md": modules_page,
     "gallery.md": gallery_page,
     "deepspeed-names.md": deepspeed_names_page,
+    "../dashboards/commprof_dash/assets/glossary.html": glossary_asset,
 }
 
 
@@ -279,12 +304,12 @@ def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
     for name, page in PAGES.items():
-        path, text = DOCS / name, page()
+        path, text = (DOCS / name).resolve(), page()
         if not path.exists() or path.read_text() != text:
             stale.append(name)
             if not check:
                 path.write_text(text)
-                print(f"wrote docs/{name}")
+                print(f"wrote {path.relative_to(ROOT)}")
     if check and stale:
         print(f"not current: {', '.join(stale)}; run: make docs", file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ from dash.exceptions import PreventUpdate
 from commprof.errors import CommprofError
 from commprof_dash import address, ids
 from commprof_dash.access import Access, guard
+from commprof_dash.charts.labels import on_screen
 from commprof_dash.components import controls, messages, shell
 from commprof_dash.data import Runs, reason
 from commprof_dash.malformed import refuse_malformed
@@ -97,7 +98,8 @@ def _register(app: dash.Dash, runs: Runs) -> None:
                 raise PreventUpdate  # nothing was written since: the page stays as it is
             search = follow["search"]  # the timeline and the grid write it without asking for the page again
         search = _with_run(search, drawn[0] if drawn else {}, pathname)
-        heading, drawing = draw_page(page, runs, pathname, search, scheme)
+        with on_screen(scheme):
+            heading, drawing = draw_page(page, runs, pathname, search, scheme)
         # The browser keeps what was drawn, so that the next call knows which controls it has to replace.
         now = {
             "page": pathname,

@@ -56,8 +56,8 @@ MANTINE: Final = {
 
 
 def scheme_of(value: str | None) -> Scheme:
-    """What the browser reported as a scheme; light where it reported nothing known."""
-    return "dark" if value == "dark" else "light"
+    """What the browser reported as a scheme, beside its width; light where it reported nothing known."""
+    return "dark" if (value or "").partition(" ")[0] == "dark" else "light"
 
 
 def template(scheme: Scheme) -> go.layout.Template:

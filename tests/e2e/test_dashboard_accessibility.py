@@ -141,3 +141,51 @@ def test_open_lists_and_the_menu_of_a_telephone(axe, view, base_url):
     view.page.get_by_role("button", name="Show the pages").click()
     view.page.wait_for_selector("nav a:visible")
     assert objections(axe, view) == [], "the menu"
+
+
+def tab_to(page, what: str) -> None:
+    """Press Tab until ``what``, the text or the label of it, has the focus, which is seen."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        named, outline = page.evaluate(
+            """() => { const one = document.activeElement, label = one.labels?.[0];
+              const ring = (each) => each && getComputedStyle(each).outlineStyle !== 'none';
+              return [(one.ariaLabel || label?.innerText || one.innerText || '').trim(),
+                ring(one) || ring(one.nextElementSibling) || ring(label)]; }"""
+        )
+        if named == what:
+            assert outline, f"the focus on {what} is not seen"
+            return
+    raise AssertionError(f"Tab does not reach {what}")
+
+
+def test_pages_are_reached_and_a_bucket_is_chosen_with_the_keyboard_only(view, base_url):
+    begin_at(view, f"{base_url}/overview?run=plain")
+    tab_to(view.page, "Skip to the page")
+    view.page.keyboard.press("Enter")
+    assert view.page.evaluate("document.activeElement.closest('#page') !== null")
+    view.page.evaluate("document.activeElement.blur(); window.getSelection().removeAllRanges()")
+    tab_to(view.page, "Buckets")
+    view.page.keyboard.press("Enter")
+    view.page.wait_for_selector(".told:has-text('Bucket 0')")
+    tab_to(view.page, "0")
+    view.page.keyboard.press("ArrowRight")
+    view.page.wait_for_selector(".told:has-text('Bucket 1')")
+    assert "head.weight" in view.page.inner_text(".told:has-text('Bucket 1')")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(page.path, marks=[pytest.mark.long] * (page.path not in ("/buckets",))) for page in PAGES],
+)
+def test_at_200_percent_nothing_is_beside_the_window_and_axe_has_no_objection(axe, browser, base_url, path):
+    # What a browser window of 1440 x 900 has at a zoom of 200 %.
+    zoomed = watched(browser, viewport={"width": 720, "height": 450}, device_scale_factor=2)
+    try:
+        zoomed.open(f"{base_url}{path}?run={RUN_OF.get(path, 'plain')}")
+        open_details(zoomed)
+        assert zoomed.page.evaluate("document.documentElement.scrollWidth") <= 720
+        assert objections(axe, zoomed) == []
+        assert zoomed.errors == []
+    finally:
+        zoomed.page.context.close()

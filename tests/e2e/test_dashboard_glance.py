@@ -1,4 +1,4 @@
-"""Overview and Compare in a real Chromium at 1440 x 900: the answer is there without scrolling."""
+"""The pages in a real Chromium at 1440 x 900: the answer is there without scrolling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from commprof.analysis import api
 from commprof.cli import execute
 from support.browser import served, watched
-from support.detailed_runs import detailed_run
+from support.detailed_runs import aligned_run, detailed_run
 from support.runs import SyntheticRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
@@ -47,6 +47,7 @@ def base(tmp_path_factory):
             for repeat in range(2):
                 write_setting(base / f"{scatter}-{multi}-{repeat}".lower(), scatter, multi)
     detailed_run().write(base / "late")
+    aligned_run(base / "aligned")
     SyntheticRun(2, state="failed").write(base / "failed")
     return base
 
@@ -128,6 +129,44 @@ def test_the_exposed_time_is_that_of_the_report_on_both_pages(view, base, base_u
     assert time != "not known"
 
 
+# Where the answer of a page stands, and what it says; the text of a chart is that of its card.
+ANSWERS = {
+    "/": (".ag-row:has-text('late'):has-text('9.00 ms')", "late complete stage=2"),
+    "/plan": ("#body .message", "Use stage="),
+    "/matrix": ("#card-matrix .card-subtitle", "Most: 58.6 KiB from rank 0 to 1"),
+    "/buckets": (".told", "embedding.weight (1 parameter, 6,000 elements)"),
+    "/alignment": ("#body .message", "Records and log differ"),
+    "/stragglers": ("#body .message", "Rank 2"),
+    "/bandwidth": (".told", "Bus bandwidth: all_gather of 39.1 KiB on ranks 0-3"),
+    "/records": (".ag-row[row-index='0']", "0.019000 s 0 1 backward send"),
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (path not in ("/plan", "/matrix"))) for path in ANSWERS],
+)
+def test_every_other_page_answers_in_its_first_600_pixels(view, base_url, path):
+    place, text = ANSWERS[path]
+    view.open(f"{base_url}{path}?run={'aligned' if path == '/alignment' else 'late'}", ready=place)
+    view.page.wait_for_function("document.querySelector('#progress').innerText === ''")
+    answer = view.page.locator(place).first
+    assert text in " ".join(answer.inner_text().split())
+    first_line = answer.evaluate(
+        "(one) => { const range = document.createRange(); range.selectNodeContents(one);"
+        " return range.getClientRects()[0].bottom; }"
+    )
+    assert first_line <= 600
+    assert path == "/plan" or answer.bounding_box()["y"] + answer.bounding_box()["height"] <= 600
+
+
+@pytest.mark.long
+def test_the_timeline_is_in_the_window_and_begins_in_its_first_half(view, base_url):
+    view.open(f"{base_url}/timeline?run=late")
+    box = view.page.locator("#card-timeline .nsewdrag").first.bounding_box()
+    assert box["y"] <= SCREEN["height"] / 2 and box["y"] + box["height"] <= SCREEN["height"]
+
+
 def test_the_grid_is_offered_only_without_holes(view, base_url):
     view.open(f"{base_url}/compare?{SETTINGS}")
     with view.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
@@ -151,3 +190,28 @@ def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url, scheme):
     assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
     view.page.context.close()
     assert view.errors == []
+
+
+def test_a_wide_window_has_long_labels_in_one_line_and_a_narrow_one_wraps_them(view, base_url):
+    view.open(f"{base_url}/compare?{SETTINGS}")
+    lines = """() => Math.max(...[...document.querySelectorAll('#card-levels .annotation-text')]
+        .filter((text) => text.textContent.includes('allreduce')).map((text) => text.querySelectorAll('.line').length))"""
+    assert view.page.evaluate(lines) == 0, "one line has no parts"
+    view.page.set_viewport_size({"width": 700, "height": 900})
+    view.page.wait_for_function(f"({lines})() > 1")
+    view.page.set_viewport_size(SCREEN)
+    view.page.wait_for_function(f"({lines})() === 0")
+
+
+def test_the_glossary_is_linked_and_defines_the_terms_of_a_chart(view, base_url):
+    view.open(f"{base_url}/compare?run=true-true-0")
+    view.page.get_by_text("How to read this").first.click()
+    with view.page.context.expect_page() as opened:
+        view.page.locator("#card-levels").get_by_role("link", name="glossary").click()
+    opened.value.wait_for_load_state()
+    terms = opened.value.locator("dfn").all_inner_texts()
+    assert {"wire bytes", "exposed communication"} <= {term.split(",")[0].split(" (")[0] for term in terms}
+    assert (
+        view.page.get_by_role("link", name="Glossary", exact=True).get_attribute("href")
+        == "assets/glossary.html"
+    )

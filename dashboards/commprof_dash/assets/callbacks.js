@@ -345,17 +345,20 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
     },
   },
   scheme: {
-    // Mantine keeps the scheme that is drawn, toggled or the system's, in an attribute of the root element.
+    // Mantine keeps the scheme that is drawn, toggled or the system's, in an attribute of the root element. A wide window is
+    // reported with it: its charts have room for long labels.
     watch() {
-      const root = document.documentElement;
+      const root = document.documentElement, width = window.matchMedia("(min-width: 1200px)");
       const scheme = () => root.getAttribute("data-mantine-color-scheme") === "dark" ? "dark" : "light";
+      const told = () => scheme() + (width.matches ? " wide" : "");
       const tell = () => {
         root.setAttribute("data-ag-theme-mode", scheme());
-        window.dash_clientside.set_props("scheme", {data: scheme()});
+        window.dash_clientside.set_props("scheme", {data: told()});
       };
+      width.addEventListener("change", tell);
       new MutationObserver(tell).observe(root, {attributes: true, attributeFilter: ["data-mantine-color-scheme"]});
       root.setAttribute("data-ag-theme-mode", scheme());
-      return scheme();
+      return told();
     },
   },
   shell: {

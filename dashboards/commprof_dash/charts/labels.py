@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import html
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
 
-# At 400 pixels a line of a figure holds this many characters of 12 pixels, also of a wide font.
+# At 400 pixels a line of a figure holds this many characters of 12 pixels, also of a wide font; at 1200 pixels of
+# window, which the browser reports with its scheme, the other.
 LINE_CHARACTERS: Final = 52
+_WIDE_LINE_CHARACTERS: Final = 110
+_WIDE: Final = " wide"
+_characters: ContextVar[int] = ContextVar("characters", default=LINE_CHARACTERS)
+
+
+@contextmanager
+def on_screen(reported: str | None) -> Iterator[None]:
+    """Draw for the window that the browser reports: a scheme, and ``wide`` where there is room for long lines."""
+    is_wide = (reported or "").endswith(_WIDE)
+    token = _characters.set(_WIDE_LINE_CHARACTERS if is_wide else LINE_CHARACTERS)
+    try:
+        yield
+    finally:
+        _characters.reset(token)
+
+
 _LONGEST: Final = 400
 
 
@@ -16,9 +36,11 @@ def escape(text: object) -> str:
     return html.escape(_shortened(text), quote=False)
 
 
-def wrap(text: object, width: int = LINE_CHARACTERS) -> str:
-    """``text`` escaped, in lines of at most ``width`` characters, broken at blanks where there are any."""
-    lines = textwrap.wrap(_shortened(text), width, break_long_words=True, break_on_hyphens=False) or [""]
+def wrap(text: object, width: int | None = None) -> str:
+    """``text`` escaped, in lines of at most ``width`` characters (None: of the screen), broken at blanks if it has any."""
+    lines = textwrap.wrap(
+        _shortened(text), width or _characters.get(), break_long_words=True, break_on_hyphens=False
+    ) or [""]
     return "<br>".join(html.escape(line, quote=False) for line in lines)
 
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from commprof_dash.charts.axis_ticks import axis
 from commprof_dash.charts.bars import LINE_PIXELS
-from commprof_dash.charts.labels import LINE_CHARACTERS, escape, line_count, wrap
+from commprof_dash.charts.labels import escape, line_count, wrap
 from commprof_dash.charts.series import Series, marker
 from commprof_dash.theme import HOLLOW, MUTED_TEXT, TEXT, Scheme, template
 
@@ -90,7 +90,7 @@ def figure(
     title: str,
     scheme: Scheme,
     highest: float | None = None,
-    characters: int = LINE_CHARACTERS,
+    characters: int | None = None,
     beside: Beside | None = None,
 ) -> go.Figure:
     """The chart of ``lanes``.
@@ -98,7 +98,7 @@ def figure(
     Args:
         unit: ``bytes``, ``ns`` or ``""``; of the values and the axis, whose title is ``title``.
         highest: of the axis, where several charts share one; default: the highest of this one.
-        characters: of a line of a label.
+        characters: of a line of a label; default: what the screen has room for.
         beside: a second chart, right of this one.
     """
     places = _Places(lanes, characters)
@@ -193,7 +193,7 @@ def highest_of(lanes: Lanes) -> float:
 class _Places:
     """Where each lane stands, in pixels from the top."""
 
-    def __init__(self, lanes: Lanes, characters: int) -> None:
+    def __init__(self, lanes: Lanes, characters: int | None) -> None:
         self.lanes = lanes
         self.wrapped = [wrap(label, characters) for label in lanes.labels]
         self.left = 10 + _CHARACTER_PIXELS * max((len(name) for name in lanes.names), default=0)

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commprof.analysis import api
-from commprof_dash.charts.labels import LINE_CHARACTERS, escape
+from commprof_dash.charts.labels import escape
 from commprof_dash.charts.lane_charts import Bars, Beside, Lanes, Marks, Note, Point, figure
 from commprof_dash.charts.series import Series, series_in_order
 from commprof_dash.charts.time_charts import interval_text
@@ -32,7 +32,7 @@ def levels(
     labels: Mapping[str, str],
     ends: tuple[float, float],
     scheme: Scheme,
-    characters: int = LINE_CHARACTERS,
+    characters: int | None = None,
 ) -> go.Figure:
     """A row per setting: wire bytes of a step at each level, what moved as a mark, and beside them the step time.
 

@@ -64,8 +64,19 @@ def figure_card(
 def how_to_read(text: str) -> Component:
     """An explanation behind one line, at the end of a card."""
     return html.Details(
-        [html.Summary("How to read this"), html.P(text, className="card-subtitle")], className="card-table"
+        [
+            html.Summary("How to read this"),
+            html.P(
+                [f"{text} The ", glossary_link("glossary"), " defines the terms."], className="card-subtitle"
+            ),
+        ],
+        className="card-table",
     )
+
+
+def glossary_link(text: str, **looks: str) -> Component:
+    """A link to the terms that the pages use, made from docs/glossary.md (docs/generate.py), in a window of its own."""
+    return html.A(text, href="assets/glossary.html", target="_blank", **looks)
 
 
 def table_card(

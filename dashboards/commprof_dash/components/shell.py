@@ -11,6 +11,7 @@ from dash.development.base_component import Component
 
 from commprof_dash import address, ids, theme
 from commprof_dash.address import Query
+from commprof_dash.components.cards import glossary_link
 
 if TYPE_CHECKING:
     from commprof_dash.pages.page import Page
@@ -99,6 +100,7 @@ def _header() -> Component:
                 className="brand",
             ),
             html.Div(className="spacer"),
+            glossary_link("Glossary", className="glossary"),
             dmc.ColorSchemeToggle(
                 id=ids.SCHEME_TOGGLE,
                 lightIcon=html.Span("☀", className="scheme-icon"),

@@ -80,8 +80,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             *topology_controls,
         ]
         return controls_shown, [
-            *_generated(communicators),
             _verdict(summary),
+            *_generated(communicators),
             cards.columns([_divergences(summary.divergences, name), _states(summary.counts, scheme)]),
             _tiles(summary, communicators),
             _side_by_side(window, state, name, rank, group),

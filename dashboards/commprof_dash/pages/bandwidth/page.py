@@ -141,6 +141,7 @@ def _answers(
         ]
     notes = measured.sizes.attrs["notes"]
     return [
+        *_told(sizes, rate),
         _figure(sizes, times, rate, file, scheme),
         _tiles(sizes),
         *([messages.sentences("Before you compare", notes, severity="note")] if notes else []),
@@ -152,6 +153,20 @@ def _answers(
 def _only(frame: pd.DataFrame, op: str, group: str) -> pd.DataFrame:
     selected = frame if op == ALL else frame[frame["op"] == op]
     return selected if group == ALL else selected[selected["group_ranks"] == group]
+
+
+def _told(sizes: pd.DataFrame, rate: Rate) -> list[Component]:
+    """The bandwidth of the operation, group and size that moved most of the bytes whose time is known, in one line."""
+    timed = sizes[sizes["time_ns"].notna()]
+    if timed.empty:
+        return []
+    sent = timed["payload_bytes"].astype(float) * timed["collectives"]
+    most = timed.assign(sent=sent).sort_values("sent", ascending=False, kind="stable").iloc[0]
+    reached = format_rate(float(most[f"{rate.key}_bytes_per_s"]))
+    share = "" if pd.isna(most["ceiling_share"]) else f", {_percent(most['ceiling_share'])} of the ceiling"
+    about = f"{most['op']} of {api.format_bytes(most['payload_bytes'])} on ranks {most['group_ranks']}"
+    text = f"{rate.name}{share}: {about}, which sends most of the bytes whose time is known."
+    return [messages.line(reached, text)]
 
 
 def _tiles(sizes: pd.DataFrame) -> Component:

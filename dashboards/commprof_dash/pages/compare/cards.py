@@ -31,7 +31,7 @@ _HOW_TO_READ: Final = (
     "backend ran for it. Moved: measured by the interface counters of all hosts, all programs, divided by the ranks; "
     "an open mark is over the whole run, start-up included; an arrow points beyond the axis. Step time: median "
     "without the first step, with its 95 % interval. Hollow bars were predicted before the sweep ran, with the 80 % "
-    "interval; a setting that the sweep did not run has no other. docs/glossary.md defines the terms."
+    "interval; a setting that the sweep did not run has no other."
 )
 _TIMES: Final = {
     "step_time_low_ns": "Step, low (95 %)",

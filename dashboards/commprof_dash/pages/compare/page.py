@@ -15,6 +15,7 @@ from commprof.analysis import api
 from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import loss_chart, traffic
+from commprof_dash.charts.labels import on_screen
 from commprof_dash.charts.series import is_reducing
 from commprof_dash.components import cards, controls, messages, pending
 from commprof_dash.components.tables import Cell, Field, Order
@@ -269,7 +270,8 @@ def register(app: dash.Dash, runs: Runs) -> None:
     def waited(_: int, shown: list[Any], scheme: str | None) -> tuple[Any, bool]:
         names, as_grid, order = shown
         try:
-            card = _drawn_levels(runs, _Asked(names, as_grid, Order(*order)), scheme_of(scheme))
+            with on_screen(scheme):
+                card = _drawn_levels(runs, _Asked(names, as_grid, Order(*order)), scheme_of(scheme))
         except KeyError:
             return messages.unknown_runs(names, str(runs.directory)), True
         except Exception as error:

@@ -208,12 +208,15 @@ def _matrix(
     def rank(first: int) -> str:
         return matrix_chart.rank_text(first, width, ranks)
 
+    most = drawn.sort_values(measure.column, ascending=False, kind="stable").iloc[0]
     blocks = (
         "" if width == 1 else f" Each row and column is {width} neighbouring ranks together, of {ranks:,}."
     )
     return cards.figure_card(
         "matrix",
         title,
+        f"Most: {api.format_bytes(most[measure.column])} from rank {rank(int(most['sender']))} to "
+        f"{rank(int(most['receiver']))}. "
         f"{measure.name} {when} ({measure.definition})."
         + (f" Shown as issued: {reason}." if reason else "")
         + blocks

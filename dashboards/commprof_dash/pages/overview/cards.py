@@ -261,8 +261,7 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
         how=cards.how_to_read(
             "Exposed: the program was blocked on a collective; mean over the ranks, median of "
             f"{union['steps']:,} warm steps. Overlapped: collectives were under way and it was blocked on none. "
-            "Concurrent waits count once; purposes overlap, and all is their union, not their sum. docs/glossary.md defines "
-            "the terms."
+            "Concurrent waits count once; purposes overlap, and all is their union, not their sum."
         ),
     )
 

@@ -279,7 +279,7 @@ def _by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> Component
             *_measure_fields(),
         ],
         most_rows=_TABLE_ROWS,
-        how=cards.how_to_read(f"{measure.name}: {measure.definition}. docs/glossary.md defines the terms."),
+        how=cards.how_to_read(f"{measure.name}: {measure.definition}."),
     )
 
 
