@@ -19,6 +19,7 @@ from commprof.export.chakra import export_chakra
 from commprof.export.csv import export_csv
 from commprof.export.database import export_database
 from commprof.export.parquet import export_parquet
+from commprof.export.perfetto import export_perfetto
 from support.runs import SyntheticRun
 
 CHAKRA = Path(os.environ.get("COMMPROF_CHAKRA", "nowhere"))
@@ -63,6 +64,41 @@ def test_a_later_connection_reads_the_database(run, expected, tmp_path):
         assert dict(database.sql(SUM.format("collectives")).fetchall()) == expected
         frame = database.sql("SELECT * FROM runs").df()
     assert frame["run"].tolist() == ["run"] and frame["steps"].tolist() == [3]
+
+
+# The rules of the Trace Event Format, as statements that select what breaks them.
+TRACE_RULES = {
+    "a slice has a name, a begin and a length": "FROM events WHERE ph = 'X' AND (name IS NULL OR ts IS NULL OR dur < 0)",
+    "slices of a thread lie apart or within each other": """FROM slices a JOIN slices b USING (pid, tid)
+        WHERE a.ts < b.ts AND b.ts < a.ts + a.dur AND a.ts + a.dur < b.ts + b.dur""",
+    "each thread of a slice has a name": """FROM slices WHERE (pid, tid) NOT IN (
+        SELECT (pid, tid) FROM events WHERE ph = 'M' AND name = 'thread_name')""",
+    "an arrow begins once, ends once and names both ends alike": """FROM (SELECT id, count(*) FILTER (ph = 's') AS begins,
+        count(*) FILTER (ph = 'f') AS ends, count(DISTINCT (name, cat)) AS names FROM events WHERE ph IN ('s', 't', 'f')
+        GROUP BY id) WHERE (begins, ends, names) != (1, 1, 1)""",
+    "each end of an arrow is in a slice": """FROM events a WHERE ph IN ('s', 't', 'f') AND NOT EXISTS (
+        FROM slices b WHERE a.pid = b.pid AND a.tid = b.tid AND a.ts BETWEEN b.ts AND b.ts + b.dur)""",
+}
+
+
+def test_duckdb_reads_the_trace_for_perfetto_and_no_event_breaks_a_rule_of_its_format(
+    run, expected, tmp_path
+):
+    """Trace_processor is in no package registry: its Python package fetches the program from elsewhere."""
+    export_perfetto(run, tmp_path / "out")
+    with duckdb.connect() as engine:
+        engine.execute(f"""CREATE VIEW events AS SELECT unnest(traceEvents, max_depth := 2)
+            FROM read_json('{tmp_path / "out" / "trace.json"}', maximum_object_size = 100000000)""")
+        engine.execute("CREATE VIEW slices AS FROM events WHERE ph = 'X'")
+        broken = {
+            rule: engine.sql(f"SELECT count(*) {what}").fetchall()[0][0] for rule, what in TRACE_RULES.items()
+        }
+        assert broken == dict.fromkeys(TRACE_RULES, 0)
+        sums = engine.sql("""SELECT name, sum(args.payload_bytes::BIGINT)::BIGINT FROM slices
+            WHERE cat != 'step' GROUP BY name""").fetchall()
+        assert dict(sums) == expected
+        arrows = engine.sql("SELECT count(DISTINCT id) FROM events WHERE ph = 's'").fetchall()[0][0]
+    assert arrows == 6  # two collectives in each of three steps
 
 
 @pytest.mark.skipif(
