@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from support.process_group_log import Call, Log, logged
 
@@ -137,8 +138,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s1_ep2_w2_k2_all_tokens": _gpt(1, 2, 2, {"k": 2, **_ALL_TOKENS}),
     "gpt_s2_ep2_w2_k3": _gpt(2, 2, 2, {"k": 3, **_HALF}),
     "gpt_s1_ep2_w2_k3_all_tokens": _gpt(1, 2, 2, {"k": 3, **_ALL_TOKENS}),
+    "gpt_s1_ep3_w3": _gpt(1, 3, 3, {"num_experts": 6, "k": 2}),
+    "gpt_s2_ep2_w4_recomputed": _gpt(2, 2, 4, {"k": 2}, recomputed=True),
     # precision, clipping, accumulation
     "gpt_s0_ep2_w2_bf16": _gpt(0, 2, 2, config=_BF16),
+    "gpt_s0_ep2_w2_bf16_frozen": _gpt(0, 2, 2, config=_BF16, frozen_experts=True),
     "gpt_s1_ep2_w2_bf16": _gpt(1, 2, 2, config=_BF16),
     "gpt_s2_ep2_w4_bf16": _gpt(2, 2, 4, config=_BF16),
     "gpt_s1_ep2_w4_bf16_fp32_sums": _gpt(1, 2, 4, config={**_BF16, **_CLIPPED, **_FP32_SUMS}),
@@ -271,8 +275,11 @@ class WithExperts(nn.Module):
         self.gate_losses: list[torch.Tensor] = []
         self.expert_counts: list[torch.Tensor] = []
 
-    def route(self, layer, hidden, used=None):
-        output, gate_loss, counts = layer(hidden, used)
+    def route(self, layer, hidden, used=None, recomputed=False):
+        if recomputed:
+            output, gate_loss, counts = checkpoint(layer, hidden, used, use_reentrant=False)
+        else:
+            output, gate_loss, counts = layer(hidden, used)
         self.gate_losses.append(gate_loss)
         self.expert_counts.append(counts)
         return output
@@ -283,7 +290,7 @@ class Transformer(WithExperts):
 
     def __init__(self, expert_layer, case: dict[str, Any]) -> None:
         super().__init__()
-        self.used_tokens = case.get("used_tokens", False)
+        self.used_tokens, self.recomputed = case.get("used_tokens", False), case.get("recomputed", False)
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Embedding(CONTEXT, HIDDEN)
         self.blocks = nn.ModuleList()
@@ -303,7 +310,9 @@ class Transformer(WithExperts):
         for number, (attention, norm, network) in enumerate(self.blocks):
             hidden = attention(hidden)
             normed = norm(hidden)
-            hidden = hidden + (self.route(network, normed, used) if number % 2 else network(normed))
+            hidden = hidden + (
+                self.route(network, normed, used, self.recomputed) if number % 2 else network(normed)
+            )
         loss = F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1).float(), targets.flatten())
         return loss + GATE_LOSS * sum(self.gate_losses)
 
@@ -351,6 +360,7 @@ def make_model(case: dict[str, Any], rank: int) -> WithExperts:
             generator = torch.Generator().manual_seed(number)
             with torch.no_grad():
                 for parameter in expert.parameters():
+                    parameter.requires_grad_(not case.get("frozen_experts", False))
                     parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model
 

@@ -394,7 +394,8 @@ def _replicated(
         compute_norm=reduced, check_norm=reduced, check_overflow=False
     )
     optimizer = ReplicatedOptimizer(inner, gradients, group, steps, scale, not reduced, labels)
-    optimizer.experts = experts
+    # Frozen experts have no gradients that could differ between the ranks.
+    optimizer.experts = experts if any(map(is_expert, trainable)) else {}
     return optimizer, gradients
 
 
