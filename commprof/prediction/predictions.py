@@ -14,6 +14,8 @@ from commprof.ledger.requests.request import Request, request_of
 from commprof.prediction.assumptions import AS_RECORDED, Assumptions
 from commprof.prediction.changes import Assumed, Changed, change
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
+from commprof.prediction.expert_settings import KEYS as EXPERT_KEYS
+from commprof.prediction.expert_settings import Exchanged, updated, with_settings, with_tokens
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
 from commprof.prediction.sent import Sent, sent_by, sent_by_ddp
@@ -29,7 +31,6 @@ from commprof.prediction.wrapper_settings import (
     without_effect,
 )
 from commprof.prediction.wrapper_settings import KEY as RESHARDING
-from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import holdings
 from commprof.requested.wrappers.ddp import Ddp
 from commprof.requested.wrappers.fully_shard import FullyShard
@@ -306,7 +307,7 @@ def _predicted(
         max(0.0, median - _Z * spread),
         median + _Z * spread,
         answer.exposed_ns,
-        device_memory(request, config, world),
+        device_memory(with_settings(request, setting), config, world),
         len(changed.program.messages),
         _why(base, changed, answer, sources),
         path,
@@ -331,14 +332,21 @@ def _changed(
             raise UsageError(f"{RESHARDING} is predicted only for the run's own number of ranks")
         return with_resharding(recorded.program, base.quiet, setting, request.wrapped, assumed)
     before, after = sent_messages(request, setting, config, recorded.world_size, world)
-    return change(
-        recorded.program,
-        [_on_ranks(each, world) for each in base.quiet],
+    other = with_settings(request, setting)
+    program, steps, more = Exchanged(recorded.program, base.quiet)
+    if other.experts is not request.experts and request.experts is not None and other.experts is not None:
+        if world != recorded.world_size:
+            raise UsageError("settings of experts are predicted only for the run's own number of ranks")
+        program, steps, more = with_tokens(program, steps, request.experts, other.experts)
+    changed = change(
+        program,
+        [_on_ranks(each, world) for each in steps],
         before,
         after,
-        shrinks_optimizer=_shrinks(request, config, recorded.world_size, world),
+        shrinks_optimizer=_shrinks(request, other, config, recorded.world_size, world),
         assumed=assumed,
     )
+    return changed._replace(assumed=(*changed.assumed, *more))
 
 
 def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) -> float:
@@ -365,7 +373,7 @@ def sent_messages(
     Raises:
         UsageError: what is sent with ``setting`` cannot be predicted from the run.
     """
-    known = (*KEYS, *DDP_KEYS, RESHARDING)
+    known = (*KEYS, *EXPERT_KEYS, *DDP_KEYS, RESHARDING)
     unknown = [key for key in setting if key not in known]
     if unknown:
         raise UsageError(
@@ -396,7 +404,9 @@ def sent_messages(
     if any(key in DDP_KEYS for key in setting):
         raise UsageError(f"{', '.join(DDP_KEYS)} is of DistributedDataParallel, which this run does not use")
     used = config if config is not None else request.config
-    return sent_by(request, request.config, recorded_world), sent_by(request, used, world)
+    return sent_by(request, request.config, recorded_world), sent_by(
+        with_settings(request, setting), used, world
+    )
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -410,17 +420,15 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             raise UsageError(f"ddp.{name} is {value!r}; expected a number of MiB above 0")
 
 
-def _shrinks(request: Request, config: Mapping[str, Any] | None, recorded_world: int, world: int) -> float:
-    """The part of the recorded elements that a rank updates."""
+def _shrinks(
+    request: Request, other: Request, config: Mapping[str, Any] | None, recorded_world: int, world: int
+) -> float:
+    """The elements that a rank updates, by those that it updated in the run."""
     if not request.config:
         return 1.0
     used = config if config is not None else request.config
-    return _shard(used, world) / _shard(request.config, recorded_world)
-
-
-def _shard(config: Mapping[str, Any], world: int) -> float:
-    """The part of the parameters that each rank updates."""
-    return 1.0 / world if read_configuration(config).partitions else 1.0
+    recorded = updated(request, request.config, recorded_world)
+    return updated(other, used, world) / recorded if recorded else 1.0
 
 
 def _on_ranks(step: Step, world: int) -> Step:
