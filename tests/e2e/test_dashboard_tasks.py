@@ -1,6 +1,6 @@
 """Questions of a user over recorded runs, from the Runs page on: at most three clicks, and the answer needs no scrolling.
 
-Each test records its clicks and seconds as properties of the report (``--junitxml``).
+Each test prints its clicks and seconds (``pytest -rP``).
 """
 
 from __future__ import annotations
@@ -110,12 +110,11 @@ class Visitor:
         self.click(row.locator("input[type=checkbox]"))
         self.view.page.wait_for_function("location.search.includes('tick=')")
 
-    def read(self, selector: str, record_property) -> str:
+    def read(self, selector: str) -> str:
         """The answer, which is in the window although nothing was scrolled."""
         answer = self.view.page.locator(selector).first
         answer.wait_for()
-        record_property("clicks", self.clicks)
-        record_property("seconds", round(time.monotonic() - self.begin, 1))
+        print(f"{self.clicks} clicks, {time.monotonic() - self.begin:.1f} s")
         box = answer.bounding_box()
         assert self.view.page.evaluate("window.scrollY") == 0
         assert box["y"] >= 0 and box["y"] + box["height"] <= SCREEN["height"]
@@ -138,17 +137,17 @@ def visit(browser, request):
     assert views[0].errors == []
 
 
-def test_which_rank_is_slow_and_since_when(visit, slow, record_property):
+def test_which_rank_is_slow_and_since_when(visit, slow):
     visitor = visit(slow)
     visitor.click(visitor.view.page.locator(".ag-row a", has_text="slow"))
     visitor.wait_for_page("Overview")
     visitor.follow("Stragglers")
-    answer = visitor.read("#body .message", record_property)
+    answer = visitor.read("#body .message")
     assert "Rank 1 is a straggler" in answer and f"from step {LATE_FROM} on" in answer
 
 
 @pytest.mark.parametrize("way", ["of_the_run", "ticked"])
-def test_what_does_bucket_7_hold(visit, slow, record_property, way):
+def test_what_does_bucket_7_hold(visit, slow, way):
     visitor = visit(slow)
     if way == "ticked":
         visitor.tick("slow")
@@ -157,13 +156,13 @@ def test_what_does_bucket_7_hold(visit, slow, record_property, way):
         visitor.wait_for_page("Overview")
     visitor.follow("Buckets")
     visitor.click(visitor.view.page.locator("#controls label", has_text="7").last)
-    answer = visitor.read(".told:has-text('Bucket 7')", record_property)
+    answer = visitor.read(".told:has-text('Bucket 7')")
     # Gradients arrive last layer first: the bucket of one layer holds that one. It was sent because the next did not fit.
     assert "2.bias and 2.weight" in answer and f"{LAYER:,} elements" in answer and "did not fit" in answer
 
 
 @pytest.mark.long
-def test_a_click_on_a_bar_chooses_its_bucket(visit, slow, record_property):
+def test_a_click_on_a_bar_chooses_its_bucket(visit, slow):
     visitor = visit(slow)
     visitor.tick("slow")
     visitor.follow("Buckets")
@@ -173,31 +172,29 @@ def test_a_click_on_a_bar_chooses_its_bucket(visit, slow, record_property):
     visitor.view.page.wait_for_timeout(300)  # plotly looks up what is below the pointer
     visitor.view.page.mouse.click(plot["x"] + 7.5 / LAYERS * plot["width"], plot["y"] + 0.8 * plot["height"])
     visitor.clicks += 1
-    assert "2.bias and 2.weight" in visitor.read(".told:has-text('Bucket 7')", record_property)
+    assert "2.bias and 2.weight" in visitor.read(".told:has-text('Bucket 7')")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("sweep", "expected"), [("keys", "sends the least"), ("sizes", "bytes")])
-def test_which_setting_to_take_and_whether_the_bucket_size_helped(
-    visit, sweeps, record_property, sweep, expected
-):
+def test_which_setting_to_take_and_whether_the_bucket_size_helped(visit, sweeps, sweep, expected):
     visitor = visit(sweeps)
     visitor.tick(sweep)
     visitor.follow("Compare")
-    answer = visitor.read(".told", record_property)
+    answer = visitor.read(".told")
     runs = sorted((sweeps / sweep).iterdir())
     sentence = api.advice(runs).sentences[0].partition(": ")[2]
     assert sentence.lower() in answer.lower() and expected in answer
     if sweep == "keys":
         assert "use_multi_rank_bucket_allreduce=false" in answer
-    assert visitor.read("#card-levels .js-plotly-plot", record_property)
+    assert visitor.read("#card-levels .js-plotly-plot")
 
 
 @pytest.mark.long
-def test_why_it_is_an_all_reduce(visit, sweeps, record_property):
+def test_why_it_is_an_all_reduce(visit, sweeps):
     visitor = visit(sweeps)
     visitor.click(visitor.view.page.get_by_role("button", name="keys (4 runs)"))
     visitor.click(visitor.view.page.locator(".ag-row a", has_text="keys/true-0"))
     visitor.wait_for_page("Overview")
-    answer = visitor.read(".told:has-text('reduce_scatter \u2192 all_reduce')", record_property)
+    answer = visitor.read(".told:has-text('reduce_scatter \u2192 all_reduce')")
     assert "use_multi_rank_bucket_allreduce: true turned it into all_reduce" in answer
