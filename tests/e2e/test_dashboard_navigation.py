@@ -256,6 +256,7 @@ def depart(page, base_url, held, path: str) -> float:
     wait, progress = page.page.evaluate(DEPART, [link, title])
     expected = ("Reading 2 runs",) if path == "/compare" else ("Reading older", "Reading newer")
     assert progress.startswith(expected)
+    assert page.page.locator("#navigation a[data-active=true]").inner_text() == title
     held.release()
     page.page.wait_for_selector("#body > *")
     page.page.wait_for_function("!document.querySelector('#progress').innerText")

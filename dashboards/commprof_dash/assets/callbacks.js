@@ -376,6 +376,9 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       const is_other = !drawn || drawn.page !== path;
       if (is_other) {
         const heading = [element("H1", {children: title}), element("P", {children: question, className: "question"})];
+        for (const each of Object.keys(pages)) {
+          window.dash_clientside.set_props({type: "page-link", path: each}, {active: each === path});
+        }
         window.dash_clientside.set_props("heading", {children: heading});
         window.dash_clientside.set_props("controls", {children: []});
         window.dash_clientside.set_props("body", {children: []});
