@@ -83,10 +83,10 @@ class ExpertLayers:
             outer, self._thread.capacity = self._thread.capacity, None
             try:
                 with tag:
-                    result = original(layer, *args, **kwargs)
-                self._publish_load(layer, tag, args)
-                return result
+                    return original(layer, *args, **kwargs)
             finally:
+                # Activation checkpointing may end a repeated pass by an exception, once it has what it needs.
+                self._publish_load(layer, tag, args)
                 self._thread.capacity = outer
 
         return forward

@@ -1,0 +1,62 @@
+"""DeepSpeed's layers of experts as the adapter wraps them, with classes that stand for DeepSpeed's."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from commprof import hooks
+from commprof.recorder.adapters.deepspeed_experts import ExpertLayers
+from commprof.recorder.adapters.patching import Patches
+
+GATES, EXPERTS = ModuleType("deepspeed.moe.sharded_moe"), ModuleType("deepspeed.moe.experts")
+
+
+class StopPassError(Exception):
+    """What torch raises inside a repeated forward pass once it has what the backward pass needs."""
+
+
+class Experts(torch.nn.Module):
+    def forward(self, slots):
+        return slots
+
+
+class MOELayer(torch.nn.Module):
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.experts, self.ends = Experts(), ends
+
+    def forward(self, tokens):
+        self.exp_counts = torch.tensor([3, 1])
+        slots = self.experts(
+            torch.ones(1, 2, 5, tokens.shape[-1])
+        )  # of one rank, two experts with five slots each
+        if self.ends:
+            raise StopPassError
+        return slots
+
+
+GATES.MOELayer, EXPERTS.Experts = MOELayer, Experts
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_pass_that_activation_checkpointing_ends_has_its_load_too(monkeypatch, ends):
+    loads, faults = [], []
+    monkeypatch.setattr(hooks, "expert_load", lambda *values: loads.append(values))
+    layers, patches = ExpertLayers(faults.append), Patches()
+    for module in (GATES, EXPERTS):
+        layers.wrap(module, patches)
+    try:
+        layer = MOELayer(ends)
+        layers._tags[layer] = hooks.tag("activation", module="moe")
+        if ends:
+            with pytest.raises(StopPassError):
+                layer(torch.ones(4, 8))
+        else:
+            layer(torch.ones(4, 8))
+    finally:
+        patches.remove()
+    (load,) = loads
+    assert (load[0], load[1].tolist(), load[2:]) == ("moe", [3, 1], (5, 4)) and not faults
