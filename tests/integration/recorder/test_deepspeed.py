@@ -400,6 +400,7 @@ def test_the_real_deepspeeds_experts(tmp_path, ranks, ep_size, drops, stage, cap
     python = os.environ.get(REAL)
     if not python:
         pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    from commprof.cli import execute
     from commprof.trace.reader import open_run
 
     script = tmp_path / "script.py"
@@ -443,3 +444,4 @@ def test_the_real_deepspeeds_experts(tmp_path, ranks, ep_size, drops, stage, cap
         expert.format(number) for number in range(4)
     ]
     assert names[expert.format(3)] == ep_size and names["last.weight"] is None
+    assert execute(["verify", str(tmp_path / "run")]) == 0  # requested and issued agree, every byte explained
