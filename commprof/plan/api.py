@@ -44,6 +44,7 @@ from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
 
 __all__ = [
+    "EXPERT_OPTIONS",
     "BACKENDS",
     "OPTIONS",
     "Plan",

@@ -22,6 +22,7 @@ from commprof.analysis.compare.settings import short_names
 _MOST_NAMED: Final = 3
 MOVED_ALIKE: Final = 0.05
 REPEAT: Final = "commprof sweep --repeat 3 ... measures each setting three times"
+_ONE_REPEAT: Final = f"Step times cannot be compared: one repeat does not show how runs vary. {REPEAT}."
 
 
 def advise(weighed: Weighed) -> Advice:
@@ -62,7 +63,8 @@ def _answer(weighed: Weighed) -> str:
         bytes_text = "all settings send the same bytes on the wire" if same_bytes else "the bytes differ"
         if weighed.answer == NO_DIFFERENCE:
             return f"No measurable difference: {bytes_text}, and their step times differ by no more than repeats do."
-        return f"No difference in bytes: {bytes_text}. Whether their step times differ is not known."
+        times = _ONE_REPEAT if _ran_once(weighed) else "Whether their step times differ is not known."
+        return f"No difference in bytes: {bytes_text}. {times}"
     return _recommendation(weighed, counted)
 
 
@@ -77,6 +79,7 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
             most = max(more, key=lambda one: (one.wire_bytes or 0.0, one.label))
             return (
                 f"{head}: it sends the least, {_bytes(best[0])}; {most.label} sends {_more(most, best[0])}."
+                f"{_beside_the_bytes(weighed)}"
             )
         return f"{head}: all send the same bytes, {_bytes(best[0])}, and its step is measurably shorter."
     least = next(one for one in counted if one.label in weighed.least)
@@ -84,6 +87,21 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
         f"Set {words} if the step time counts: its step is measurably shorter than that of {least.label}, which sends the "
         f"least, {_bytes(least)}; it sends {_more(best[0], least)}. On a slower network the opposite may hold."
     )
+
+
+def _ran_once(weighed: Weighed) -> bool:
+    """Whether no two step times can be compared, because a setting ran once."""
+    verdicts = list(weighed.pairs["verdict"])
+    return bool(verdicts) and verdicts.count(significance.CANNOT_TELL) == len(verdicts)
+
+
+def _beside_the_bytes(weighed: Weighed) -> str:
+    """What step times say of a setting that is recommended for its bytes: a chart of them misleads where they vary."""
+    if _ran_once(weighed):
+        return " Step times cannot be compared after one repeat."
+    if set(weighed.pairs["verdict"]) == {significance.SAME}:
+        return " Step times do not differ measurably."
+    return ""
 
 
 def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
@@ -156,8 +174,8 @@ def _times(weighed: Weighed) -> list[str]:
     if not verdicts or weighed.work:
         return []
     unsure = verdicts.count(significance.CANNOT_TELL)
-    if unsure == len(verdicts):
-        return [f"Step times cannot be compared: one repeat does not show how runs vary. {REPEAT}."]
+    if _ran_once(weighed):
+        return [_ONE_REPEAT] if weighed.answer == "recommended" or len(_counted(weighed)) < 2 else []
     sentences = []
     different = weighed.pairs[weighed.pairs["verdict"].isin([significance.SHORTER, significance.LONGER])]
     if different.empty:

@@ -17,7 +17,9 @@
   components.RunName = ({data, api, node}) => {
     const element = window.React.createElement;
     if (!data.members) {
-      const inner = data.href ? element("a", {href: data.href, onClick: (event) => go(event, data.href)}, data.name) : data.name;
+      // Below its sweep a run needs no prefix, and its number is what tells it from the others.
+      const name = data.sweep && data.name.startsWith(data.sweep + "/") ? data.name.slice(data.sweep.length + 1) : data.name;
+      const inner = data.href ? element("a", {href: data.href, onClick: (event) => go(event, data.href)}, name) : name;
       return element("span", {className: data.sweep ? "run-of-sweep" : ""}, inner);
     }
     const toggle = () => {

@@ -174,6 +174,10 @@ def test_the_form_has_every_option_of_the_command():
     [
         ({"layers": "40"}, ["--layers", "40"]),
         ({"backend": "gloo"}, ["--backend", "gloo"]),
+        (
+            {"experts": "8", "ep_size": "2,4", "expert_k": "2"},
+            ["--experts", "8", "--ep-size", "2,4", "--expert-k", "2"],
+        ),
         ({"calibration": "calibration.json"}, ["--calibration", "{}/calibration.json"]),
         (
             {"calibration": "calibration.json", "compute": "90ms"},

@@ -16,6 +16,7 @@ from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import matrix_chart
 from commprof_dash.components import cards, controls, messages
+from commprof_dash.components.expert_line import expert_line
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import Measure, format_count
@@ -108,6 +109,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         hosts = hosts_of(path_of(runs, name))
         balance = _balance(runs, name, steps, chosen, kind, measure)
         return controls_shown, [
+            *expert_line(runs, name, link=False),
             _matrix(_per_step(frame, count), measure, chosen, hosts, when, balance, scheme),
             *experts,
             _owners(matrix_data.owners(runs, name, steps), scheme),

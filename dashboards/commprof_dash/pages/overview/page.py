@@ -19,6 +19,7 @@ from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import time_charts, traffic
 from commprof_dash.components import cards, controls, messages, pending, tables
+from commprof_dash.components.expert_line import expert_line
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
@@ -70,6 +71,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
     return [
         _health(facts),
         summary,
+        *expert_line(runs, name, link=True),
         _verdict(runs, name, facts),
         *_traffic(runs, name, facts, measure, scheme),
         *_promising(runs, name),

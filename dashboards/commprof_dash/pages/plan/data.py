@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -52,6 +53,14 @@ DEFAULTS: Final = {
     "links": "intra=450GB/s,inter=8x50GB/s",
     "layers": "",
     "sequence": "2048",
+    "experts": "",
+    "ep_size": "",
+    "expert_k": "",
+    "capacity_factor": "",
+    "min_capacity": "",
+    "drop_tokens": "",
+    "expert_layers": "",
+    "expert_skew": "",
     "calibration": "",
     "compute": "",
     "recorded": "",
@@ -68,6 +77,14 @@ OPTION_OF_FIELD: Final = {
     "links": "links",
     "layers": "layers",
     "sequence": "sequence",
+    "experts": "experts",
+    "ep_size": "ep_size",
+    "expert_k": "expert_k",
+    "capacity_factor": "capacity_factor",
+    "min_capacity": "min_capacity",
+    "drop_tokens": "drop_tokens",
+    "expert_layers": "expert_layers",
+    "expert_skew": "expert_skew",
     "calibration": "calibration",
     "compute": "step_compute",
     "recorded": "recorded",
@@ -121,6 +138,7 @@ class Asked(NamedTuple):
     calibration: File | None
     framework: str
     recorded: plan_api.RecordedStep | None
+    experts: tuple[tuple[str, str], ...] = ()
 
 
 class Planned(NamedTuple):
@@ -222,6 +240,7 @@ def planned(runs: Runs, form: Form) -> Planned:
             _calibration(runs, texts["calibration"]) if texts["calibration"] else None,
             texts["framework"] or DEFAULTS["framework"],
             _recorded(runs, texts["recorded"]) if texts["recorded"] else None,
+            tuple((name, texts[field]) for name, field in plan_api.EXPERT_OPTIONS.items() if texts[field]),
         )
     )
 
@@ -278,7 +297,9 @@ def _check_model(text: str) -> None:
 
 @lru_cache(maxsize=16)  # of many renderings: another scheme or setting in the figures asks the same
 def _planned(asked: Asked) -> Planned:
-    combinations = plan_api.combinations(asked.settings)
+    combinations = plan_api.combinations(asked.settings) * prod(
+        len(text.split(",")) for _, text in asked.experts
+    )
     if combinations > MOST_SETTINGS:
         raise UsageError(
             f"there are {combinations:,} combinations of settings; expected at most {MOST_SETTINGS} on this page"
@@ -288,6 +309,7 @@ def _planned(asked: Asked) -> Planned:
         **asked._replace(calibration=None)._asdict()
         | {
             "config": json.loads(asked.config),
+            "experts": dict(asked.experts),
             "calibration": None if file is None else plan_api.read_calibration(file.path),
         },
         most_messages=MOST_MESSAGES,

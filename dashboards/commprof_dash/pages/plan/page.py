@@ -32,6 +32,16 @@ _FIELDS: Final = {  # label, placeholder
     "compute": ("Computation of a step", "900ms"),
     "memory": ("Memory of a device", "80GiB"),
 }
+_EXPERTS: Final = {  # several values are compared
+    "experts": ("Experts of a layer", "none"),
+    "ep_size": ("Ranks that share them", "1"),
+    "expert_k": ("Experts of a token", "1"),
+    "capacity_factor": ("Capacity factor", "1"),
+    "min_capacity": ("Least capacity", "4"),
+    "drop_tokens": ("Drop tokens", "true"),
+    "expert_layers": ("Layers with experts", "all"),
+    "expert_skew": ("Load of the fullest expert", "1: balanced"),
+}
 _WIDE: Final = ("links",)
 
 
@@ -124,6 +134,17 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: 
         "backend": _one_of("backend", "Backend", plan_data.BACKENDS, texts),
     }
     shown = [_titled(key, field) for key, field in fields.items()]
+    experts = [
+        _titled(key, controls.text(key, label, texts[key], placeholder))
+        for key, (label, placeholder) in _EXPERTS.items()
+    ]
+    shown.append(
+        html.Details(
+            [html.Summary("Experts (MoE)"), html.Div(experts, className="plan-fields")],
+            className="plan-wide card-table",
+            open=any(texts[key] for key in _EXPERTS),
+        )
+    )
     if len(labels) > 1:
         shown.append(html.Div(_setting_choice(labels, form.setting, recommended), className="plan-wide"))
     return [

@@ -54,7 +54,7 @@ _TEXTS: Final = (
         112,
         "running, complete, failed, killed or unreadable; hover over a state for the reason",
     ),
-    ("setting", "Setting", 200, "the point of the sweep, or the ZeRO keys of the config"),
+    ("setting", "Setting", 300, "the point of the sweep, or the ZeRO keys of the config"),
 )
 _NUMBERS: Final = (
     ("step_time", "Step time", 110, "mean time of a training step, without the first; filter in ms"),
@@ -232,6 +232,13 @@ def _columns(order: str) -> list[dict[str, Any]]:
 
 def _column(field: str, heading: str, width: int, about: str, text: bool = False) -> dict[str, Any]:
     shared: dict[str, Any] = {"field": field, "headerName": heading, "headerTooltip": about, "width": width}
+    if field == "setting":
+        # The last keys of a sweep's settings tell them apart, so none is cut.
+        shared |= {
+            "wrapText": True,
+            "autoHeight": True,
+            "cellStyle": {"lineHeight": "1.35", "padding": "7px 16px"},
+        }
     if text:
         shared["filter"] = "agTextColumnFilter"
         shared["tooltipValueGetter"] = {"function": f"params.data.note || params.data.{field}"}

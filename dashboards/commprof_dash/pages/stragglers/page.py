@@ -58,7 +58,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             overview_cards.lateness(
                 _straggling(runs, name, everything=True).ranks
             ),  # as on Overview and in the report
-            _tiles(straggling),
+            _tiles(straggling, everything),
             cards.columns([_boxes(straggling.lateness, scheme), _causes(straggling.causes, scheme)]),
             _ranks(straggling.ranks),
             _collectives(straggling.collectives, name, run_begin_ns),
@@ -99,7 +99,7 @@ def _nothing(statement: str | None, ranks: int) -> Component:
     )
 
 
-def _tiles(straggling: api.Straggling) -> Component:
+def _tiles(straggling: api.Straggling, everything: bool) -> Component:
     error = int(straggling.lateness["error_ns"].max())
     worst = straggling.collectives.iloc[0]
     compared = int(straggling.ranks["collectives"].max()) if len(straggling.ranks) else 0
@@ -108,7 +108,12 @@ def _tiles(straggling: api.Straggling) -> Component:
             cards.tile(
                 "Compared",
                 format_count(compared),
-                "collectives per rank in which every rank waits for all others",
+                "collectives per rank in which every rank waits for all others"
+                + (
+                    ""
+                    if everything
+                    else "; the first step, which the line above counts, is left out here and below"
+                ),
             ),
             cards.tile(
                 "Clock error",

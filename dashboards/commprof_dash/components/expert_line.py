@@ -1,0 +1,51 @@
+"""The load of experts in one line, for the pages that answer with it or lead to it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dash import dcc
+from dash.development.base_component import Component
+
+from commprof.analysis import api
+from commprof_dash import address
+from commprof_dash.components import messages
+from commprof_dash.data import Runs
+
+_UNEVEN: Final = 1.5  # an imbalance, and
+_DROPS: Final = 0.05  # a share of dropped choices, that are worth a warning
+
+
+def expert_line(runs: Runs, name: str, link: bool) -> list[Component]:
+    """Whether the experts of run ``name`` are evenly loaded, and how many choices were dropped; empty without experts.
+
+    Args:
+        runs: the runs.
+        name: of the run.
+        link: whether the line ends with a link to the page that has more.
+    """
+    summary: api.ExpertSummary | None = runs.of_run("expert_summary", name, api.expert_summary)
+    layers = [] if summary is None else [each for each in summary.layers if each.imbalance is not None]
+    if summary is None or not layers:
+        return []
+    worst = layers[0]
+    uneven = (worst.imbalance or 0.0) >= _UNEVEN
+    drops = summary.dropped_share is not None and summary.dropped_share >= _DROPS
+    text = f"{worst.layer}: the expert that most tokens chose has {worst.imbalance:.2f} times the mean (median of the steps)"
+    if len(layers) > 1:
+        text += f", the most of {len(layers)} layers"
+    text += "."
+    if summary.dropped_share is not None:
+        text += f" {summary.dropped_share:.1%} of the choices were dropped."
+    shown = messages.line(
+        "Experts are unevenly loaded"
+        if uneven
+        else "Tokens are dropped"
+        if drops
+        else "Experts are evenly loaded",
+        f"{text} " if link else text,
+        "warning" if uneven or drops else "good",
+    )
+    if link:
+        shown.children.append(dcc.Link("Load by expert and step", href=address.link("/matrix", run=[name])))
+    return [shown]
