@@ -44,8 +44,8 @@ from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
 
 __all__ = [
-    "EXPERT_OPTIONS",
     "BACKENDS",
+    "EXPERT_OPTIONS",
     "OPTIONS",
     "Plan",
     "Question",
