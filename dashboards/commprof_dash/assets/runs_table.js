@@ -17,9 +17,7 @@
   components.RunName = ({data, api, node}) => {
     const element = window.React.createElement;
     if (!data.members) {
-      // Below its sweep a run needs no prefix, and its number is what tells it from the others.
-      const name = data.sweep && data.name.startsWith(data.sweep + "/") ? data.name.slice(data.sweep.length + 1) : data.name;
-      const inner = data.href ? element("a", {href: data.href, onClick: (event) => go(event, data.href)}, name) : name;
+      const inner = data.href ? element("a", {href: data.href, onClick: (event) => go(event, data.href)}, data.name) : data.name;
       return element("span", {className: data.sweep ? "run-of-sweep" : ""}, inner);
     }
     const toggle = () => {
