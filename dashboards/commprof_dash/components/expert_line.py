@@ -13,7 +13,9 @@ from commprof_dash.components import messages
 from commprof_dash.data import Runs
 
 _UNEVEN: Final = 1.5  # an imbalance, and
-_DROPS: Final = 0.05  # a share of dropped choices, that are worth a warning
+_DROPS: Final = (
+    0.01  # a share of dropped choices, that are worth a warning; commprof report gives advice from these on
+)
 
 
 def expert_line(runs: Runs, name: str, link: bool) -> list[Component]:
@@ -33,7 +35,7 @@ def expert_line(runs: Runs, name: str, link: bool) -> list[Component]:
     drops = summary.dropped_share is not None and summary.dropped_share >= _DROPS
     text = f"{worst.layer}: the expert that most tokens chose has {worst.imbalance:.2f} times the mean (median of the steps)"
     if len(layers) > 1:
-        text += f", the most of {len(layers)} layers"
+        text += f", the most uneven of {len(layers)} layers"
     text += "."
     if summary.dropped_share is not None:
         text += f" {summary.dropped_share:.1%} of the choices were dropped."

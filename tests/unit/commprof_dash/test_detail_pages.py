@@ -187,6 +187,22 @@ def test_the_cards_of_experts_draw_what_the_api_answers(tmp_path):
     assert "all ranks receive the same" in text
 
 
+def test_overview_and_traffic_matrix_begin_with_the_load_of_experts(tmp_path):
+    uneven_experts().write(tmp_path / "run")
+    SyntheticRun(2).write(tmp_path / "dense")
+    summary = api.expert_summary(tmp_path / "run")
+    worst = summary.layers[0]
+    for page in ("/overview", "/matrix"):
+        text = text_of(draw(tmp_path, f"{page}?run=run"))
+        assert "Experts are unevenly loaded" in text
+        assert (
+            f"{worst.layer}: the expert that most tokens chose has {worst.imbalance:.2f} times the mean"
+            in text
+        )
+        assert f"{summary.dropped_share:.1%} of the choices were dropped." in text
+        assert "loaded" not in text_of(draw(tmp_path, f"{page}?run=dense"))
+
+
 def test_the_layer_and_the_steps_of_the_cards_of_experts_can_be_chosen(tmp_path):
     uneven_experts().write(tmp_path / "run")
     parts = draw(tmp_path, "/matrix?run=run&layer=blocks.1.moe&steps=2-3")
