@@ -82,6 +82,13 @@ class Case(NamedTuple):
 TORCH = "torch"
 BASELINE = "DeepSpeed, stage 2"
 BY_BLOCK = {"stage3_gather_unit": "block"}
+# The size is that of DDP's buckets, 25 MiB.
+IN_BUCKETS = {
+    "stage": 0,
+    "gradient_reduction": "all_reduce",
+    "overlap_comm": True,
+    "reduce_bucket_size": 25 * 2**20 // 4,
+}
 SCATTER = {"stage": 2, "gradient_reduction": "reduce_scatter"}
 CASES = {
     BASELINE: Case("deepspeed", "DeepSpeed", {"stage": 2}),
@@ -95,6 +102,7 @@ CASES = {
     ),
     **{name: Case(TORCH, TORCH, {}, peer=name) for name in torch_peers.PEERS},
     "zero_runtime, stage 0": Case("zero_runtime", "zero_runtime", {"stage": 0}),
+    "zero_runtime, stage 0, in buckets": Case("zero_runtime", "zero_runtime", IN_BUCKETS),
     "zero_runtime, stage 2": Case("zero_runtime", "zero_runtime", {"stage": 2}),
     "zero_runtime, stage 2, reduce_scatter": Case("zero_runtime", "zero_runtime", SCATTER),
     "zero_runtime, stage 2, reduce_scatter, bf16 messages": Case(

@@ -50,6 +50,16 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "0": Variant({"stage": 0}, torch_peers.DDP),
+    # Of the size of DDP's buckets, 25 MiB.
+    "0, in buckets": Variant(
+        {
+            "stage": 0,
+            "gradient_reduction": "all_reduce",
+            "overlap_comm": True,
+            "reduce_bucket_size": 25 * 2**20 // 4,
+        },
+        torch_peers.DDP,
+    ),
     "1": Variant({"stage": 1}, torch_peers.ZERO_REDUNDANCY),
     "2": Variant({"stage": 2}, torch_peers.ZERO_REDUNDANCY),
     "3": Variant({"stage": 3}, torch_peers.FSDP2_NO_RESHARD),

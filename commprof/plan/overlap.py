@@ -5,7 +5,8 @@ purpose             overlaps                                                    
 =================== ============================================================== ==================================
 ``gradient_reduce`` the backward pass, where buckets are reduced in it with        the last message of each backward
                     ``overlap_comm`` (null: at stage 3, and at stage 2 with        pass that reduces
-                    reduce_scatter); stage 0 only with ``bounded_delay``
+                    reduce_scatter); stage 0 with ``gradient_reduction`` and
+                    ``overlap_comm: true``, or with ``bounded_delay``
 ``parameter_gather`` forward and backward at stage 3 with a prefetch bucket; the   the first message of a step
                     next forward pass with ``overlap_parameter_gather``
 ``pipeline``        computation of other micro-batches, with the schedules         none

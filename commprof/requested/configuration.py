@@ -101,6 +101,11 @@ class Configuration:
         )
 
     @property
+    def reduces_whole_in_buckets(self) -> bool:
+        """Whether stage 0 sends whole gradients in buckets during the backward pass (zero_runtime only)."""
+        return not self.partitions and self.gradient_reduction != "auto" and self.overlap_comm
+
+    @property
     def buffers_are_contiguous(self) -> bool:
         """Whether gradients are gathered in contiguous buckets, without which both reduction keys are ignored."""
         return self.contiguous_gradients or self.offload_device != "none"

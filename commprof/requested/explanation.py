@@ -69,6 +69,11 @@ def describe_configuration(configuration: Configuration) -> str:
     """The sentence of :func:`describe` for a config that has been read."""
     if configuration.compression is not None:
         return _describe_compression(configuration.compression)
+    if configuration.reduces_whole_in_buckets:
+        return (
+            "stage 0 partitions nothing; gradient_reduction: all_reduce with overlap_comm: true requests one all_reduce of "
+            "each bucket of gradients, during the backward pass"
+        )
     if configuration.stage == 0:
         return "stage 0 partitions nothing: one all_reduce of all gradients per step, whatever reduce_scatter says"
     if configuration.stage == 3 and configuration.gradient_reduction == "auto":

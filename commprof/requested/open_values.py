@@ -135,7 +135,8 @@ def _accumulation_reduce(config: Mapping[str, Any], parameters: Sequence[Paramet
 
 def _acts(name: str, configuration: Configuration) -> bool:
     if name == "reduce_bucket_size":
-        return configuration.partitions and not configuration.reduces_flat_groups
+        in_buckets = configuration.partitions and not configuration.reduces_flat_groups
+        return in_buckets or configuration.reduces_whole_in_buckets
     if name == "allgather_bucket_size":
         return configuration.stage in (1, 2) and not configuration.gather_by_broadcast
     return configuration.stage == 3

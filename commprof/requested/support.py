@@ -133,6 +133,7 @@ def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration,
         ("zero_optimization.zero_quantized_weights", configuration.quantises_weights),
         ("communication.topology", topology if topology != 1 else None),  # 1 is the plain collective
         ("communication.bounded_delay", communication.get("bounded_delay")),
+        ("zero_optimization.overlap_comm", configuration.reduces_whole_in_buckets),
         ("zero_optimization.zero_force_param_types", zero.get("zero_force_param_types")),
         ("zero_optimization.zero_allowed_param_types", zero.get("zero_allowed_param_types")),
     ):

@@ -468,6 +468,8 @@ def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
     asked = {**effective, "zero_optimization": other_keys}
     try:
         followed = read_configuration(asked).reduction
+        if read_configuration(effective).reduces_whole_in_buckets:
+            return dict(effective)
     except CommprofError:
         return dict(effective)
     return asked if followed == section.get("gradient_reduction") else dict(effective)

@@ -342,6 +342,10 @@ def _bucket_bytes(
 ) -> int:
     """Most bytes of the buffers of gradient buckets at once."""
     sent_item = item_bytes(configuration.communication_dtype)
+    if configuration.reduces_whole_in_buckets:
+        # A bucket is copied while it is sent; then it holds the gradients. A copy in another type stays until it arrives.
+        bucket = min(configuration.reduce_bucket_size, sizes.numel) * sizes.item
+        return bucket + (sizes.numel * sent_item if sent_item != sizes.item else 0)
     if not configuration.partitions:
         # All gradients, and all of them in the type in which they are sent.
         return sizes.numel * (sizes.item + (sent_item if sent_item != sizes.item else 0))
@@ -365,6 +369,8 @@ def _bucket_bytes(
 def reduces_beside_backward(config: Mapping[str, Any]) -> bool:
     """Whether gradient buckets are reduced while the backward pass goes on."""
     configuration = read_configuration(config)
+    if configuration.reduces_whole_in_buckets:
+        return True
     if not configuration.partitions or configuration.reduces_flat_groups:
         return False
     if zero_section(config).get("overlap_comm") is None:

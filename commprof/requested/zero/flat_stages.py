@@ -23,6 +23,7 @@ from commprof.requested.zero.gradients import (
     chunked_gradients,
     flat_group_gradients,
     replicated_gradients,
+    whole_gradients_in_buckets,
 )
 from commprof.requested.zero.partition import Layout, lay_out
 from commprof.schema import Op, Purpose
@@ -69,7 +70,10 @@ def flat_expectations(
     rows: list[Expectation | None] = [*_parameter_broadcasts(configuration, parameters, ranks)]
     # Three cases: stage 0 without shards, one message for each flat buffer, and buckets or chunks.
     if not configuration.partitions:
-        gradients = replicated_gradients(configuration, parameters)
+        if configuration.reduces_whole_in_buckets:
+            gradients = whole_gradients_in_buckets(configuration, parameters, gradient_order)
+        else:
+            gradients = replicated_gradients(configuration, parameters)
         rows += [
             *_gradient_reduce(configuration, gradients, ranks, backend),
             *_expert_checks(configuration, parameters, ranks, runtime),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from commprof.requested.configuration import Configuration
@@ -50,6 +51,43 @@ def replicated_gradients(configuration: Configuration, parameters: Sequence[Para
             for message in _split_messages(sizes, ep_size)
         ]
     )
+
+
+def whole_gradients_in_buckets(
+    configuration: Configuration, parameters: Sequence[Parameter], gradient_order: Sequence[str] | None
+) -> GradientMessages:
+    """Stage 0 with buckets: gradients in reverse model order, whatever order they arrive in.
+
+    A parameter that got no gradient sends zeros after the backward pass, so that all ranks send the same. Buckets of one
+    element type do not wait to be full for those of another.
+
+    Args:
+        configuration: what the config says.
+        parameters: all parameters of the model.
+        gradient_order: names in the order in which gradients arrived; None for reverse model order.
+    """
+    trained = [each for each in in_model_order(parameters)[::-1] if each.requires_grad and each.numel]
+    of_type = {
+        kind: buckets_within(
+            [each for each in trained if (configuration.model_dtype or each.dtype) == kind],
+            configuration.reduce_bucket_size,
+        )
+        for kind in dict.fromkeys(configuration.model_dtype or each.dtype for each in trained)
+    }
+    position = {each.name: number for number, each in enumerate(trained)}
+    # A bucket is full when the next gradient of its type comes; the last one of each type follows at the end.
+    full = [
+        (position[following[0].name], bucket)
+        for buckets in of_type.values()
+        for bucket, following in pairwise(buckets)
+    ]
+    sent = [bucket for _, bucket in sorted(full, key=itemgetter(0))]
+    sent += [buckets[-1] for buckets in of_type.values()]
+    order = gradient_order or [each.name for each in trained]
+    arrivals = {name: number for number, name in enumerate(dict.fromkeys(order), 1)}
+    ready = [max(arrivals.get(each.name, len(trained)) for each in bucket) for bucket in sent]
+    messages = [Message(Op.ALL_REDUCE, sum(each.numel for each in bucket)) for bucket in sent]
+    return GradientMessages(messages, arrived=tuple(accumulate(ready, max)))
 
 
 def flat_group_gradients(layout: Layout) -> GradientMessages:

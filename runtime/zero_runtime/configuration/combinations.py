@@ -49,6 +49,17 @@ def check(config: ConfigValues) -> None:
             "false (or disable_allgather) broadcasts each shard; remove one of the two keys"
         )
     _check_quantized(config)
+    if zero.reduces_whole_in_buckets:
+        for present, key in (
+            (config.gradient_compression is not None, "gradient_compression"),
+            (config.communication.bounded_delay > 0, "communication.bounded_delay"),
+        ):
+            if present:
+                raise ConfigError(
+                    "zero_optimization.gradient_reduction all_reduce with overlap_comm true sends the gradients of stage 0 "
+                    f"in buckets during the backward pass, which does not go together with {key}; set overlap_comm to "
+                    f"false, or remove {key}"
+                )
     if zero.partitioned_types and config.gradient_compression is not None:
         raise ConfigError(
             "zero_optimization.zero_allowed_param_types and zero_force_param_types have some gradients summed whole on "

@@ -181,6 +181,8 @@ class ConfigValues:
         zero["zero_allowed_param_types"] = None if types.allowed is None else list(types.allowed)
         zero["zero_force_param_types"] = list(types.whole)
         zero["stage"] = self.zero.stage.number
+        # Without effect at stage 0 unless the config names the reduction too, which is not visible here.
+        zero["overlap_comm"] &= self.zero.stage.shards_optimizer or self.zero.reduces_whole_in_buckets
         zero["reduce_scatter_impl"] = self.zero.reduce_scatter_impl or "auto"
         autocast = self.precision.autocast_dtype
         return {

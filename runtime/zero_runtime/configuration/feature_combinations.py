@@ -112,6 +112,10 @@ def check_one_bit(config: ConfigValues, kind: str) -> None:
         (kinds.bf16_masters and "bf16.bf16_master_weights_and_grads", "masters in fp32"),
         (config.gradient_allreduce_op != "mean" and "gradient_allreduce_op sum", "mean"),
         (config.communication.bounded_delay and "communication.bounded_delay", "one of the two"),
+        (
+            config.zero.reduces_whole_in_buckets and "gradient_reduction all_reduce with overlap_comm true",
+            "overlap_comm false",
+        ),
     ):
         if conflict:
             raise ConfigError(

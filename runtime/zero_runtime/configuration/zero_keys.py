@@ -84,7 +84,10 @@ ZERO: Final[Table] = {
         "how a reduce_scatter is implemented; auto is all_to_all and a local sum on gloo. Not a key of DeepSpeed",
     ),
     "reduce_bucket_size": used(
-        either("auto", integer(1)), 500_000_000, "elements of a gradient bucket; not used at stage 0" + _AUTO
+        either("auto", integer(1)),
+        500_000_000,
+        "elements of a gradient bucket; at stage 0 only with gradient_reduction all_reduce and overlap_comm true"
+        + _AUTO,
     ),
     "gradient_accumulation_reduce": used(
         choice(EACH, BOUNDARY, "auto"),
@@ -107,7 +110,8 @@ ZERO: Final[Table] = {
     "overlap_comm": used(
         optional(boolean),
         None,
-        "reduce during the backward pass; null is true at stage 3, and at stage 2 with gradient_reduction reduce_scatter",
+        "reduce during the backward pass; null is true at stage 3, and at stage 2 with gradient_reduction reduce_scatter; "
+        "at stage 0 only with gradient_reduction all_reduce",
     ),
     "compute_grad_norm": used(
         boolean, True, "stages 1 and 2: the norm of gradients also where nothing is clipped"

@@ -97,6 +97,7 @@ def _check(config: RuntimeConfig, parallelism: Parallelism, name: str) -> None:
         (bool(config.communication.bounded_delay), "communication.bounded_delay"),
         (zero.quantized_gradients, "zero_optimization.zero_quantized_gradients"),
         (zero.quantized_weights, "zero_optimization.zero_quantized_weights"),
+        (zero.reduces_whole_in_buckets, "overlap_comm true and gradient_reduction all_reduce at stage 0"),
         (bool(zero.partitioned_types), "zero_optimization's types of parameters that are partitioned"),
     ):
         if present:

@@ -41,6 +41,7 @@ from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, Shar
 from zero_runtime.gradient_reduction.reduction import Reduction, reduction
 from zero_runtime.gradient_reduction.stages import stage
 from zero_runtime.gradient_reduction.used_parameters import UsedParameters
+from zero_runtime.gradient_reduction.whole_buckets import BucketedGradients
 from zero_runtime.gradient_reduction.whole_gradients import AccumulatedGradients, ReplicatedGradients
 from zero_runtime.groups.data_parallel import data_parallel_ranks
 from zero_runtime.groups.parallelism import Parallelism, data_parallel, stage_text, use
@@ -219,9 +220,9 @@ def _reduction(
     return compressed(config.gradient_compression, plain, trained)
 
 
-_gradients_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedGradients | OwnerOrderedGradients]] = (
-    WeakKeyDictionary()
-)
+_gradients_of: WeakKeyDictionary[
+    torch.nn.Module, weakref.ref[ShardedGradients | OwnerOrderedGradients | BucketedGradients]
+] = WeakKeyDictionary()
 _parameters_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[FlatParameters]] = WeakKeyDictionary()
 _optimizer_of: WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedOptimizer]] = WeakKeyDictionary()
 
@@ -384,6 +385,9 @@ def _replicated(
                 f"communication.bounded_delay is {delay}: the first {delay} steps change no weights, and each later one "
                 f"applies the mean gradients of {delay} before; engine.drain_gradients() applies those that are left"
             )
+    elif config.zero.reduces_whole_in_buckets:
+        gradients = BucketedGradients(names, trainable, dtypes, policy, group, boundary)
+        _gradients_of[module] = weakref.ref(gradients)
     else:
         gradients = ReplicatedGradients(
             names, trainable, dtypes, policy, group, boundary, _ranks_of(trainable, experts)

@@ -88,6 +88,11 @@ def test_backward_does_not_wait_for_a_late_peer(tmp_path, stage, reduction):
     assert run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
 
 
+def test_backward_of_stage_0_in_buckets_does_not_wait_for_a_late_peer(tmp_path):
+    zero = {"stage": 0, "gradient_reduction": "all_reduce", "overlap_comm": True}
+    assert run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("reduction", ["multi_rank_all_reduce", "reduce_scatter"])
 def test_without_overlap_backward_waits_for_a_late_peer(tmp_path, reduction):

@@ -60,6 +60,11 @@ class ZeroConfig:
     quantized_weights: bool
     open_sizes: tuple[str, ...] = ()
 
+    @property
+    def reduces_whole_in_buckets(self) -> bool:
+        """Whether stage 0 sends its gradients in buckets, during the backward pass. DeepSpeed never does."""
+        return self.explicit_reduction and self.overlap_comm and not self.stage.shards_optimizer
+
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
     """The checked ``values`` of the block, resolved. Raises ConfigError if the stage does not support them."""
@@ -98,6 +103,8 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
             f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since shards "
             "are aligned to 2 elements"
         )
+    # A bucket size has no effect where all gradients are sent at once.
+    in_buckets = row.shards_optimizer or (wanted != "auto" and bool(values["overlap_comm"]))
     # Settings without effect at this stage get neutral values: bucket size, offload, sharding.
     return ZeroConfig(
         stage=row,
@@ -109,7 +116,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         reduce_scatter_impl=None
         if values["reduce_scatter_impl"] == "auto"
         else values["reduce_scatter_impl"],
-        reduce_bucket_size=values["reduce_bucket_size"] if row.shards_optimizer else WHOLE_BUCKET_NUMEL,
+        reduce_bucket_size=values["reduce_bucket_size"] if in_buckets else WHOLE_BUCKET_NUMEL,
         gradient_accumulation_reduce=values["gradient_accumulation_reduce"] if row.shards_gradients else EACH,
         gradient_accumulation_limit=values["gradient_accumulation_limit"],
         allgather_partitions=values["allgather_partitions"] and not disable_allgather,
@@ -130,7 +137,11 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         partitioned_types=_partitioned_types(values),
         quantized_gradients=flat and values["zero_quantized_gradients"],
         quantized_weights=flat and values["zero_quantized_weights"],
-        open_sizes=tuple(name for name in unset if _acts(name, row, values["allgather_partitions"])),
+        open_sizes=tuple(
+            name
+            for name in unset
+            if (in_buckets if name == REDUCE_SIZE else _acts(name, row, values["allgather_partitions"]))
+        ),
     )
 
 
@@ -144,11 +155,10 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[st
 
 
 def _acts(size: str, row: Stage, gathers: bool) -> bool:
+    """Whether the size of messages that gather parameters has an effect."""
     if size == PREFETCH_SIZE:
         return row.shards_parameters
-    if size == GATHER_SIZE:
-        return row.shards_optimizer and not row.shards_parameters and gathers
-    return row.shards_optimizer
+    return row.shards_optimizer and not row.shards_parameters and gathers
 
 
 def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
