@@ -1,7 +1,7 @@
 """Figures about the structure of the code: ``make house``. A mirror, not a gate.
 
-Prints modules per room, module names that are used more than once, import circles, functions over 60 lines, and words of
-the prose that the glossary replaces.
+Prints modules per room, module names that are used more than once, import circles, functions over 60 lines, files of each
+recipe, and words of the prose that the glossary replaces.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ def misses() -> Counter[str]:
     return Counter({word: len(re.findall(rf"\b{word}\b", whole)) for word in REPLACED})
 
 
+def recipes() -> Iterator[tuple[str, str]]:
+    """Each recipe of CONTRIBUTING.md and the number of files that it states."""
+    yield from re.findall(r"^### (.+) \((.+)\)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+
+
 def main() -> None:
     """Print all of it."""
     large = {room: count for room, count in rooms().most_common() if count > MOST_MODULES}
@@ -115,6 +120,9 @@ def main() -> None:
     print(f"functions over {MOST_LINES} lines: {len(functions)}")
     for place, lines in functions:
         print(f"  {lines:3}  {place}")
+    print("recipes, and how many files a change touches:")
+    for recipe, files in recipes():
+        print(f"  {files:25}  {recipe}")
     counted = misses()
     print(f"words that the glossary replaces: {counted.total()}")
     print("  " + ", ".join(f"{word} {count}" for word, count in counted.most_common()))

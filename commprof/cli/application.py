@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Final
 
 import typer
 
+from commprof.cli import verbs
 from commprof.cli.console import error
 
-# In the order of the help page: each verb and its function. A verb's module is imported only when the verb is used.
-VERBS: Final = {
-    "run": "run:run",
-    "report": "report:report",
-    "compare": "compare:compare",
-    "sweep": "sweep:sweep",
-    "nccl": "nccl:app",
-    "align": "align:align",
-    "verify": "verify:verify",
-    "check": "check:check",
-    "plan": "plan:plan",
-    "predict": "predict:predict",
-    "requested": "requested:requested",
-    "query": "query:query",
-    "export": "export:export",
-    "paper": "paper:paper",
-    "import": "importing:import_",
-    "finalise": "finalising:finalise",
-    "analyse": "analyse:analyse",
-    "dashboard": "dashboard:dashboard",
-    "calibrate": "calibrate:calibrate",
-    "dump": "dump:dump",
-    "doctor": "doctor:doctor",
-}
-# These verbs are followed by the user's program, which has options of its own.
-PROGRAM_VERBS: Final = ("run", "sweep")
 USAGE: Final = 2
+
+
+def verb_modules() -> dict[str, str]:
+    """Return the module of each verb by the verb's name, without importing any."""
+    return {module.name.rstrip("_"): module.name for module in iter_modules(verbs.__path__)}
 
 
 def build(verb: str | None = None) -> typer.Typer:
@@ -50,9 +31,13 @@ def build(verb: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_global_options)
-    for name in (verb,) if verb in VERBS else VERBS:
-        module, _, attribute = VERBS[name].partition(":")
-        handler = getattr(import_module(f"commprof.cli.verbs.{module}"), attribute)
+    names = verb_modules()
+    modules = {
+        name: import_module(f"{verbs.__name__}.{names[name]}")
+        for name in ([verb] if verb in names else names)
+    }
+    for name, module in sorted(modules.items(), key=lambda each: each[1].HELP_ORDER):
+        handler = getattr(module, names[name])
         if isinstance(handler, typer.Typer):
             app.add_typer(handler, name=name)
         else:
@@ -103,19 +88,24 @@ def invoke(argv: list[str]) -> int:
 
 def separate_program(command: Any, argv: list[str]) -> list[str]:
     """Insert ``--`` before the user's program, so that commprof does not parse the program's options."""
-    if not argv or argv[0] not in PROGRAM_VERBS:
+    verb = command.commands.get(argv[0]) if argv else None
+    if not _takes_program(verb):
         return argv
     from commprof.launch.program import split_arguments
 
-    parameters = command.commands[argv[0]].params
     with_value = {
         name
-        for parameter in parameters
+        for parameter in verb.params
         if parameter.param_type_name == "option" and not parameter.is_flag
         for name in parameter.opts
     }
     own, program = split_arguments(argv[1:], with_value)
     return [argv[0], *own, *(["--", *program] if program else [])]
+
+
+def _takes_program(command: Any) -> bool:
+    """Whether the user's program, which has options of its own, follows the options of ``command``."""
+    return any(parameter.name == "program" for parameter in getattr(command, "params", ()))
 
 
 def _explain_usage(problem: Any) -> int:
@@ -124,7 +114,7 @@ def _explain_usage(problem: Any) -> int:
         typer.echo(context.get_help() if context is not None else problem.format_message(), err=True)
         return USAGE
     message = str(problem.format_message()).strip().removesuffix(".").replace("Value error, ", "")
-    if type(problem).__name__ == "NoSuchOption" and getattr(context, "info_name", None) in PROGRAM_VERBS:
+    if type(problem).__name__ == "NoSuchOption" and _takes_program(getattr(context, "command", None)):
         message += "; put the options of a script after the script"
     end = "" if message.endswith("?") else "."
     error(f"{message}{end} See: {context.command_path if context is not None else 'commprof'} --help")

@@ -13,17 +13,14 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from commprof.trace.process import start_ticks
-from commprof_dash.pages import PAGES as ALL_PAGES
+from commprof_dash.pages import PAGES
 from support.browser import served, watched
 from support.rank_files import write_rank
 from support.runs import SyntheticRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
-PAGES = (
-    *("/", "/overview", "/compare", "/plan", "/timeline", "/matrix", "/buckets", "/alignment"),
-    *("/stragglers", "/bandwidth", "/records"),
-)
+PATHS = [page.path for page in PAGES]
 
 
 def write_run(path, started_realtime_ns):
@@ -78,7 +75,7 @@ def go(view, name: str) -> None:
 def test_the_run_and_the_step_stay_from_page_to_page_and_back_restores(page, base_url):
     page.open(f"{base_url}/buckets?run=older&step=2")
     wait_for_links(page.page, "run", "older")
-    assert links(page.page) == {path: {"run": ["older"], "step": ["2"]} for path in PAGES}
+    assert links(page.page) == {path: {"run": ["older"], "step": ["2"]} for path in PATHS}
     assert page.page.title() == "Buckets \u00b7 older \u00b7 commprof"
     for name in ("Overview", "Traffic matrix", "Stragglers", "Records"):
         go(page, name)
@@ -249,7 +246,7 @@ def held(monkeypatch):
 
 def depart(page, base_url, held, path: str) -> float:
     """Go from Runs to the page at ``path`` while nothing is drawn; the milliseconds until its progress is seen."""
-    title = next(one.title for one in ALL_PAGES if one.path == path)
+    title = next(one.title for one in PAGES if one.path == path)
     page.open(f"{base_url}/?tick=older&tick=newer", ready=".ag-row")
     held.hold()
     link = "#runs-compare" if path == "/compare" else f"#navigation a[href^='{path}']"
@@ -269,7 +266,7 @@ def test_a_click_shows_the_page_and_what_is_read_for_it_before_the_server_has_dr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", [path for path in PAGES if path not in ("/", "/compare", "/stragglers")])
+@pytest.mark.parametrize("path", [path for path in PATHS if path not in ("/", "/compare", "/stragglers")])
 def test_every_other_page_shows_its_progress_too(page, base_url, held, path):
     depart(page, base_url, held, path)
 

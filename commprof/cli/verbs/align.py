@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from commprof.nccl.parser import ParsedLogs
     from commprof.trace.reader import Run
 
+HELP_ORDER = 60
+
 OwnLogsArgument = Annotated[
     list[str] | None,
     typer.Argument(

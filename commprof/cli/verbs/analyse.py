@@ -14,6 +14,8 @@ from commprof.cli.extras import needed
 from commprof.cli.runs import each_path, opened
 from commprof.errors import UsageError
 
+HELP_ORDER = 170
+
 
 def _place(text: str) -> tuple[str, bool]:
     """Return the path of a local run (from a path or a ``file://`` URL) or another URL, and whether it is a URL."""

@@ -27,6 +27,8 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.cli.verbs.run import NPROC_HELP, parse_ranks
 from commprof.errors import UsageError
 
+HELP_ORDER = 190
+
 _MOST_ITERATIONS: Final = 1_000_000
 
 

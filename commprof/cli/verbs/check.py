@@ -15,6 +15,8 @@ from commprof.cli.runs import RunArgument, opened
 from commprof.errors import UsageError
 from commprof.printable import command_line
 
+HELP_ORDER = 80
+
 
 def check(
     run: RunArgument,

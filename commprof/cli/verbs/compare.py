@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from commprof.analysis.api import Advice, Comparison
     from commprof.trace.reader import Run
 
+HELP_ORDER = 30
+
 _EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "step_ns", "exposed_share")
 _ISSUED: Final = "wire_bytes_per_step"
 _EXECUTED: Final = "executed_wire_bytes_per_step"

@@ -23,6 +23,8 @@ from commprof.cli.extras import needed
 from commprof.cli.runs import finalise_first
 from commprof.errors import CommprofError, TraceError, UsageError
 
+HELP_ORDER = 180
+
 LOOPBACK = "127.0.0.1"
 _THREADS = 8
 _SHORTEST_TOKEN = 8

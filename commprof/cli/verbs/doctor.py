@@ -10,6 +10,8 @@ import typer
 
 from commprof.cli import rendering
 
+HELP_ORDER = 210
+
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

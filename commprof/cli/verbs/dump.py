@@ -13,6 +13,8 @@ from commprof.cli.runs import RunArgument
 from commprof.errors import UsageError
 from commprof.printable import escaped
 
+HELP_ORDER = 200
+
 
 def dump(
     run: RunArgument,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from commprof.export.files import ExportedFile, Progress
     from commprof.trace.reader import Run
 
+HELP_ORDER = 130
+
 
 class Format(StrEnum):
     """The file formats of an export."""

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from commprof.nccl.following import Followed
     from commprof.nccl.parser import ParsedLogs
 
-app = typer.Typer(help="Read the logs that NCCL writes with NCCL_DEBUG=INFO.", no_args_is_help=True)
+HELP_ORDER = 50
+
+nccl = typer.Typer(help="Read the logs that NCCL writes with NCCL_DEBUG=INFO.", no_args_is_help=True)
 
 STANDARD_INPUT: Final = "-"
 LogsArgument = Annotated[
@@ -51,12 +53,12 @@ _TITLES: Final = {
 }
 
 
-@app.callback()
+@nccl.callback()
 def _nccl() -> None:
     """Keep ``parse`` a subcommand: with a single command, typer would drop its name."""
 
 
-@app.command("parse")
+@nccl.command("parse")
 def parse(
     logs: LogsArgument,
     out: Annotated[

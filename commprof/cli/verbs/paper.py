@@ -10,6 +10,8 @@ import typer
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 
+HELP_ORDER = 140
+
 
 def paper(
     directory: Annotated[

@@ -23,6 +23,8 @@ from commprof.cli.sections.predicted import (
 )
 from commprof.launch.sweeps.points import label
 
+HELP_ORDER = 90
+
 _NAMES: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed 0.19"}
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from commprof.prediction.api import Promising
     from commprof.prediction.predictions import Predicted, Prediction
 
+HELP_ORDER = 100
+
 _RECORDED: Final = "as recorded"
 RunsArgument = Annotated[
     list[str],

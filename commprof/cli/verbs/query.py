@@ -15,6 +15,8 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
 from commprof.errors import UsageError
 
+HELP_ORDER = 120
+
 _SHOWN_ROWS = 100
 
 

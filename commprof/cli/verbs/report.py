@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from commprof.trace.reader import Run
 
+HELP_ORDER = 20
+
 BY: Final = (
     "attempt",
     "step",

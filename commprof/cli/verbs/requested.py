@@ -23,6 +23,8 @@ from commprof.cli.sections.predicted import (
     movement_rows,
 )
 
+HELP_ORDER = 110
+
 
 def requested(
     config: ConfigFile,

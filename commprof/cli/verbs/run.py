@@ -16,6 +16,8 @@ from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.recorder.process.options import DEFAULTS, Options
 
+HELP_ORDER = 10
+
 NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
 NCCL_LOG_HELP = "Have NCCL write its log into the run. auto: if a GPU is visible."
 ENGINE_HELP = (

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from commprof.launch.sweeps.campaign import Campaign, TurnResult
     from commprof.trace.predictions_file import PredictionsFile
 
+HELP_ORDER = 40
+
 
 class Progress(Protocol):
     """Reports which run of the sweep is in progress."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from commprof.ledger.levels import LedgerRow, Unexplained
     from commprof.trace.reader import Run
 
+HELP_ORDER = 70
+
 STATES: Final = {
     State.CLOSED: "closed: everything is explained, or labelled as not part of training",
     State.MISMATCH: "mismatch: see what is unexplained",

@@ -28,7 +28,7 @@ class Drawing(NamedTuple):
 
 
 class Page(NamedTuple):
-    """One page: where it stands, what it is called, and how its address becomes what is shown.
+    """One page: its address, its title, its place in the navigation, and how it is drawn.
 
     ``render(runs, query, scheme)`` is called whenever the address or the scheme changes. It holds no state: what the page
     shows is in the query, and its controls (``ids.control``) write there. ``register(app, runs)``, once at the start, adds
@@ -38,5 +38,6 @@ class Page(NamedTuple):
     path: str
     title: str
     question: str  # that the page answers; its subtitle
+    order: int  # place in the navigation; in tens, so that a page fits between two others
     render: Callable[[Runs, Query, Scheme], Drawing]
     register: Callable[[dash.Dash, Runs], None] | None = None

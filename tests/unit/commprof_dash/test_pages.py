@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 
 import pytest
 from dash import dcc
 from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
+from commprof_dash import pages
 from commprof_dash.address import link
 from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.components.graph import GRAPH_CONFIG
@@ -70,6 +72,21 @@ def test_every_page_draws_the_runs_of_a_directory(directory):
     assert set(figures_of(draw(directory, "/compare"))) == {
         *("levels", "reducing", "others", "loss", "ranks"),
     }
+
+
+def test_a_folder_with_a_page_is_in_the_navigation(tmp_path, monkeypatch):
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added" / "__init__.py").touch()
+    (tmp_path / "added" / "page.py").write_text(
+        "from commprof_dash.pages.page import Drawing, Page\n"
+        "PAGE = Page('/added', 'Added', 'Is it found?', order=25, render=lambda *_: Drawing([], []))\n"
+    )
+    monkeypatch.setattr(pages, "__path__", [*pages.__path__, str(tmp_path)])
+    try:
+        assert [page.path for page in pages.declared_pages()][:4] == ["/", "/overview", "/added", "/compare"]
+    finally:
+        for name in ("added", "added.page"):
+            sys.modules.pop(f"commprof_dash.pages.{name}", None)
 
 
 def test_all_runs_are_listed_with_their_health_and_the_ticked_ones_go_to_compare(directory):

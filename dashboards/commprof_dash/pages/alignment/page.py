@@ -372,5 +372,9 @@ def _edges(frame: pd.DataFrame, kind: str, channel: str, scheme: Scheme) -> Comp
 
 
 PAGE: Final = Page(
-    PATH, "Alignment", "Did NCCL run what was issued, and where do records and log lines diverge?", render
+    PATH,
+    "Alignment",
+    "Did NCCL run what was issued, and where do records and log lines diverge?",
+    order=80,
+    render=render,
 )

@@ -314,5 +314,9 @@ def _percent(share: float) -> str:
 
 
 PAGE: Final = Page(
-    "/bandwidth", "Bandwidth", "What bandwidth did collectives reach, and what can the machine reach?", render
+    "/bandwidth",
+    "Bandwidth",
+    "What bandwidth did collectives reach, and what can the machine reach?",
+    order=100,
+    render=render,
 )

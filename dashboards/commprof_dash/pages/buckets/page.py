@@ -397,6 +397,7 @@ PAGE: Final = Page(
     "/buckets",
     "Buckets",
     "What does each gradient bucket hold, why was it sent, and how was it reduced?",
-    render,
-    register,
+    order=70,
+    render=render,
+    register=register,
 )

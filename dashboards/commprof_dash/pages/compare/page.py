@@ -285,6 +285,7 @@ PAGE: Final = Page(
     "/compare",
     "Compare",
     "What did the settings change on the wire, in step time, memory and loss, and which one should you use?",
-    render,
-    register,
+    order=30,
+    render=render,
+    register=register,
 )

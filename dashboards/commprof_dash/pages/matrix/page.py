@@ -327,4 +327,6 @@ def _counters(frame: pd.DataFrame) -> Component:
     )
 
 
-PAGE: Final = Page("/matrix", "Traffic matrix", "Which rank sends how much to which?", render)
+PAGE: Final = Page(
+    "/matrix", "Traffic matrix", "Which rank sends how much to which?", order=60, render=render
+)

@@ -481,6 +481,7 @@ PAGE: Final = Page(
     "/overview",
     "Overview",
     "What did one run send, what did it cost, and how well was it recorded?",
-    render,
-    register,
+    order=20,
+    render=render,
+    register=register,
 )

@@ -212,5 +212,6 @@ PAGE: Final = Page(
     "/plan",
     "Plan",
     "What would a config send and hold on 1 to 16,384 ranks, before it runs?",
-    render,
+    order=40,
+    render=render,
 )

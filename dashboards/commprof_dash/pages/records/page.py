@@ -348,4 +348,6 @@ def _counted(fit: int, records: int) -> str:
     )
 
 
-PAGE: Final = Page(PATH, "Records", "What does each record of a run contain?", render, register)
+PAGE: Final = Page(
+    PATH, "Records", "What does each record of a run contain?", order=110, render=render, register=register
+)

@@ -325,5 +325,10 @@ def register(app: dash.Dash, runs: Runs) -> None:
 
 
 PAGE: Final = Page(
-    "/", "Runs", "Which runs are there, how do they differ, and are they complete?", render, register
+    "/",
+    "Runs",
+    "Which runs are there, how do they differ, and are they complete?",
+    order=10,
+    render=render,
+    register=register,
 )

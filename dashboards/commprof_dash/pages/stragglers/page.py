@@ -280,5 +280,9 @@ def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int) -> Component
 
 
 PAGE: Final = Page(
-    "/stragglers", "Stragglers", "Which rank do the others wait for, and why is it late?", render
+    "/stragglers",
+    "Stragglers",
+    "Which rank do the others wait for, and why is it late?",
+    order=90,
+    render=render,
 )

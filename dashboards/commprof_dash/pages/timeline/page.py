@@ -228,5 +228,10 @@ def register(app: dash.Dash, runs: Runs) -> None:
 
 
 PAGE: Final = Page(
-    PATH, "Timeline", "What did every rank send when, and who waited for whom?", render, register
+    PATH,
+    "Timeline",
+    "What did every rank send when, and who waited for whom?",
+    order=50,
+    render=render,
+    register=register,
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from commprof.cli.application import VERBS
+from commprof.cli import execute, verbs
+from commprof.cli.application import verb_modules
 from support.detailed_runs import detailed_run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -49,10 +51,22 @@ def test_a_page_of_help_loads_no_library_of_numbers(arguments):
 
 
 def test_a_verb_loads_no_other_verb(run):
-    others = {f"commprof.cli.{place.partition(':')[0]}" for place in VERBS.values()} - {
-        "commprof.cli.verbs.verify"
-    }
-    assert not of_command("verify", run) & others
+    every = {f"commprof.cli.verbs.{module}" for module in verb_modules().values()}
+    assert of_command("verify", run) & every == {"commprof.cli.verbs.verify"}
+
+
+def test_a_module_of_verbs_is_a_verb(tmp_path, monkeypatch, capsys):
+    (tmp_path / "greet.py").write_text(
+        "HELP_ORDER = 15\ndef greet():\n    'Greet.'\n    print('hello')\n    return 3\n"
+    )
+    monkeypatch.setattr(verbs, "__path__", [*verbs.__path__, str(tmp_path)])
+    try:
+        assert execute(["greet"]) == 3 and capsys.readouterr().out == "hello\n"
+        execute(["--help"])
+    finally:
+        sys.modules.pop("commprof.cli.verbs.greet", None)
+    shown = re.findall(r"^  (\w+) ", capsys.readouterr().out.split("Commands:")[1], re.MULTILINE)
+    assert shown[:3] == ["run", "greet", "report"]
 
 
 def test_what_starts_ranks_loads_no_library_of_numbers():

@@ -11,6 +11,8 @@ from commprof.cli.extras import needed
 from commprof.cli.runs import each_path
 from commprof.launch.summary import counts, keep_missing_hosts, keep_summaries, shown
 
+HELP_ORDER = 160
+
 
 def finalise(
     runs: Annotated[

@@ -12,6 +12,8 @@ from commprof.cli.extras import needed
 from commprof.errors import UsageError
 from commprof.printable import command_line
 
+HELP_ORDER = 150
+
 FORMATS = ("flight-recorder", "kineto", "inspector", "deepspeed")
 
 
