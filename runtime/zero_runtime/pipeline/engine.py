@@ -18,7 +18,7 @@ from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 from zero_runtime.pipeline.model.preparation import plan_of
 from zero_runtime.pipeline.schedule.bubble import Bubble
 from zero_runtime.pipeline.stage import Stage, StageModel
-from zero_runtime.pipeline.stage_checkpoints import StagedSaving
+from zero_runtime.pipeline.stage_checkpoints import StageCheckpoints
 from zero_runtime.pipeline.transfer.channel import Channel
 from zero_runtime.pipeline.transfer.micro_batches import Share, Source, micro_batches_of, next_of
 from zero_runtime.pipeline.transfer.step_results import combined, mean_of, share_loss, share_result
@@ -30,7 +30,7 @@ from zero_runtime.training.reporting import BatchTimes
 _OTHER: Final = hooks.tag("other")
 
 
-class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
+class PipelineEngine(Engine):
     """The engine of a pipeline. :func:`zero_runtime.initialize` returns it for a ``PipelineModule``.
 
     Attributes:
@@ -328,6 +328,29 @@ class PipelineEngine(StagedSaving, Engine):  # type: ignore[misc]
     def reset_activation_shape(self) -> None:
         """Allow activations to have other shapes from now on. All ranks must call it."""
         self._channel.reset()
+
+    # Checkpoints.
+
+    def _checkpoints_of(self, config: RuntimeConfig) -> StageCheckpoints:
+        return StageCheckpoints(self.module, config, self.parallelism, self._moved, self._settled_state)
+
+    def module_state_dict(  # type: ignore[override]
+        self, exclude_frozen_parameters: bool = False, whole: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The state of this stage's layers, by their names in the complete model.
+
+        Args:
+            exclude_frozen_parameters: leave frozen parameters out.
+            whole: return the state of all stages on the CPU of rank 0, and None elsewhere; all ranks must call it then.
+        """
+        if whole:
+            return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state: dict[str, torch.Tensor] = self.module.state_dict()
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state
 
     # Idle time.
 

@@ -17,31 +17,46 @@ from zero_runtime.checkpoint.ranks.checkpoint_parts import axes_of_saved
 from zero_runtime.checkpoint.ranks.merged_ranks import open_stages, saved_stages
 from zero_runtime.checkpoint.training import Training, aliases, buffers, parameters
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.config import RuntimeConfig
 from zero_runtime.groups.parallelism import Parallelism
 from zero_runtime.groups.process_grid import MODEL, PIPE
 from zero_runtime.pipeline.model import ties
 from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 from zero_runtime.pipeline.stage_grid import PipelineGrid
 from zero_runtime.pipeline.stage_weights import collected_weights, save_weights
-from zero_runtime.training.saving import Saving, folder
+from zero_runtime.training.engine_checkpoints import Checkpoints, folder
+from zero_runtime.training.moved_states import MovedStates
 
 
-class StagedSaving(Saving):
-    """The methods of :class:`~zero_runtime.training.saving.Saving` that differ for pipeline stages."""
+class StageCheckpoints(Checkpoints):
+    """Saves and loads the checkpoints of a pipeline's engine.
 
-    module: PipelineModule
-    parallelism: Parallelism
+    Args:
+        module: the layers of this stage.
+        config, parallelism, moved, settled: as for :class:`~zero_runtime.training.engine_checkpoints.Checkpoints`.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        config: RuntimeConfig,
+        parallelism: Parallelism,
+        moved: MovedStates,
+        settled: Callable[[], Training],
+    ) -> None:
+        super().__init__(config, parallelism, moved, settled)
+        self._module = module
 
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
         """Load the layers of this stage, whatever number of stages saved them. All ranks must call it."""
-        sizes = self.parallelism.model_sizes()
+        sizes = self._parallelism.model_sizes()
         everyone = DataParallelGroup()
         cut, error = save_agreement.attempt(lambda: MODEL in (axes_of_saved(load_dir, tag) or {}))
         save_agreement.agree_on(everyone, error, int(bool(cut)), f"loading {load_dir}")
         if cut or sizes.get(MODEL, 1) > 1:
             return super()._load(training, load_dir, tag, wanted)
         names = self._names(training)
-        mine = self.module.stage_id if sizes else None
+        mine = self._module.stage_id if sizes else None
         as_saved, error = save_agreement.attempt(
             lambda: _has_same_stages(load_dir, tag, sizes.get(PIPE, 1), mine, set(parameters(training)))
         )
@@ -50,7 +65,7 @@ class StagedSaving(Saving):
             return super()._load(training, load_dir, tag, wanted)
         opener = partial(open_stages, names=names)
         loaded = load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
-        ties.synchronize(self.module.ties)
+        ties.synchronize(self._module.ties)
         return loaded
 
     def _names(self, training: Training) -> frozenset[str]:
@@ -60,77 +75,36 @@ class StagedSaving(Saving):
         self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted
     ) -> Loaded | None:
         loaded = super()._load_recut(training, load_dir, tag, wanted)
-        ties.synchronize(self.module.ties)
+        ties.synchronize(self._module.ties)
         return loaded
 
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the weights of all stages in the model's own dtypes, in one file that rank 0 writes. All ranks must call it.
-
-        Parameters are named by the number of their layer in the complete model; shared ones by the key of their layers.
-
-        Args:
-            save_dir: of the file; created if it is missing.
-            save_filename: a name that ends in .safetensors is written tensor by tensor; others are in torch.save's format.
-            exclude_frozen_parameters: leave frozen parameters out.
-
-        Returns:
-            True.
-
-        Raises:
-            CheckpointError: on every rank, if the file cannot be written.
-        """
-        path = folder(save_dir) / save_filename
-        with self._checkpointing() as training:
-            save_weights(training, self._grid, path, exclude_frozen_parameters)
+    def save_weights(self, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
+        """Save the layers of all stages in one file, which rank 0 writes."""
+        path = folder(save_dir) / filename
+        with self._training() as training:
+            save_weights(training, self._grid, path, exclude_frozen)
         return True
 
-    save_fp16_model = save_16bit_model
+    def collect_weights(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+        """The layers of all stages on rank 0, None elsewhere."""
+        with self._training() as training:
+            return collected_weights(training, self._grid, exclude_frozen)
 
     @property
     def _grid(self) -> PipelineGrid:
-        assert self.module.grid is not None
-        return self.module.grid
+        assert self._module.grid is not None
+        return self._module.grid
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """The weights of all stages on rank 0, None elsewhere; libraries call it by this name. All ranks must call it."""
-        with self._checkpointing() as training:
-            return collected_weights(training, self._grid, exclude_frozen_parameters)
-
-    def module_state_dict(
-        self, exclude_frozen_parameters: bool = False, whole: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """The state of this stage's layers, by their names in the complete model.
-
-        Args:
-            exclude_frozen_parameters: leave frozen parameters out.
-            whole: return the state of all stages on the CPU of rank 0, and None elsewhere; all ranks must call it then.
-        """
-        if whole:
-            return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        state: dict[str, torch.Tensor] = self.module.state_dict()
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    state.pop(name, None)
-        return state
-
-    def load_module_state_dict(
+    def load_weights(
         self,
         state_dict: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
+        strict: bool,
+        custom_load_fn: Callable[..., Any] | None,
     ) -> None:
-        """Load the layers of this stage from a state dict of the complete model. All ranks must call it."""
-        mine: Mapping[str, torch.Tensor] = self.module.state_dict()
+        """Load the layers of this stage from the state dict of the complete model."""
+        mine: Mapping[str, torch.Tensor] = self._module.state_dict()
         stage_state = {name: value for name, value in state_dict.items() if name in mine}
-        super().load_module_state_dict(stage_state, strict, custom_load_fn)
+        super().load_weights(stage_state, strict, custom_load_fn)
 
 
 def _has_same_stages(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -12,13 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from commprof import hooks
 from zero_runtime import comm
+from zero_runtime.checkpoint.loading import Wanted
+from zero_runtime.checkpoint.training import Training
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.errors import UsageError
+from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.experimental.compression.residual_watch import ResidualWatch
 from zero_runtime.experimental.delayed_steps import DelayedSteps
 from zero_runtime.groups.timed import clock_of
 from zero_runtime.groups.traffic_contract import OFF, STOP, TrafficContract, Verdict
-from zero_runtime.optimizer_step.dtypes import autocast
+from zero_runtime.optimizer_step.dtypes import autocast, cast_tensors
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
 from zero_runtime.sequence_parallel import name_attention, sequence_group
 from zero_runtime.sharding.linear import memory_efficient_linear
@@ -27,11 +31,11 @@ from zero_runtime.startup.assembly import Assembly, close
 from zero_runtime.training.accumulation import Window
 from zero_runtime.training.data_loading import TRAIN, RankLoader, rank_loader
 from zero_runtime.training.direct_passes import watch
-from zero_runtime.training.engine_settings import Settings
+from zero_runtime.training.engine_accessors import Accessors
+from zero_runtime.training.engine_checkpoints import Checkpoints
 from zero_runtime.training.input_dtypes import mismatch
 from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, Movable, MovedStates
 from zero_runtime.training.reporting import Progress, Report
-from zero_runtime.training.saving import Saving
 from zero_runtime.training.step_batches import Batches, evaluate_step, train_step
 from zero_runtime.training.step_numbers import StepNumbers
 from zero_runtime.training.throughput import ThroughputTimer
@@ -39,7 +43,7 @@ from zero_runtime.training.throughput import ThroughputTimer
 _NEVER: Final = (-1, -1)
 
 
-class Engine(Settings, Saving, torch.nn.Module):
+class Engine(Accessors):
     """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
 
     Attributes:
@@ -60,10 +64,8 @@ class Engine(Settings, Saving, torch.nn.Module):
     pipeline_parallelism = False
 
     def __init__(self, config: RuntimeConfig, assembly: Assembly, lr_scheduler: Any, dataloader: Any) -> None:
-        super().__init__()
-        self._config = config
+        super().__init__(config, assembly.module, assembly.parallelism)
         self.config = config.given
-        self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.basic_optimizer = assembly.torch_optimizer
         self.lr_scheduler = lr_scheduler
@@ -72,7 +74,6 @@ class Engine(Settings, Saving, torch.nn.Module):
         self.device = assembly.device
         self.local_rank = comm.get_local_rank()
         self.global_rank = comm.get_rank()
-        self.parallelism = assembly.parallelism
         self.mpu = assembly.parallelism.mpu
         self.world_size = self.dp_world_size = assembly.parallelism.replicas
         self.mp_world_size = (
@@ -97,6 +98,7 @@ class Engine(Settings, Saving, torch.nn.Module):
             config.zero.sharding.residency.offload.device != "none",
             self.global_rank,
         )
+        self._checkpoints = self._checkpoints_of(config)
         self._watch = assembly.installed.watch
         efficient = config.zero.stage.shards_parameters and config.zero.sharding.memory_efficient_linear
         self._linear: Callable[[], AbstractContextManager[None]] = (
@@ -523,6 +525,200 @@ class Engine(Settings, Saving, torch.nn.Module):
             replica=self.parallelism.replica,
         )
 
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Nothing: ``backward`` has reduced the gradients of the last micro-batch."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: ``step`` clips, by the key gradient_clipping."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step by changing the number of micro-batches, from the next step on.
+
+        Raises:
+            ConfigError: they are not a multiple of one micro-batch of all ranks.
+        """
+        at_once = self._config.train_micro_batch_size_per_gpu * self.world_size
+        if train_batch_size < at_once or train_batch_size % at_once:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is not a multiple of {at_once}, the samples of one micro-batch of "
+                f"{self.world_size} ranks; choose a multiple of {at_once}"
+            )
+        self._config = dataclasses.replace(
+            self._config,
+            train_batch_size=train_batch_size,
+            gradient_accumulation_steps=train_batch_size // at_once,
+        )
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch and so of a step; the number of micro-batches stays."""
+        steps = self._config.gradient_accumulation_steps
+        self._config = dataclasses.replace(
+            self._config,
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            train_batch_size=micro_batch_size * steps * self.world_size,
+        )
+
+    # Checkpoints.
+
+    def _checkpoints_of(self, config: RuntimeConfig) -> Checkpoints:
+        return Checkpoints(config, self.parallelism, self._moved, self._settled_state)
+
+    def _settled_state(self) -> Training:
+        """What a checkpoint saves, after delayed steps and copies to host memory. All ranks must call it."""
+        self.drain_gradients()
+        self._moved.settle()
+        return Training(
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            self._scale,
+            self._group,
+            self._config.zero.stage.number,
+            self._config.zero.stage.shards_optimizer,
+            {
+                "global_steps": self.global_steps,
+                "global_samples": self.global_samples,
+                "skipped_steps": self.skipped_steps,
+                "micro_steps": self._window.micro_steps,
+                "gradient_accumulation_steps": self._config.gradient_accumulation_steps,
+            },
+            self._residuals,
+            self.parallelism.tensor_group,
+            self.parallelism.experts,
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that is needed to resume the training, as ``save_dir/tag``. All ranks must call it.
+
+        Args:
+            save_dir: the folder of checkpoints, on a file system that all ranks share.
+            tag: name of this checkpoint; default: ``global_step`` and the number of steps.
+            client_state: values that ``load_checkpoint`` returns; those of rank 0 are saved.
+            save_latest: make it the default of ``load_checkpoint``.
+            exclude_frozen_parameters: leave frozen parameters out.
+
+        Raises:
+            CheckpointError: on every rank, if one of them fails; earlier checkpoints are unchanged.
+            ConfigError: ``save_dir`` is empty.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._checkpoints.save(save_dir, name, client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
+
+        The checkpoint of a tensor-parallel model is merged and partitioned again.
+
+        Args:
+            load_dir: the folder of checkpoints.
+            tag: name of the checkpoint; default: the one saved last.
+            load_module_strict: refuse a checkpoint of other parameters than the model has.
+            load_optimizer_states: the optimizer's state, the loss scale and the random generators too.
+            load_lr_scheduler_states: the schedule's state too.
+            load_module_only: parameters and buffers, and nothing else.
+            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, instead of loading the model.
+
+        Returns:
+            (its directory, the client state), or (None, {}) if nothing was saved and no tag is named.
+
+        Raises:
+            CheckpointError: on every rank, if one of them fails; the engine is unchanged.
+        """
+        wanted = Wanted(
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            self._config.zero.load_from_fp32_weights,
+            custom_load_fn,
+            self._config.checkpoint_load_universal,
+        )
+        loaded = self._checkpoints.load(Path(load_dir), None if tag is None else str(tag), wanted)
+        if loaded is None:
+            return None, {}
+        self.zero_grad()
+        self._window.passes = 0
+        if loaded.counters is not None:
+            self._count_from(loaded.counters)
+        return str(loaded.directory), loaded.client_state
+
+    def _count_from(self, counters: Mapping[str, int]) -> None:
+        self.global_steps = counters["global_steps"]
+        self.global_samples = counters["global_samples"]
+        self.skipped_steps = counters["skipped_steps"]
+        # A checkpoint has no gradients of an unfinished window, so the window restarts.
+        windows = counters["micro_steps"] // counters["gradient_accumulation_steps"]
+        self._window.restart(windows * self._config.gradient_accumulation_steps)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the model's weights in its own dtypes, in one file. All ranks must call it.
+
+        Parameters of a pipeline are named by the number of their layer in the complete model; shared ones by the key of
+        their layers.
+
+        Args:
+            save_dir: of the file; created if it does not exist.
+            save_filename: with .safetensors the file is in that format, otherwise in torch.save's.
+            exclude_frozen_parameters: leave frozen parameters out.
+
+        Returns:
+            Whether they were saved: at stage 3 only if gather_16bit_weights_on_model_save is true.
+
+        Raises:
+            CheckpointError: on every rank, if the file cannot be written.
+            UsageError: the model has experts on several ranks.
+        """
+        return self._checkpoints.save_weights(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model in its own dtypes on rank 0, None elsewhere. All ranks must call it. Libraries use this name.
+
+        Raises:
+            UsageError: gather_16bit_weights_on_model_save is false at stage 3.
+        """
+        return self._checkpoints.collect_weights(exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """Load the model's weights, from which the optimizer continues. All ranks must call it.
+
+        Args:
+            state_dict: whole parameters and buffers, by name; at stage 3 those of rank 0 are used.
+            strict: refuse names that differ from the model's.
+            custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, instead of loading.
+        """
+        self._checkpoints.load_weights(state_dict, strict, custom_load_fn)
+
     # State of the training.
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
@@ -597,6 +793,20 @@ class Engine(Settings, Saving, torch.nn.Module):
     def is_compiled(self) -> bool:
         """Whether ``compile`` was called."""
         return getattr(self.module, "_compiled_call_impl", None) is not None
+
+    def _cast_module_mixed_precision(
+        self, param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None, is_zero_init_model: bool
+    ) -> None:
+        """Cast the model's parameters, unless they are sharded already, and its buffers; None leaves them."""
+        if param_dtype is not None and not is_zero_init_model:
+            cast_tensors(self.module.parameters(), param_dtype)
+        if buffer_dtype is not None:
+            cast_tensors(self.module.buffers(), buffer_dtype)
+
+    def empty_partition_cache(self) -> None:
+        """Release the gathered parameters (stage 3)."""
+        if self._residency is not None:
+            self._residency.release_all()
 
     def module_state_dict(self) -> dict[str, Any]:
         """The model's state, by the model's own names.

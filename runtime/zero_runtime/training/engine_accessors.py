@@ -1,28 +1,34 @@
-"""The engine's accessors of configuration values, by DeepSpeed's names."""
+"""The engine's accessors by DeepSpeed's names: values of the configuration, ranks, dtypes, absent features."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.errors import ConfigError
+from zero_runtime.configuration.blocks.precision_block import check_param_dtype
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.experts.layer import layers_of
+from zero_runtime.groups.parallelism import Parallelism
+from zero_runtime.groups.process_grid import SEQUENCE
 from zero_runtime.optimizer_step.dtypes import DTYPES
-from zero_runtime.training.engine_queries import Answers
 
 
-class Settings(Answers):
-    """The accessors, and two methods that change the batch size.
+class Accessors(torch.nn.Module):
+    """A model with its configuration. Each method reads one value; none changes anything.
 
     Attributes:
-        world_size: the number of data-parallel ranks.
+        module: the model.
+        parallelism: the axes of the ranks; its ``replica`` is this rank's number among those with different samples.
     """
 
-    _config: RuntimeConfig
-    world_size: int
+    def __init__(self, config: RuntimeConfig, module: torch.nn.Module, parallelism: Parallelism) -> None:
+        super().__init__()
+        self._config = config
+        self.module = module
+        self.parallelism = parallelism
 
     # Batches.
 
@@ -49,33 +55,6 @@ class Settings(Answers):
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
             config.gradient_accumulation_steps,
-        )
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of a step by changing the number of micro-batches, from the next step on.
-
-        Raises:
-            ConfigError: they are not a multiple of one micro-batch of all ranks.
-        """
-        at_once = self._config.train_micro_batch_size_per_gpu * self.world_size
-        if train_batch_size < at_once or train_batch_size % at_once:
-            raise ConfigError(
-                f"train_batch_size {train_batch_size} is not a multiple of {at_once}, the samples of one micro-batch of "
-                f"{self.world_size} ranks; choose a multiple of {at_once}"
-            )
-        self._config = dataclasses.replace(
-            self._config,
-            train_batch_size=train_batch_size,
-            gradient_accumulation_steps=train_batch_size // at_once,
-        )
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch and so of a step; the number of micro-batches stays."""
-        steps = self._config.gradient_accumulation_steps
-        self._config = dataclasses.replace(
-            self._config,
-            train_micro_batch_size_per_gpu=micro_batch_size,
-            train_batch_size=micro_batch_size * steps * self.world_size,
         )
 
     def dataloader_drop_last(self) -> bool:
@@ -250,3 +229,138 @@ class Settings(Answers):
     def checkpoint_tag_validation_fail(self) -> bool:
         """Whether different ones are an error."""
         return self._config.checkpoint_tag_validation == "Fail"
+
+    # Ranks.
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among those with different samples."""
+        return self.parallelism.replica
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among the ranks of one model."""
+        model = self.parallelism.model
+        return 0 if model is None else model.group.rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank among those that share each tensor."""
+        group = self.parallelism.tensor_group
+        return 0 if group is None else group.rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The ranks that share a sequence; None where this is the only one."""
+        grid = self.parallelism.grid
+        return None if grid is None or grid.size(SEQUENCE) == 1 else grid.group(SEQUENCE).group
+
+    def autotp_size(self) -> int:
+        """The number of tensor-parallel ranks in the configuration; 0 for none."""
+        size = self._config.parallel.tp_size
+        return size if size > 1 else 0
+
+    # Experts.
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts."""
+        return bool(self.parallelism.experts)
+
+    @property
+    def num_experts(self) -> list[int]:
+        """The number of experts of each such layer."""
+        return [layer.ep_size * layer.num_local_experts for layer in layers_of(self.module).values()]
+
+    # Dtypes.
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of the model, dtype in which gradients are accumulated)."""
+        kinds = self._config.precision
+        model = torch.float16 if kinds.fp16 else torch.bfloat16 if kinds.bf16 else torch.float32
+        accumulated = kinds.grad_accum_dtype
+        return model, model if accumulated is None else DTYPES[accumulated]
+
+    def _mixed_precision_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """(dtype that parameters are cast to, dtype of floating-point buffers); None leaves them as they are."""
+        kind = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else None
+        buffers = self._config.buffer_dtype
+        return None if kind is None else DTYPES[kind], None if buffers is None else DTYPES[buffers]
+
+    def _assert_valid_mixed_precision_config(self) -> None:
+        """Raise ConfigError where ``data_types.param_dtype`` is not the dtype that the model trains in."""
+        model = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
+        check_param_dtype(self._config.param_dtype, model)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        """Always raises UnsupportedError: the optimizer's state has no file of its own."""
+        raise UnsupportedError(
+            "the file of the optimizer's state in a checkpoint is not in this version: each rank writes one file of all "
+            "that it has; docs/checkpoints.md describes it"
+        )
+
+    # Keys.
+
+    def dump_state(self) -> bool:
+        """Whether the configuration was printed."""
+        return self._config.dump_state
+
+    def zero_offload_optimizer(self) -> Any:
+        """The value of offload_optimizer; None where the optimizer's state is on the device."""
+        return self._config.zero.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        """The value of offload_param; None where parameters are on the device."""
+        offload = self._config.zero.sharding.residency.offload
+        return None if offload.device == "none" else offload
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        offload = self._config.zero.offload_optimizer
+        return offload is not None and offload.device == "cpu"
+
+    zero_use_cpu_optimizer = zero_cpu_offload
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether the optimizer's state is on NVMe."""
+        offload = self._config.zero.offload_optimizer
+        return offload is not None and offload.device == "nvme"
+
+    def zero_partial_offload(self) -> float:
+        """The share of the optimizer's state that is offloaded."""
+        offload = self._config.zero.offload_optimizer
+        return 1.0 if offload is None else offload.ratio
+
+    def zero_compute_grad_norm(self) -> bool:
+        """Whether the norm of the gradients is computed."""
+        return self._config.zero.compute_grad_norm
+
+    def zero_elastic_checkpoint(self) -> bool:
+        """Whether checkpoints are elastic in DeepSpeed's sense; here all load at any world size."""
+        return False
+
+    def zero_ignore_unused_parameters(self) -> bool:
+        """The value of ignore_unused_parameters, which acts at stages 1 and 2 with offload only."""
+        return self._config.zero.ignore_unused_parameters
+
+    # Features that are not in this version, and so are off.
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings with sparse gradients; none."""
+        return set()
+
+    def _off(self) -> bool:
+        """Whether it is on; never."""
+        return False
+
+    autotuning_enabled = curriculum_learning_enabled = data_efficiency_enabled = flops_profiler_enabled = _off
+    is_deepcompile_active = is_deepcompile_enabled = random_ltd_enabled = use_node_local_storage = _off
+
+    def zero_quantized_weights(self) -> bool:
+        """Whether sharded parameters are gathered in 8 bits."""
+        return self._config.zero.sharding.residency.quantized or self._config.zero.quantized_weights
+
+    def zero_quantized_nontrainable_weights(self) -> bool:
+        """Whether frozen sharded parameters are gathered in 8 bits."""
+        return self._config.zero.sharding.residency.quantized_frozen
+
+    def zero_quantized_gradients(self) -> bool:
+        """Whether the gradients of sharded parameters are reduced in 4 bits."""
+        return self._config.zero.sharding.quantized_gradients or self._config.zero.quantized_gradients
