@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from commprof.analysis.columns.defaults import MOST_BARS, MOST_LATE
+from commprof.analysis.columns.defaults import MOST_BARS, MOST_LATE, NOTABLE_DROPS, UNEVEN_LOAD
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES, Column
 
@@ -62,8 +62,10 @@ __all__ = [
     "MOST_BARS",
     "MOST_LANES",
     "MOST_LATE",
+    "NOTABLE_DROPS",
     "TABLES",
     "TRAFFIC_BY",
+    "UNEVEN_LOAD",
     "Advice",
     "Alignment",
     "AlignmentSummary",

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
+from commprof.analysis.api import NOTABLE_DROPS, UNEVEN_LOAD
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 
 _EVEN: Final = 1.05  # an imbalance that is not worth a line
-_UNEVEN: Final = 1.5  # one that is worth advice
-_DROPS: Final = 0.01
 _HEADINGS: Final = (
     Heading("layer"),
     Heading("experts", number=True),
@@ -88,14 +87,14 @@ def _advice(summary: Mapping[str, Any], exchanged: Sequence[Mapping[str, Any]]) 
     """Sentences that say what to try, of those that apply."""
     hints = []
     layers, dropped = summary["layers"], summary["dropped_share"]
-    if dropped is not None and dropped >= _DROPS:
+    if dropped is not None and dropped >= NOTABLE_DROPS:
         factors = [layer["highest"] for layer in layers if layer["highest"] is not None]
         factor = f"; with {max(factors):.2f} nothing would have been dropped" if factors else ""
         hints.append(
             f"{dropped:.1%} of the choices were dropped. Try a larger capacity_factor{factor}. The bytes of the all_to_alls "
             "grow with it."
         )
-    if layers and (layers[0]["imbalance"] or 0.0) >= _UNEVEN:
+    if layers and (layers[0]["imbalance"] or 0.0) >= UNEVEN_LOAD:
         hints.append(
             f"In {layers[0]['layer']} the most loaded expert gets {layers[0]['imbalance']:.2f} times the mean load (median "
             "of the steps). Try a larger coefficient of the load-balancing loss (l_aux)."

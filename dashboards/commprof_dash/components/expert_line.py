@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from dash import dcc
 from dash.development.base_component import Component
 
@@ -11,11 +9,6 @@ from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.components import messages
 from commprof_dash.data import Runs
-
-_UNEVEN: Final = 1.5  # an imbalance, and
-_DROPS: Final = (
-    0.01  # a share of dropped choices, that are worth a warning; commprof report gives advice from these on
-)
 
 
 def expert_line(runs: Runs, name: str, link: bool) -> list[Component]:
@@ -31,8 +24,8 @@ def expert_line(runs: Runs, name: str, link: bool) -> list[Component]:
     if summary is None or not layers:
         return []
     worst = layers[0]
-    uneven = (worst.imbalance or 0.0) >= _UNEVEN
-    drops = summary.dropped_share is not None and summary.dropped_share >= _DROPS
+    uneven = (worst.imbalance or 0.0) >= api.UNEVEN_LOAD
+    drops = summary.dropped_share is not None and summary.dropped_share >= api.NOTABLE_DROPS
     text = f"{worst.layer}: the expert that most tokens chose has {worst.imbalance:.2f} times the mean (median of the steps)"
     if len(layers) > 1:
         text += f", the most uneven of {len(layers)} layers"
