@@ -9,10 +9,9 @@ A ``run`` is a path or an opened :class:`Run`. Answers are pandas frames; their 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from commprof.analysis.columns.defaults import MOST_BARS, MOST_LATE, NOTABLE_DROPS, UNEVEN_LOAD
 from commprof.errors import TraceError, UsageError
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from commprof.analysis.columns.csv_text import frame_csv, write_csv, write_csv_parts
     from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
     from commprof.analysis.columns.units import format_bytes, format_ns
-    from commprof.analysis.compare import comparison
-    from commprof.analysis.compare import settings as settings_module
     from commprof.analysis.compare.advice import Advice
+    from commprof.analysis.compare.compared_runs import Comparison, run_names
     from commprof.analysis.compare.predicted_steps import (
         PredictedStep,
         UnrunSetting,
@@ -45,13 +43,9 @@ if TYPE_CHECKING:
     from commprof.analysis.storage import index as index_module
     from commprof.analysis.storage.answer_cache import answer_cache
     from commprof.analysis.stragglers.straggling import Straggling
-    from commprof.analysis.time import steps
     from commprof.analysis.time.bandwidth import Bandwidths
-    from commprof.analysis.traffic import rank_bytes as rank_bytes_module
     from commprof.analysis.traffic.buckets import BucketContent
     from commprof.analysis.traffic.experts import Summary as ExpertSummary
-    from commprof.analysis.traffic.levels import Ledger
-    from commprof.analysis.traffic.steady_steps import Step
     from commprof.calibration.results import Calibration
     from commprof.ledger.levels import Verdict
     from commprof.trace.fingerprint import fingerprint
@@ -174,6 +168,7 @@ _ELSEWHERE: Final = {
     "AlignmentWindow": "commprof.analysis.browse.alignment",
     "Bandwidths": "commprof.analysis.time.bandwidth",
     "BucketContent": "commprof.analysis.traffic.buckets",
+    "Comparison": "commprof.analysis.compare.compared_runs",
     "Filter": "commprof.analysis.browse.records",
     "PredictedStep": "commprof.analysis.compare.predicted_steps",
     "Record": "commprof.analysis.browse.record",
@@ -193,6 +188,7 @@ _ELSEWHERE: Final = {
     "open_run": "commprof.trace.reader",
     "overlapped_time": "commprof.analysis.columns.exposed_texts",
     "predicted_steps": "commprof.analysis.compare.predicted_steps",
+    "run_names": "commprof.analysis.compare.compared_runs",
     "unrun_settings": "commprof.analysis.compare.predicted_steps",
     "write_csv": "commprof.analysis.columns.csv_text",
     "write_csv_parts": "commprof.analysis.columns.csv_text",
@@ -228,16 +224,6 @@ def _opened(run: AnyRun) -> Run:
     from commprof.trace.reader import open_run
 
     return open_run(Path(run)) if isinstance(run, str | Path) else run
-
-
-def run_names(runs: Sequence[Run]) -> list[str]:
-    """The name of each run; if two are equal, with the parent's name, else with the position in the list."""
-    short = [run.path.name for run in runs]
-    names = [
-        name if short.count(name) == 1 else f"{run.path.parent.name}/{name}"
-        for run, name in zip(runs, short, strict=True)
-    ]
-    return [name if names.count(name) == 1 else f"{name} #{place}" for place, name in enumerate(names, 1)]
 
 
 def find_runs(directory: Path | str) -> pd.DataFrame:
@@ -788,85 +774,9 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. Other differences between
     experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
     """
-    from commprof.analysis.compare import settings as settings_module
+    from commprof.analysis.compare import compared_runs
 
-    opened = [_opened(run) for run in runs]
-    names = run_names(opened)
-    return settings_module.settings_frame(
-        settings_module.settings_of([run.manifest for run in opened], names), names
-    )
-
-
-class _Compared(NamedTuple):
-    """One opened run of a comparison, with its name and setting."""
-
-    run: Run
-    name: str
-    setting: settings_module.Setting
-
-
-def _compared(runs: Sequence[AnyRun]) -> list[_Compared]:
-    from commprof.analysis.compare import settings as settings_module
-
-    opened = [_opened(run) for run in runs]
-    manifests, names = [run.manifest for run in opened], run_names(opened)
-    settings = settings_module.settings_of(manifests, names)
-    return [_Compared(opened[i], names[i], settings[i]) for i in settings_module.in_order(manifests)]
-
-
-def _measured(runs: Sequence[_Compared]) -> list[comparison.Measured]:
-    from commprof.analysis.storage.answer_cache import answer_cache
-
-    return [
-        answer_cache.get(one.run.state, "measured", partial(_measure, one.run))._replace(
-            name=one.name, setting=one.setting
-        )
-        for one in runs
-    ]
-
-
-def _measure(run: Run) -> comparison.Measured:
-    """The values of one run for a comparison, except name and setting, which depend on the other runs."""
-    from commprof.analysis.compare import comparison, run_resources
-    from commprof.analysis.compare import settings as settings_module
-    from commprof.analysis.storage import run_totals
-    from commprof.analysis.time import steps
-    from commprof.analysis.traffic import expectation, model_sharding, moved_bytes
-
-    operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
-    times = run_totals.step_times(run)
-    manifest = run.manifest
-    totals = steps.step_totals(run.table("steps"), operations, times, manifest.world_size)
-    return comparison.Measured(
-        name="",
-        setting=settings_module.Setting("", {}),
-        step_totals=totals,
-        durations=steps.durations_after_first(times),
-        final_loss=steps.final_loss(times),
-        requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
-        usage=run_resources.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
-        shape=model_sharding.shape(operations),
-        moved_bytes=moved_bytes.moved_per_step(moved(run), int(times["duration_ns"].notna().sum())),
-    )
-
-
-def _rank_totals(
-    runs: Sequence[_Compared], measured: Sequence[comparison.Measured]
-) -> list[rank_bytes_module.RankTotals]:
-    from commprof.analysis.storage import run_totals
-    from commprof.analysis.storage.answer_cache import answer_cache
-    from commprof.analysis.traffic import rank_bytes as rank_bytes_module
-
-    def answer(run: Run, totals: steps.StepTotals) -> rank_bytes_module.RankTotals:
-        operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
-        return rank_bytes_module.rank_totals("", totals, operations, run.table("groups"))
-
-    return [
-        answer_cache.get(one.run.state, "ranks", partial(answer, one.run, of.step_totals))._replace(
-            label=one.setting.label
-        )
-        for one, of in zip(runs, measured, strict=True)
-    ]
+    return compared_runs.settings([_opened(run) for run in runs])
 
 
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -882,9 +792,9 @@ def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in long form for charts."""
-    from commprof.analysis.compare import comparison
+    from commprof.analysis.compare import compared_runs, comparison
 
-    return comparison.traffic_by_setting(_measured(_compared(runs)))
+    return comparison.traffic_by_setting(compared_runs.measured([_opened(run) for run in runs]))
 
 
 def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -892,20 +802,9 @@ def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
     Wire bytes are of a rank of the job, as in :func:`compare`: those of a setting add up to its ``wire_bytes_per_step``.
     """
-    from commprof.analysis.compare import comparison
+    from commprof.analysis.compare import compared_runs, comparison
 
-    return comparison.traffic_by_group(_measured(_compared(runs)))
-
-
-class Comparison(NamedTuple):
-    """All answers of one comparison: those of :func:`compare`, :func:`traffic_by_setting` and others."""
-
-    settings: pd.DataFrame
-    traffic: pd.DataFrame
-    groups: pd.DataFrame
-    resources: pd.DataFrame
-    ranks: pd.DataFrame
-    advice: Advice
+    return comparison.traffic_by_group(compared_runs.measured([_opened(run) for run in runs]))
 
 
 def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
@@ -914,22 +813,9 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
     Args:
         ranks: whether to answer :func:`rank_bytes` too, which takes a fifth of the time; it is empty otherwise.
     """
-    from commprof.analysis.compare import advice as advice_module
-    from commprof.analysis.compare import comparison, recommendation, setting_resources
-    from commprof.analysis.traffic import rank_bytes as rank_bytes_module
+    from commprof.analysis.compare import compared_runs
 
-    compared = _compared(runs)
-    measured = _measured(compared)
-    rows = comparison.rows(measured)
-    weighed = advice_module.weigh(advice_module.candidates(measured, rows))
-    return Comparison(
-        comparison.framed(rows, measured),
-        comparison.traffic_by_setting(measured),
-        comparison.traffic_by_group(measured),
-        setting_resources.resources(measured),
-        rank_bytes_module.rank_bytes(_rank_totals(compared, measured) if ranks else []),
-        recommendation.advise(weighed),
-    )
+    return compared_runs.comparison_of([_opened(run) for run in runs], ranks)
 
 
 def advice(runs: Sequence[AnyRun]) -> Advice:
@@ -955,28 +841,16 @@ def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
     return compare_both(runs).ranks
 
 
-def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
-    from commprof.analysis.storage import run_totals
-    from commprof.analysis.time import steps
-    from commprof.analysis.traffic import levels
-    from commprof.ledger import verification
-
-    operations, world_size = run_totals.operations(run, run_totals.HELD_COLUMNS), run.manifest.world_size
-    times = run_totals.step_times(run)
-    totals = steps.step_totals(run.table("steps"), operations, times, world_size)
-    shares = levels.job_shares(operations, world_size)
-    return verification.verify(run), totals, shares, steps.whole_steps(times)
-
-
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """Gradient reduction at the four levels by setting, from the ledger of each run.
 
     A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
     :func:`compare`. Moved bytes are all that the hosts sent.
     """
+    from commprof.analysis.compare import compared_runs
     from commprof.analysis.traffic import levels
 
-    return levels.reduction_levels(_ledgers(runs))
+    return levels.reduction_levels(compared_runs.ledgers([_opened(run) for run in runs]))
 
 
 def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -985,27 +859,10 @@ def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     The bytes of a setting and level add up to those of :func:`compare`. The requested level lacks traffic that no rule
     predicts, such as metrics. Moved bytes are also given for a rank and step.
     """
+    from commprof.analysis.compare import compared_runs
     from commprof.analysis.traffic import levels
 
-    return levels.traffic_levels(_ledgers(runs))
-
-
-def _ledgers(runs: Sequence[AnyRun]) -> list[Ledger]:
-    from commprof.analysis.compare import settings as settings_module
-    from commprof.analysis.storage.answer_cache import answer_cache
-    from commprof.analysis.traffic import levels
-
-    opened = [_opened(run) for run in runs]
-    manifests = [run.manifest for run in opened]
-    settings = settings_module.settings_of(manifests, run_names(opened))
-    return [
-        levels.Ledger(
-            settings[i].label,
-            *answer_cache.get(opened[i].state, "ledger", partial(_ledger, opened[i])),
-            opened[i].manifest.world_size,
-        )
-        for i in settings_module.in_order(manifests)
-    ]
+    return levels.traffic_levels(compared_runs.ledgers([_opened(run) for run in runs]))
 
 
 def table(run: AnyRun, name: str) -> pd.DataFrame:

@@ -1,0 +1,159 @@
+"""Opened runs side by side: their names and settings, and the values of each that the answers of a comparison need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import pandas as pd
+
+from commprof.analysis.compare import advice, comparison, recommendation, run_resources, setting_resources
+from commprof.analysis.compare import settings as run_settings
+from commprof.analysis.compare.advice import Advice
+from commprof.analysis.compare.comparison import Measured
+from commprof.analysis.storage import run_totals
+from commprof.analysis.storage.answer_cache import answer_cache
+from commprof.analysis.time import steps
+from commprof.analysis.traffic import expectation, model_sharding, moved_bytes, rank_bytes
+from commprof.trace.coverage import uncovered
+from commprof.trace.reader import Run
+
+if TYPE_CHECKING:
+    from commprof.analysis.traffic.levels import Ledger
+    from commprof.analysis.traffic.steady_steps import Step
+    from commprof.ledger.levels import Verdict
+
+
+class ComparedRun(NamedTuple):
+    """One run of a comparison."""
+
+    run: Run
+    name: str
+    setting: run_settings.Setting
+
+
+class Comparison(NamedTuple):
+    """All answers of one comparison; each is a function of :mod:`commprof.analysis.api` too."""
+
+    settings: pd.DataFrame
+    traffic: pd.DataFrame
+    groups: pd.DataFrame
+    resources: pd.DataFrame
+    ranks: pd.DataFrame
+    advice: Advice
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """The name of each run; if two are equal, with the parent's name, else with the position in the list."""
+    short = [run.path.name for run in runs]
+    names = [
+        name if short.count(name) == 1 else f"{run.path.parent.name}/{name}"
+        for run, name in zip(runs, short, strict=True)
+    ]
+    return [name if names.count(name) == 1 else f"{name} #{place}" for place, name in enumerate(names, 1)]
+
+
+def settings(runs: Sequence[Run]) -> pd.DataFrame:
+    """How the runs differ, one row for each; see :func:`commprof.analysis.api.settings`."""
+    names = run_names(runs)
+    return run_settings.settings_frame(run_settings.settings_of([run.manifest for run in runs], names), names)
+
+
+def compared(runs: Sequence[Run]) -> list[ComparedRun]:
+    """The runs with their names and settings, in the order of a comparison."""
+    manifests, names = [run.manifest for run in runs], run_names(runs)
+    settings = run_settings.settings_of(manifests, names)
+    return [ComparedRun(runs[i], names[i], settings[i]) for i in run_settings.in_order(manifests)]
+
+
+def comparison_of(runs: Sequence[Run], ranks: bool) -> Comparison:
+    """All answers of the comparison, reading each run once.
+
+    Args:
+        runs: the runs, in any order.
+        ranks: whether to answer ``ranks`` too, which takes a fifth of the time; it is empty otherwise.
+    """
+    in_order = compared(runs)
+    of_runs = _measured(in_order)
+    rows = comparison.rows(of_runs)
+    weighed = advice.weigh(advice.candidates(of_runs, rows))
+    return Comparison(
+        comparison.framed(rows, of_runs),
+        comparison.traffic_by_setting(of_runs),
+        comparison.traffic_by_group(of_runs),
+        setting_resources.resources(of_runs),
+        rank_bytes.rank_bytes(_rank_totals(in_order, of_runs) if ranks else []),
+        recommendation.advise(weighed),
+    )
+
+
+def measured(runs: Sequence[Run]) -> list[Measured]:
+    """The values of each run for a comparison, in its order."""
+    return _measured(compared(runs))
+
+
+def _measured(runs: Sequence[ComparedRun]) -> list[Measured]:
+    return [
+        answer_cache.get(one.run.state, "measured", partial(_measure, one.run))._replace(
+            name=one.name, setting=one.setting
+        )
+        for one in runs
+    ]
+
+
+def _measure(run: Run) -> Measured:
+    """The values of one run, except name and setting, which depend on the other runs."""
+    operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
+    times = run_totals.step_times(run)
+    manifest = run.manifest
+    moved = moved_bytes.moved(run.table("wire"), uncovered(run))
+    return Measured(
+        name="",
+        setting=run_settings.Setting("", {}),
+        step_totals=steps.step_totals(run.table("steps"), operations, times, manifest.world_size),
+        durations=steps.durations_after_first(times),
+        final_loss=steps.final_loss(times),
+        requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
+        usage=run_resources.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
+        shape=model_sharding.shape(operations),
+        moved_bytes=moved_bytes.moved_per_step(moved, int(times["duration_ns"].notna().sum())),
+    )
+
+
+def _rank_totals(runs: Sequence[ComparedRun], of_runs: Sequence[Measured]) -> list[rank_bytes.RankTotals]:
+    def answer(run: Run, totals: steps.StepTotals) -> rank_bytes.RankTotals:
+        operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
+        return rank_bytes.rank_totals("", totals, operations, run.table("groups"))
+
+    return [
+        answer_cache.get(one.run.state, "ranks", partial(answer, one.run, of.step_totals))._replace(
+            label=one.setting.label
+        )
+        for one, of in zip(runs, of_runs, strict=True)
+    ]
+
+
+def ledgers(runs: Sequence[Run]) -> list[Ledger]:
+    """The verdict of each run with its totals, in the order of a comparison."""
+    from commprof.analysis.traffic.levels import Ledger
+
+    return [
+        Ledger(
+            one.setting.label,
+            *answer_cache.get(one.run.state, "ledger", partial(_ledger, one.run)),
+            one.run.manifest.world_size,
+        )
+        for one in compared(runs)
+    ]
+
+
+def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
+    from commprof.analysis.traffic import levels
+    from commprof.ledger import verification
+
+    operations, world_size = run_totals.operations(run, run_totals.HELD_COLUMNS), run.manifest.world_size
+    times = run_totals.step_times(run)
+    totals = steps.step_totals(run.table("steps"), operations, times, world_size)
+    shares = levels.job_shares(operations, world_size)
+    return verification.verify(run), totals, shares, steps.whole_steps(times)
