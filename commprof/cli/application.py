@@ -89,7 +89,7 @@ def invoke(argv: list[str]) -> int:
 def separate_program(command: Any, argv: list[str]) -> list[str]:
     """Insert ``--`` before the user's program, so that commprof does not parse the program's options."""
     verb = command.commands.get(argv[0]) if argv else None
-    if not _takes_program(verb):
+    if verb is None or not _takes_program(verb):
         return argv
     from commprof.launch.program import split_arguments
 
