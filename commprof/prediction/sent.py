@@ -130,6 +130,7 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         arriving,
         overlaps,
         configuration.reduces_chunks,
+        None if configuration.reduces_whole_in_buckets else DEPTH,
         calls=_calls_of_modules(request, config, world, order, micro_steps) if sharded else None,
         others=frozenset(others),
         added_bytes=whole_gradient_bytes(config, request.parameters) * sum(not each for each in gradients),
@@ -267,6 +268,8 @@ def _numbered(messages: Sequence[tuple[Message, int]]) -> list[tuple[Message, in
 
 def _overlaps(configuration: Configuration, config: Mapping[str, Any], runtime: str) -> bool:
     """Whether gradient messages overlap the backward pass on a CPU: only with zero_runtime; DeepSpeed needs streams."""
+    if runtime != "deepspeed" and configuration.reduces_whole_in_buckets:
+        return True
     if runtime == "deepspeed" or not configuration.partitions or configuration.reduces_flat_groups:
         return False
     zero = config.get("zero_optimization")

@@ -94,6 +94,18 @@ def test_chunks_of_reduce_scatter_are_sent_from_the_last_one():
     assert {each.op for each, _ in after.gradients[0]} == {"all_to_all"}
 
 
+def test_stage_0_sends_a_bucket_as_soon_as_it_is_full_and_waits_at_the_end():
+    buckets = {"stage": 0, "gradient_reduction": "all_reduce", "overlap_comm": True}
+    before, after = sent(config()), sent(config(**buckets))
+    made = run(before)
+    events = placed(change(made.program, made.steps, before, after))
+    # Of eight gradients each two share a bucket: it is full when its second one has arrived.
+    issues = [each[2] for each in events if each[0] == "issue"]
+    assert issues == pytest.approx([30 + 7.5 * count for count in (2, 4, 6, 8)])
+    waits = [each[2] for each in events if each[0] == "wait"]
+    assert waits == pytest.approx([90.0] * 4)
+
+
 def test_stage_0_sends_all_gradients_at_the_end_and_gathers_nothing():
     before, after = sent(config()), sent(config(stage=0))
     made = run(before)

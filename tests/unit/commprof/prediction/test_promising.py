@@ -78,6 +78,18 @@ def test_a_named_reduction_keeps_its_stages():
     assert [value for key, value in tried if key == "stage"] == [1]
 
 
+def test_stage_0_may_send_buckets_by_three_keys_at_once():
+    keys = {
+        "gradient_reduction": "all_reduce",
+        "overlap_comm": True,
+        "reduce_bucket_size": NUMEL // 10,
+    }
+    settings = [each.setting for each in candidates(request(config(stage=0)))]
+    assert {f"{ZERO}{key}": value for key, value in keys.items()} in settings
+    assert not any(len(each.setting) == 3 for each in candidates(request(config(stage=0, **keys))))
+    assert not any(len(each.setting) == 3 for each in candidates(request(config(stage=0), "deepspeed")))
+
+
 def test_deepspeed_has_its_own_two_keys():
     tried = listed(config(), "deepspeed")
     assert ("reduce_scatter", False) in tried and ("use_multi_rank_bucket_allreduce", False) in tried
