@@ -748,6 +748,13 @@ def verify(run: AnyRun) -> Verdict:
     return verification.verify(_opened(run))
 
 
+def model_numel(run: AnyRun) -> int | None:
+    """Elements of all parameters that a run published; None if it published none."""
+    from commprof.analysis.browse import listing
+
+    return listing.model_numel(_opened(run))
+
+
 def overview(run: AnyRun) -> dict[str, Any]:
     """The overview of a run as plain values: software, traffic, times, and what is missing.
 

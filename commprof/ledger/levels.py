@@ -16,6 +16,7 @@ INIT: Final = "init"
 STEPS: Final = "steps"
 RUN: Final = "run"
 PART: Final = "part"  # of the run: only between its readings
+WHAT_TO_SET: Final = "What to set: "  # how the sentence about a remedy begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,11 @@ class Verdict:
     request_reason: str | None = None
     moved_together: Moved | None = None
     requested_reductions: tuple[RequestedReduction, ...] = ()
+
+    @property
+    def remedy(self) -> str | None:
+        """What to set for the requested reduction, or why nothing; None where it is issued, or not known."""
+        return next((text.partition(WHAT_TO_SET)[2] for text in self.sentences if WHAT_TO_SET in text), None)
 
     @property
     def exit_code(self) -> int:

@@ -255,8 +255,9 @@ def _request_sentences(request: Request, rows: Sequence[LedgerRow]) -> list[str]
     if request.reason is not None:
         texts.append(f"The requested level is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
-        sentence = sentences.gradient_sentence(request.config, request.configuration, rows, request.replicas)
-        texts += [sentence] if sentence else []
+        texts += sentences.gradient_sentences(
+            request.config, request.configuration, rows, request.replicas, request.runtime
+        )
         texts += [f"The config and the engine differ: {text}." for text in request.differences]
     elif request.wrapped is not None:
         sentence = sentences.wrapper_sentence(request.wrapped.names, rows)

@@ -32,7 +32,7 @@ from commprof.plan.options import OPTIONS
 from commprof.plan.predictions import Job, Prediction, Refusal, predict, predict_each
 from commprof.plan.rank_classes import mean_wire_bytes, rank_classes, spreads
 from commprof.plan.recommendations import Candidate, advice, samples_of
-from commprof.plan.recorded_steps import RecordedStep, recorded_step
+from commprof.plan.recorded_steps import RecordedJob, RecordedStep, recorded_job, recorded_step
 from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
 from commprof.recorder.process.options import parse_size
 from commprof.requested.communication.measured_costs import Cost
@@ -49,6 +49,7 @@ __all__ = [
     "OPTIONS",
     "Plan",
     "Question",
+    "RecordedJob",
     "RecordedStep",
     "Row",
     "WorldOutcome",
@@ -63,6 +64,7 @@ __all__ = [
     "parse_config",
     "parse_number",
     "read_calibration",
+    "read_job",
     "read_recorded",
     "recommendation",
     "traffic",
@@ -82,7 +84,7 @@ class Question(NamedTuple):
 
     Attributes:
         config: as DeepSpeed reads it.
-        model: ``params:175e9``, ``py:module:function`` or ``hf:CONFIG_DIR``.
+        model: ``params:175e9``, ``py:module:function``, ``hf:CONFIG_DIR`` or ``run:RUN``.
         world: ranks.
         hosts, links, settings, layers, backend, sequence, step_compute: of the options; settings are those of ``--set``.
         capacity: bytes of a device; None where that is not known.
@@ -292,6 +294,17 @@ def read_recorded(path: Path) -> RecordedStep:
     from commprof.trace.reader import open_run  # needs pyarrow, which a plan without a run does not
 
     return recorded_step(open_run(path))
+
+
+def read_job(path: Path) -> RecordedJob:
+    """Return the job of the run at ``path``, to plan it again.
+
+    Raises:
+        CommprofError: it cannot be read.
+    """
+    from commprof.trace.reader import open_run
+
+    return recorded_job(open_run(path))
 
 
 def latency_sentences(plan: Plan, found: Prediction) -> list[str]:

@@ -1,4 +1,4 @@
-"""The parameters of a model that is never run: from its size, a function, or a transformers config.
+"""The parameters of a model that is never run: from its size, a function, a transformers config, or a recorded run.
 
 Real models are built on torch's meta device, which allocates no memory and reads no weights.
 """
@@ -21,7 +21,7 @@ from commprof.requested.parameters import Parameter
 if TYPE_CHECKING:
     import torch
 
-FORMS: Final = "params:175e9, py:module:function or hf:CONFIG_DIR"
+FORMS: Final = "params:175e9, py:module:function, hf:CONFIG_DIR or run:RUN"
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _ON_META: Final = "a model is built on the meta device, where tensors have no values"
 _CORRECT: Final = "correct the module, or name one that can be imported"
@@ -38,9 +38,9 @@ class Model(NamedTuple):
 
     Attributes:
         parameters: in model order, a tied parameter once.
-        layers: equal layers that were assumed; None for a model that was built.
+        layers: equal layers that were assumed; None for a model that was built or recorded.
         source: where the parameters come from, for the report.
-        build: builds it again, with inputs; None where its size alone is known.
+        build: builds it again, with inputs; None where its size or its parameters alone are known.
         experts: the layers of experts of a model that was built, without the number of their tokens.
     """
 
@@ -60,21 +60,23 @@ def read_model(text: str, layers: int | None = None, sequence: int | None = None
     """Return the model that ``--model text`` names.
 
     Args:
-        text: ``params:175e9``, ``py:module:function`` or ``hf:CONFIG_DIR``.
+        text: ``params:175e9``, ``py:module:function``, ``hf:CONFIG_DIR`` or ``run:RUN``.
         layers: of a model whose size alone is known; None assumes a typical number.
         sequence: tokens of a sequence, for a function that asks for them.
 
     Raises:
         UsageError: the text has another form, or the model cannot be built.
-        CommprofError: torch or transformers is not installed.
+        CommprofError: torch or transformers is not installed, or the run cannot be read.
     """
     kind, colon, rest = text.partition(":")
-    if not colon or not rest or kind not in ("params", "py", "hf"):
+    if not colon or not rest or kind not in ("params", "py", "hf", "run"):
         raise UsageError(f"--model is {text!r}; expected {FORMS}")
     if kind == "params":
         return sized_model(parse_number(rest, "--model params:N"), layers)
     if layers is not None:
         raise UsageError(f"--layers {layers} is for --model params:N; a {kind}: model has layers of its own")
+    if kind == "run":
+        return _of_run(text, Path(rest))
     build = _from_function(text, rest) if kind == "py" else _from_transformers(text, Path(rest))
     return _built(text, build, sequence)
 
@@ -260,6 +262,27 @@ def _from_transformers(text: str, directory: Path) -> Builder:
         return module, {"input_ids": tokens, **({"labels": tokens} if causal else {})}
 
     return build
+
+
+def _of_run(text: str, path: Path) -> Model:
+    """The model that a run trained, as its program published the parameters."""
+    from commprof.ledger.requests.request import parameters_of as published  # needs pyarrow
+    from commprof.trace.reader import open_run
+
+    run = open_run(path)
+    parameters = published(run.table("parameters"))
+    if not parameters:
+        raise UsageError(
+            f"--model {text}: the run published no parameters; expected one of an engine, DDP or FSDP"
+        )
+    if any(parameter.ep_size is not None for parameter in parameters):
+        raise UsageError(
+            f"--model {text}: its model has experts, and a run does not say how many tokens they take elsewhere; "
+            "use py:module:function"
+        )
+    numel, number = sum(parameter.numel for parameter in parameters), len(parameters)
+    tensors = f"{number:,} tensor{'s' * (number > 1)}"
+    return Model(parameters, None, f"The model of {path}, {numel:,} parameters in {tensors}")
 
 
 def _built(text: str, build: Builder, sequence: int | None) -> Model:

@@ -22,7 +22,8 @@ class PlanOption(NamedTuple):
 OPTIONS: Final = {
     "model": PlanOption(
         "--model",
-        "params:175e9, py:module:function that returns the model, or hf:CONFIG_DIR (no weights are read).",
+        "params:175e9, py:module:function that returns the model, hf:CONFIG_DIR (no weights are read), or run:RUN, the "
+        "parameters of a recorded run.",
         "MODEL",
     ),
     "world": PlanOption("--world", "Ranks.", "W"),

@@ -1,4 +1,4 @@
-"""What a recorded run tells about a planned step: how long its ranks compute, and how much of what can overlap does."""
+"""What a recorded run tells a plan: its job, how long its ranks compute, and how much of what can overlap does."""
 
 from __future__ import annotations
 
@@ -44,6 +44,41 @@ class RecordedStep(NamedTuple):
             f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, and {part} of the communication for "
             f"{' and '.join(self.purposes)} beside it"
         )
+
+
+class RecordedJob(NamedTuple):
+    """What a run is trained with, as the options of ``commprof plan`` say it; empty where that is not known.
+
+    ``has_times``: the computation of its steps is known (:func:`recorded_step`).
+    """
+
+    world: str
+    hosts: str
+    backend: str
+    framework: str
+    has_model: bool
+    has_times: bool
+
+
+def recorded_job(run: Run) -> RecordedJob:
+    """Return the job of ``run``."""
+    manifest = run.manifest
+    world, hosts = manifest.world_size or run.health.ranks_expected or 1, len(manifest.hosts)
+    backends = {str(name) for name in run.table("groups")["backend"].unique().to_pylist()}
+    on_nccl = any("nccl" in name for name in backends)
+    try:
+        recorded_step(run)
+        has_times = True
+    except UsageError:
+        has_times = False
+    return RecordedJob(
+        str(world),
+        f"{hosts}x{world // hosts}" if hosts > 1 and world % hosts == 0 else "",
+        "nccl" if on_nccl else "gloo" if any("gloo" in name for name in backends) else "",
+        "deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
+        run.table("parameters").num_rows > 0,
+        has_times,
+    )
 
 
 def recorded_step(run: Run) -> RecordedStep:

@@ -97,7 +97,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
             if drawn[0].get("stamp") == stamp:
                 raise PreventUpdate  # nothing was written since: the page stays as it is
             search = follow["search"]  # the timeline and the grid write it without asking for the page again
-        search = _with_run(search, drawn[0] if drawn else {}, pathname)
+        search = _with_kept(search, drawn[0] if drawn else {}, pathname)
         with on_screen(scheme):
             heading, drawing = draw_page(page, runs, pathname, search, scheme)
         # The browser keeps what was drawn, so that the next call knows which controls it has to replace.
@@ -105,7 +105,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
             "page": pathname,
             "held": controls.values_by_key(drawing.controls),
             "stamp": stamp,
-            "run": drawing.run,
+            "kept": (address.RUN, drawing.run) if drawing.run else drawing.kept,
             "title": title(page, drawing.run, search),
         }
         shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
@@ -115,7 +115,7 @@ def _register(app: dash.Dash, runs: Runs) -> None:
             heading,
             dash.no_update if stay else drawing.controls,
             [dcc.Store(id=ids.drawn("body"), data=now), *drawing.body],
-            shell.navigation(PAGES, page, address.parse(_with_run(search, now, pathname))),
+            shell.navigation(PAGES, page, address.parse(_with_kept(search, now, pathname))),
             not drawing.follows,
         )
 
@@ -159,12 +159,19 @@ def _register(app: dash.Dash, runs: Runs) -> None:
     )
 
 
-def _with_run(search: str | None, drawn: dict[str, Any], pathname: str | None) -> str:
-    """Return ``search`` with the run that the page showed, if it names none: a run that starts does not replace it."""
+def _with_kept(search: str | None, drawn: dict[str, Any], pathname: str | None) -> str:
+    """Return ``search`` with the run, or the choice of runs, that the page showed, if it names none.
+
+    So a run that starts does not replace what is looked at.
+    """
     search = search or ""
-    if not drawn.get("run") or drawn.get("page") != pathname or address.RUN in address.parse(search):
+    named = address.parse(search)
+    if not drawn.get("kept") or drawn.get("page") != pathname:
         return search
-    return address.link("", run=drawn["run"]) + search.replace("?", "&", 1)
+    key, value = drawn["kept"]
+    if key in named or address.RUN in named or (key != address.RUN and address.TICK in named):
+        return search
+    return address.link("", **{key: value}) + search.replace("?", "&", 1)
 
 
 def title(page: Page | None, run: str, search: str | None) -> str:

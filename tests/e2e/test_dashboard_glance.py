@@ -78,12 +78,40 @@ def test_compare_answers_without_scrolling_and_takes_two_screens(view, base_url)
     assert view.page.locator("#card-settings summary").all_inner_texts() == ["x2"] * 4
 
 
+def test_on_a_telephone_every_setting_is_seen_and_no_title_is_squeezed(browser, base_url):
+    view = watched(browser, viewport={"width": 400, "height": 900})
+    view.open(f"{base_url}/compare?{SETTINGS}")
+    inside = (
+        "[...document.querySelectorAll('#card-settings tbody td')].every((cell) => {"
+        " const box = cell.getBoundingClientRect(), card = cell.closest('.card').getBoundingClientRect();"
+        " return box.left >= card.left && box.right <= card.right && box.bottom <= card.bottom; })"
+    )
+    assert view.page.evaluate(inside)
+    first = view.page.locator("#card-settings tbody tr").first.inner_text()
+    for heading in ("Gradient reduction", "Executed", "Step time"):
+        assert view.page.evaluate(
+            "(name) => [...document.querySelectorAll('#card-settings tbody tr:first-child td')]"
+            ".some((cell) => getComputedStyle(cell, '::before').content.includes(name))",
+            heading,
+        )
+    assert "1.50 MiB" in first
+    widths = view.page.evaluate(
+        "['h2', '.card-head'].map((one) => document.querySelector('#card-levels ' + one).clientWidth)"
+    )
+    assert widths[0] == widths[1]
+    assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
+    view.page.context.close()
+    assert view.errors == []
+
+
 def test_overview_answers_in_its_first_600_pixels(view, base, base_url):
     view.open(f"{base_url}/overview?run=true-true-0")
     lines = {text.split("\n")[0]: text for text in view.page.locator(".told").all_inner_texts()}
     ledger = api.verify(base / "true-true-0")
     chip = {"closed": "Ledger closed", "mismatch": "Ledger does not close"}[str(ledger.state)]
-    assert list(lines) == ["Nothing is missing", chip, "reduce_scatter \u2192 all_reduce"]
+    assert list(lines) == ["Nothing is missing", chip, "reduce_scatter \u2192 all_reduce", "What to set"]
+    assert ledger.remedy in lines["What to set"]
+    assert "zero_optimization.gradient_reduction: reduce_scatter" in lines["What to set"]
     assert (
         "of the issued payload is explained" in ledger.sentences[-1] and ledger.sentences[-1] in lines[chip]
     )
@@ -95,6 +123,18 @@ def test_overview_answers_in_its_first_600_pixels(view, base, base_url):
         "[...document.querySelectorAll('.tile, .told')].map((one) => one.getBoundingClientRect().bottom)"
     )
     assert max(bottoms) <= 600
+
+
+@pytest.mark.parametrize("width", [1440, 1920])
+def test_the_tiles_of_overview_take_the_width_of_the_page(view, base_url, width):
+    view.page.set_viewport_size({"width": width, "height": 900})
+    view.open(f"{base_url}/overview?run=true-true-0")
+    rights = view.page.evaluate(
+        "['.tile:last-child', '#card-by-step', '#page'].map((one) => {"
+        " const box = document.querySelector(one).getBoundingClientRect(); return box.right; })"
+    )
+    tiles, card, page = rights
+    assert tiles == card and width - page <= 20 and page - card <= 24
 
 
 def test_overview_names_the_straggler_in_its_first_600_pixels(view, base_url):

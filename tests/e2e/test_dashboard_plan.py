@@ -33,7 +33,9 @@ LABELS = """(name) => [...document.querySelectorAll(`#card-${name} .xtick text`)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     base = tmp_path_factory.mktemp("plan")
-    SyntheticRun(2, config=CONFIG | {"zero_optimization": {"stage": 3}}).write(base / "trained")
+    run = SyntheticRun(2, config=CONFIG | {"zero_optimization": {"stage": 3}})
+    run.add_parameters({"weight": 3_000_000})
+    run.write(base / "trained")
     shutil.copytree(RECORDED, base / "timed")
     write_calibration(base / "calibration.json", made_calibration())
     return base
@@ -124,12 +126,24 @@ def test_the_config_of_a_run_and_the_setting_of_the_figures_are_chosen(page, bas
     page.open(f"{base_url}/plan?{ADDRESS}")
     field(page, "run").click()
     page.page.get_by_role("option", name="trained").click()
-    page.page.wait_for_selector("text=trained/config.json --model params:1e9")
+    page.page.wait_for_selector("text=trained/config.json --model run:")  # the run fills the form anew
+    assert [field(page, key).input_value() for key in ("model", "world")] == ["run:trained", "2"]
+    assert form(page) == {"run": "trained"}
     page.page.wait_for_selector("#card-plan-traffic")
     field(page, "setting").click()
     page.page.get_by_role("option", name="stage=1").click()
     page.page.wait_for_selector("#card-plan-traffic .card-subtitle:has-text('stage=1:')")
     assert (form(page)["run"], form(page)["setting"]) == ("trained", "stage=1")
+
+
+def test_plan_opened_from_a_run_plans_that_run(page, base_url):
+    page.open(f"{base_url}/overview?run=trained")
+    page.page.get_by_role("link", name="Plan", exact=True).click()
+    page.page.wait_for_selector("#body .message:has-text('3,000,000 parameters in 1 tensor; 2 ranks')")
+    assert page.page.locator("text=This cannot be planned").count() == 0
+    page.page.get_by_role("link", name="Overview", exact=True).click()
+    page.page.wait_for_selector("#card-what-ran")
+    assert form(page)["run"] == "trained"
 
 
 def test_a_calibration_and_a_recorded_run_give_the_times_of_the_command(

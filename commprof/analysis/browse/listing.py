@@ -19,7 +19,7 @@ from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED
 from commprof.trace.rank_files.layout import rank_files
-from commprof.trace.reader import open_run
+from commprof.trace.reader import Run, open_run
 
 _ZERO_KEYS: Final = (
     "stage",
@@ -66,6 +66,12 @@ def _read(path: Path) -> dict[str, Any]:
         "finalised": not rank_files(run.path),
         "note": "; ".join(health.notes) or None,
     }
+
+
+def model_numel(run: Run) -> int | None:
+    """Elements of all parameters that ``run`` published; None if it published none."""
+    numel = run.table("parameters")["numel"]
+    return int(pc.sum(numel).as_py()) if len(numel) else None
 
 
 def _has_ended(row: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from commprof.ledger.levels import PART, STEPS, LedgerRow, Moved
+from commprof.ledger.reconcile.remedy import remedy_sentence
 from commprof.ledger.records import movement
 from commprof.requested.communication import sign_optimizers
 from commprof.requested.configuration import Configuration
@@ -16,16 +17,33 @@ _MUCH: Final = 0.01  # headers, or bytes in send buffers, beyond this share of t
 _VOWELS: Final = ("a", "e", "i", "o", "u")
 
 
-def gradient_sentence(
-    config: Mapping[str, Any], configuration: Configuration, rows: Sequence[LedgerRow], world_size: int
-) -> str | None:
-    """What was requested for the gradients and what was issued, as a factor of their bytes; None without gradients."""
+def gradient_sentences(
+    config: Mapping[str, Any],
+    configuration: Configuration,
+    rows: Sequence[LedgerRow],
+    world_size: int,
+    runtime: str,
+) -> list[str]:
+    """What was requested for the gradients and what was issued, as a factor of their bytes, and what to set.
+
+    Empty without gradients.
+    """
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
     issued = [row for row in mine if row.issued_payload_bytes]
     if not issued or world_size < 2:  # one replica has nothing to reduce: its own copies of a weight at most
-        return None
+        return []
     if (sentence := _in_another_way(config, issued, world_size)) is not None:
-        return sentence
+        return [sentence]
+    sentences = (
+        _gradient_sentence(config, configuration, issued),
+        remedy_sentence(config, configuration, issued, runtime),
+    )
+    return [sentence for sentence in sentences if sentence is not None]
+
+
+def _gradient_sentence(
+    config: Mapping[str, Any], configuration: Configuration, issued: Sequence[LedgerRow]
+) -> str | None:
     row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op is None or row.issued_op is None:
         return None

@@ -17,6 +17,7 @@ from commprof.requested.parameters import item_bytes
 
 NO_MICRO_BATCH: Final = "the config sets no train_micro_batch_size_per_gpu"
 NO_SEQUENCE: Final = "give --sequence"
+NO_LAYERS: Final = "a run tells only the parameters of its model"
 NO_INPUTS: Final = "give --sequence if its input is token ids, or let the function return (model, inputs)"
 # Of a token in a transformer's layer, in widths (Korthikanti et al. 2022, equation 1, without the terms of a s / h): the
 # values that attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts.
@@ -45,6 +46,8 @@ def activations_of(
     computed = autocast_dtype(config)
     if model.build is not None:
         return _traced(model.build, micro_batch, sequence, configuration.model_dtype, computed)
+    if model.layers is None:
+        return None, NO_LAYERS
     if sequence is None:
         return None, NO_SEQUENCE
     item = item_bytes(computed or configuration.model_dtype or "float32")

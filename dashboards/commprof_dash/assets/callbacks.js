@@ -167,7 +167,11 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         const items = Array.isArray(value) ? (value.length ? value : [""]) : [value];
         return items.map((item) => [key, item]);
       });
-      const search = search_with(ids.map(({key}) => key), pairs);
+      // Another run fills the form of Plan anew.
+      const has_moved = ids.some(({key}, i) => key === "run" && !same(values[i], drawn.held.run));
+      const is_form = window.location.pathname === "/plan";
+      const written = is_form && has_moved ? pairs.filter(([key]) => key === "run") : pairs;
+      const search = search_with(ids.map(({key}) => key), written);
       if (search !== window.location.search) {
         window.history.pushState({}, "", window.location.pathname + search);
         window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));

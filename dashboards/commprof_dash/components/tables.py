@@ -71,11 +71,17 @@ def table(
             for field, side in zip(fields, sides, strict=True)
         ]
         body = [
-            html.Tr([html.Td(cell, className=side) for side, cell in zip(sides, row, strict=True)])
+            html.Tr(
+                [
+                    html.Td(cell, className=side, **{"data-label": field.heading})
+                    for field, side, cell in zip(fields, sides, row, strict=True)
+                ]
+            )
             for row in rows
         ]
         children = [html.Caption(caption), html.Thead(html.Tr(heads)), html.Tbody(body)]
-        drawn = dmc.Table(children, className="data-table", **look)
+        # On a telephone each row of a sorted table is a block, its values below each other.
+        drawn = dmc.Table(children, className="data-table" + (" in-blocks" if order else ""), **look)
     return html.Div(
         drawn,
         className="table-scroll",

@@ -19,12 +19,14 @@ class Drawing(NamedTuple):
     """What a page shows: its controls, and what stands below them.
 
     ``follows`` while it may change by itself; ``run`` is the name of the run that it is about, "" for none or several.
+    ``kept``: key and value that the address lacks and that hold while the page is drawn again, such as a choice of runs.
     """
 
     controls: Sequence[Component]
     body: Sequence[Component]
     follows: bool = False
     run: str = ""
+    kept: tuple[str, str] | None = None
 
 
 class Page(NamedTuple):

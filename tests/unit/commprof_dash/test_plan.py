@@ -132,7 +132,9 @@ def test_the_table_and_the_recommendation_are_those_of_the_command(tmp_path, cap
     shown = " ".join(capsys.readouterr().out.split())
     begin = shown.index("Use stage=")
     assert shown[begin:] in text
-    form = plan_data.form_of({key: (value,) for key, value in {**fields, "set": sets}.items()})
+    form = plan_data.form_of(
+        Runs(tmp_path), {key: (value,) for key, value in {**fields, "set": sets}.items()}
+    )
     frame = plan_data.settings_frame(plan_data.planned(Runs(tmp_path), form))
     settings = printed(tmp_path, capsys, 64, "--set", sets, "--sequence", "2048")
     assert frame["device_bytes"].tolist() == [
@@ -198,7 +200,7 @@ def test_each_option_answers_as_the_command_does(tmp_path, capsys, fields, words
     sets = "zero_optimization.stage=0,1,3"
     plain = {"config": json.dumps(CONFIG), "model": "params:1e8", "world": "16", "hosts": "4x4", "links": ""}
     texts = {**plain, "sequence": "128", "set": sets, **fields}
-    form = plan_data.form_of({key: (value,) for key, value in texts.items()})
+    form = plan_data.form_of(Runs(runs), {key: (value,) for key, value in texts.items()})
     answer = plan_data.planned(Runs(runs), form)
     command = shlex.split(plan_data.command(Runs(runs), form))
     common = ["--hosts", "4x4", "--sequence", "128", "--set", sets]
@@ -246,6 +248,59 @@ def test_the_config_of_a_run_is_planned(tmp_path):
     assert choices_of(page, "run") == ["trained"]  # the other has no config that could be chosen
     assert set(choices_of(page, "recorded")) == {"trained", "bare"}
     assert "The run bare has no config.json; choose another run" in notice_of(draw(tmp_path, run="bare"))
+
+
+def trained(path, world=2, **more):
+    run = SyntheticRun(
+        world, config=CONFIG | {"zero_optimization": {"stage": 2, "reduce_bucket_size": 4000}}, **more
+    )
+    run.add_parameters({f"{layer}.weight": 4000 for layer in range(3)})
+    for step in range(4):
+        run.add_step(step, duration_ns=10_000_000)
+        run.add_collective(
+            "all_reduce", step=step, payload_bytes=4000, purpose="gradient_reduce", exposed_ns=1_000
+        )
+    run.write(path)
+
+
+def test_a_run_fills_the_form_and_is_planned_with_its_own_parameters(tmp_path):
+    trained(tmp_path / "a" / "trained")
+    drawn = draw(tmp_path, run="a/trained")
+    fields = controls.values_by_key(drawn)
+    assert {key: fields[key] for key in ("model", "world", "backend", "framework", "recorded", "links")} == {
+        "model": "run:a/trained",
+        "world": "2",
+        "backend": "gloo",
+        "framework": "zero_runtime",
+        "recorded": "a/trained",
+        "links": "",
+    }
+    text = text_of(drawn)
+    assert "This cannot be planned" not in text
+    assert "12,000 parameters in 3 tensors; 2 ranks on gloo" in text
+    command = f"commprof plan {tmp_path}/a/trained/config.json --model run:{tmp_path}/a/trained --world 2"
+    assert command in text and f"--recorded {tmp_path}/a/trained" in text
+
+
+def test_the_plan_of_a_run_has_the_messages_that_it_recorded(tmp_path, capsys):
+    trained(tmp_path / "trained")
+    file = tmp_path / "trained" / "config.json"
+    assert execute(["plan", str(file), "--model", f"run:{tmp_path}/trained", "--world", "2", "--json"]) == 0
+    (setting,) = json.loads(capsys.readouterr().out)["settings"]
+    (reduced,) = [row for row in setting["traffic"] if row["purpose"] == "gradient_reduce"]
+    assert (reduced["op"], reduced["count"], reduced["payload_bytes"]) == ("all_reduce", 3, 3 * 4000 * 2)
+
+
+@pytest.mark.parametrize("name", ["../trained", "gone", ""])
+def test_only_runs_that_the_dashboard_shows_are_models(tmp_path, name):
+    trained(tmp_path / "trained")
+    said = notice_of(draw(tmp_path / "trained", config=json.dumps(CONFIG), model=f"run:{name}"))
+    assert f"There is no run {name!r}" in said
+
+
+def test_of_a_run_without_parameters_the_size_of_the_model_is_asked(tmp_path):
+    SyntheticRun(2, config=CONFIG).write(tmp_path / "trained")
+    assert "expected params:N, such as params:7e9" in notice_of(draw(tmp_path, run="trained"))
 
 
 def test_the_page_needs_no_run_and_begins_with_an_example(tmp_path):

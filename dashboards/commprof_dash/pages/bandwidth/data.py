@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -32,6 +33,14 @@ def nearest(listed: pd.DataFrame, run: str) -> str | None:
         if siblings:
             return str(siblings[0])
     return None
+
+
+def calibration_of(runs: Runs, run: str, hosts: Sequence[str]) -> Path | None:
+    """The calibration that goes with a run, if it was made on its hosts and processors."""
+    listed = calibrations(runs)
+    fitting = listed[(listed["hosts"] == ", ".join(hosts)) & (listed["device"] == "cpu")]
+    name = nearest(fitting, run)
+    return None if name is None else runs.directory / name
 
 
 def recent_steps(runs: Runs, run: str) -> Steps:

@@ -44,11 +44,12 @@ _MOST_PAIRS: Final = 60
 _MOST_ROWS: Final = 300
 
 
-def answer(advised: api.Advice) -> Component:
-    """The recommended setting in one line."""
+def answer(advised: api.Advice, reason: str | None) -> list[Component]:
+    """The recommended setting in one line, and in a second one what differs between the settings."""
     chip, severity = _ANSWERS[advised.answer]
     sentence = advised.sentences[0].removeprefix(f"{chip}: ")
-    return messages.line(chip, sentence[:1].upper() + sentence[1:], severity)
+    first = messages.line(chip, sentence[:1].upper() + sentence[1:], severity)
+    return [first] if reason is None else [first, messages.line("What differs", reason, "note")]
 
 
 def advice(advised: api.Advice, findings: Sequence[str]) -> Component:

@@ -13,9 +13,11 @@ from commprof_dash import traffic_frames
 from commprof_dash.charts.series import series_name, with_series
 from commprof_dash.components.tables import Order
 from commprof_dash.data import Runs
+from commprof_dash.measures import COUNT
 from commprof_dash.text_columns import text_column
 
 MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million
+_SAME_BYTES: Final = 0.001  # as the advice has it: padding differs by less
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 _KEY: Final = "."
 ABSENT: Final = "(absent)"
@@ -103,6 +105,67 @@ def with_unrun(runs: Runs, names: Sequence[str], frame: pd.DataFrame) -> pd.Data
             times = dict(zip(_PREDICTED, step, strict=True))
             rows.append({"label": label, "setting": Unrun(label, text), "repeats": 0, "runs": "", **times})
     return pd.DataFrame([*frame.to_dict("records"), *rows], columns=frame.columns) if rows else frame
+
+
+def reason(settings: pd.DataFrame, advised: api.Advice) -> str | None:
+    """What differs between two settings, in one sentence; None unless there are two to choose from with step times.
+
+    The first is the recommended one, else the one with the shortest step. The second has, of the others, the most bytes,
+    where these decide; else the longest step.
+    """
+    counted = advised.settings[advised.settings["left_out"].isna()]["label"]
+    rows = settings[settings["label"].isin(counted) & settings["step_time_ns"].notna()]
+    if len(rows) < 2 or (advised.answer != "recommended" and not len(advised.pairs)):
+        return None
+    best = rows[rows["recommended"].eq(True)]
+    first = (best if len(best) else rows.nsmallest(1, "step_time_ns")).iloc[0]
+    others = rows[~rows["recommended"].eq(True) & (rows["label"] != first["label"])]
+    if others.empty:
+        return None
+    by_bytes = others["wire_bytes_per_step"].max() > first["wire_bytes_per_step"] * (1 + _SAME_BYTES)
+    second = others.nlargest(1, "wire_bytes_per_step" if by_bytes else "step_time_ns").iloc[0]
+    parts = [
+        f"{one} instead of {other} {what}"
+        for what, one, other in _figures(first, second)
+        if one != other and None not in (one, other)
+    ]
+    if not parts:
+        return None
+    return f"{first['label']} against {second['label']}, per step: {', '.join(parts)}{_chance(advised, first, second)}."
+
+
+def _figures(first: pd.Series[Any], second: pd.Series[Any]) -> list[tuple[str, str | None, str | None]]:
+    """What is compared of two settings: its name, and the text of each."""
+
+    def texts(column: str, write: Any) -> tuple[str | None, str | None]:
+        one, other = (None if pd.isna(row[column]) else write(row[column]) for row in (first, second))
+        return one, other
+
+    exposed = [api.exposed_time({str(key): value for key, value in row.items()}) for row in (first, second)]
+    return [
+        ("collectives", *texts("collectives_per_step", COUNT.format)),
+        ("on the wire", *texts("wire_bytes_per_step", api.format_bytes)),
+        ("exposed", exposed[0], exposed[1]),
+        ("of step time", *texts("step_time_ns", api.format_ns)),
+    ]
+
+
+def _chance(advised: api.Advice, first: pd.Series[Any], second: pd.Series[Any]) -> str:
+    """Whether two step times differ by more than repeats do, with the interval; empty where that is not known."""
+    pairs = advised.pairs
+    row = pairs[
+        pairs["label"].isin([first["label"], second["label"]])
+        & pairs["other"].isin([first["label"], second["label"]])
+    ]
+    if row.empty or pd.isna(row.iloc[0]["low_ns"]):
+        return ""
+    verdict, low, high = (
+        row.iloc[0]["verdict"],
+        *sorted(abs(row.iloc[0][end]) for end in ("low_ns", "high_ns")),
+    )
+    if verdict in ("shorter", "longer"):
+        return f" (a difference of {api.format_ns(low)} to {api.format_ns(high)}, 95 %)"
+    return " (step times differ no more than repeats do)"
 
 
 def ordered(frame: pd.DataFrame, order: Order) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import dash
 import pandas as pd
-from dash import ALL, ClientsideFunction, Input, Output, State, html
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
@@ -23,6 +23,7 @@ from commprof_dash.data import Runs, Selection, reason
 from commprof_dash.measures import MEASURES, WIRE, Measure
 from commprof_dash.pages.compare import cards as compare_cards
 from commprof_dash.pages.compare import data as compare_data
+from commprof_dash.pages.compare.choice import OF, Choice, choices
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme, scheme_of
 
@@ -31,7 +32,7 @@ _SORT: Final = "sort"  # in the address: a column, with "-" in front for the oth
 _VIEW: Final = "view"
 _GRID: Final = "grid"
 _VIEWS: Final = {"rows": "One chart", _GRID: "Grid of the two keys"}
-_DEFAULT_RUNS: Final = 24  # the newest, where the address names none
+_MOST_OFFERED: Final = 4  # other choices of runs, in the line above the answer
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -39,10 +40,14 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     names = runs.names()
     if not names:
         return Drawing([], [messages.no_runs(str(runs.directory))])
-    # The oldest first, as a sweep went through its settings.
-    chosen = address.runs_in(query) or (
-        () if address.RUN in query else tuple(reversed(names[:_DEFAULT_RUNS]))
-    )
+    is_named = address.RUN in query or address.TICK in query
+    chosen = address.runs_in(query)
+    offered: list[Choice] = []
+    if not is_named:
+        offered = choices(runs, key=next(iter(query.get(OF, ())), ""))
+        chosen = offered[0].names if offered else tuple(names)
+    elif len(chosen) == 1:
+        offered = choices(runs, about=chosen)
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
     selection = runs.select(chosen)
     shown = [controls.runs_select(names, chosen), controls.measure_select(measure)]
@@ -55,9 +60,40 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     asked = _Asked(selection.readable, view == _GRID, _order(query))
     return Drawing(
         shown,
-        [*_warnings(runs, selection), *_answers(runs, asked, measure, scheme)],
+        [
+            *_warnings(runs, selection),
+            *_chosen(query, offered, chosen if is_named else ()),
+            *_answers(runs, asked, measure, scheme),
+        ],
         follows=runs.is_going(selection.readable),
+        kept=None if is_named or not offered else (OF, offered[0].key),
     )
+
+
+def _chosen(query: Query, offered: Sequence[Choice], named: Sequence[str]) -> list[Component]:
+    """Which runs are compared where the address does not name several, with links to others."""
+    others = [choice for choice in offered if choice.names != tuple(named)][0 if named else 1 :]
+    if not offered or (named and not others):
+        return []
+    rest = {key: value for key, value in query.items() if key not in (address.RUN, address.TICK, OF)}
+    links = [
+        part
+        for choice in others[:_MOST_OFFERED]
+        for part in (
+            dcc.Link(_of(choice), href=address.link("/compare", **rest, of=choice.key)),
+            ", ",
+        )
+    ][:-1]
+    if named:
+        begin = [f"One run is chosen, {named[0]}. Compare it with others: "]
+    else:
+        begin = [f"Compared: {_of(offered[0])}.", " Others: " if links else ""]
+    return [html.P([*begin, *links, "." if links else ""], className="compared muted")]
+
+
+def _of(choice: Choice) -> str:
+    number = len(choice.names)
+    return f"{choice.text} ({number:,} run{'' if number == 1 else 's'})"
 
 
 class _Asked(NamedTuple):
@@ -90,7 +126,7 @@ def _answers(runs: Runs, asked: _Asked, measure: Measure, scheme: Scheme) -> lis
     )
     labels = [str(label) for label in settings["label"]]
     return [
-        compare_cards.answer(compared.advice),
+        *compare_cards.answer(compared.advice, compare_data.reason(settings, compared.advice)),
         _levels(runs, asked, scheme),
         compare_cards.settings_table(compare_data.with_unrun(runs, names, settings), asked.order),
         compare_cards.advice(compared.advice, _findings(settings)),

@@ -41,7 +41,7 @@ def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
     return html.Div(
         [
             messages.line(chip, overview_data.accounted(ledger), severity),
-            *([] if reduction is None else [messages.line(reduction.chip, reduction.sentence, "note")]),
+            *([] if reduction is None else _reduction(reduction)),
             html.Details(
                 [
                     html.Summary("Requested, issued, executed and moved in sentences"),
@@ -54,6 +54,14 @@ def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
         ],
         className="lines",
     )
+
+
+def _reduction(reduction: overview_data.Reduction) -> list[Component]:
+    """The requested and the issued reduction, and what to set for the requested one."""
+    told = [messages.line(reduction.chip, reduction.sentence, "note")]
+    if reduction.remedy is not None:
+        told.append(messages.line("What to set", reduction.remedy, "note"))
+    return told
 
 
 def verdict_to_come(facts: Mapping[str, Any]) -> Component:

@@ -28,10 +28,14 @@ def verdict(runs: Runs, name: str, records: int) -> api.Verdict | None:
 
 
 class Reduction(NamedTuple):
-    """The gradient reduction that was requested, and the issued one: as a chip, and in one sentence with the reason."""
+    """The gradient reduction that was requested, and the issued one: as a chip, and in one sentence with the reason.
+
+    ``remedy``: what to set for the requested one; None where nothing is to be said.
+    """
 
     chip: str
     sentence: str
+    remedy: str | None
 
 
 def reduction(ledger: api.Verdict) -> Reduction | None:
@@ -50,7 +54,7 @@ def reduction(ledger: api.Verdict) -> Reduction | None:
         if row.issued_op == row.requested_op
         else f"{row.requested_op} \u2192 {row.issued_op}"
     )
-    return Reduction(str(told), sentence)
+    return Reduction(str(told), sentence, ledger.remedy)
 
 
 def accounted(ledger: api.Verdict) -> str:
@@ -99,15 +103,7 @@ def promising(runs: Runs, name: str, hosts: Sequence[str]) -> Advised | None:
     Args:
         hosts: of the run; a calibration of other hosts is not used.
     """
-    file = _calibration(runs, name, hosts)
+    file = bandwidth_data.calibration_of(runs, name, hosts)
     question = f"promising {file} {bandwidth_data.stamp(file)}"
     answer = runs.run_beside(question, name, partial(prediction_api.promising, calibration=file))
     return None if answer is None else Advised(answer, file)
-
-
-def _calibration(runs: Runs, name: str, hosts: Sequence[str]) -> Path | None:
-    """The calibration that goes with a run, as on the Bandwidth page, if it was made on its hosts and processors."""
-    listed = bandwidth_data.calibrations(runs)
-    fitting = listed[(listed["hosts"] == ", ".join(hosts)) & (listed["device"] == "cpu")]
-    nearest = bandwidth_data.nearest(fitting, name)
-    return None if nearest is None else runs.directory / nearest

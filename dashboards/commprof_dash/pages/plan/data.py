@@ -1,7 +1,7 @@
 """What the Plan page asks: a form from the address, its plan, and the frames of the cards. Draws nothing.
 
-Only models whose size alone is known can be planned here. ``py:`` runs code and ``hf:`` reads a directory that the visitor
-of a page would name.
+Only models whose size alone is known, and those of the runs that the dashboard shows, can be planned here. ``py:`` runs
+code and ``hf:`` reads a directory that the visitor of a page would name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 
 from commprof.analysis import api
-from commprof.errors import UsageError
+from commprof.errors import CommprofError, UsageError
 from commprof.plan import api as plan_api
 from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.data import Runs
+from commprof_dash.pages.bandwidth.data import calibration_of
 
 WORLDS: Final = tuple(1 << power for power in range(15))
 MOST_WORLD: Final = 1 << 16
@@ -32,6 +33,7 @@ MOST_LAYERS: Final = 10_000
 _MOST_CONFIG_BYTES: Final = 200_000
 _MICRO_BATCH: Final = "train_micro_batch_size_per_gpu"
 _SIZED: Final = "params:"
+_RECORDED: Final = "run:"
 _CONFIG_FILE: Final = "config.json"
 
 EXAMPLE_CONFIG: Final = """{
@@ -122,7 +124,10 @@ class File(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The attributes of a :class:`commprof.plan.api.Question` that the form sets; can be hashed."""
+    """The attributes of a :class:`commprof.plan.api.Question` that the form sets; can be hashed.
+
+    ``model_state``: changes with the files of a run whose model is planned.
+    """
 
     config: str
     model: str
@@ -139,6 +144,7 @@ class Asked(NamedTuple):
     framework: str
     recorded: plan_api.RecordedStep | None
     experts: tuple[tuple[str, str], ...] = ()
+    model_state: str = ""
 
 
 class Planned(NamedTuple):
@@ -163,13 +169,39 @@ def help_of(field: str) -> str:
     return plan_api.OPTIONS[option].help if option else ""
 
 
-def form_of(query: Query) -> Form:
-    """Return the form that the address describes; fields that it does not name have their defaults."""
+def form_of(runs: Runs, query: Query) -> Form:
+    """Return the form that the address describes; fields that it does not name are those of its run, or of an example."""
+    run = "".join(address.runs_in(query)[:1])
+    defaults = DEFAULTS | _of_run(runs, run)
     texts = {}
-    for key, default in DEFAULTS.items():
+    for key, default in defaults.items():
         values = query.get(key)
         texts[key] = default if values is None else "".join(values[:1])
-    return Form("".join(query.get(address.RUN, ())[:1]), texts, "".join(query.get("setting", ())[:1]))
+    return Form(run, texts, "".join(query.get("setting", ())[:1]))
+
+
+def _of_run(runs: Runs, name: str) -> dict[str, str]:
+    """The fields as the run ``name`` fills them: its model and ranks, what it ran on, and the times that it measured."""
+    if name not in runs.select([name]).readable:
+        return {}
+    try:
+        job: plan_api.RecordedJob = runs.of_run("recorded job", name, plan_api.read_job)
+    except CommprofError:
+        return {}
+    hosts = [str(host) for host in runs.overview(name)["hosts"]]
+    calibration = calibration_of(runs, name, hosts)
+    return {
+        "model": f"{_RECORDED}{name}" if job.has_model else "",
+        "world": job.world,
+        "hosts": job.hosts,
+        "links": "",
+        "sequence": "",
+        "memory": "",
+        "calibration": "" if calibration is None else calibration.relative_to(runs.directory).as_posix(),
+        "recorded": name if job.has_times else "",
+        "framework": job.framework,
+        "backend": job.backend or DEFAULTS["backend"],
+    }
 
 
 def config_text(runs: Runs, form: Form) -> str:
@@ -201,10 +233,11 @@ def command(runs: Runs, form: Form) -> str:
         text = form.texts[field].strip()
         if field == "set" or not text or text == _CLI_DEFAULTS.get(field):
             continue
-        words += [
-            plan_api.OPTIONS[option].flag,
-            str(runs.directory / text) if field in ("calibration", "recorded") else text,
-        ]
+        if field in ("calibration", "recorded"):
+            text = str(runs.directory / text)
+        elif field == "model" and text.startswith(_RECORDED):
+            text = f"{_RECORDED}{runs.directory / text.removeprefix(_RECORDED)}"
+        words += [plan_api.OPTIONS[option].flag, text]
     words += [word for text in _settings(form) for word in (plan_api.OPTIONS["settings"].flag, text)]
     return shlex.join(["commprof", "plan", str(file), *words])
 
@@ -223,11 +256,11 @@ def planned(runs: Runs, form: Form) -> Planned:
         raise UsageError(f"the config has {len(text):,} characters; expected at most {_MOST_CONFIG_BYTES:,}")
     config = plan_api.parse_config(text, "the config")
     world = _number(texts["world"] or "1", "the number of ranks", MOST_WORLD)
-    _check_model(texts["model"])
+    model, model_state = _model(runs, texts["model"])
     return _planned(
         Asked(
             json.dumps(config),
-            texts["model"],
+            model,
             world,
             texts["hosts"] or None,
             texts["links"] or None,
@@ -241,6 +274,7 @@ def planned(runs: Runs, form: Form) -> Planned:
             texts["framework"] or DEFAULTS["framework"],
             _recorded(runs, texts["recorded"]) if texts["recorded"] else None,
             tuple((name, texts[field]) for name, field in plan_api.EXPERT_OPTIONS.items() if texts[field]),
+            model_state,
         )
     )
 
@@ -284,15 +318,26 @@ def _number(text: str, what: str, most: int) -> int:
     return int(plain)
 
 
-def _check_model(text: str) -> None:
+def _model(runs: Runs, text: str) -> tuple[str, str]:
+    """The model as ``commprof plan`` takes it, and a text that changes with its files."""
+    name = text.removeprefix(_RECORDED)
+    if name != text:
+        if name not in runs.select([name]).readable:
+            raise UsageError(
+                f"there is no run {name[:80]!r} below {runs.directory} that can be read; name another model, such as "
+                "params:7e9"
+            )
+        path, state = runs.of_run("model", name, lambda path: (path, api.fingerprint(path).key))
+        return f"{_RECORDED}{path}", str(state)
     if not text.startswith(_SIZED):
         raise UsageError(
-            f"the model is {text[:80]!r}; expected params:N, such as params:7e9. Models that are built are planned by "
-            "commprof plan alone, since a page must not run what its address names"
+            f"the model is {text[:80]!r}; expected params:N, such as params:7e9, or run:NAME. Models that are built are "
+            "planned by commprof plan alone, since a page must not run what its address names"
         )
     numel = plan_api.parse_number(text.removeprefix(_SIZED), "the model")
     if numel > MOST_PARAMETERS:
         raise UsageError(f"the model has {numel:.3g} parameters; expected at most {MOST_PARAMETERS:.0e}")
+    return text, ""
 
 
 @lru_cache(maxsize=16)  # of many renderings: another scheme or setting in the figures asks the same
@@ -306,7 +351,7 @@ def _planned(asked: Asked) -> Planned:
         )
     file = asked.calibration
     question = plan_api.Question(
-        **asked._replace(calibration=None)._asdict()
+        **{key: value for key, value in asked._asdict().items() if key != "model_state"}
         | {
             "config": json.loads(asked.config),
             "experts": dict(asked.experts),

@@ -47,7 +47,7 @@ _WIDE: Final = ("links",)
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The form and its answer; what a field holds that cannot be used is one line."""
-    form = plan_data.form_of(query)
+    form = plan_data.form_of(runs, query)
     selection = runs.select([form.run] if form.run else [])
     if selection.unknown:
         notice = messages.unknown_runs(selection.unknown, str(runs.directory))

@@ -113,6 +113,67 @@ def test_each_combination_of_keys_has_its_sentence(section, words):
     assert words in sentence(verdict, "requested")
 
 
+OWN = "zero_optimization.gradient_reduction: reduce_scatter"
+SAVED = "0.75 instead of 1.50 of the gradient bytes per rank"
+
+
+@pytest.mark.parametrize(
+    ("engine", "section", "op", "remedy"),
+    [
+        ("zero_runtime", {}, "all_reduce", f"{OWN}. It sends {SAVED}."),
+        ("zero_runtime", {"contiguous_gradients": False}, "all_reduce", f"{OWN}. It sends {SAVED}."),
+        (
+            "deepspeed 0.19.8",
+            {},
+            "all_reduce",
+            "DeepSpeed has no reduce_scatter at stages 1 and 2. With use_multi_rank_bucket_allreduce: false it sends each "
+            "owner one reduce, as many bytes by the model. For a reduce_scatter run the program with commprof run --engine "
+            f"zero_runtime and {OWN}: {SAVED}.",
+        ),
+        (
+            "deepspeed 0.19.8",
+            {"contiguous_gradients": False},
+            "all_reduce",
+            "DeepSpeed has no reduce_scatter at stages 1 and 2. With contiguous_gradients: true and "
+            "use_multi_rank_bucket_allreduce: false it sends each owner one reduce, as many bytes by the model. For a "
+            f"reduce_scatter run the program with commprof run --engine zero_runtime and {OWN}: {SAVED}.",
+        ),
+        (
+            "zero_runtime",
+            {"gradient_reduction": "reduce_scatter"},
+            "all_to_all",
+            "nothing. An all_to_all with a local sum sends as many bytes as a reduce_scatter; on NCCL this config issues a "
+            "reduce_scatter.",
+        ),
+        (
+            "zero_runtime",
+            {"gradient_reduction": "reduce_scatter", "reduce_scatter_impl": "all_to_all"},
+            "all_to_all",
+            "nothing. An all_to_all with a local sum sends as many bytes as a reduce_scatter; for a reduce_scatter on NCCL "
+            "set reduce_scatter_impl: auto.",
+        ),
+        ("zero_runtime", {"reduce_scatter": False}, "all_reduce", None),
+        ("zero_runtime", {"gradient_reduction": "reduce_scatter"}, "reduce_scatter", None),
+    ],
+)
+def test_the_remedy_says_what_to_set_for_the_requested_reduce_scatter(engine, section, op, remedy):
+    made = zero2(config={"zero_optimization": {"stage": 2, **section}}, op=op)
+    run = made.open()
+    run.manifest.engine = engine
+    verdict = api.verify(run)
+    assert verdict.remedy == remedy
+    if remedy is not None:
+        assert sentence(verdict, "What to set: ") == f"What to set: {remedy}"
+
+
+def test_muon_needs_full_gradients_so_there_is_no_remedy():
+    config = {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}}
+    remedy = api.verify(zero2(config=config).open()).remedy
+    assert remedy == (
+        "nothing. Muon needs the full gradients of a matrix, which a reduce_scatter leaves on no rank."
+    )
+
+
 def test_reduces_to_the_owners_cost_on_gloo_more_than_their_model():
     config = {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}}
     run = SyntheticRun(world_size=4, config=config)

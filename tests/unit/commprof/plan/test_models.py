@@ -68,7 +68,7 @@ def test_a_size_alone_gives_equal_layers():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("7e9", "--model is '7e9'; expected params:175e9, py:module:function or hf:CONFIG_DIR"),
+        ("7e9", "--model is '7e9'; expected params:175e9, py:module:function, hf:CONFIG_DIR or run:RUN"),
         ("onnx:x", "expected params:175e9"),
         ("py:", "expected params:175e9"),
         ("params:many", "--model params:N is 'many'"),
@@ -85,6 +85,7 @@ def test_a_size_alone_gives_equal_layers():
         ("py:planned_source:number", "returned an object of type int; expected a torch.nn.Module"),
         ("py:planned_source:empty", "ReLU has no parameters"),
         ("hf:absent", "absent is not a directory"),
+        ("run:", "expected params:175e9"),
         ("hf:.", "has no config.json"),
     ],
 )

@@ -1,0 +1,100 @@
+"""Which runs Compare shows where the address names none, and which others it offers: a sweep, a program, all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import pandas as pd
+
+from commprof.analysis import api
+from commprof_dash.data import Runs
+from commprof_dash.pages.runs.data import sweep_of
+
+OF: Final = "of"  # in the address: the key of a choice
+MOST_RUNS: Final = 24  # of a program or of all, the newest
+_MOST_READ: Final = 60  # runs of which the model is read
+_UNREADABLE: Final = "unreadable"
+_PROGRAM: Final = "program:"
+
+_Row: TypeAlias = Mapping[str, Any]
+
+
+class Choice(NamedTuple):
+    """Runs to compare.
+
+    Attributes:
+        key: in the address.
+        text: what they have in common.
+        names: the oldest first, as a sweep went through its settings.
+    """
+
+    key: str
+    text: str
+    names: tuple[str, ...]
+
+
+def choices(runs: Runs, about: Sequence[str] = (), key: str = "") -> list[Choice]:
+    """The choices, the default first: the sweep of the newest run if it has several settings, else its program and model.
+
+    A run is as new as its sweep, so that two sweeps that run at the same time do not take turns.
+
+    Args:
+        about: runs whose sweep and program come first, in the place of the newest run.
+        key: of a choice that the address names; it comes first if there is one.
+    """
+    rows: Any = runs.listing().to_dict("records")
+    listed: list[_Row] = [row for row in rows if row["state"] != _UNREADABLE]
+    if not listed:
+        return []
+    members: dict[str, list[_Row]] = {}
+    for row in listed:
+        if (name := sweep_of(row)) is not None:
+            members.setdefault(name, []).append(row)
+    begun = {name: min(map(_started, rows)) for name, rows in members.items()}
+    named = next((row for row in listed if row["name"] in about), None)
+    nearest = named or max(listed, key=lambda row: begun.get(sweep_of(row) or "", _started(row)))
+    sweeps = [
+        Choice(f"sweep:{name}", f"sweep {name}", _oldest_first(members[name]))
+        for name in sorted(members, key=lambda name: (name != sweep_of(nearest), -begun[name]))
+        if len({row["setting"] for row in members[name]}) > 1
+    ]
+    program = _program(runs, listed, nearest)
+    is_of_sweep = bool(sweeps) and str(nearest["name"]) in sweeps[0].names
+    ordered = [*sweeps[:1], program, *sweeps[1:]] if is_of_sweep else [program, *sweeps]
+    ordered.append(Choice("all", "all runs", _oldest_first(listed[:MOST_RUNS])))
+    if key.startswith(_PROGRAM) and key != program.key:
+        ordered += [_program(runs, listed, row) for row in listed if f"{_PROGRAM}{row['name']}" == key]
+    ordered.sort(key=lambda choice: choice.key != key)  # stable
+    different: dict[tuple[str, ...], Choice] = {}
+    for choice in ordered:
+        different.setdefault(choice.names, choice)
+    return list(different.values())
+
+
+def _program(runs: Runs, listed: Sequence[_Row], of: _Row) -> Choice:
+    """The newest runs of the program of ``of``, with as many ranks and parameters."""
+    size = _parameters(runs, of)
+    same = [row for row in listed if (row["script"], row["world_size"]) == (of["script"], of["world_size"])]
+    mine = [row for row in same[:_MOST_READ] if row is of or _parameters(runs, row) == size][:MOST_RUNS]
+    script = of["script"] if isinstance(of["script"], str) else "one program"
+    ranks: str = "" if pd.isna(of["world_size"]) else f", {int(of['world_size']):,} ranks"
+    model = "" if size is None else f", {size:,} parameters"
+    return Choice(f"{_PROGRAM}{of['name']}", f"{script}{ranks}{model}", _oldest_first(mine))
+
+
+def _parameters(runs: Runs, row: _Row) -> int | None:
+    try:
+        numel: int | None = runs.of_run("model numel", str(row["name"]), api.model_numel)
+    except Exception:  # the page of that run says what is damaged
+        return None
+    return numel
+
+
+def _started(row: _Row) -> float:
+    started = row["started_realtime_ns"]
+    return 0.0 if started is None or pd.isna(started) else float(started)
+
+
+def _oldest_first(rows: Sequence[_Row]) -> tuple[str, ...]:
+    return tuple(str(row["name"]) for row in reversed(rows))
