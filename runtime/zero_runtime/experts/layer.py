@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,23 +24,37 @@ from zero_runtime.experts.expert_groups import ExpertRanks, group_name
 from zero_runtime.experts.gating import CapacityRule, Routes, jittered, top_1, top_2, top_k
 
 _NOISE: Final = ("Jitter", "RSample")
-_AGREE: Final = hooks.tag("activation")
+_ACTIVATION: Final = hooks.tag("activation")
 
 
-class _Exchange(torch.autograd.Function):
+class Partners(NamedTuple):
+    """With whom a layer exchanges tokens.
+
+    Attributes:
+        group: of expert-parallel ranks.
+        why: the tag of the messages.
+    """
+
+    group: DataParallelGroup
+    why: hooks.tag
+
+
+class Exchange(torch.autograd.Function):
     """An all_to_all of equal rows, in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, group: DataParallelGroup, why: hooks.tag, rows: torch.Tensor) -> torch.Tensor:
-        ctx.group, ctx.why = group, why
+    def forward(ctx: Any, partners: Partners, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that the ranks of ``partners`` send to this one, in the order of the ranks."""
+        ctx.partners = partners
         rows = rows.contiguous()
         output = torch.empty_like(rows)
-        group.all_to_all_single(output, rows, None, why=why)
+        partners.group.all_to_all_single(output, rows, None, why=partners.why)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, _Exchange.apply(ctx.group, ctx.why, gradients[0])  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """The gradients of the rows, from the ranks that got them."""
+        return None, Exchange.apply(ctx.partners, gradients[0])  # type: ignore[no-untyped-call]
 
 
 class Experts(torch.nn.Module):
@@ -127,6 +141,7 @@ class TopKGate(torch.nn.Module):
         self.use_rts = use_rts
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
         self.ranks: DataParallelGroup | None = None
+        self.why = _ACTIVATION
 
     def forward(self, inputs: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
         """The routes of ``inputs``, tokens x hidden. The gate computes in fp32."""
@@ -151,7 +166,7 @@ class TopKGate(torch.nn.Module):
 
     def _largest(self, count: torch.Tensor) -> torch.Tensor:
         assert self.ranks is not None
-        self.ranks.all_reduce(count, op=ReduceOp.MAX, why=_AGREE)
+        self.ranks.all_reduce(count, op=ReduceOp.MAX, why=self.why)
         return count
 
 
@@ -184,7 +199,7 @@ class MOELayer(torch.nn.Module):
         self.num_local_experts = num_local_experts
         self.ranks: ExpertRanks | None = None
         self.name = ""
-        self._why = hooks.tag("activation")
+        self._why = _ACTIVATION
 
     def use_ranks(self, ranks: ExpertRanks, name: str) -> None:
         """Exchange tokens among ``ranks``. ``name`` is this module's within the model, for records."""
@@ -192,7 +207,7 @@ class MOELayer(torch.nn.Module):
         self.gate.ranks = ranks.parallel
         self.experts.first = ranks.parallel.rank * self.num_local_experts
         self.experts.total = self.ep_size * self.num_local_experts
-        self._why = hooks.tag("activation", module=name)
+        self._why = self.gate.why = hooks.tag("activation", module=name)
 
     def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         """The outputs for ``inputs``: [..., hidden] and a mask of used tokens or None.
@@ -211,10 +226,10 @@ class MOELayer(torch.nn.Module):
         total = self.ep_size * self.num_local_experts
         scratch = total * routes.capacity  # stands for no slot
         places = torch.where(routes.experts >= 0, routes.experts * routes.capacity + routes.slots, scratch)
-        sent = self._exchanged(_filled(tokens, places, scratch).view(total, routes.capacity, hidden))
+        sent = self._exchanged(filled(tokens, places, scratch).view(total, routes.capacity, hidden))
         outputs = self.experts(sent.reshape(self.ep_size, self.num_local_experts, -1, hidden))
         returned = self._exchanged(outputs.reshape(total, -1, hidden))
-        return _weighted(returned.reshape(scratch, hidden), places, routes.weights).reshape(given.shape)
+        return weighted(returned.reshape(scratch, hidden), places, routes.weights).reshape(given.shape)
 
     def _exchanged(self, rows: torch.Tensor) -> torch.Tensor:
         if self.ep_size == 1:
@@ -224,11 +239,11 @@ class MOELayer(torch.nn.Module):
                 f"a MoE layer with ep_size {self.ep_size} runs before its model was passed to initialize, which creates the "
                 "groups of expert-parallel ranks; call initialize first"
             )
-        exchanged: torch.Tensor = _Exchange.apply(self.ranks.parallel, self._why, rows)  # type: ignore[no-untyped-call]
+        exchanged: torch.Tensor = Exchange.apply(Partners(self.ranks.parallel, self._why), rows)  # type: ignore[no-untyped-call]
         return exchanged
 
 
-def _filled(tokens: torch.Tensor, places: torch.Tensor, scratch: int) -> torch.Tensor:
+def filled(tokens: torch.Tensor, places: torch.Tensor, scratch: int) -> torch.Tensor:
     """The slots, each with its token; zeros in unused ones. One gather, whose backward is one addition for each token."""
     count = len(tokens)
     source = torch.full((scratch + 1,), count, dtype=torch.long, device=places.device)
@@ -238,7 +253,7 @@ def _filled(tokens: torch.Tensor, places: torch.Tensor, scratch: int) -> torch.T
     return padded.index_select(0, source[:-1])
 
 
-def _weighted(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of each token's outputs, accumulated in fp32."""
     padded = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
     routed = padded.index_select(0, places.reshape(-1)).view(*places.shape, outputs.shape[1])

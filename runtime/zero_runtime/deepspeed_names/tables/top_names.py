@@ -187,9 +187,16 @@ MODULES: Final[dict[str, Module]] = {
     "moe.layer": Module(names_from("zero_runtime.experts.layer", "MoE")),
     "moe.experts": Module(names_from("zero_runtime.experts.layer", "Experts")),
     "moe.sharded_moe": Module(
-        names_from("zero_runtime.experts.layer", "MOELayer")
+        names_from("zero_runtime.experts.layer", "MOELayer", _AllToAll="Exchange")
         | names_from("zero_runtime.experts.layer", "TopKGate", note="its forward returns routes, not masks")
-        | names_from(f"{_HERE}.training.gates", "top1gating", "top2gating", "topkgating")
+        | names_from(
+            f"{_HERE}.training.gates",
+            *("top1gating", "top2gating", "topkgating"),
+            _route_slots="route_slots",
+            _sparse_encode="sparse_encode",
+            _sparse_decode="sparse_decode",
+        )
+        | live(f"{_HERE}.training.gates", dist="communication")
     ),
     "moe.utils": Module(names_from(
         f"{_HERE}.training.experts",

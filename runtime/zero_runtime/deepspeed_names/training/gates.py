@@ -7,13 +7,15 @@ of experts, experts, slots, weights, counts), with k x tokens elements each and 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from zero_runtime.comm import ProcessGroup, ReduceOp, all_reduce, get_world_size
+from zero_runtime.comm import ProcessGroup, ReduceOp, get_world_size
 from zero_runtime.errors import ConfigError
 from zero_runtime.experts.gating import CapacityRule, Largest, Routes, top_1, top_2, top_k
+from zero_runtime.experts.layer import filled, weighted
 
 
 def top1gating(
@@ -76,12 +78,47 @@ def topkgating(
     return _answer(routes, logits.shape[1], sparse_routes)
 
 
+def communication() -> Any:
+    """``deepspeed.comm``, whose functions a script may have replaced."""
+    return import_module("deepspeed.comm")
+
+
+def route_slots(
+    indices: torch.Tensor, locations: torch.Tensor, num_experts: int, capacity: int
+) -> torch.Tensor:
+    """The slot of each choice among those of all experts, k x tokens; one beyond them for a dropped token.
+
+    Args:
+        indices: the chosen experts, k x tokens; -1 where the token is dropped.
+        locations: the slots within the experts.
+        num_experts: of the layer.
+        capacity: slots of an expert.
+    """
+    slots = indices.long() * capacity + locations.long()
+    return torch.where(indices >= 0, slots, num_experts * capacity)
+
+
+def sparse_encode(
+    reshaped_input: torch.Tensor, slots: torch.Tensor, num_experts: int, capacity: int
+) -> torch.Tensor:
+    """The slots of all experts, [experts, capacity, hidden], each with its token; zeros in unused ones."""
+    rows = filled(reshaped_input, slots, num_experts * capacity)
+    return rows.view(num_experts, capacity, reshaped_input.shape[1])
+
+
+def sparse_decode(
+    expert_output: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts, [tokens, hidden]."""
+    return weighted(expert_output, slots.view(len(slots), num_tokens), gates)
+
+
 def _rule(factor: float, minimum: int, drops: bool, group: ProcessGroup | None) -> CapacityRule:
     largest: Largest | None = None
     if group is not None and get_world_size(group) > 1:
 
         def largest(count: torch.Tensor) -> torch.Tensor:
-            all_reduce(count, op=ReduceOp.MAX, group=group)
+            communication().all_reduce(count, op=ReduceOp.MAX, group=group)
             return count
 
     return CapacityRule(factor, minimum, drops, largest)

@@ -187,3 +187,19 @@ def test_the_functions_of_deepspeed_return_the_same_routes_as_masks(k):
                 assert weights[token, chosen[choice, token], slots[choice, token]] == factors[choice, token]
     with pytest.raises(ConfigError, match="drop_policy is 'last'; expected probs or position"):
         gates.topkgating(some_logits(), 3, 0.5, 1, drop_policy="last")
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_sparse_routes_give_what_the_masks_give(k):
+    tokens, experts = torch.randn(12, 5), 4
+    logits = torch.randn(12, experts)
+    gate = gates.top1gating if k == 1 else gates.top2gating
+    options = {"use_rts": False} if k == 1 else {"top2_2nd_expert_sampling": False}
+    _, weights, mask, _ = gate(logits, 0.75, 0, **options)
+    _, capacity, _, indices, locations, chosen, _ = gate(logits, 0.75, 0, sparse_routes=True, **options)
+    slots = gates.route_slots(indices, locations, experts, int(capacity))
+    rows = gates.sparse_encode(tokens, slots, experts, int(capacity))
+    assert torch.allclose(rows, torch.einsum("sec,sm->ecm", mask.float(), tokens))
+    outputs = torch.randn_like(rows)
+    combined = gates.sparse_decode(outputs.view(-1, 5), slots, chosen, 12)
+    assert torch.allclose(combined, torch.einsum("sec,ecm->sm", weights, outputs), atol=1e-6)
