@@ -26,6 +26,7 @@ from zero_runtime.checkpoint.files.tensor_file import (
 from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.training import Training, aliases, buffers, whole_shape
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.experts.expert_parameters import group_of, is_expert, names_on_ranks
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.tensor_parallel.cuts import cut_of
 from zero_runtime.tensor_parallel.division import whole_parameter
@@ -82,9 +83,8 @@ def _collect(
     tensors: Mapping[torch.Tensor, torch.Tensor],
 ) -> None:
     for tensor, gathered in tensors.items():
-        all_names = names.get(tensor, ())
-        if all_names:
-            collected.update(dict.fromkeys(all_names, gathered.detach().cpu().clone()))
+        for name, value in _named(names, tensor, gathered):
+            collected[name] = value.detach().cpu().clone()
 
 
 def slices_of(training: Training) -> list[DataParallelGroup]:
@@ -98,17 +98,33 @@ def is_writing(training: Training) -> bool:
 
 
 def joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
-    """Each parameter and its complete tensor, joined from the shards of tensor-parallel ranks; all ranks must call it."""
+    """Each parameter and its complete tensor, joined from the shards of tensor-parallel ranks; all ranks must call it.
+
+    Of an expert's parameter those in the same place on all ranks with other experts are stacked.
+    """
     if training.slices is None:
-        return {parameter: parameter for parameter in parameters}
+        return {parameter: _of_all_experts(training, parameter) for parameter in parameters}
     return {
         parameter: whole_parameter(parameter, training.slices, save_agreement.CHECKPOINT)
         for parameter in parameters
     }
 
 
+def _of_all_experts(training: Training, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not is_expert(parameter) or training.experts[group_of(parameter)].parallel.world_size == 1:
+        return parameter
+    ranks = training.experts[group_of(parameter)].parallel
+    own = parameter.detach().contiguous()
+    stacked = own.new_empty((ranks.world_size, *own.shape))
+    ranks.all_gather_single(stacked.view(-1), own.view(-1), why=save_agreement.CHECKPOINT)
+    return stacked
+
+
 def names_of(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
-    """All names of each parameter and persistent buffer, in the order of the model."""
+    """All names of each parameter and persistent buffer, in the order of the model.
+
+    An expert's parameter has those of the experts in the same place on all ranks, in the order of the ranks.
+    """
     first = {**dict(module.named_parameters()), **buffers(module)}
     names = {
         tensor: [name]
@@ -118,6 +134,7 @@ def names_of(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor
     for alias, name in aliases(module).items():
         if first[name] in names:
             names[first[name]].append(alias)
+    names.update({tensor: each for tensor, each in names_on_ranks(module).items() if tensor in names})
     return names
 
 
@@ -136,8 +153,17 @@ def _put(
     sink: Any, names: dict[torch.Tensor, list[str]], tensors: Mapping[torch.Tensor, torch.Tensor]
 ) -> None:
     for tensor, gathered in tensors.items():
-        for name in names.get(tensor, ()):
-            sink.put(name, gathered.detach())
+        for name, value in _named(names, tensor, gathered):
+            sink.put(name, value.detach())
+
+
+def _named(
+    names: Mapping[torch.Tensor, Sequence[str]], tensor: torch.Tensor, gathered: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names of ``tensor`` with the complete tensor of each."""
+    all_names = names.get(tensor, ())
+    stacked = is_expert(tensor) and gathered.dim() > tensor.dim()
+    yield from zip(all_names, gathered if stacked else [gathered] * len(all_names), strict=False)
 
 
 def open_sink(path: Path, entries: Sequence[Entry]) -> Any:

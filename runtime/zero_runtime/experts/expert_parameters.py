@@ -76,6 +76,18 @@ def all_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return everywhere
 
 
+def names_on_ranks(module: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Of each parameter of this rank's experts, the names of those in the same place on each rank with other experts."""
+    names: dict[torch.Tensor, list[str]] = {}
+    layers = experts_of(module)
+    for name, parameter in named_parameters(module).items() if layers else ():
+        for prefix, experts in layers.items():
+            if name.startswith(f"{prefix}."):
+                names[parameter] = list(experts.names_elsewhere(prefix, name))
+                names[parameter].insert(experts.first // experts.num_local_experts, name)
+    return names
+
+
 def with_expert_groups(parameters: Sequence[Any], limit: float | None = LARGEST_GROUP) -> list[Any]:
     """Param groups for an optimizer in which the experts of each ``ep_size`` have groups of their own.
 

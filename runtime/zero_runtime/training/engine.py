@@ -688,7 +688,7 @@ class Engine(Accessors):
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
-            UsageError: the model has experts on several ranks.
+            UsageError: experts on several ranks have buffers.
         """
         return self._checkpoints.save_weights(save_dir, save_filename, exclude_frozen_parameters)
 

@@ -22,6 +22,7 @@ from zero_runtime.checkpoint.training import Training
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError, UsageError
+from zero_runtime.experts.expert_parameters import experts_of
 from zero_runtime.groups.parallelism import Parallelism
 from zero_runtime.sharding.gather_schedule.residency import residency_of
 from zero_runtime.tensor_parallel.cuts import own_parts
@@ -117,7 +118,6 @@ class Checkpoints:
 
     def save_weights(self, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
         """Save the model alone; see :meth:`zero_runtime.training.engine.Engine.save_16bit_model`."""
-        self._refuse_experts("save_16bit_model")
         path = folder(save_dir) / filename
         if self._zero.stage.shards_parameters and not self._zero.sharding.gather_16bit_weights_on_model_save:
             if comm.get_rank() == 0:
@@ -127,6 +127,7 @@ class Checkpoints:
                 )
             return False
         with self._training() as training:
+            _refuse_buffers(training.module, "save_16bit_model")
             save_weights(training, path, exclude_frozen)
         return True
 
@@ -140,18 +141,9 @@ class Checkpoints:
             raise UsageError(
                 "the model is sharded; set zero_optimization.stage3_gather_16bit_weights_on_model_save to true to gather it"
             )
-        self._refuse_experts("_zero3_consolidated_16bit_state_dict")
         with self._training() as training:
+            _refuse_buffers(training.module, "_zero3_consolidated_16bit_state_dict")
             return collected_weights(training, exclude_frozen)
-
-    def _refuse_experts(self, method: str) -> None:
-        """Raise UsageError where rank 0 lacks experts, which would be missing in what it saves."""
-        sizes = [each.parallel.world_size for each in self._parallelism.experts.values()]
-        if max(sizes, default=1) > 1:
-            raise UsageError(
-                f"{method} saves the weights of rank 0, and this model's experts are on {max(sizes)} ranks; use "
-                "save_checkpoint, and python -m zero_runtime.checkpoint to make one file with all experts of it"
-            )
 
     def load_weights(
         self,
@@ -186,3 +178,14 @@ def folder(path: str | Path | None) -> Path:
     if path is None or not str(path):
         raise ConfigError(f"save_dir is {path!r}; expected a folder, such as checkpoints")
     return Path(path)
+
+
+def _refuse_buffers(module: torch.nn.Module, method: str) -> None:
+    """Raise UsageError where rank 0 lacks buffers of experts, which would be missing in what it saves."""
+    spread = [each for each in experts_of(module).values() if each.total > each.num_local_experts]
+    names = [name for each in spread for name, _ in each.named_buffers()]
+    if names:
+        raise UsageError(
+            f"{method} gathers the parameters of experts, and those of this model have buffers ({names[0]}), which "
+            "differ between ranks; use save_checkpoint, or experts without buffers"
+        )

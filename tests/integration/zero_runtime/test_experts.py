@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zero_runtime
 from support.ranks import run_ranks
@@ -133,6 +134,24 @@ def test_a_consolidated_checkpoint_has_all_experts(tmp_path):
     assert all(not torch.equal(weights[0], other) for other in weights[1:])
 
 
+def weights_saved(rank, world, directory, *setting):
+    engine = make_engine(rank, *setting)
+    train(engine, rank)
+    engine.save_checkpoint(directory / "checkpoint")
+    return engine.save_16bit_model(directory, "model.safetensors") and engine.save_16bit_model(directory)
+
+
+@pytest.mark.parametrize("setting", [(2, 1), (4, 0)])
+def test_the_weights_of_all_experts_are_saved_in_one_file(tmp_path, setting):
+    assert all(run_ranks(4, weights_saved, tmp_path, *setting))
+    expected = consolidated_state_dict(tmp_path / "checkpoint")
+    for state in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "pytorch_model.bin")):
+        assert set(state) == set(Model(1).state_dict()) == set(expected)
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    experts = [value for name, value in state.items() if name.endswith(".0.weight")]
+    assert len(experts) == EXPERTS and not any(torch.equal(experts[0], other) for other in experts[1:])
+
+
 def saved(rank, world, directory, *setting):
     engine = make_engine(rank, *setting)
     train(engine, rank)
@@ -171,6 +190,7 @@ def refusals(rank, world, directory):
         refused(name, error, lambda config=config: make_engine(rank, 2, 1, config))
     refused("ep_size", ConfigError, lambda: make_engine(rank, 4, 1))
     engine = make_engine(rank, 2, 1)
+    engine.module.mixture.deepspeed_moe.experts.deepspeed_experts[0].register_buffer("mean", torch.zeros(2))
     refused("save", UsageError, lambda: engine.save_16bit_model(directory))
     return messages
 
@@ -183,7 +203,7 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(tmp_path):
             "Lamb": "use an elementwise one",
             "compression": "do not go together with gradient_compression",
             "ep_size": "ep_size is 4, and there are 2 data-parallel ranks; expected a divisor of 2",
-            "save": "experts are on 2 ranks; use save_checkpoint",
+            "save": "have buffers (deepspeed_experts.0.mean), which differ between ranks; use save_checkpoint",
         }.items():
             assert words in messages[name]
 
