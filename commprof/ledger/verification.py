@@ -8,7 +8,7 @@ from typing import Any
 
 from commprof.align.ranks.agreement import ranks_text, unshifted
 from commprof.exit_codes import State, decide
-from commprof.ledger.levels import LedgerRow, Moved, Unexplained, Verdict
+from commprof.ledger.levels import Moved, Unexplained, Verdict
 from commprof.ledger.reconcile import attribution, sentences
 from commprof.ledger.reconcile.attribution import Findings
 from commprof.ledger.reconcile.group_orders import COLUMNS as OF_GROUP_ORDERS
@@ -16,6 +16,7 @@ from commprof.ledger.reconcile.group_orders import GroupOrders
 from commprof.ledger.reconcile.ledger_table import (
     Labelled,
     doubtful,
+    gradient_rows,
     ledger_rows,
     remarks,
     requested_reductions,
@@ -140,7 +141,11 @@ def verify(recorded: WholeRun) -> Verdict:
     state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
     contradiction = "Mismatch" if state == State.MISMATCH else "Cannot tell"
     report_sentences = [
-        *(_sentences_by_engine(requests, turns, findings) if requests else _request_sentences(request, rows)),
+        *(
+            _sentences_by_engine(requests, turns, findings)
+            if requests
+            else _request_sentences(request, findings)
+        ),
         *sentences.execution_sentences(rows),
         *map(sentences.moved_sentence, moved),
         *sentences.unread_sentences(left_out, moved),
@@ -244,23 +249,23 @@ def _sentences_by_engine(requests: Sequence[Request], turns: Sequence[Turn], fin
     """What each engine requested: each sentence once, with the step from which it holds where that is not the first."""
     first_texts: dict[str, str] = {}
     for request, turn in zip(requests, turns, strict=True):
-        rows = ledger_rows({key: classes for key, classes in findings.items() if turn.covers(key)})
-        for text in _request_sentences(request, rows):
+        own = {key: classes for key, classes in findings.items() if turn.covers(key)}
+        for text in _request_sentences(request, own):
             first_texts.setdefault(text, f"From step {turn.first} on: {text}" if turn.first else text)
     return list(first_texts.values())
 
 
-def _request_sentences(request: Request, rows: Sequence[LedgerRow]) -> list[str]:
+def _request_sentences(request: Request, findings: Findings) -> list[str]:
     texts = []
     if request.reason is not None:
         texts.append(f"The requested level is not known: {request.reason.rstrip('.')}.")
     elif request.configuration is not None:
         texts += sentences.gradient_sentences(
-            request.config, request.configuration, rows, request.replicas, request.runtime
+            request.config, request.configuration, gradient_rows(findings), request.replicas, request.runtime
         )
         texts += [f"The config and the engine differ: {text}." for text in request.differences]
     elif request.wrapped is not None:
-        sentence = sentences.wrapper_sentence(request.wrapped.names, rows)
+        sentence = sentences.wrapper_sentence(request.wrapped.names, ledger_rows(findings))
         texts += [sentence] if sentence else []
     return texts
 

@@ -53,6 +53,19 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
     return tuple(sorted(rows, key=lambda row: (row.when, row.purpose or "~", row.issued_op or "")))
 
 
+def gradient_rows(findings: Findings) -> dict[int, tuple[LedgerRow, ...]]:
+    """The rows of reduced gradients by the number of ranks of the groups, the largest first.
+
+    Gradients of experts, for example, are reduced among fewer ranks than others.
+    """
+    by_size: dict[int, Findings] = defaultdict(lambda: defaultdict(dict))
+    for key, step in findings.items():
+        for kind, finding in step.items():
+            if key.step >= 0 and kind.purpose == Purpose.GRADIENT_REDUCE:
+                by_size[_size(kind.group_ranks)][key][kind] = finding
+    return {size: ledger_rows(by_size[size]) for size in sorted(by_size, reverse=True)}
+
+
 def requested_reductions(findings: Findings) -> tuple[RequestedReduction, ...]:
     """What the config requests in each training step to reduce gradients; equal requests once, with their steps."""
     steps: dict[RequestedReduction, list[tuple[int, int]]] = defaultdict(list)

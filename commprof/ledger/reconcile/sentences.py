@@ -20,49 +20,75 @@ _VOWELS: Final = ("a", "e", "i", "o", "u")
 def gradient_sentences(
     config: Mapping[str, Any],
     configuration: Configuration,
-    rows: Sequence[LedgerRow],
+    by_size: Mapping[int, Sequence[LedgerRow]],
     world_size: int,
     runtime: str,
 ) -> list[str]:
     """What was requested for the gradients and what was issued, as a factor of their bytes, and what to set.
 
     Empty without gradients.
+
+    Args:
+        config: the setting.
+        configuration: the same as the runtime reads it.
+        by_size: rows of gradients by the number of ranks of their groups, the largest first; factors depend on it.
+        world_size: ranks that reduce gradients with each other.
+        runtime: ``deepspeed`` or ``zero_runtime``.
     """
-    mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
-    issued = [row for row in mine if row.issued_payload_bytes]
+    groups = {size: [row for row in rows if row.issued_payload_bytes] for size, rows in by_size.items()}
+    issued = [row for rows in groups.values() for row in rows]
     if not issued or world_size < 2:  # one replica has nothing to reduce: its own copies of a weight at most
         return []
     if (sentence := _in_another_way(config, issued, world_size)) is not None:
         return [sentence]
     sentences = (
-        _gradient_sentence(config, configuration, issued),
+        _gradient_sentence(config, configuration, groups, issued),
         remedy_sentence(config, configuration, issued, runtime),
     )
     return [sentence for sentence in sentences if sentence is not None]
 
 
 def _gradient_sentence(
-    config: Mapping[str, Any], configuration: Configuration, issued: Sequence[LedgerRow]
+    config: Mapping[str, Any],
+    configuration: Configuration,
+    groups: Mapping[int, Sequence[LedgerRow]],
+    issued: Sequence[LedgerRow],
 ) -> str | None:
     row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op is None or row.issued_op is None:
         return None
     request = f"{_requesting_words(config, configuration)} requested {_article(row.requested_op)}"
     payload = sum(each.issued_payload_bytes for each in issued)
-    used = f"{sum(each.issued_wire_bytes for each in issued) / payload:.2f}"
-    requested_bytes = sum(each.expected_payload_bytes or 0 for each in issued)
-    wanted = f"{sum(each.requested_wire_bytes or 0.0 for each in issued) / max(requested_bytes, 1):.2f}"
-    sizes = sorted({each.group_size for each in issued})
-    among = f"n = {sizes[0]}" if len(sizes) == 1 else f"groups of {_listed(sizes)} ranks"
-    share = f"of the gradient bytes on the wire per rank at {among} (modelled)"
+    factors = {size: _factors(rows) for size, rows in groups.items() if rows}
     if row.issued_op == row.requested_op:
-        return f"{request}, and {_article(row.issued_op)} was issued: {used} {share}."
+        used = {size: (used, used) for size, (used, _) in factors.items()}
+        return f"{request}, and {_article(row.issued_op)} was issued: {_on_the_wire(used)}."
     cause = _turning_words(config, configuration, row.issued_op)
-    if row.issued_payload_bytes < payload:
-        cause = f"for {100 * row.issued_payload_bytes / payload:.0f} % of the bytes, {cause}"
-    if used == wanted:
-        return f"{request}; {cause}: {used} {share}, as much as requested."
-    return f"{request}; {cause}: {used} instead of {wanted} {share}."
+    ops = row.issued_op, row.requested_op
+    alike = sum(each.issued_payload_bytes for each in issued if (each.issued_op, each.requested_op) == ops)
+    if alike < payload:
+        cause = f"for {100 * alike / payload:.0f} % of the bytes, {cause}"
+    same = all(used == wanted for used, wanted in factors.values())
+    return f"{request}; {cause}: {_on_the_wire(factors)}{', as much as requested' if same else ''}."
+
+
+def _factors(rows: Sequence[LedgerRow]) -> tuple[str, str]:
+    """Wire bytes of a rank by the bytes of the gradients, as issued and as requested."""
+    used = sum(each.issued_wire_bytes for each in rows) / sum(each.issued_payload_bytes for each in rows)
+    requested_bytes = sum(each.expected_payload_bytes or 0 for each in rows)
+    wanted = sum(each.requested_wire_bytes or 0.0 for each in rows) / max(requested_bytes, 1)
+    return f"{used:.2f}", f"{wanted:.2f}"
+
+
+def _on_the_wire(factors: Mapping[int, tuple[str, str]]) -> str:
+    """The factors of each size of groups: what was used, and where it differs what was wanted."""
+    amounts = {
+        size: used if used == wanted else f"{used} instead of {wanted}"
+        for size, (used, wanted) in factors.items()
+    }
+    (first, amount), *others = amounts.items()
+    text = f"{amount} of the gradient bytes on the wire per rank at n = {first}"
+    return f"{text}{''.join(f', {each} in groups of {size}' for size, each in others)} (modelled)"
 
 
 def wrapper_sentence(names: str, rows: Sequence[LedgerRow]) -> str | None:
