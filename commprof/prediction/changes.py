@@ -10,9 +10,10 @@ holds for the forward pass, in which modules of stage 3 gather their parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -59,6 +60,22 @@ class Changed(NamedTuple):
     program: Program
     steps: list[Step]
     assumed: tuple[str, ...] = ()
+
+
+class Inserted(NamedTuple):
+    """A message of a pass that the run does not have, and that a rank waits for.
+
+    Attributes:
+        message: what is sent.
+        forward: in the forward pass; else in the backward pass.
+        share: of the pass that is done when it is sent.
+        longer: what is computed more after it, as a part of the pass: (steps, ranks).
+    """
+
+    message: Message
+    forward: bool
+    share: float
+    longer: Floats | float = 0.0
 
 
 class _Place(NamedTuple):
@@ -111,6 +128,7 @@ def change(
     *,
     shrinks_optimizer: float = 1.0,
     assumed: Assumed = Assumed(),  # noqa: B008 - immutable
+    inserted: Mapping[int, Sequence[Inserted]] = MappingProxyType({}),
 ) -> Changed:
     """Return the program of ``after`` for steps that were recorded with ``before``.
 
@@ -121,6 +139,7 @@ def change(
         after: what the other one sends.
         shrinks_optimizer: elements that a rank updates, by those of the recorded config.
         assumed: about parameters that are gathered within the passes.
+        inserted: messages of each micro-batch that go at a given part of its passes.
 
     Raises:
         UsageError: the run's messages are not those of its config, or where those of the other one go is not known.
@@ -166,6 +185,8 @@ def change(
         cost = _BESIDE_CALL * calls
         places += _gradient_events(of_micro, arrival, after, len(messages) + len(added), cost)
         added += [message for message, _ in of_micro]
+        places += _inserted_events(inserted.get(micro, ()), passes, len(messages) + len(added))
+        added += [each.message for each in inserted.get(micro, ())]
     for purpose in moved:
         place = _place_at_end(program, work, purpose, ends[-1])
         places += _end_events(after.at_end.get(purpose, []), place, len(messages) + len(added))
@@ -348,12 +369,13 @@ def _typical_calls(program: Program, steps: Sequence[Step]) -> Floats:
 
 def _share(parameters: Sequence[Parameter], count: int, evenly: bool = False) -> float:
     """The part of the backward pass that is done when the first ``count`` gradients have arrived."""
-    weights = [min(1, _weight(each)) if evenly else _weight(each) for each in parameters]
+    weights = [min(1, weight(each)) if evenly else weight(each) for each in parameters]
     total = sum(weights)
     return sum(weights[:count]) / total if total else count / max(1, len(parameters))
 
 
-def _weight(parameter: Parameter) -> int:
+def weight(parameter: Parameter) -> int:
+    """Elements of a weight matrix, to which the time of its module is assumed to be in proportion; 0 of others."""
     if "Embedding" in (parameter.owner_types or "") or len(parameter.extents) < 2:
         return 0
     return parameter.numel
@@ -445,6 +467,21 @@ def _gather_events(after: Sent, passes: _Passes, assumed: Assumed, micro: int, f
     return [*places, *(_Place(passes.end, Event("wait", number), micro, _end_turn(after)) for number in rest)]
 
 
+def _inserted_events(inserted: Sequence[Inserted], passes: _Passes, first: int) -> list[_Place]:
+    """The events of messages ``inserted``; ``first`` is the number of the first."""
+    places = []
+    for number, each in enumerate(inserted, first):
+        begin = passes.points[0][1]  # of the backward pass
+        at = passes.forward(each.share) if each.forward else passes.backward(each.share)
+        cost = each.longer * (begin - passes.start if each.forward else passes.end - begin)
+        turn, micro = _WITHIN if each.forward else _BACKWARD, each.message.micro_step
+        places += [
+            _Place(at, Event("issue", number), micro, turn),
+            _Place(at, Event("wait", number), micro, turn, cost),
+        ]
+    return places
+
+
 def _gradient_turn(after: Sent, gradients: int) -> tuple[int, ...]:
     """The turn of what the arrival of gradient number ``gradients``, from 1, causes."""
     if after.calls is None or gradients >= len(after.arriving):
@@ -465,7 +502,7 @@ def _end_turn(after: Sent) -> tuple[int, ...]:
 
 
 def _weight_of(parameters: Sequence[Parameter], evenly: bool) -> int:
-    return sum(min(1, _weight(each)) if evenly else _weight(each) for each in parameters)
+    return sum(min(1, weight(each)) if evenly else weight(each) for each in parameters)
 
 
 def _end_events(messages: Sequence[Message], place: Floats, first: int) -> list[_Place]:

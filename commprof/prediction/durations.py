@@ -81,8 +81,8 @@ def message_times(
         queues[message.groups].append(index)
     for place in range(len(recorded.steps)) if steps is None else steps:
         for groups, queue in queues.items():
-            for group in groups:
-                _times_of_queue(recorded, place, queue, list(group), times)
+            for number in range(len(groups)):
+                _times_of_queue(recorded, place, queue, number, times)
     return {key: np.array(each) for key, each in times.items()}
 
 
@@ -90,16 +90,17 @@ def _times_of_queue(
     recorded: Recorded,
     place: int,
     queue: Sequence[int],
-    ranks: Sequence[int],
+    number: int,
     times: dict[tuple[str, int, int], list[Floats]],
 ) -> None:
-    """Add the times of the messages of one group in one step.
+    """Add the times of the messages of group ``number`` in one step.
 
     A backend may run messages of one group beside each other (gloo has two threads). So messages that are issued before
     those before them have ended share the time of all of them, in proportion to their bytes.
     """
     together: list[_Issued] = []
     ended, seen_to = -np.inf, 0  # how many of them had ended when the last end was seen
+    ranks = list(recorded.program.messages[queue[0]].groups[number])
     ends: Floats = np.zeros(len(ranks))
     for index in queue:
         arrived = float(recorded.arrivals[place, index, ranks].max())
@@ -110,7 +111,7 @@ def _times_of_queue(
             arrived = max(arrived, ended)
         seen = recorded.finishes[place, index, ranks]
         known = bool((~np.isnan(seen)).any())
-        message = recorded.program.messages[index]
+        message = recorded.program.messages[index].in_step(place, number)
         together.append(_Issued(message, arrived, message.payload_bytes + _LATENCY_BYTES, known))
         if known:
             seen_to = len(together)

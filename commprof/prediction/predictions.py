@@ -14,8 +14,10 @@ from commprof.ledger.requests.request import Request, request_of
 from commprof.prediction.assumptions import AS_RECORDED, Assumptions
 from commprof.prediction.changes import Assumed, Changed, change
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
-from commprof.prediction.expert_settings import KEYS as EXPERT_KEYS
-from commprof.prediction.expert_settings import Exchanged, updated, with_settings, with_tokens
+from commprof.prediction.experts.exchanges import Exchanged, with_tokens
+from commprof.prediction.experts.settings import KEYS as EXPERT_KEYS
+from commprof.prediction.experts.settings import updated, with_settings
+from commprof.prediction.experts.settings import without_effect as without_effect_on_experts
 from commprof.prediction.program import Floats, Program, Step
 from commprof.prediction.recorded import Recorded, recorded_steps
 from commprof.prediction.sent import Sent, sent_by, sent_by_ddp
@@ -324,7 +326,12 @@ def _changed(
     if not setting and world == recorded.world_size:
         return Changed(recorded.program, base.quiet)
     refuse_unpredictable(setting)
-    unchanged = without_effect(setting, request.wrapped) if world == recorded.world_size else []
+    other = with_settings(request, setting)
+    unchanged = [
+        *without_effect(setting, request.wrapped),
+        *without_effect_on_experts(setting, request.experts),
+    ]
+    unchanged = unchanged if world == recorded.world_size else []
     if unchanged:
         return Changed(recorded.program, base.quiet, tuple(unchanged))
     if _is_fully_shard(request) and set(setting) == {RESHARDING}:
@@ -332,21 +339,21 @@ def _changed(
             raise UsageError(f"{RESHARDING} is predicted only for the run's own number of ranks")
         return with_resharding(recorded.program, base.quiet, setting, request.wrapped, assumed)
     before, after = sent_messages(request, setting, config, recorded.world_size, world)
-    other = with_settings(request, setting)
-    program, steps, more = Exchanged(recorded.program, base.quiet)
+    exchanged = Exchanged(recorded.program, base.quiet)
     if other.experts is not request.experts and request.experts is not None and other.experts is not None:
         if world != recorded.world_size:
             raise UsageError("settings of experts are predicted only for the run's own number of ranks")
-        program, steps, more = with_tokens(program, steps, request.experts, other.experts)
+        exchanged = with_tokens(recorded, base.quiet, request.experts, other.experts, assumed.evenly)
     changed = change(
-        program,
-        [_on_ranks(each, world) for each in steps],
+        exchanged.program,
+        [_on_ranks(each, world) for each in exchanged.steps],
         before,
         after,
         shrinks_optimizer=_shrinks(request, other, config, recorded.world_size, world),
         assumed=assumed,
+        inserted=exchanged.inserted,
     )
-    return changed._replace(assumed=(*changed.assumed, *more))
+    return changed._replace(assumed=(*changed.assumed, *exchanged.assumed))
 
 
 def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ class Message(NamedTuple):
         bucket: number of its gradient bucket in the step; None for other messages.
         micro_step: micro-batch within the step.
         phase: a value of schema.Phase.
+        module: of experts that it is sent for; None for other messages.
+        sizes: payload bytes by step and group, where they differ (tokens of experts); ``payload_bytes`` is their median.
     """
 
     op: str
@@ -33,11 +36,23 @@ class Message(NamedTuple):
     bucket: int | None = None
     micro_step: int = 0
     phase: str = ""
+    module: str | None = None
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def group_size(self) -> int:
         """Ranks of each group."""
         return len(self.groups[0])
+
+    def in_step(self, step: int, group: int) -> Message:
+        """The message as group number ``group`` sends it in step number ``step`` of those that are replayed."""
+        return self._replace(payload_bytes=self.sizes[step][group], sizes=()) if self.sizes else self
+
+    def with_sizes(self, sizes: Sequence[Sequence[int]]) -> Message:
+        """The message with the payload bytes of each step and group."""
+        every = sorted(size for of_step in sizes for size in of_step)
+        listed = tuple(map(tuple, sizes)) if every[0] != every[-1] else ()
+        return self._replace(payload_bytes=every[len(every) // 2], sizes=listed)
 
 
 class Event(NamedTuple):

@@ -14,6 +14,8 @@ import pyarrow as pa
 from commprof.align.ranks.arrivals import REAL_WAIT_NS
 from commprof.analysis import api
 from commprof.errors import UsageError
+from commprof.ledger.records.issued import StepKey
+from commprof.ledger.requests.expert_tokens import ForwardPass, forward_passes
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
 from commprof.prediction.streams import HOST, device_of, on_stream, stream_steps
 from commprof.schema import Status, parse_ranks
@@ -25,7 +27,7 @@ _MOST_MESSAGES: Final = 12_000  # of a rank, in all these steps: a replay of the
 _ENOUGH_STEPS: Final = 20  # whatever they send
 _COLUMNS: Final = (
     *("rank", "attempt", "step", "seq", "micro_step", "phase", "op", "purpose", "bucket", "payload_bytes"),
-    *("group_ranks", "is_async", "is_p2p", "captured", "device", "status"),
+    *("group_ranks", "is_async", "is_p2p", "captured", "device", "status", "module"),
     *(
         "issue_ns",
         "return_ns",
@@ -56,6 +58,7 @@ class Recorded(NamedTuple):
         waits: when the rank began to wait for it; nan where it did not.
         cpu_per_byte: processor time in ns that the backend takes for a byte of payload; None where it is not known.
         device: kind of the device that computes; all times are of its clock.
+        passes: the forward passes of layers of experts, of each step.
     """
 
     program: Program
@@ -69,6 +72,7 @@ class Recorded(NamedTuple):
     waits: Floats
     cpu_per_byte: float | None = None
     device: str = HOST
+    passes: Sequence[Sequence[ForwardPass]] = ()
 
 
 class _Rank(NamedTuple):
@@ -130,7 +134,12 @@ def recorded_steps(run: Run) -> Recorded:
         ]
         for step in usable
     ]
-    return _with_most_common_program(ranks, usable, world, str(run.path))._replace(device=device)
+    experts = frozenset(run.table("expert_layers")["layer"].to_pylist())
+    recorded = _with_most_common_program(ranks, usable, world, str(run.path), experts)
+    passes = forward_passes(_of_steps(run.table("expert_loads"), attempt, usable[0])) if experts else {}
+    return recorded._replace(
+        device=device, passes=[passes.get(StepKey(attempt, step), ()) for step in recorded.numbers]
+    )
 
 
 def _refuse_unpredictable(run: Run, world: int) -> None:
@@ -171,14 +180,7 @@ def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
 
 
 def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
-    parts = [
-        part.filter(
-            pa.compute.and_(
-                pa.compute.equal(part["attempt"], attempt), pa.compute.greater_equal(part["step"], usable[0])
-            )
-        )
-        for part in run.parts("collectives", list(_COLUMNS))
-    ]
+    parts = [_of_steps(part, attempt, usable[0]) for part in run.parts("collectives", list(_COLUMNS))]
     frame = pa.concat_tables(parts).to_pandas() if parts else pd.DataFrame(columns=list(_COLUMNS))
     frame = frame[frame["step"].isin(set(usable)) & (frame["status"] == str(Status.OK))]
     # Only ranks of one clock, or of clocks that were compared, have arrivals that can be compared.
@@ -187,6 +189,15 @@ def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
     frame = frame.merge(arrived, on=["rank", "seq"], how="left")
     frame["arrived_ns"] = frame["arrived_ns"].fillna(frame["issue_ns"]).astype("int64")
     return frame.sort_values(["step", "rank", "seq"], kind="stable", ignore_index=True)
+
+
+def _of_steps(table: pa.Table, attempt: int, first: int) -> pa.Table:
+    """The rows of ``attempt`` from step ``first`` on."""
+    return table.filter(
+        pa.compute.and_(
+            pa.compute.equal(table["attempt"], attempt), pa.compute.greater_equal(table["step"], first)
+        )
+    )
 
 
 def _refuse_records(records: pd.DataFrame, path: str) -> None:
@@ -254,9 +265,14 @@ def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, in
 
 
 def _with_most_common_program(
-    ranks: Sequence[Sequence[_Rank]], numbers: Sequence[int], world: int, path: str
+    ranks: Sequence[Sequence[_Rank]],
+    numbers: Sequence[int],
+    world: int,
+    path: str,
+    experts: frozenset[str] = frozenset(),
 ) -> Recorded:
-    keys = [{_signature(each) for each in of_step} for of_step in ranks]
+    """The steps that send the same but for the bytes of tokens, which layers ``experts`` send."""
+    keys = [{_signature(each, experts) for each in of_step} for of_step in ranks]
     uniform = [next(iter(each)) if len(each) == 1 else None for each in keys]
     known = Counter(each for each in uniform if each is not None)
     if not known:
@@ -271,7 +287,9 @@ def _with_most_common_program(
             "half of them: record more steps of one kind"
         )
     chosen = [place for place, each in enumerate(uniform) if each == common]
-    program = _program(ranks[chosen[0]], world)
+    program = _with_token_sizes(
+        _program(ranks[chosen[0]], world, experts), [ranks[place] for place in chosen]
+    )
     steps = [
         _step(ranks[place], program, follows=place > 0 and place - 1 in set(chosen[:number]))
         for number, place in enumerate(chosen)
@@ -323,18 +341,18 @@ def _on_one_clock(steps: Sequence[Sequence[_Rank]]) -> tuple[Floats, Floats, Flo
     return tuple(np.array(each, np.float64).swapaxes(1, 2) for each in (arrivals, finishes, waits))  # type: ignore[return-value]
 
 
-def _signature(rank: _Rank) -> tuple[Any, ...]:
+def _signature(rank: _Rank, experts: frozenset[str]) -> tuple[Any, ...]:
     rows = rank.rows
     return (
         tuple(rank.kinds.tolist()),
         tuple(rank.messages.tolist()),
         tuple(rows["op"]),
-        tuple(rows["payload_bytes"]),
+        tuple(rows["payload_bytes"].where(~rows["module"].isin(experts), -1)),
         tuple(rows["purpose"].fillna("")),
     )
 
 
-def _program(ranks: Sequence[_Rank], world: int) -> Program:
+def _program(ranks: Sequence[_Rank], world: int, experts: frozenset[str]) -> Program:
     groups: dict[tuple[str, ...], Groups] = {}
     messages = []
     per_rank = [each.rows for each in ranks]
@@ -343,11 +361,20 @@ def _program(ranks: Sequence[_Rank], world: int) -> Program:
     columns = zip(
         *(
             first[name]
-            for name in ("op", "payload_bytes", "purpose", "is_async", "bucket", "micro_step", "phase")
+            for name in (
+                "op",
+                "payload_bytes",
+                "purpose",
+                "is_async",
+                "bucket",
+                "micro_step",
+                "phase",
+                "module",
+            )
         ),
         strict=True,
     )
-    for number, (op, payload, purpose, is_async, bucket, micro, phase) in enumerate(columns):
+    for number, (op, payload, purpose, is_async, bucket, micro, phase, module) in enumerate(columns):
         texts = tuple(each[number] for each in listed)
         if texts not in groups:
             groups[texts] = tuple(sorted({parse_ranks(text) for text in texts}))
@@ -361,6 +388,7 @@ def _program(ranks: Sequence[_Rank], world: int) -> Program:
                 None if pd.isna(bucket) else int(bucket),
                 int(micro),
                 str(phase),
+                str(module) if module in experts else None,
             )
         )
     kinds = ranks[0].kinds
@@ -369,6 +397,21 @@ def _program(ranks: Sequence[_Rank], world: int) -> Program:
         for kind, message in zip(kinds, ranks[0].messages, strict=True)
     )
     return Program(tuple(messages), events)
+
+
+def _with_token_sizes(program: Program, steps: Sequence[Sequence[_Rank]]) -> Program:
+    """``program`` with the bytes that each group of ranks sent in each step, in messages of layers of experts."""
+    tokens = [number for number, message in enumerate(program.messages) if message.module is not None]
+    if not tokens:
+        return program
+    payloads = np.array(
+        [[rank.rows["payload_bytes"].to_numpy(np.int64) for rank in ranks] for ranks in steps]
+    )
+    messages = list(program.messages)
+    for number in tokens:
+        first_ranks = [group[0] for group in messages[number].groups]
+        messages[number] = messages[number].with_sizes(payloads[:, first_ranks, number].tolist())
+    return program._replace(messages=tuple(messages))
 
 
 def _step(ranks: Sequence[_Rank], program: Program, follows: bool) -> Step:

@@ -15,6 +15,8 @@ from commprof.prediction.recorded import Recorded
 from commprof.prediction.schedule import Timeline, critical_path, play
 
 _FOLDS: Final = 2
+# The times that a message may take, for each step and group; of a message of one size alone, for one of each.
+_Samples = list[list[Sample]]
 
 
 class Simulated(NamedTuple):
@@ -47,7 +49,7 @@ def simulate(
         UsageError: how long a message takes is not known.
     """
     ranks = steps[0].spans.shape[1]
-    samples = None if durations is None else [durations.of(message) for message in program.messages]
+    samples = None if durations is None else _samples(program, durations)
     timelines: list[Timeline] = []
     begins: Floats = np.zeros(ranks)
     busy: dict[Groups, Floats] = {}
@@ -62,20 +64,34 @@ def simulate(
     return summed(program, timelines)
 
 
-def drawn(program: Program, samples: Sequence[Sample], step: int, steps: int, ranks: int) -> Floats:
+def _samples(program: Program, durations: Durations) -> list[_Samples]:
+    return [
+        [
+            [durations.of(message.in_step(step, group)) for group in range(len(message.sizes[step]))]
+            for step in range(len(message.sizes))
+        ]
+        if message.sizes
+        else [[durations.of(message)]]
+        for message in program.messages
+    ]
+
+
+def drawn(program: Program, samples: Sequence[_Samples], step: int, steps: int, ranks: int) -> Floats:
     """A time for each message in a step, (messages, ranks): those measured at about the same point of the run.
 
     So what changes slowly over a run, and how the messages of one step depend on each other, stays as it was.
     """
     used: Counter[int] = Counter()
     times = np.empty((len(program.messages), ranks))
-    for number, (message, sample) in enumerate(zip(program.messages, samples, strict=True)):
-        count = len(sample.times)
-        each = max(1, count // max(1, steps))
-        row = sample.times[min(count - 1, step * count // steps + used[id(sample)] % each)]
-        used[id(sample)] += 1
-        for group in message.groups:
+    for number, (message, of_message) in enumerate(zip(program.messages, samples, strict=True)):
+        of_step = of_message[step % len(of_message)]
+        for place, group in enumerate(message.groups):
+            sample = of_step[place % len(of_step)]
+            count = len(sample.times)
+            each = max(1, count // max(1, steps))
+            row = sample.times[min(count - 1, step * count // steps + used[id(sample)] % each)]
             times[number, list(group)] = row[np.arange(len(group)) % len(row)]
+        used.update({id(sample) for sample in of_step})
     return times
 
 

@@ -33,9 +33,34 @@ _LAYER: Final = (
     "drop_tokens",
     "hidden",
 )
-_CALL: Final = ("attempt", "step", "micro_step", "phase", "call", "layer", "rank")
+_PASS: Final = ("micro_step", "phase", "call", "layer")
+_CALL: Final = ("attempt", "step", *_PASS, "rank")
 _UNSEEN: Final = "the tokens of ranks that left no records"
 _UNRECORDED: Final = "the tokens of this step, which were not recorded"
+
+
+class ForwardPass(NamedTuple):
+    """A forward pass of a layer on all ranks.
+
+    Attributes:
+        micro_step: micro-batch within the step.
+        phase: a value of schema.Phase; backward where activation checkpointing repeats it.
+        call: number of the pass within the layer, the micro-batch and the phase.
+        layer: qualified name.
+        loads: of each rank that recorded it: its tokens, and those of them that chose its fullest expert.
+    """
+
+    micro_step: int
+    phase: str
+    call: int
+    layer: str
+    loads: Mapping[int, tuple[int, int]]
+
+    def slots(self, layer: ExpertLayer, group: Sequence[int]) -> int:
+        """The slots of each expert for the tokens of a rank of ``group``, by those of its ranks that recorded the pass."""
+        loads = [self.loads[rank] for rank in group if rank in self.loads]
+        tokens, fullest = (max(each) for each in zip(*loads, strict=True))
+        return layer._replace(tokens=tokens).capacity if layer.drop_tokens else min(fullest, tokens)
 
 
 class _Pass(NamedTuple):
@@ -57,7 +82,7 @@ class ExpertTokens:
         ranks: of the run, and how they form groups.
         parameters: of a rank.
         item_bytes: of an element of a token.
-        passes: those of each step.
+        passes: those of each step, of layers whose experts are on several ranks.
     """
 
     layers: Mapping[str, ExpertLayer]
@@ -101,7 +126,7 @@ class ExpertTokens:
 def expert_tokens_of(
     run: Tables, parameters: Sequence[Parameter], item_bytes: int, ranks: RankGroups
 ) -> ExpertTokens | None:
-    """The layers of experts of ``run`` that exchange tokens, and their forward passes; None where there are none.
+    """The layers of experts of ``run``, and their forward passes; None where there are none.
 
     Args:
         run: whose tables are read.
@@ -113,46 +138,54 @@ def expert_tokens_of(
         RequestedError: the sizes of a layer do not fit together.
     """
     described = {row["layer"]: row for row in run.table("expert_layers").to_pylist()}
-    layers = {name: _layer(row) for name, row in described.items() if row["ep_size"] > 1}
+    layers = {name: _layer(row) for name, row in described.items() if row["ep_size"] > 1 or _is_complete(row)}
     for layer in layers.values():
-        layer.check()
+        if layer.ep_size > 1:
+            layer.check()
     ranks.check(layer.ep_size for layer in layers.values())
     if not layers:
         return None
-    group_of = {
-        (layer.ep_size, rank): group
-        for layer in layers.values()
-        for group in ranks.of_experts(layer.ep_size)
-        for rank in group
-    }
     tokens: dict[str, Counter[int]] = defaultdict(Counter)
-    fullest: dict[tuple[Any, ...], list[int]] = {}
-    for row in _calls(run.table("expert_loads")):
-        if row["layer"] not in layers:
-            continue
-        tokens[row["layer"]][row["sent_max"]] += 1
-        group = group_of.get((layers[row["layer"]].ep_size, row["rank"]))
-        if group is not None:
-            place = (*(row[name] for name in _CALL[:-1]), group)
-            largest = fullest.setdefault(place, [0, 0, 0])
-            largest[:] = max(largest[0], row["sent_max"]), max(largest[1], row["tokens_max"]), largest[2] + 1
     steps: dict[StepKey, Counter[_Pass]] = defaultdict(Counter)
-    for (attempt, step, _, phase, _, name, group), (sent, count, seen) in fullest.items():
-        layer = layers[name]
-        slots = layer._replace(tokens=sent).capacity if layer.drop_tokens else min(count, sent)
-        complete = layer.drop_tokens or seen == len(group)
-        steps[StepKey(attempt, step)][_Pass(name, group, slots, phase == Phase.BACKWARD, complete)] += 1
+    for key, passes in forward_passes(run.table("expert_loads")).items():
+        for each in passes:
+            if each.layer not in layers:
+                continue
+            layer = layers[each.layer]
+            tokens[each.layer].update(sent for sent, _ in each.loads.values())
+            for group in ranks.of_experts(layer.ep_size) if layer.ep_size > 1 else ():
+                seen = sum(rank in each.loads for rank in group)
+                if seen:
+                    slots, complete = each.slots(layer, group), layer.drop_tokens or seen == len(group)
+                    repeats = each.phase == Phase.BACKWARD
+                    steps[key][_Pass(each.layer, group, slots, repeats, complete)] += 1
     usual = {
         name: layer._replace(tokens=tokens[name].most_common(1)[0][0] if tokens[name] else 0)
         for name, layer in layers.items()
     }
-    passes = {key: tuple(sorted(counts.items())) for key, counts in steps.items()}
-    return ExpertTokens(usual, ranks, parameters, item_bytes, passes)
+    known = {key: tuple(sorted(counts.items())) for key, counts in steps.items()}
+    return ExpertTokens(usual, ranks, parameters, item_bytes, known)
+
+
+def forward_passes(loads: pa.Table) -> dict[StepKey, list[ForwardPass]]:
+    """The forward passes of training in the table ``expert_loads``, by step and in the order in which they ran."""
+    found: dict[tuple[StepKey, int, str, int, str], dict[int, tuple[int, int]]] = {}
+    for row in sorted(_calls(loads), key=lambda row: row["time_ns_min"]):
+        place = StepKey(row["attempt"], row["step"]), *(row[name] for name in _PASS)
+        found.setdefault(place, {})[row["rank"]] = row["sent_max"], row["tokens_max"]  # type: ignore[arg-type]
+    passes: dict[StepKey, list[ForwardPass]] = defaultdict(list)
+    for (key, micro_step, phase, call, layer), of_ranks in found.items():
+        passes[key].append(ForwardPass(micro_step, phase, call, layer, of_ranks))
+    return passes
+
+
+def _is_complete(row: Mapping[str, Any]) -> bool:
+    return all(row[name] is not None for name in _LAYER)
 
 
 def _layer(row: Mapping[str, Any]) -> ExpertLayer:
-    unknown = [name for name in _LAYER if row[name] is None]
-    if unknown:
+    if not _is_complete(row):
+        unknown = [name for name in _LAYER if row[name] is None]
         raise RequestedError(f"layer {row['layer']} of expert_layers has no {unknown[0]}; expected a value")
     return ExpertLayer(**{name: row[name] for name in _LAYER}, tokens=0)
 
@@ -169,6 +202,6 @@ def _calls(loads: pa.Table) -> list[dict[str, Any]]:
         pc.greater_equal(loads["step"], 0), pc.not_equal(loads["phase"].cast(pa.string()), Phase.EVALUATION)
     )
     rows = loads.filter(training)
-    largest = rows.group_by(list(_CALL)).aggregate([("sent", "max"), ("tokens", "max")])
+    largest = rows.group_by(list(_CALL)).aggregate([("sent", "max"), ("tokens", "max"), ("time_ns", "min")])
     calls: list[dict[str, Any]] = largest.to_pylist()
     return calls

@@ -130,7 +130,7 @@ class Request:
         overflows: the steps that were not taken since a gradient overflowed.
         costs: the costs that the run used to send messages along the axes; None where it published none.
         construction: how the parameters were made, as the engine says; None where it does not.
-        experts: the layers of experts and their tokens; None where no layer exchanges tokens.
+        experts: the layers of experts and their tokens; None where there are none.
     """
 
     reason: str | None = None
@@ -384,7 +384,7 @@ def request_of(run: RecordedRun) -> Request:
 
 
 def _experts(run: RecordedRun, request: Request) -> ExpertTokens | None:
-    """The layers of experts that exchange tokens.
+    """The layers of experts.
 
     Raises:
         CommprofError: the sizes of a layer do not fit together, or an earlier version recorded the run.

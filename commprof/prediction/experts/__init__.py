@@ -1,0 +1,1 @@
+"""Other settings of the layers of experts of a recorded run."""

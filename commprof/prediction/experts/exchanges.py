@@ -1,0 +1,351 @@
+"""The messages of tokens of a run with other settings of its layers of experts, from the loads that it recorded.
+
+What a layer sends follows from the tokens and the loads of each rank (:class:`ForwardPass`), which do not depend on where
+the experts are. So the bytes of another ``ep_size`` are known also without dropping, where the fullest expert of a group of
+ranks decides. Messages that the run has too go where the recorded ones were. A run with ``ep_size`` 1 does not show where
+tokens would be exchanged: there the layers are assumed to compute in proportion to their weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from commprof.errors import UsageError
+from commprof.ledger.requests.expert_tokens import ExpertTokens, ForwardPass
+from commprof.prediction.changes import Inserted, weight
+from commprof.prediction.experts.parameters import place_of
+from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
+from commprof.prediction.recorded import Recorded
+from commprof.requested.experts.layers import CAPACITY_BYTES, ExpertLayer, gets_gradient
+from commprof.requested.parameters import Parameter, in_model_order
+from commprof.schema import Op, Phase, Purpose
+
+_INSERTED = (
+    "assumed: where tokens would be exchanged the run does not show (ep_size 1); modules compute in the order of their "
+    "parameters and in proportion to the elements of their weight matrices, and the interval contains equal times of all "
+    "of them"
+)
+_SLOTS = (
+    "assumed: what experts compute, between the two all_to_alls of their layer, takes as long for each slot"
+)
+
+
+class Exchanged(NamedTuple):
+    """A program with other messages of tokens, and the compute of its steps.
+
+    Attributes:
+        program: where messages of the run were replaced or left out.
+        steps: their compute.
+        inserted: messages that the run does not have, by micro-batch.
+        assumed: sentences about what the run does not show.
+    """
+
+    program: Program
+    steps: list[Step]
+    inserted: Mapping[int, Sequence[Inserted]] = {}
+    assumed: tuple[str, ...] = ()
+
+
+class _Exchange(NamedTuple):
+    """A message of a layer in a micro-batch.
+
+    Attributes:
+        layer: its name.
+        op: an all_to_all of tokens, or the all_reduce by which ranks agree on the slots.
+        phase: of the message.
+        source: number of the forward pass within the step that decides its size.
+        opens: the first of the two all_to_alls of a pass: the experts compute after it.
+    """
+
+    layer: str
+    op: Op
+    phase: Phase
+    source: int
+    opens: bool = False
+
+
+def with_tokens(
+    recorded: Recorded,
+    steps: Sequence[Step],
+    before: ExpertTokens,
+    after: ExpertTokens,
+    evenly: bool = False,
+) -> Exchanged:
+    """The program of ``recorded``, which has the layers ``before``, with the messages of tokens of those ``after``.
+
+    Args:
+        recorded: the run, with its loads.
+        steps: its compute.
+        before: the layers of the run.
+        after: the same layers with other settings.
+        evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
+
+    Raises:
+        UsageError: the recorded messages of tokens are not those of the layers, or loads were not recorded.
+    """
+    _check_passes(recorded)
+    passes = recorded.passes
+    program = recorded.program
+    replaced: dict[int, Message | None] = {}
+    scaled: dict[
+        int, tuple[int, Floats]
+    ] = {}  # first all_to_all -> the second, and the factor of the compute between
+    inserted: dict[int, list[Inserted]] = defaultdict(list)
+    for micro in sorted({each.micro_step for each in passes[0]}):
+        old, new = (list(_exchanges(passes[0], micro, tokens)) for tokens in (before, after))
+        issued = _matched(recorded, micro, old, before)
+        for name in before.layers:
+            of_layer = [each for each in new if each.layer == name]
+            numbers = issued[name]
+            if not numbers:
+                continue
+            exchanges: Sequence[_Exchange | None] = of_layer or [None] * len(numbers)
+            for number, exchange in zip(numbers, exchanges, strict=True):
+                replaced[number] = exchange and _message(program.messages[number], exchange, passes, after)
+            scaled |= _factors(numbers, [each for each in old if each.layer == name], passes, before, after)
+        absent = [each for each in new if not issued[each.layer]]
+        inserted[micro] += _placed(absent, micro, passes, before, after, evenly)
+    changes_slots = any((each != 1.0).any() for _, each in scaled.values())
+    if changes_slots:
+        steps = [_with_compute(program, step, number, scaled) for number, step in enumerate(steps)]
+    kept, listed = _without(program, steps, {number for number, each in replaced.items() if each is None})
+    messages = [
+        replaced.get(number) or message
+        for number, message in enumerate(program.messages)
+        if replaced.get(number, message) is not None
+    ]
+    return Exchanged(
+        kept._replace(messages=tuple(messages)),
+        listed,
+        inserted,
+        tuple(_assumptions(messages, inserted, changes_slots, after)),
+    )
+
+
+def _check_passes(recorded: Recorded) -> None:
+    shapes = []
+    for number, of_step in zip(recorded.numbers, recorded.passes, strict=True):
+        if not of_step or any(len(each.loads) < recorded.world_size for each in of_step):
+            raise UsageError(
+                f"the loads of experts in step {number} were not recorded on all ranks, so settings of experts cannot be "
+                "predicted; record a run whose layers publish them (see docs/expert-load.md)"
+            )
+        shapes.append([each[:4] for each in of_step])
+    for number, each in zip(recorded.numbers, shapes, strict=True):
+        if each != shapes[0]:
+            raise UsageError(
+                f"the layers of experts run {len(shapes[0])} times in step {recorded.numbers[0]} and {len(each)} times in "
+                f"step {number}, or in another order; only steps whose layers run alike can be predicted"
+            )
+
+
+def _exchanges(passes: Sequence[ForwardPass], micro: int, tokens: ExpertTokens) -> Iterator[_Exchange]:
+    """What the layers send in a micro-batch: those of one layer in their order."""
+    own = [(number, each) for number, each in enumerate(passes) if each.micro_step == micro]
+    own = [
+        pair for pair in own if pair[1].layer in tokens.layers and tokens.layers[pair[1].layer].ep_size > 1
+    ]
+    forward = [pair for pair in own if pair[1].phase != Phase.BACKWARD]
+    for number, each in forward:
+        yield from _of_pass(tokens.layers[each.layer], Phase.FORWARD, number)
+    repeated: dict[str, list[int]] = defaultdict(list)
+    for number, each in own:
+        repeated[each.layer] += [number] if each.phase == Phase.BACKWARD else []
+    for number, each in reversed(forward):
+        if repeated[each.layer]:
+            yield from _of_pass(tokens.layers[each.layer], Phase.BACKWARD, repeated[each.layer].pop(0))
+        yield _Exchange(each.layer, Op.ALL_TO_ALL, Phase.BACKWARD, number, opens=True)
+        if gets_gradient(each.layer, tokens.parameters):
+            yield _Exchange(each.layer, Op.ALL_TO_ALL, Phase.BACKWARD, number)
+
+
+def _of_pass(layer: ExpertLayer, phase: Phase, source: int) -> Iterator[_Exchange]:
+    if not layer.drop_tokens:
+        yield _Exchange(layer.layer, Op.ALL_REDUCE, phase, source)
+    yield _Exchange(layer.layer, Op.ALL_TO_ALL, phase, source, opens=True)
+    yield _Exchange(layer.layer, Op.ALL_TO_ALL, phase, source)
+
+
+def _matched(
+    recorded: Recorded, micro: int, expected: Sequence[_Exchange], tokens: ExpertTokens
+) -> dict[str, list[int]]:
+    """The numbers of the recorded messages of each layer in micro-batch ``micro``, which are those ``expected``."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number, message in enumerate(recorded.program.messages):
+        layer = message.module
+        if layer in tokens.layers and message.micro_step == micro and message.purpose == Purpose.ACTIVATION:
+            numbers[str(layer)].append(number)
+    for name in tokens.layers:
+        issued = [recorded.program.messages[number] for number in numbers[name]]
+        should = [_message(None, each, recorded.passes, tokens) for each in expected if each.layer == name]
+        if [_sent(each) for each in issued] != [_sent(each) for each in should]:
+            raise UsageError(
+                f"layer {name} exchanges {sum(each.payload_bytes for each in issued):,} bytes of tokens in {len(issued)} "
+                f"messages of a micro-batch, and by its settings and loads {sum(each.payload_bytes for each in should):,} "
+                f"in {len(should)} were expected, so other settings of experts cannot be predicted; see commprof verify"
+            )
+    return numbers
+
+
+def _sent(message: Message) -> tuple[str, Groups, int, tuple[tuple[int, ...], ...]]:
+    return message.op, message.groups, message.payload_bytes, message.sizes
+
+
+def _message(
+    like: Message | None, exchange: _Exchange, passes: Sequence[Sequence[ForwardPass]], tokens: ExpertTokens
+) -> Message:
+    """The message of ``exchange``; what its size and groups do not decide is as in ``like``."""
+    layer = tokens.layers[exchange.layer]
+    groups = tokens.ranks.of_experts(layer.ep_size)
+    first = passes[0][exchange.source]
+    blocking = Message(str(exchange.op), 0, str(Purpose.ACTIVATION), groups, True, None, first.micro_step)
+    message = like or blocking._replace(phase=str(exchange.phase), module=exchange.layer)
+    if exchange.op == Op.ALL_REDUCE:
+        return message._replace(groups=groups, payload_bytes=CAPACITY_BYTES, sizes=())
+    of_slot = layer.num_experts * layer.hidden * tokens.item_bytes
+    sizes = [[of_slot * each[exchange.source].slots(layer, group) for group in groups] for each in passes]
+    return message._replace(groups=groups).with_sizes(sizes)
+
+
+def _slots(source: int, name: str, passes: Sequence[Sequence[ForwardPass]], tokens: ExpertTokens) -> Floats:
+    """Slots of each expert for the tokens of a rank in forward pass number ``source``: (steps, ranks)."""
+    layer = tokens.layers[name]
+    slots = np.empty((len(passes), tokens.ranks.world_size))
+    for step, of_step in enumerate(passes):
+        for group in tokens.ranks.of_experts(layer.ep_size):
+            slots[step, list(group)] = of_step[source].slots(layer, group)
+    return slots
+
+
+def _factors(
+    numbers: Sequence[int],
+    exchanges: Sequence[_Exchange],
+    passes: Sequence[Sequence[ForwardPass]],
+    before: ExpertTokens,
+    after: ExpertTokens,
+) -> dict[int, tuple[int, Floats]]:
+    """Of each first all_to_all of a pass that a second follows: the number of that, and the slots by those of the run."""
+    factors = {}
+    for place, exchange in enumerate(exchanges[:-1]):
+        following = exchanges[place + 1]
+        if exchange.opens and following[1:4] == exchange[1:4] and not following.opens:
+            slots = [_slots(exchange.source, exchange.layer, passes, tokens) for tokens in (before, after)]
+            factors[numbers[place]] = numbers[place + 1], slots[1] / np.maximum(slots[0], 1)
+    return factors
+
+
+def _placed(
+    exchanges: Sequence[_Exchange],
+    micro: int,
+    passes: Sequence[Sequence[ForwardPass]],
+    before: ExpertTokens,
+    after: ExpertTokens,
+    evenly: bool,
+) -> Iterator[Inserted]:
+    """Where messages go that the run does not have: around the experts of their layer, by the weights before them."""
+    for exchange in exchanges:
+        begin, end = _shares(exchange.layer, before.parameters, evenly)
+        forward = exchange.phase == Phase.FORWARD
+        starts = exchange.opens or exchange.op == Op.ALL_REDUCE
+        share = (begin if starts else end) if forward else 1.0 - (end if starts else begin)
+        slots = [_slots(exchange.source, exchange.layer, passes, tokens) for tokens in (before, after)]
+        longer = slots[1] / np.maximum(slots[0], 1) - 1.0
+        part = _part_of_experts(exchange.layer, before)
+        yield Inserted(
+            _message(None, exchange, passes, after), forward, share, part * longer if exchange.opens else 0.0
+        )
+
+
+def _shares(layer: str, parameters: Sequence[Parameter], evenly: bool) -> tuple[float, float]:
+    """The parts of a forward pass that are done before and after the experts of ``layer``."""
+    done = total = 0.0
+    begin: float | None = None
+    for each in in_model_order(parameters):
+        own = min(1, weight(each)) if evenly else weight(each)
+        if _is_of(layer, each):
+            begin = total if begin is None else begin
+            done = total + own
+        total += own
+    return ((begin or 0.0) / total, done / total) if total else (0.0, 1.0)
+
+
+def _part_of_experts(layer: str, tokens: ExpertTokens) -> float:
+    """The part of a pass that the experts of ``layer`` compute in, if a slot takes what a token takes elsewhere."""
+    work: dict[str, float] = defaultdict(float)
+    for each in tokens.parameters:
+        place = place_of(each.name)
+        own = tokens.layers.get(place.layer) if place is not None else None
+        slots = own.capacity / max(own.tokens, 1) * own.ep_size if own is not None else 1.0
+        work["" if own is None else own.layer] += weight(each) * slots
+    return work[layer] / (sum(work.values()) or 1.0)
+
+
+def _is_of(layer: str, parameter: Parameter) -> bool:
+    place = place_of(parameter.name)
+    return place is not None and place.layer == layer
+
+
+def _with_compute(
+    program: Program, step: Step, number: int, scaled: Mapping[int, tuple[int, Floats]]
+) -> Step:
+    """Scale the compute between the two all_to_alls of each pass through a layer."""
+    spans = step.spans.copy()
+    current: Floats | None = None
+    until = -1
+    for position, event in enumerate(program.events):
+        if current is not None:
+            spans[position] = spans[position] * current
+        if event.kind == "wait" and event.message in scaled:
+            until, factors = scaled[event.message]
+            current = factors[number]
+        elif event.kind == "issue" and event.message == until:
+            current = None
+    return step._replace(spans=spans)
+
+
+def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> tuple[Program, list[Step]]:
+    """``program`` without messages ``gone``; what is computed around them stays."""
+    if not gone:
+        return program, list(steps)
+    kept = [number for number in range(len(program.messages)) if number not in gone]
+    renumbered = {number: place for place, number in enumerate(kept)}
+    places = [position for position, event in enumerate(program.events) if event.message not in gone]
+    events = tuple(
+        Event(program.events[each].kind, renumbered[program.events[each].message]) for each in places
+    )
+    begins = [0, *(each + 1 for each in places)]
+    listed = [
+        Step(np.add.reduceat(step.spans, begins, axis=0), step.calls[kept], step.follows) for step in steps
+    ]
+    return Program(tuple(program.messages[number] for number in kept), events), listed
+
+
+def _assumptions(
+    messages: Sequence[Message],
+    inserted: Mapping[int, Sequence[Inserted]],
+    changes_slots: bool,
+    after: ExpertTokens,
+) -> Iterator[str]:
+    added = [each for of_micro in inserted.values() for each in of_micro]
+    if changes_slots:
+        yield _SLOTS
+    if added:
+        yield _INSERTED
+    growing = [name for name, layer in after.layers.items() if not layer.drop_tokens]
+    if not growing:
+        return
+    sizes = [
+        size
+        for message in [*messages, *(each.message for each in added)]
+        if message.module in growing and message.op == Op.ALL_TO_ALL
+        for size in ([one for step in message.sizes for one in step] or [message.payload_bytes])
+    ]
+    if sizes:
+        yield (
+            "without dropping (drop_tokens: false) the fullest expert of each group of ranks decides: an all_to_all has "
+            f"{min(sizes):,} to {max(sizes):,} bytes by the recorded loads; with another routing they differ"
+        )
