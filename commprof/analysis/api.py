@@ -330,7 +330,7 @@ def expert_summary(run: AnyRun) -> ExpertSummary | None:
     return experts_module.summary(_opened(run))
 
 
-def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
+def exchange_imbalance(run: AnyRun, purpose: str | None = None, of_experts: bool = False) -> pd.DataFrame:
     """What the ranks receive in the all_to_alls of each training step, and how uneven that is; no hook is needed.
 
     The imbalance is the largest number of bytes that a rank receives from others over the mean of the ranks. It follows from
@@ -339,6 +339,7 @@ def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
 
     Args:
         purpose: only these; ``untagged``: without a purpose; default: all.
+        of_experts: only those of tokens: with the purpose activation, among ranks that share the experts of a layer.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import exchanges
@@ -346,6 +347,8 @@ def exchange_imbalance(run: AnyRun, purpose: str | None = None) -> pd.DataFrame:
 
     run = _opened(run)
     operations = run_totals.operations(run, matrix_module.columns(()))
+    if of_experts:
+        operations = exchanges.among_experts(operations, run.table("expert_layers"))
     return exchanges.exchange_imbalance(operations, run.table("groups"), purpose, not run.health.summed)
 
 

@@ -154,9 +154,9 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.expert_summary`."""
         return api.expert_summary(self.run)
 
-    def exchange_imbalance(self, purpose: str | None = None) -> pd.DataFrame:
+    def exchange_imbalance(self, purpose: str | None = None, of_experts: bool = False) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.exchange_imbalance`."""
-        return api.exchange_imbalance(self.run, purpose)
+        return api.exchange_imbalance(self.run, purpose, of_experts)
 
     def buckets(
         self,

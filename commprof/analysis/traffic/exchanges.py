@@ -12,9 +12,18 @@ from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS
 from commprof.analysis.columns.expert_answers import EXCHANGE_IMBALANCE
 from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.traffic.matrix import UNTAGGED, matrix
-from commprof.schema import Op, parse_ranks
+from commprof.schema import Op, Purpose, parse_ranks
 
 COLUMNS: Final = ("step", "op", "purpose", "group_ranks", "sender")
+
+
+def among_experts(operations: pa.Table, layers: pa.Table) -> pa.Table:
+    """Those of ``operations`` of purpose activation that go among ranks which share experts, by the table ``layers``."""
+    sharing = {frozenset(parse_ranks(text)) for text in layers["expert_ranks"].unique().to_pylist()}
+    texts = operations["group_ranks"].unique().to_pylist()
+    chosen = pa.array([text for text in texts if frozenset(parse_ranks(text)) in sharing], pa.string())
+    in_group = pc.is_in(operations["group_ranks"].cast(pa.string()), chosen)
+    return operations.filter(pc.and_(in_group, pc.equal(operations["purpose"], str(Purpose.ACTIVATION))))
 
 
 def exchange_imbalance(

@@ -148,7 +148,7 @@ def _expert_answers(run: Run) -> dict[str, Any]:
     summary = api.expert_summary(run)
     return {
         "experts": None if summary is None else summary.as_json(),
-        "exchange_imbalance": api.exchange_imbalance(run, None if summary is None else "activation"),
+        "exchange_imbalance": api.exchange_imbalance(run, of_experts=summary is not None),
     }
 
 

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 import zero_runtime
 from commprof import hooks
+from commprof.analysis import api
 from support import recorded
 from support.process_group_log import logged
 from support.ranks import run_ranks
+from support.recording import record
 from zero_runtime.sequence_parallel import DistributedAttention, mean_over_sequence, own_piece
 
 LENGTH, WORDS, WIDTH, HEADS = 8, 16, 16, 4
@@ -93,6 +95,14 @@ def test_two_replicas_of_two_pieces_train_as_one_process_does(stage):
     for losses, own in run_ranks(4, _train, stage):
         assert losses == pytest.approx(expected, rel=2e-5)
         assert norm is None or own == pytest.approx(norm, rel=1e-4)
+
+
+def test_its_all_to_alls_are_not_those_of_tokens_of_experts(tmp_path):
+    run, _ = record(tmp_path / "run", 2, _train, 1)
+    exchanged = api.exchange_imbalance(run, "activation")
+    assert len(exchanged) == 3 and (exchanged["wire_bytes"] > 0).all()
+    assert api.exchange_imbalance(run, of_experts=True).empty
+    assert api.expert_summary(run) is None
 
 
 def test_a_mesh_says_the_same_as_the_keys():

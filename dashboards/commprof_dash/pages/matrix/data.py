@@ -12,8 +12,6 @@ from commprof_dash.data import Runs
 
 MOST_RANKS: Final = 64  # rows of the matrix: more cells are neither told apart nor read as a table
 
-TOKENS: Final = "activation"  # purpose of the all_to_alls of tokens
-
 Steps = tuple[int, int] | None
 
 
@@ -77,10 +75,12 @@ def expert_imbalance(runs: Runs, name: str) -> pd.DataFrame:
     return frame
 
 
-def exchanges(runs: Runs, name: str, purpose: str | None) -> pd.DataFrame:
+def exchanges(runs: Runs, name: str, purpose: str | None = None, of_experts: bool = False) -> pd.DataFrame:
     """What the ranks receive in all_to_alls by step: see ``api.exchange_imbalance``."""
     frame: pd.DataFrame = runs.of_run(
-        f"exchanges {purpose}", name, lambda path: api.exchange_imbalance(path, purpose)
+        f"exchanges {purpose} {of_experts}",
+        name,
+        lambda path: api.exchange_imbalance(path, purpose, of_experts),
     )
     return frame
 

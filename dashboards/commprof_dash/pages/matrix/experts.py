@@ -39,7 +39,7 @@ def expert_cards(runs: Runs, name: str, layer: str, steps: Steps, scheme: Scheme
         return [
             cards.empty_card("experts", f"Experts of {layer}", "No experts were recorded in these steps.")
         ]
-    exchanged = _within(matrix_data.exchanges(runs, name, matrix_data.TOKENS), steps)
+    exchanged = _within(matrix_data.exchanges(runs, name, of_experts=True), steps)
     return [
         _load(loads, balance, layer, scheme),
         cards.columns([_imbalance(balance, layer, scheme), _drops(balance, layer, scheme)]),
@@ -150,8 +150,8 @@ def _bytes(exchanged: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "expert-bytes",
         "Bytes of the token exchange",
-        "Wire bytes, as issued, of the all_to_alls of purpose activation, all layers and ranks together, within a host and "
-        f"between hosts. {balance_sentence(exchanged)}",
+        "Wire bytes, as issued, of the all_to_alls of purpose activation among ranks that share experts, all layers "
+        f"together, within a host and between hosts. {balance_sentence(exchanged)}",
         expert_charts.over_steps(frame, lines, "bytes", "Wire bytes per step", api.format_bytes, scheme),
         frame,
         [

@@ -115,6 +115,30 @@ def test_an_exchange_between_hosts_counts_there_and_unknown_splits_have_no_imbal
     assert api.exchange_imbalance(run.open(), "activation")["imbalance"].tolist() == [1.0, 1.0]
 
 
+def test_exchanges_of_sequences_are_not_those_of_tokens():
+    run = SyntheticRun(world_size=4)
+    add_layer(run)  # ranks 0 and 1 share experts, and ranks 2 and 3
+    run.add_step(0)
+    for ranks in ((0, 1), (2, 3)):
+        run.add_collective("all_to_all", payload_bytes=400, step=0, group=ranks, pg="e", purpose="activation")
+        run.add_collective("all_to_all", payload_bytes=80, step=0, group=ranks, pg="e", purpose="other")
+    for ranks in ((0, 2), (1, 3)):  # those that share sequences
+        run.add_collective(
+            "all_to_all", payload_bytes=6000, step=0, group=ranks, pg="s", purpose="activation"
+        )
+    opened = run.open()
+    assert api.exchange_imbalance(opened, "activation")["wire_bytes"].tolist() == [4 * 200.0 + 4 * 3000.0]
+    assert api.exchange_imbalance(opened, of_experts=True)["wire_bytes"].tolist() == [4 * 200.0]
+
+
+def test_without_experts_no_exchange_is_of_tokens():
+    run = SyntheticRun(world_size=2)
+    run.add_step(0)
+    run.add_collective("all_to_all", payload_bytes=6000, step=0, purpose="activation")
+    assert api.exchange_imbalance(run.open(), of_experts=True).empty
+    assert len(api.exchange_imbalance(run.open())) == 1
+
+
 def test_sums_do_not_tell_equal_splits_from_others():
     run = SyntheticRun(world_size=2)
     for rank in range(2):
