@@ -35,7 +35,6 @@ OPTIONS: Final = {  # the name of a setting of experts, and the option of commpr
 NO_TOKENS: Final = (
     "the tokens that ranks exchange are left out: give --sequence, and a config with a micro-batch"
 )
-ACTIVATIONS: Final = "those of layers with experts depend on the choices of the gate"
 _SMALLEST: Final = {"num_experts": 1, "ep_size": 1, "k": 1, "min_capacity": 0, "layers": 1}
 _INNER: Final = ".deepspeed_moe.experts.deepspeed_experts."
 _FEED_FORWARD: Final = ("fc1", "fc2")
@@ -173,10 +172,8 @@ def settings_of(config: Mapping[str, Any]) -> Settings | None:
     return Settings(**{name: checked(name, f"{KEY}.{name}", value) for name, value in block.items()})
 
 
-def placed(
-    model: Model, settings: Settings | None, tokens: int, item_bytes: int
-) -> tuple[list[Parameter], list[Load]]:
-    """What one rank holds of ``model``, and the loads of its layers with experts.
+def placed(model: Model, settings: Settings | None, tokens: int, item_bytes: int) -> tuple[Model, list[Load]]:
+    """The part of ``model`` that one rank holds, and the loads of its layers with experts.
 
     Args:
         model: that is trained.
@@ -189,7 +186,7 @@ def placed(
     """
     given = settings or Settings()
     if not model.experts and settings is None:
-        return model.parameters, []
+        return model, []
     if model.layers is None:
         parameters, layers = _of_built(model, given)
     else:
@@ -203,7 +200,8 @@ def placed(
                 f"--expert-skew is {given.skew:g} with {each.num_experts} experts and k {each.k}: an expert that gets all "
                 f"tokens has {most:g} times the mean; expected 1 to {most:g}"
             )
-    return parameters, _loads(parameters, layers, item_bytes)
+    held = model._replace(parameters=parameters, experts=tuple(layers))
+    return held, _loads(parameters, layers, item_bytes)
 
 
 def _of_built(model: Model, given: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:

@@ -142,7 +142,7 @@ def _ep_size(parameter: torch.nn.Parameter) -> int | None:
     return int(size) if getattr(parameter, "allreduce", True) is False and size.isdecimal() else None
 
 
-def _expert_layers(module: torch.nn.Module) -> Iterable[ExpertLayer]:
+def expert_layers(module: torch.nn.Module) -> Iterable[ExpertLayer]:
     """The layers of DeepSpeed's class ``MoE``, zero_runtime's included, which have the same attributes."""
     for name, child in module.named_modules():
         layer: Any = getattr(child, "deepspeed_moe", None)
@@ -296,7 +296,7 @@ def _built(text: str, build: Builder, sequence: int | None) -> Model:
     numel = sum(parameter.numel for parameter in parameters)
     source = f"{type(module).__name__}, {numel:,} parameters in {len(parameters):,} tensors of {_units(parameters)} modules"
     source += f", {frozen:,} of them frozen" if frozen else ""
-    return Model(parameters, None, source, build, tuple(_expert_layers(module)))
+    return Model(parameters, None, source, build, tuple(expert_layers(module)))
 
 
 def _units(parameters: Iterable[Parameter]) -> str:

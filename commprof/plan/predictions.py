@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
-from commprof.plan.experts import (
-    ACTIVATIONS,
-    NO_TOKENS,
-    Load,
-    Settings,
-    placed,
-    settings_of,
-    without_settings,
-)
+from commprof.plan.experts import NO_TOKENS, Load, Settings, placed, settings_of, without_settings
 from commprof.plan.memory.activations import activations_of, micro_batch_of
 from commprof.plan.memory.peak import Peak, peak_of
 from commprof.plan.memory.spans import Activations
@@ -156,7 +148,8 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     settings = settings_of(config)
     config = without_settings(config)
     axes = axes_of_config(config, job.world)
-    model, loads = _with_experts(config, settings, axes, job)
+    held, loads = _with_experts(config, settings, axes, job)
+    model = held.parameters
     replicas, of_rank, plain = job.world, model, config
     if not axes.only_data:
         if job.model.layers is None:
@@ -177,9 +170,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     sent, note = _sent(config, model, axes, job, loads)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
-    activations, uncounted = (
-        (None, ACTIVATIONS) if loads else activations_of(config, job.model, axes, job.sequence)
-    )
+    activations, uncounted = activations_of(config, held, axes, job.sequence)
     steps = grid.micro_batches(config, axes)
     peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend, job.framework)
     return Prediction(
@@ -201,14 +192,14 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
 
 def _with_experts(
     config: Mapping[str, Any], settings: Settings | None, axes: Axes, job: Job
-) -> tuple[list[Parameter], list[Load]]:
-    """What a rank holds of the model, and its layers with experts.
+) -> tuple[Model, list[Load]]:
+    """The part of the model that a rank holds, and its layers with experts.
 
     Raises:
         UsageError: the settings of experts do not fit the model, the config or the ranks.
     """
     if settings is None and not job.model.experts:
-        return job.model.parameters, []
+        return job.model, []
     if not axes.only_data:
         raise UsageError(
             f"the model has experts, and the config arranges the ranks along {axes}; experts have rules with data "
@@ -219,9 +210,9 @@ def _with_experts(
     micro_batch = micro_batch_of(config, axes)
     tokens = 0 if micro_batch is None or job.sequence is None else micro_batch * job.sequence
     own = job.model.parameters[0].dtype if job.model.parameters else "float32"
-    parameters, loads = placed(job.model, settings, tokens, item_bytes(configuration.model_dtype or own))
+    held, loads = placed(job.model, settings, tokens, item_bytes(configuration.model_dtype or own))
     RankGroups(job.world).check(each.layer.ep_size for each in loads)
-    return parameters, loads
+    return held, loads
 
 
 def _of_experts(

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 MICRO_BATCH, SEQUENCE, WIDTH, VOCABULARY, LAYERS = 4, 64, 128, 512, 2
+EXPERTS = 4
 
 
 class Block(nn.Module):
@@ -45,8 +46,51 @@ class Network(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
+class ExpertBlock(nn.Module):
+    def __init__(self, ep_size, **layer):
+        from deepspeed.moe.layer import MoE  # zero_runtime's, where it stands in for deepspeed
+
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        expert = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.moe = MoE(WIDTH, expert, num_experts=EXPERTS, ep_size=ep_size, **layer)
+
+    def forward(self, x):
+        samples, length, _ = x.shape
+        heads = self.qkv(self.norm(x)).view(samples, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(samples, length, WIDTH))
+        output, gate_loss, _ = self.moe(self.second_norm(x))
+        return x + output, gate_loss
+
+
+class ExpertNetwork(nn.Module):
+    """A small GPT with experts in each block."""
+
+    def __init__(self, *layer, **settings):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(ExpertBlock(*layer, **settings) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x, losses = self.embed(tokens), []
+        for block in self.blocks:
+            x, gate_loss = block(x)
+            losses.append(gate_loss)
+        loss = nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
+        return loss + 0.01 * sum(losses)
+
+
 def make_model(kind):
-    """A network and its tokens; ``kind``: plain, checkpoints, or own: in bf16, with a tied and frozen parameters."""
+    """A network and its tokens.
+
+    ``kind``: plain, checkpoints, or own: in bf16, with a tied and frozen parameters; or a mapping of the arguments of the
+    layers of experts in a GPT.
+    """
+    if isinstance(kind, dict):
+        return ExpertNetwork(**kind), torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.int64)
     model = Network(kind == "checkpoints")
     if kind == "own":
         model.bfloat16()
@@ -98,6 +142,11 @@ def most_bytes(runtime, config, kind):
     with Storages() as storages:
         model, tokens = make_model(kind)
         trained = [each for each in model.parameters() if each.requires_grad]
+        if isinstance(kind, dict):
+            groups = importlib.import_module("deepspeed.moe.utils")
+            trained = groups.split_params_into_different_moe_groups_for_optimizer(
+                {"params": trained, "name": "all"}
+            )
         optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
         engine, *_ = runtime.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(STEPS):

@@ -10,6 +10,7 @@ from typing import Any, Final
 from commprof.plan.memory.spans import Activations, Span
 from commprof.plan.models import Builder, Model
 from commprof.requested.configuration import autocast_dtype, read_configuration
+from commprof.requested.experts.layers import ExpertLayer
 from commprof.requested.memory.models import MATRICES
 from commprof.requested.parallel import grid
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes
@@ -23,6 +24,10 @@ NO_INPUTS: Final = "give --sequence if its input is token ids, or let the functi
 # values that attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts.
 _VALUES: Final = 16
 _MASKS: Final = 2
+_FEED_FORWARD_VALUES: Final = (
+    9  # of these values: the inputs of its two matrices and of the activation function
+)
+_WIDE: Final = 4  # bytes of an fp32 number
 _SHARED_VALUES: Final = (
     12  # of these values, those that tensor-parallel ranks share (equation 2: 24 / t of 34 bytes)
 )
@@ -45,7 +50,7 @@ def activations_of(
         return None, NO_MICRO_BATCH
     computed = autocast_dtype(config)
     if model.build is not None:
-        return _traced(model.build, micro_batch, sequence, configuration.model_dtype, computed)
+        return _traced(model.build, micro_batch, sequence, configuration.model_dtype, computed, model.experts)
     if model.layers is None:
         return None, NO_LAYERS
     if sequence is None:
@@ -66,33 +71,52 @@ def micro_batch_of(config: Mapping[str, Any], axes: Axes) -> int | None:
 
 def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages: int) -> Activations:
     """Layers keep values until their backward pass; the first pipeline stage has as many micro-batches as stages."""
-    names = [parameter.name for parameter in model.parameters]
-    of_layer = len(MATRICES)
-    layers = len(names) // of_layer
-    width = math.sqrt(model.numel / layers / sum(MATRICES.values()))
+    of_layers: dict[str, list[str]] = {}
+    for parameter in model.parameters:
+        of_layers.setdefault(".".join(parameter.name.split(".")[:2]), []).append(parameter.name)
+    experts = {layer.layer.rpartition(".")[0]: layer for layer in model.experts}
+    width = math.sqrt(model.parameters[0].numel / MATRICES["qkv"])
     own = (_VALUES - _SHARED_VALUES) * item + _MASKS + _SHARED_VALUES * item / tensor_ranks
-    per_layer = tokens * width * own
-    own_layers = -(-layers // stages)
-    alive = own_layers * (stages - 1)  # of micro-batches that wait for their backward pass
+    own_layers = list(of_layers.items())[: -(-len(of_layers) // stages)]
+    sizes = []
+    for name, _ in own_layers:
+        more = _of_experts(experts[name], tokens, item, width) if name in experts else 0.0
+        sizes.append(tokens * width * own + more)
+    alive = sum(sizes) * (stages - 1)  # of micro-batches that wait for their backward pass
     spans = []
-    for number in reversed(range(own_layers * of_layer)):
-        most = round((alive + number // of_layer + 1) * per_layer)
-        spans.append(Span(most, most, names[number]))
-    end = round(alive * per_layer)
-    return Activations((*spans, Span(end, end, "")), "by a formula, without checkpointing")
+    for number, (_, names) in reversed(list(enumerate(own_layers))):
+        most = round(alive + sum(sizes[: number + 1]))
+        spans += [Span(most, most, each) for each in reversed(names)]
+    return Activations((*spans, Span(round(alive), round(alive), "")), "by a formula, without checkpointing")
+
+
+def _of_experts(layer: ExpertLayer, tokens: int, item: int, width: float) -> float:
+    """What a layer keeps with experts, beyond what it keeps without: see :mod:`commprof.plan.memory.expert_passes`."""
+    layer = layer._replace(tokens=tokens)
+    slots = layer.num_experts * layer.capacity
+    gate = _WIDE * tokens * width if item < _WIDE else 0.0  # it reads the tokens in fp32
+    results = layer.k * tokens * width * item
+    return (slots - tokens) * width * _FEED_FORWARD_VALUES * item + gate + results
 
 
 @lru_cache(maxsize=16)
 def _traced(
-    build: Builder, micro_batch: int, sequence: int | None, model_dtype: str | None, computed: str | None
+    build: Builder,
+    micro_batch: int,
+    sequence: int | None,
+    model_dtype: str | None,
+    computed: str | None,
+    experts: tuple[ExpertLayer, ...],
 ) -> tuple[Activations | None, str]:
     import torch
 
+    from commprof.plan.memory.expert_passes import place_experts
     from commprof.plan.memory.traced_pass import TraceError, trace
 
     module, inputs = build(micro_batch, sequence)
     if inputs is None:
         return None, NO_INPUTS
+    place_experts(module, experts)
     dtypes = [None if name is None else getattr(torch, name) for name in (model_dtype, computed)]
     try:
         spans = trace(module, inputs, *dtypes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commprof.plan.models import Model, parameters_of
+from commprof.plan.models import Model, expert_layers, parameters_of
 from commprof.plan.predictions import Job, predict
 from support.ranks import run_ranks
 
@@ -49,37 +50,72 @@ def cases():
     }
 
 
-def measured_peaks(rank, world):
+def expert_cases(world):
+    """A GPT with experts at stages 0 to 2."""
+    from support.peaks import make_config as config
+
+    kinds = {"": {}, ", k 2": {"k": 2}, ", residual": {"use_residual": True}}
+    kinds |= {", dropping half": {"capacity_factor": 0.5}, ", twice the slots": {"capacity_factor": 2.0}}
+    return {
+        f"stage {stage}, ep_size {ep_size}{name}{', fp32' if precision is None else ''}": (
+            config(stage, precision),
+            {"ep_size": ep_size, **layer},
+        )
+        for stage in range(3)
+        for ep_size in (1, 2, 4)
+        if ep_size <= world and (ep_size == 4 or world == WORLD)
+        for name, layer in (kinds.items() if stage == 1 and ep_size == 2 else [("", {})])
+        for precision in ("bf16", *([None] if ep_size == 2 else []))
+    }
+
+
+def measured_peaks(rank, world, given):
     import zero_runtime
     from support.peaks import most_bytes
 
-    return {name: most_bytes(zero_runtime, *case) for name, case in cases().items()}
+    zero_runtime.as_deepspeed()
+    return {name: most_bytes(zero_runtime, *case) for name, case in given.items()}
 
 
-def planned_peak(config, kind, framework="zero_runtime"):
+def planned_peak(config, kind, framework="zero_runtime", world=WORLD):
     import torch
 
+    import zero_runtime
     from support.peaks import make_model
+
+    zero_runtime.as_deepspeed()
 
     def build(micro_batch, sequence):
         with torch.device("meta"):
             return make_model(kind)
 
-    model = Model(parameters_of(build(0, None)[0]), None, "", build)
-    planned = predict(config, Job(model, WORLD, WORLD, "gloo", framework=framework))
+    module = build(0, None)[0]
+    model = Model(parameters_of(module), None, "", build, tuple(expert_layers(module)))
+    planned = predict(config, Job(model, world, world, "gloo", framework=framework))
     # On a CPU, the host's memory is the device's.
     return planned.peak.device + sum(each.host for each in planned.memory)
 
 
-def errors(measured, framework):
-    return {name: planned_peak(*cases()[name], framework) / peak - 1 for name, peak in measured.items()}
+def errors(measured, framework, given, world=WORLD):
+    peaks = {name: planned_peak(*given[name], framework, world) for name in measured}
+    return {name: peaks[name] / peak - 1 for name, peak in measured.items()}
+
+
+def large(found):
+    return {name: error for name, error in found.items() if abs(error) > 0.05}
 
 
 def test_peaks_are_within_five_percent():
-    measured = run_ranks(WORLD, measured_peaks)[0]
-    assert {
-        name: error for name, error in errors(measured, "zero_runtime").items() if abs(error) > 0.05
-    } == {}
+    measured = run_ranks(WORLD, measured_peaks, cases())[0]
+    assert large(errors(measured, "zero_runtime", cases())) == {}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", [WORLD, 4])
+def test_peaks_with_experts_are_within_five_percent(world):
+    given = expert_cases(world)
+    measured = run_ranks(world, measured_peaks, given)[0]
+    assert large(errors(measured, "zero_runtime", given, world)) == {}
 
 
 @pytest.mark.long
@@ -88,18 +124,35 @@ def test_peaks_of_deepspeed_are_as_the_page_says(tmp_path):
     if not python:
         pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
     given = {name: case for name, case in cases().items() if name in COMPARED}
+    measured = measured_on_deepspeed(python, WORLD, given, tmp_path)
+    assert large(errors(measured, "deepspeed", given)) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [WORLD, 4])
+def test_peaks_of_deepspeed_with_experts_are_as_the_page_says(world, tmp_path):
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    given = expert_cases(world)
+    measured = measured_on_deepspeed(python, world, given, tmp_path)
+    assert large(errors(measured, "deepspeed", given, world)) == {}
+
+
+def measured_on_deepspeed(python, world, given, tmp_path):
+    given = copy.deepcopy(given)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     for config, _ in given.values():
         config.update(zero_force_ds_cpu_optimizer=False, zero_allow_untested_optimizer=True)
     ranks = []
-    for rank in range(WORLD):
+    for rank in range(world):
         variables = {
             **{name: value for name, value in os.environ.items() if not name.startswith("COMMPROF_")},
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
+            "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu",
@@ -114,10 +167,9 @@ def test_peaks_of_deepspeed_are_as_the_page_says(tmp_path):
                 subprocess.Popen(words, env=variables, stdin=stream, stdout=out, stderr=subprocess.DEVNULL)
             )
     try:
-        assert [each.wait(timeout=280) for each in ranks] == [0, 0]
+        assert [each.wait(timeout=280) for each in ranks] == [0] * world
     finally:
         for each in ranks:
             each.kill()
             each.wait()
-    measured = json.loads((tmp_path / "0.out").read_text().splitlines()[-1])
-    assert {name: each for name, each in errors(measured, "deepspeed").items() if abs(each) > 0.05} == {}
+    return json.loads((tmp_path / "0.out").read_text().splitlines()[-1])

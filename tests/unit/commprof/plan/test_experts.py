@@ -128,7 +128,7 @@ def test_settings_of_experts_are_compared_and_those_that_do_not_fit_are_refused(
 def test_the_table_says_what_stays_within_a_host(plan):
     text = plan(*SIZE, *EXPERTS, "--expert-skew", "2").out
     assert "2 layers have 4 experts each, ep_size 2" in text
-    (row,) = (line.split() for line in text.splitlines() if line.strip().startswith("activation"))
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["activation"])
     assert row[-2:] == ["0", "B"]  # of it to other hosts: ep_size 2 on hosts of 2 ranks
     assert "25.0 % of the choices are dropped" in " ".join(text.split())
 
@@ -170,3 +170,15 @@ def test_layers_of_a_model_that_is_built_are_found(plan):
 def test_what_cannot_be_used_is_one_sentence(plan, words, text):
     said = plan(*words, code=2).err
     assert text in " ".join(said.split()) and said.count("\n") <= 3
+
+
+def activations(plan, *more):
+    (setting,) = json.loads(plan(*SIZE, *more, "--json").out)["settings"]
+    return setting["memory_bytes_per_rank"]["parts"]["activations"]["device"]
+
+
+def test_activations_grow_with_the_slots_and_not_with_the_ranks_that_share_experts(plan):
+    once = activations(plan, *EXPERTS)
+    assert activations(plan, *EXPERTS, "--ep-size", "1") == once
+    twice, four = (activations(plan, *EXPERTS, "--capacity-factor", factor) for factor in ("2", "4"))
+    assert once < twice and four - twice == 2 * (twice - once)
