@@ -105,6 +105,21 @@ CASES = {
         }.items()
     },
 }
+# With layers of experts, which have files of their own.
+EXPERTS = {
+    "experts_stage0": {"stage": 0, "ep_size": 2},
+    "experts_stage1_w4": {"stage": 1, "ep_size": 2, "world": 4},
+    "experts_stage2_bf16": {"stage": 2, "ep_size": 2, "config": _BF16},
+    "experts_stage2_data_first_w4": {
+        "stage": 2,
+        "ep_size": 2,
+        "world": 4,
+        "config": {"use_data_before_expert_parallelism": True},
+    },
+    "experts_stage2_ep1": {"stage": 2, "ep_size": 1},
+}
+for _case in EXPERTS.values():
+    _case["one_group"] = True
 # Made of the checkpoint of another case: by DeepSpeed's own ds_to_universal, save_16bit_model and zero_to_fp32.
 UNIVERSAL = {"universal_of_stage2_fp32": "stage2_fp32", "universal_of_stage3_bf16": "stage3_bf16"}
 EXPORTS = {"export_of_stage2_bf16": "stage2_bf16", "export_of_stage3_fp16": "stage3_fp16"}
@@ -137,14 +152,43 @@ class Words(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_model() -> Words:
+class WordsWithExperts(Words):
+    """The same with two layers of experts, whose gates draw no random numbers."""
+
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE  # zero_runtime's, where it stands in for deepspeed
+
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH))
+        self.mixtures = nn.ModuleList(
+            MoE(WIDTH, expert, num_experts=count, ep_size=ep_size, k=1, min_capacity=0, use_rts=False)
+            for count in (4, 2)
+        )
+
+    def forward(self, words, targets):
+        if self.training:
+            self.passes += 1
+        hidden = self.norm(torch.tanh(self.frozen(self.table(words))))
+        losses = []
+        for mixture in self.mixtures:
+            output, loss, _ = mixture(hidden)
+            hidden = hidden + output
+            losses.append(loss)
+        hidden = hidden + self.down(F.gelu(self.up(hidden))) * self.gain
+        logits = self.head(hidden).float() * 3.0
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.01 * sum(losses)
+
+
+def make_model(case: dict | None = None) -> Words:
     torch.manual_seed(11)
-    return Words()
+    return WordsWithExperts(case["ep_size"]) if case and "ep_size" in case else Words()
 
 
 def make_groups(model: nn.Module, case: dict) -> list[dict]:
     """Two param groups of different sizes and options, or one; the frozen parameters are in none."""
     trained = [each for each in model.parameters() if each.requires_grad]
+    if "ep_size" in case:
+        return trained  # both runtimes give experts groups of their own
     if case.get("one_group"):
         return [{"params": trained}]
     wide = [each for each in trained if getattr(each, "ds_shape", each.shape).numel() > 20]

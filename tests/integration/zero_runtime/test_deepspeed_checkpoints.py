@@ -22,6 +22,7 @@ from support.ranks import run_ranks
 from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.checkpoint.__main__ import main as command
 from zero_runtime.checkpoint.deepspeed.torch_file import read
+from zero_runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
 
@@ -244,6 +245,75 @@ def test_without_files_of_optimizer_states_the_models_own_weights_load(tmp_path)
         assert steps == 0
         told = expected("stage2_bf16")["ranks"][rank]["after"]["losses"]
         assert losses == pytest.approx(told[:1], rel=TOLERANCE["bf16"])
+
+
+# Experts.
+
+
+def go_on_with_experts(rank, world, name, ep_size, stage):
+    case = cases.EXPERTS[name] | {"ep_size": ep_size, "stage": stage}
+    zero_runtime.as_deepspeed()
+    model = cases.make_model(case)
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=cases.make_groups(model, case), config=cases.make_config(case)
+    )
+    engine.load_checkpoint(GOLDEN / name)
+    return engine.global_steps, cases.train(engine, rank, cases.BEFORE, cases.AFTER)
+
+
+def experts_at(name, world=None, ep_size=None, stage=None):
+    case = cases.EXPERTS[name]
+    return run_ranks(
+        world or case.get("world", cases.WORLD),
+        go_on_with_experts,
+        name,
+        ep_size or case["ep_size"],
+        case["stage"] if stage is None else stage,
+    )
+
+
+def told_of(name, rank):
+    return expected(name)["ranks"][rank]["resumed"]["losses"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", cases.EXPERTS)
+def test_training_with_experts_goes_on_with_deepspeeds_own_losses(name):
+    for rank, (steps, losses) in enumerate(experts_at(name)):
+        assert steps == cases.BEFORE
+        assert losses == pytest.approx(told_of(name, rank), rel=TOLERANCE[precision(cases.EXPERTS[name])])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("name", "world", "ep_size", "stage"),
+    [
+        ("experts_stage0", 2, 1, 0),
+        ("experts_stage1_w4", 4, 1, 0),
+        ("experts_stage2_data_first_w4", 4, 1, 2),
+        ("experts_stage2_ep1", 2, 2, 1),
+        ("experts_stage0", 2, 2, 2),
+    ],
+)
+def test_experts_load_at_another_ep_size_and_stage(name, world, ep_size, stage):
+    """Clipping at stage 0 is by the mean of the ranks' norms, as in DeepSpeed, and so depends on the experts of a rank."""
+    for rank, (_, losses) in enumerate(experts_at(name, world, ep_size, stage)):
+        told = told_of(name, rank)
+        assert losses[0] == pytest.approx(told[0], rel=1e-6)
+        assert losses == pytest.approx(told, rel=1e-3 if "stage0" in name or not stage else 1e-5)
+
+
+@pytest.mark.parametrize("name", cases.EXPERTS)
+def test_one_file_has_all_experts(name, tmp_path):
+    found = consolidated_state_dict(GOLDEN / name)
+    layer = "mixtures.{}.deepspeed_moe.experts.deepspeed_experts.{}.0.weight"
+    experts = [found[layer.format(*place)] for place in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]]
+    assert not any(torch.equal(experts[0], other) for other in experts[1:])
+    assert {key for key in found if "experts.0." in key or "experts.3." in key}
+    shutil.copytree(GOLDEN / name, tmp_path / "copy")
+    next((tmp_path / "copy").rglob("layer_0_expert_3_*")).unlink()
+    with pytest.raises(CheckpointError, match="expert 3 of layer 0 has no file"):
+        consolidated_state_dict(tmp_path / "copy")
 
 
 # Written for DeepSpeed.

@@ -18,12 +18,13 @@ from zero_runtime.checkpoint.deepspeed.description import (
     stage,
     state_name,
 )
+from zero_runtime.checkpoint.deepspeed.experts import Experts, read_experts
 from zero_runtime.checkpoint.deepspeed.flat_partitions import read_partitions
 from zero_runtime.checkpoint.deepspeed.folder import Folder, find
 from zero_runtime.checkpoint.deepspeed.objects import plain
 from zero_runtime.checkpoint.deepspeed.tensor_runs import Run
 from zero_runtime.checkpoint.deepspeed.universal import read_universal
-from zero_runtime.checkpoint.deepspeed.whole import read_whole
+from zero_runtime.checkpoint.deepspeed.whole import read_whole, read_whole_of_experts
 from zero_runtime.checkpoint.files.checkpoint_manifest import Manifest, ParameterFacts, RankFile
 from zero_runtime.checkpoint.opened import OpenCheckpoint, StoredRange
 from zero_runtime.errors import CheckpointError
@@ -107,7 +108,8 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             raise CheckpointError(
                 f"{self.directory} lacks the model states of rank 0; copy all files of the checkpoint, or load another tag"
             )
-        module, buffers = first["module"], frozenset(first.get("buffer_names") or ())
+        experts = read_experts(self._folder.experts, first, int(first.get("dp_world_size") or 1))
+        module, buffers = {**first["module"], **experts.weights}, frozenset(first.get("buffer_names") or ())
         shapes = first.get("param_shapes")
         sharded = "zero_pp_rank" in paths[0].name
         missing_ranks = (
@@ -124,15 +126,14 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         common: Mapping[str, Any] = {}
         options: list[dict[str, Any]] = []
         if self._folder.universal:
-            partitions, shapes_in_files = read_universal(self._folder, shapes or [])
-            shapes = [{name: shapes_in_files[name] for name in named} for named in shapes or []]
+            partitions = read_universal(self._folder, shapes or [])
         elif self._folder.optimizers or (shapes is not None and (sharded or not self._module_suffices)):
-            partitions = read_partitions(self._folder, shapes)
+            partitions = read_partitions(self._folder, shapes, experts)
         else:
             partitions = None
         trained = None
         if partitions is not None:
-            trained = {name: shape for named in shapes or () for name, shape in named.items()}
+            trained = partitions.shapes
             options, common = partitions.options, partitions.common
             for name, shape in trained.items():
                 dtype = module[name].dtype if name in module else torch.float32
@@ -146,7 +147,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             self._take_runs(partitions.runs)
         elif first.get("optimizer") is not None and self._known is not None and not self._module_suffices:
             common = first["optimizer"]
-            options = self._take_unnamed(paths[0], common, self._known.groups)
+            options = self._take_unnamed(paths[0], common, self._known.groups, experts)
         config = first.get("ds_config")
         return self._manifest(
             first,
@@ -243,24 +244,27 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._scalars[run.name] = scalars
 
     def _take_unnamed(
-        self, path: Path, optimizer: Mapping[str, Any], groups: Sequence[Sequence[str]]
+        self, path: Path, optimizer: Mapping[str, Any], known: Sequence[Sequence[str]], experts: Experts
     ) -> list[dict[str, Any]]:
         """Add the state of an optimizer that names no parameters. Returns the options of its param groups."""
-        missing = [name for names in groups for name in names if name not in self._facts]
+        missing = [name for names in known for name in names if name not in self._facts]
         if missing:
             raise CheckpointError(
                 f"{path} is of another model: it lacks {', '.join(map(repr, missing[:5]))}; pass "
                 "load_optimizer_states=False and load_module_strict=False to load what both have"
             )
-        states = read_whole(
-            path, optimizer, groups, {name: facts.shape for name, facts in self._facts.items()}
-        )
-        self._take_runs(states.runs)
-        for number, names in enumerate(groups):
-            for name in names:
-                facts = self._facts[name]
-                self._describe(name, facts.shape, getattr(torch, facts.dtype), number)
-        return states.options
+        shapes = {name: facts.shape for name, facts in self._facts.items()}
+        if experts.weights:
+            of_ranks = read_whole_of_experts(self._folder, known, shapes, experts)
+        else:
+            of_ranks = [(known, read_whole(path, optimizer, known, shapes))]
+        for groups, states in of_ranks:
+            self._take_runs(states.runs)
+            for number, names in enumerate(groups):
+                for name in names:
+                    facts = self._facts[name]
+                    self._describe(name, facts.shape, getattr(torch, facts.dtype), number)
+        return of_ranks[0][1].options
 
     def _scalar(self, name: str, value: Any) -> Scalar | NumberTensor:
         if isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from zero_runtime.checkpoint.deepspeed.experts import Experts, has_experts
 from zero_runtime.checkpoint.deepspeed.folder import Folder
 from zero_runtime.checkpoint.deepspeed.tensor_runs import Flat, Run, end_to_end, partitioned
 from zero_runtime.checkpoint.deepspeed.torch_file import read_dict
@@ -27,20 +28,26 @@ class Partitions(NamedTuple):
         groups: the param group of each of those parameters.
         options: of the param groups.
         common: the other values in rank 0's file: loss scale, stage and others.
+        shapes: of the parameters, by name.
     """
 
     runs: list[Run]
     groups: dict[str, int]
     options: list[dict[str, Any]]
     common: Mapping[str, Any]
+    shapes: Mapping[str, Sequence[int]]
 
 
-def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]] | None) -> Partitions:
+def read_partitions(
+    folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]] | None, experts: Experts
+) -> Partitions:
     """Read the optimizer states of all ranks.
 
     Args:
         folder: the files of the checkpoint.
-        shapes: of the parameters, group by group, in their order in the flat groups; None if the model states lack them.
+        shapes: of the parameters of rank 0, group by group, in their order in the flat groups; None if the model states
+            lack them.
+        experts: of the checkpoint.
 
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the others.
@@ -65,19 +72,30 @@ def read_partitions(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]
     owners = list(range(len(shapes))) if key == _PARTITIONED else _owners(paths[0], _base(ranks[0], key)[1])
     runs: list[Run] = []
     groups: dict[str, int] = {}
+    all_shapes: dict[str, Sequence[int]] = {}
     for number, (named, owner) in enumerate(zip(shapes, owners, strict=True)):
-        names = list(named)
-        if not names:
+        if not named:
             continue
         numels = [math.prod(shape) for shape in named.values()]
-        of_group = [each[number] for each in flats]
-        if key == _SHARDED:
-            runs += partitioned(names, numels, of_group)
-        else:
-            paddings = _paddings(paths[0], ranks[0], number, len(names))
-            runs += end_to_end(names, numels, paddings, of_group)
-        groups.update(dict.fromkeys(names, owner))
-    return Partitions(runs, groups, options, ranks[0])
+        of_experts = has_experts(list(named))
+        ep_size = len(paths) // _partitions(ranks[0], number, len(paths)) if of_experts else 1
+        for place in range(ep_size):
+            names = [experts.name_of(name, ep_size, place) for name in named]
+            of_group = [flats[rank][number] for rank in experts.members(ep_size, place)]
+            if key == _SHARDED:
+                runs += partitioned(names, numels, of_group)
+            else:
+                paddings = _paddings(paths[0], ranks[0], number, len(names))
+                runs += end_to_end(names, numels, paddings, of_group)
+            groups.update(dict.fromkeys(names, owner))
+            all_shapes.update(zip(names, named.values(), strict=True))
+    return Partitions(runs, groups, options, ranks[0], all_shapes)
+
+
+def _partitions(rank: Mapping[str, Any], number: int, ranks: int) -> int:
+    """How many ranks a flat group is partitioned among: fewer for experts, which differ between the others."""
+    counts = rank.get("partition_count", ranks)
+    return int(counts[number]) if isinstance(counts, list) and number < len(counts) else ranks
 
 
 def _complete(folder: Folder) -> list[Path]:

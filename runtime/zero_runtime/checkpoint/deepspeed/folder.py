@@ -13,6 +13,8 @@ from zero_runtime.errors import CheckpointError
 
 _MODEL: Final = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_EXPERT: Final = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt")
+_EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _WEIGHTS: Final = (
     "pytorch_model.bin",
     "model.safetensors",
@@ -37,6 +39,8 @@ class Folder:
         universal: whether each parameter has a directory below ``zero``.
         weights: the files of a weights-only export.
         model_parallel: how many ranks shared one copy of the model.
+        experts: the files of experts' weights, by layer and number of the expert.
+        expert_optimizers: the files of optimizer states at stage 0 of a model with experts, by expert-parallel rank.
     """
 
     directory: Path
@@ -45,13 +49,22 @@ class Folder:
     universal: bool = False
     weights: Sequence[Path] = ()
     model_parallel: int = 1
+    experts: Mapping[tuple[int, int], Path] = field(default_factory=dict)
+    expert_optimizers: Mapping[int, Path] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
         """All files that are read, in the same order on every rank."""
         below = self.directory / UNIVERSAL
         parameter_files = sorted(below.rglob("*.pt")) if self.universal else []
-        return [*self.models.values(), *self.optimizers.values(), *parameter_files, *self.weights]
+        of_experts = [*self.experts.values(), *self.expert_optimizers.values()]
+        return [
+            *self.models.values(),
+            *self.optimizers.values(),
+            *of_experts,
+            *parameter_files,
+            *self.weights,
+        ]
 
 
 def find(directory: Path) -> Folder | None:
@@ -86,6 +99,14 @@ def find(directory: Path) -> Folder | None:
         optimizers={rank: path for (rank, number), path in optimizers.items() if number == 0},
         universal=universal,
         model_parallel=parallel,
+        experts={
+            (int(match[1]), int(match[2])): directory / match[0]
+            for match in map(_EXPERT.fullmatch, names)
+            if match
+        },
+        expert_optimizers={
+            int(match[1]): directory / match[0] for match in map(_EXPERT_OPTIMIZER.fullmatch, names) if match
+        },
     )
 
 
@@ -105,12 +126,15 @@ def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) ->
 
 
 def _check_kind(directory: Path, names: Sequence[str]) -> None:
-    if any(name.startswith("expp_rank_") or "_expert_" in name for name in names):
+    of_experts = [name for name in names if "expert_" in name]
+    others = [name for name in of_experts if not _EXPERT.fullmatch(name)]
+    if others or (of_experts and (directory / UNIVERSAL).is_dir()):
         raise CheckpointError(
-            f"{directory} is of a model with experts (MoE), each in files of its own, which is not read here; train on "
-            "from it with DeepSpeed, or load its weights into the model yourself"
+            f"{directory} is of a model with experts in another form ({(others or [UNIVERSAL])[0]}) than the files "
+            "layer_<l>_expert_<n>_mp_rank_00_model_states.pt of DeepSpeed's MoE layer, the only one that is read here; "
+            "train on from it with DeepSpeed, or load its weights into the model yourself"
         )
-    if any(name.startswith("layer_") for name in names):
+    if any(name.startswith("layer_") and name not in of_experts for name in names):
         raise CheckpointError(
             f"{directory} is of a pipeline, with files for each layer (layer_*), which are not read here; {CONVERT}"
         )

@@ -20,10 +20,8 @@ PARAMETER: Final = "param"
 GLOBAL: Final = "optimizer_state.pt"
 
 
-def read_universal(
-    folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]]
-) -> tuple[Partitions, dict[str, tuple[int, ...]]]:
-    """Read the parameters that were trained, and their shapes, which their own files may correct.
+def read_universal(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]]) -> Partitions:
+    """Read the parameters that were trained, with their shapes, which their own files may correct.
 
     Args:
         folder: the files of the checkpoint.
@@ -43,13 +41,16 @@ def read_universal(
         }
         owners = [by_index.get(index, 0) for index in owners]
     counted = _counted(common, param_groups)
-    runs, groups, shapes_in_files = [], {}, {}
+    runs = []
+    groups: dict[str, int] = {}
+    shapes_in_files: dict[str, Sequence[int]] = {}
     for owner, named in zip(owners, shapes, strict=True):
         for name, shape in named.items():
             run, shapes_in_files[name] = _parameter(below / name, name, tuple(shape), counted)
             runs.append(run)
             groups[name] = owner
-    return Partitions(runs, groups, [options_of(each) for each in param_groups], common), shapes_in_files
+    options = [options_of(each) for each in param_groups]
+    return Partitions(runs, groups, options, common, shapes_in_files)
 
 
 def _counted(common: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Any:

@@ -13,8 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from zero_runtime.checkpoint.deepspeed.experts import Experts, has_experts
 from zero_runtime.checkpoint.deepspeed.flat_partitions import STATES, options_of
+from zero_runtime.checkpoint.deepspeed.folder import Folder
 from zero_runtime.checkpoint.deepspeed.tensor_runs import Flat, Run, end_to_end
+from zero_runtime.checkpoint.deepspeed.torch_file import read_dict
 from zero_runtime.errors import CheckpointError
 
 _FLAT: Final = "fp32_groups_flat"
@@ -73,6 +76,73 @@ def read_whole(
         for name, index, master in zip(names, indices, masters, strict=True):
             runs.append(_run(path, name, state.get(index, {}), steps[number], master, shapes[name]))
     return WholeStates(runs, options)
+
+
+def read_whole_of_experts(
+    folder: Folder,
+    known: Sequence[Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+    experts: Experts,
+) -> list[tuple[Sequence[Sequence[str]], WholeStates]]:
+    """The optimizer's state of the ranks that have all experts, each with the names of its param groups.
+
+    Args:
+        folder: the files of the checkpoint.
+        known: the names of the parameters of each param group of the loading engine.
+        shapes: of all parameters.
+        experts: of the checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, or the state is of other parameters.
+    """
+    paths = folder.expert_optimizers
+    missing = sorted(set(range(max(paths, default=0) + 1)) - set(paths))
+    if missing:
+        raise CheckpointError(
+            f"{folder.directory} has no file expp_rank_{missing[0]}_mp_rank_00_optim_states.pt, which holds the optimizer's "
+            "state of experts; copy all files of the checkpoint, or pass load_optimizer_states=False"
+        )
+    apart = experts.ranks // len(paths) if experts.data_first else 1
+    found: list[tuple[Sequence[Sequence[str]], WholeStates]] = []
+    for place, path in sorted(paths.items()):
+        optimizer = read_dict(path, "optimizer")["optimizer"]
+        saved = optimizer.get(STATES, optimizer).get("param_groups", [])
+        groups = [
+            _names_on_rank(path, number, names, saved, experts, place * apart)
+            for number, names in enumerate(known)
+        ]
+        states = read_whole(path, optimizer, groups, shapes)
+        if place:  # the other parameters are the same on all ranks
+            runs = [run for run in states.runs if has_experts([run.name])]
+            states = states._replace(runs=runs)
+            groups = [names if has_experts(names) else [] for names in groups]
+        found.append((groups, states))
+    return found
+
+
+def _names_on_rank(
+    path: Path,
+    number: int,
+    names: Sequence[str],
+    saved: Sequence[Mapping[str, Any]],
+    experts: Experts,
+    rank: int,
+) -> Sequence[str]:
+    """The names of param group ``number`` on ``rank`` of those that saved; ``names`` are those of the loading engine."""
+    if not has_experts(names):
+        return names
+    name = str(saved[number].get("name", "")) if number < len(saved) else ""
+    size = name.removeprefix("ep_size_")
+    mixed = [each for each in names if not has_experts([each])]
+    if not size.isdecimal() or experts.ranks % int(size) or mixed:
+        raise CheckpointError(
+            f"{path} has param group {number} with the name {name!r}, and the engine has experts there; expected a group of "
+            "experts alone, ep_size_<n>, as split_params_into_different_moe_groups_for_optimizer makes it; make the param "
+            "groups the same, or pass load_optimizer_states=False"
+        )
+    ep_size = int(size)
+    place = experts.place(rank, ep_size)
+    return [experts.name_of(each, ep_size, place) for each in experts.names_of_rank(names, ep_size)]
 
 
 def _step(group: Mapping[str, Any], state: Mapping[int, Any]) -> Any:

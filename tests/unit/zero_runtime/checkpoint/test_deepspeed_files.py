@@ -224,7 +224,8 @@ def test_optimizer_states_that_are_too_short_for_the_parameters(copy):
     [
         ("mp_rank_01_model_states.pt", ("2 tensor-parallel ranks", "ds_to_universal")),
         ("layer_00-model_00-model_states.pt", ("pipeline", "ds_to_universal")),
-        ("layer_0_expert_0_mp_rank_00_model_states.pt", ("experts",)),
+        ("expert_0_mp_rank_00_model_states.pt", ("experts", "layer_<l>_expert_<n>")),
+        ("layer_0_expert_0_mp_rank_00_model_states.pt", ("layer_0_expert_0", "damaged")),
         ("offloaded_tensors", ("NVMe", "none or cpu")),
     ],
 )
