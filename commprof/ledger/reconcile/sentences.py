@@ -43,7 +43,7 @@ def gradient_sentences(
         return [sentence]
     sentences = (
         _gradient_sentence(config, configuration, groups, issued),
-        remedy_sentence(config, configuration, issued, runtime),
+        remedy_sentence(config, configuration, next(rows for rows in groups.values() if rows), runtime),
     )
     return [sentence for sentence in sentences if sentence is not None]
 
