@@ -1,5 +1,6 @@
 """Settings that every test shares. Set before torch is imported anywhere."""
 
+import gc
 import inspect
 import os
 import signal
@@ -68,3 +69,14 @@ def cases_that_run(request: pytest.FixtureRequest) -> tuple[str, ...]:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sample.mark_long(items)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of this process, nor of those forked from it, looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter clean up what was imported: DuckDB reports what is left at its end."""
+    gc.unfreeze()

@@ -42,9 +42,15 @@ def commprof(
     env: dict[str, str] | None = None,
     timeout: float = 200.0,
     input: str | None = None,
+    new_interpreters: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The command with ``words``, and how it ended; ``input`` is typed on its standard input."""
-    return warm.commprof([*map(str, words)], Path(cwd), environment() if env is None else env, timeout, input)
+    """The command with ``words``, and how it ended; ``input`` is typed on its standard input.
+
+    The Python programs that it starts are forked from the test process as well (``support.warm_programs``), unless
+    ``new_interpreters``.
+    """
+    variables = environment() if env is None else env
+    return warm.commprof([*map(str, words)], Path(cwd), variables, timeout, input, new_interpreters)
 
 
 def output(*words: str, cwd: Path, expected: int = 0, **options: Any) -> str:

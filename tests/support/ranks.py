@@ -7,6 +7,7 @@ on the GPU: operations, bytes, order and logs are NCCL's own, the times of commu
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -62,6 +63,8 @@ def run_ranks(
     import torch
     import torch._dynamo  # or every rank imports it for itself, in its optimizer's first step: seconds
 
+    import commprof.recorder.session  # noqa: F401 - as well, where it is recorded: 90 modules
+
     torch.set_num_threads(1)
     store = tempfile.mktemp(prefix="commprof-store-")
     pipes: dict[int, int] = {}
@@ -106,6 +109,7 @@ class _Working:
 
 
 def _rank_main(rank, world, function, args, write_end, store, process_group, env, working):
+    gc.freeze()  # or the first collection copies every page of the test process
     try:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)

@@ -7,12 +7,13 @@ would have. What pytest and other tests have changed in this process is undone i
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import gc
 import importlib
-import io
 import logging
 import os
+import pkgutil
 import select
 import signal
 import subprocess
@@ -24,14 +25,37 @@ import traceback
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn
 
 from commprof.analysis.relations import engine
 from commprof.analysis.storage import answer_cache, answer_files
+from support import warm_programs
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # Which engine and which parts in C are taken is decided while modules are imported.
 _READ_AT_IMPORT: Final = ("COMMPROF_COMPILED",)
+_ROOMS: Final = (
+    *("align", "analysis", "calibration", "cli", "export", "imports", "ledger", "nccl", "plan", "prediction"),
+    *("requested", "sampling", "trace"),
+)
+_NOT_IMPORTED: Final = ("commprof.analysis.relations.spark",)
+# What these, and the libraries below them, import in their first call.
+_LIBRARIES: Final = (
+    *(
+        "commprof.recorder.session",
+        "commprof_dash.app",
+        "pandas.core.arrays.arrow._arrow_utils",
+        "pyarrow.acero",
+    ),
+    *(
+        "pyarrow.dataset",
+        "pyarrow.parquet",
+        "rich.console",
+        "rich.table",
+        "typer._adapters",
+        "typer._click.decorators",
+    ),
+)
 _IMPORT: Final = builtins.__import__
 _CACHE_DIRECTORY: Final = answer_files.cache_directory
 # DuckDB's engines of the test process: their threads are not in the child, and to close one there would wait for them.
@@ -39,9 +63,16 @@ _ENGINES: Final[list[Any]] = []
 
 
 def commprof(
-    words: list[str], cwd: Path, env: dict[str, str], timeout: float, text: str | None
+    words: list[str],
+    cwd: Path,
+    env: dict[str, str],
+    timeout: float,
+    text: str | None,
+    new_interpreters: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``commprof WORDS`` in ``cwd`` with exactly the variables ``env``; ``text`` is typed on its standard input.
+
+    The Python programs that it starts are forked too, unless they have to be ``new_interpreters``.
 
     Raises:
         subprocess.TimeoutExpired: it has not ended, or not closed its output, within ``timeout`` seconds; it is killed.
@@ -59,13 +90,16 @@ def commprof(
             check=False,
         )
     _import_all()
+    forks_programs = words[:1] in (["run"], ["sweep"]) and not new_interpreters
+    if forks_programs:
+        warm_programs.import_all()
     ends = [os.pipe(), os.pipe()]
     typed = None if text is None else _typed(text)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _child(words, cwd, env, typed, [write for _, write in ends])
+        _child(words, cwd, env, typed, [write for _, write in ends], forks_programs)
     for _, write in ends:
         os.close(write)
     if typed is not None:
@@ -85,17 +119,17 @@ def commprof(
 @cache
 def _import_all() -> None:
     """What commands import while they run: once in this process in place of once in each."""
-    import pandas  # noqa: F401
-    import pyarrow.parquet  # noqa: F401
-
-    import commprof.analysis.api
-    import commprof.trace.finaliser  # noqa: F401
     from commprof.cli import application
 
     application.build()
-    for package in ("sections", "verbs"):
-        for module in (ROOT / "commprof" / "cli" / package).glob("[a-z]*.py"):
-            importlib.import_module(f"commprof.cli.{package}.{module.stem}")
+    for room in _ROOMS:
+        package = importlib.import_module(f"commprof.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if module.name not in _NOT_IMPORTED:
+                importlib.import_module(module.name)
+    for name in _LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def _typed(text: str) -> int:
@@ -128,7 +162,12 @@ def _read(ends: list[int], deadline: float) -> list[str]:
 
 
 def _child(
-    words: list[str], cwd: Path, env: dict[str, str], typed: int | None, outputs: list[int]
+    words: list[str],
+    cwd: Path,
+    env: dict[str, str],
+    typed: int | None,
+    outputs: list[int],
+    forks_programs: bool,
 ) -> NoReturn:
     code = 1
     try:
@@ -139,6 +178,8 @@ def _child(
             os.close(end)
         gc.freeze()  # or the first collection copies every page of the test process
         _as_started(words, cwd, env)
+        if forks_programs:
+            subprocess.Popen = warm_programs.Popen
         code = _run(words)
     except BaseException:
         traceback.print_exc()
@@ -156,7 +197,9 @@ def _as_started(words: list[str], cwd: Path, env: dict[str, str]) -> None:
     sys.argv = [str(ROOT / "commprof" / "__main__.py"), *words]
     sys.orig_argv[:] = [sys.executable, "-m", "commprof", *words]
     sys.path.insert(0, str(cwd))
-    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+    sys.stdin, sys.stdout, sys.stderr = (
+        warm_programs.stream(number, mode) for number, mode in enumerate("rww")
+    )
     faulthandler.disable()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -172,12 +215,6 @@ def _as_started(words: list[str], cwd: Path, env: dict[str, str]) -> None:
     _ENGINES.extend([engine._connection, *vars(answer_cache.answer_cache).values()])
     engine._connection = type(engine._connection)()
     answer_cache.answer_cache.__init__()
-
-
-def _stream(number: int, mode: str) -> TextIO:
-    raw = os.fdopen(number, mode + "b", closefd=False)
-    errors = "backslashreplace" if number == 2 else "strict"
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=number == 2)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:

@@ -44,7 +44,7 @@ dist.destroy_process_group()
 
 
 def commprof(*words: str, cwd: Path, env=ENVIRONMENT, input="typed") -> subprocess.CompletedProcess:
-    return command.commprof(*words, cwd=cwd, env=env, input=input, timeout=120)
+    return command.commprof(*words, cwd=cwd, env=env, input=input, timeout=120, new_interpreters=True)
 
 
 def write(path: Path, text: str) -> Path:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from commprof.analysis import api
+from support import warm_programs
 from support.command import commprof
 from support.recording import calls
 from support.trainer_programs import ACCELERATE, LIGHTNING, TRAINER
@@ -19,6 +20,7 @@ def recorded(tmp_path, program):
     from commprof.trace.reader import open_run
 
     (tmp_path / "train.py").write_text(program, "utf-8")
+    warm_programs.import_all("accelerate", "transformers.trainer")
     done = commprof("run", "--out", "run", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = open_run(tmp_path / "run")
