@@ -472,7 +472,7 @@ def stragglers(run: AnyRun) -> pd.DataFrame:
     """How often each rank arrives last, and how long the others wait for it, one row per rank.
 
     ``frame.attrs["statement"]`` is the verdict; None if there is none. ``frame.attrs["late"]``: the ranks that it names as
-    late.
+    late; ``frame.attrs["since"]``: pairs of a rank that became late and the step from which it is, if there are any.
     """
     return straggling(run).ranks
 
@@ -556,7 +556,9 @@ def topology(run: AnyRun) -> pd.DataFrame:
 
 
 def straggling(run: AnyRun, limit: int = MOST_LATE, first_step: bool = True) -> Straggling:
-    """Stragglers in one pass: :func:`stragglers`, lateness by rank, causes of waiting, and the worst collectives.
+    """Stragglers in one pass: :func:`stragglers`, lateness by rank, causes of waiting, the worst collectives, and ``steps``.
+
+    ``steps`` is the lateness of each rank in each training step, with what the verdict counts there: its rows ``is_warm``.
 
     Args:
         limit: the number of worst collectives at most.

@@ -238,6 +238,26 @@ LATENESS: Final = Table(
     key=("rank",),
 )
 
+LATENESS_OF_STEPS: Final = Table(
+    "lateness_of_steps",
+    "Lateness by rank and training step; by rank and range of steps if there are more than 250.",
+    (
+        _of(schema.COLLECTIVES, "rank"),
+        _of(schema.COLLECTIVES, "attempt"),
+        Column("step", "int32", "training step, the first of the range"),
+        Column("steps", "int64", "training steps of the range"),
+        Column("is_warm", "bool", "the verdict is about it: it is not the first step of its attempt"),
+        Column("lateness_ns", "int64", "largest lateness in the step, without messages; mean over the range", True, "ns"),
+        Column("collectives", "int64", "as in stragglers"),
+        Column("last", "int64", "as in stragglers"),
+        Column("expected_last", "float64", "as in stragglers"),
+        Column("others_waited_own_ns", "int64", "waiting of the others for its own delay, as the verdict counts", unit="ns"),
+        Column("others_waited_inherited_ns", "int64", "for an inherited delay", unit="ns"),
+        Column("others_waited_unknown_ns", "int64", "for one of which it is not known", unit="ns"),
+    ),
+    key=("attempt", "step", "rank"),
+)
+
 WAITING_CAUSES: Final = Table(
     "waiting_causes",
     "What took longest for each rank in its collectives, if beyond the clock error.",
@@ -345,6 +365,7 @@ DETAILED_ANSWERS: Final[dict[str, Table]] = {
     "bucket_parameters": BUCKET_PARAMETERS,
     "bucket_operations": BUCKET_OPERATIONS,
     "lateness": LATENESS,
+    "lateness_of_steps": LATENESS_OF_STEPS,
     "waiting_causes": WAITING_CAUSES,
     "late_collectives": LATE_COLLECTIVES,
     "aligned": ALIGNED,

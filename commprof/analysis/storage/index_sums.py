@@ -29,7 +29,7 @@ from commprof.trace.tables import empty_table
 STRAGGLING: Final = dict(
     zip(
         straggling.Straggling._fields,
-        ("stragglers", "lateness", "waiting_causes", "late_collectives"),
+        ("stragglers", "lateness", "waiting_causes", "late_collectives", "lateness_of_steps"),
         strict=True,
     )
 )

@@ -69,6 +69,20 @@ class LateRank(NamedTuple):
     since: int | None = None
 
 
+class Waits(NamedTuple):
+    """How long the others waited for a rank in a step; one row for each wait.
+
+    ``code`` is the step with its attempt as one number. A wait is for the own delay of the rank, for one that it inherits,
+    or its cause is not known.
+    """
+
+    rank: Numbers
+    code: Numbers
+    own_ns: Numbers
+    inherited_ns: Numbers
+    unknown_ns: Numbers
+
+
 class Findings(NamedTuple):
     """The evidence of the last ranks of all collectives, without warm-up.
 
@@ -79,6 +93,8 @@ class Findings(NamedTuple):
         inherited: by rank, the waiting for it because the collective before had ended late for it.
         elsewhere: by rank, the waiting for it because waits in other groups or for messages had blocked it longer.
         untold: by rank, the waiting of unknown cause, since some wait was not recorded.
+        warm: the steps without warm-up, each with its attempt as one number.
+        waits: what of the waiting for each rank is for its own delay, inherited, or of unknown cause.
         share: the share of the collectives of the steps that were compared.
     """
 
@@ -90,6 +106,8 @@ class Findings(NamedTuple):
     inherited: dict[int, int]
     elsewhere: dict[int, int]
     untold: dict[int, int]
+    warm: set[int]
+    waits: Waits
     share: float = 1.0
 
 
@@ -133,7 +151,8 @@ class LastRanks:
         waited = np.where(events.is_timed, events["others_waited_ns"], events["lead_ns"])
         cost, waited = (np.where(events.is_certain, each, 0).astype(np.int64) for each in (cost, waited))
         known, untold = warm & events.is_known, warm & ~events.is_known
-        late, own_ns, turns = _late_ranks(events, cost, known, span_ns, least_share)
+        delays = _OwnDelays.of(events, cost, known)
+        late, own_ns, turns = _late_ranks(delays, span_ns, least_share)
         lead = np.maximum(events["lead_ns"], 1)
         elsewhere = np.minimum(_rounded(waited * (events["elsewhere_lead_ns"] / lead)), waited - cost)
         rank = events["rank"]
@@ -142,6 +161,16 @@ class LastRanks:
         inherited_by = np.concatenate((rank[known], rank[shared], events["second_rank"][shared]))
         half = _rounded((of_both * (1 - events.second_share()))[shared] / 2)
         inherited = np.concatenate(((waited - cost - elsewhere)[known], half, half))
+        codes = events.step_codes()
+        waits = _waits(
+            (delays.rank, delays.codes, delays.cost_ns),
+            (
+                np.concatenate((inherited_by, rank[known])),
+                np.concatenate((codes[known], codes[shared], codes[shared], codes[known])),
+                np.concatenate((inherited, elsewhere[known])),
+            ),
+            (rank[untold], codes[untold], waited[untold]),
+        )
         return Findings(
             late,
             int(warm.sum()),
@@ -151,7 +180,17 @@ class LastRanks:
             _by_rank(inherited_by, inherited),
             _by_rank(rank[known], elsewhere[known]),
             _by_rank(rank[untold], waited[untold]),
+            steps,
+            waits,
         )
+
+
+def _waits(*kinds: tuple[Numbers, Numbers, Numbers]) -> Waits:
+    """The waits of all ``kinds``, each with its ranks, steps and times, without those that are as short as waking up."""
+    rank, code = (np.concatenate(each) for each in list(zip(*kinds, strict=True))[:2])
+    kind = np.repeat(np.arange(len(kinds)), [len(ns) for *_, ns in kinds])
+    times = _beyond_resolution(np.concatenate([ns for *_, ns in kinds]))
+    return Waits(rank, code, *(np.where(kind == number, times, 0) for number in range(len(kinds))))
 
 
 class _Events:
@@ -214,25 +253,57 @@ def _rounded(values: Floats) -> Numbers:
     return np.rint(values).astype(np.int64)
 
 
+class _OwnDelays(NamedTuple):
+    """The waiting for own delays, one row for each rank that is blamed for one.
+
+    Attributes:
+        rank: the rank that is blamed; ``codes``: the step with its attempt as one number.
+        cost_ns: how long the others waited for its own delay; 0 for a wait that is as short as waking up.
+        behind: the rank that was hidden behind it, with its cost; 0 if the two came together.
+        members: ranks of the collective; ``is_seen``: the waits of the others were recorded.
+    """
+
+    rank: Numbers
+    codes: Numbers
+    cost_ns: Numbers
+    behind: Numbers
+    behind_ns: Numbers
+    members: Numbers
+    is_seen: Flags
+
+    @classmethod
+    def of(cls, events: _Events, all_costs: Numbers, known: Flags) -> _OwnDelays:
+        """Those in the rows ``known`` of ``events``, of which ``all_costs`` are the costs of the last rank."""
+        both, of_both = events.together()
+        shared = np.flatnonzero(known & both)
+        rows = np.concatenate((np.flatnonzero(known), shared))
+        half = _rounded(of_both * events.second_share() / 2)
+        # The last rank may have been blocked elsewhere, such as the root of a reduce after its last sender.
+        of_last = np.minimum(
+            events.second_share(), events["own_delay_ns"] / np.maximum(events["lateness_ns"], 1)
+        )
+        blamed, cost = events["rank"][rows].copy(), (all_costs + _rounded(of_both * of_last / 2))[rows]
+        seconds = np.arange(len(rows)) >= len(rows) - len(shared)
+        blamed[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
+        behind_ns = _beyond_resolution(np.where(both, 0, events["second_own_lead_ns"])[rows])
+        return cls(
+            blamed,
+            events.step_codes()[rows],
+            _beyond_resolution(cost),
+            events["second_rank"][rows],
+            behind_ns,
+            events["members"][rows],
+            events.is_timed[rows],
+        )
+
+
 def _late_ranks(
-    events: _Events, all_costs: Numbers, known: Flags, span_ns: int, least_share: float
+    delays: _OwnDelays, span_ns: int, least_share: float
 ) -> tuple[list[LateRank], int, dict[int, int]]:
     """The culprits in turn: each is removed, and the rank that was hidden behind it takes its place."""
-    both, of_both = events.together()
-    shared = np.flatnonzero(known & both)
-    rows = np.concatenate((np.flatnonzero(known), shared))
-    half = _rounded(of_both * events.second_share() / 2)
-    # The last rank may have been blocked elsewhere, such as the root of a reduce after its last sender.
-    of_last = np.minimum(events.second_share(), events["own_delay_ns"] / np.maximum(events["lateness_ns"], 1))
-    blamed, cost = events["rank"][rows].copy(), (all_costs + _rounded(of_both * of_last / 2))[rows]
-    seconds = np.arange(len(rows)) >= len(rows) - len(shared)
-    blamed[seconds], cost[seconds] = events["second_rank"][shared], half[shared]
-    # The rank that was hidden behind the last one: none, if the two came together.
-    behind, behind_cost = events["second_rank"][rows], np.where(both, 0, events["second_own_lead_ns"])[rows]
-    members = events["members"][rows].copy()
-    seen, codes = events.is_timed[rows], events.step_codes()[rows]
-    hidden = np.zeros(len(rows), bool)
-    cost, behind_cost = _beyond_resolution(cost), _beyond_resolution(behind_cost)
+    blamed, cost, members = (each.copy() for each in (delays.rank, delays.cost_ns, delays.members))
+    codes, seen, behind, behind_cost = delays.codes, delays.is_seen, delays.behind, delays.behind_ns
+    hidden = np.zeros(len(blamed), bool)
     own_ns = int(cost.sum())
     late: list[LateRank] = []
     while True:

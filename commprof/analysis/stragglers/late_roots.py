@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.ranks.arrivals import FROM_ROOT, REAL_WAIT_NS, TO_ROOT
-from commprof.analysis.stragglers.late_ranks import binomial_tail, heaviest, warm_steps
+from commprof.analysis.stragglers.late_ranks import Waits, binomial_tail, heaviest, warm_steps
 
 Numbers = npt.NDArray[np.int64]
 
@@ -63,6 +64,21 @@ class RootedCollectives:
             return {}
         rank, cost = every["rank"].to_numpy(), _beyond_resolution(every["awaited_own_ns"].to_numpy())
         return {each: int(cost[rank == each].sum()) for each in np.unique(rank).tolist()}
+
+    def waits(self, steps: set[int], ranks: Sequence[int]) -> Waits:
+        """How long others waited for the own delay of ``ranks``."""
+        every = self._warm(steps)
+        none = np.zeros(0, np.int64)
+        if every is None:
+            return Waits(*[none] * len(Waits._fields))
+        rank, attempt, step, cost = (
+            every[name].to_numpy().astype(np.int64) for name in ("rank", "attempt", "step", "awaited_own_ns")
+        )
+        some = np.isin(rank, ranks)
+        cost = _beyond_resolution(cost)[some]
+        return Waits(
+            rank[some], ((attempt << 32) + step)[some], cost, np.zeros_like(cost), np.zeros_like(cost)
+        )
 
     def _warm(self, steps: set[int]) -> pa.Table | None:
         """The rows of ``steps`` without those of the warm-up; None without rows."""

@@ -43,6 +43,7 @@ class LateVerdict(NamedTuple):
 
 def verdict(
     ranks: pd.DataFrame,
+    warm: pd.DataFrame,
     findings: Findings,
     rooted: Sequence[LateRoot],
     paths: Paths,
@@ -52,13 +53,13 @@ def verdict(
     """The verdict that the arrivals of a run prove.
 
     Args:
-        ranks: one row per rank (answers.STRAGGLERS).
+        ranks: one row per rank (answers.STRAGGLERS); ``warm``: the same, counted without warm-up as the findings are.
         findings: what the last arrivals show; ``rooted``: ranks that rooted collectives wait for.
         paths: the evidence of the transfers.
         span_ns: from the first arrival to the last.
         unknown: how many collectives have ranks whose clocks were never compared.
     """
-    by_rank = {int(row["rank"]): row for _, row in ranks.iterrows()}
+    by_rank = {int(row["rank"]): row for _, row in warm.iterrows()}
     sentences = [_late(each, by_rank[each.rank], findings) for each in findings.late]
     late = [each.rank for each in findings.late]
     roots = [each for each in rooted if each.rank not in late]

@@ -29,7 +29,7 @@ Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 # The root of a broadcast waits for nobody, and a late sender need not be slow, so messages are left out.
-_ALL_FOR_ALL: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BARRIER)
+ALL_FOR_ALL: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BARRIER)
 _QUANTILES: Final = {"p5_ns": 0.05, "p25_ns": 0.25, "median_ns": 0.5, "p75_ns": 0.75, "p95_ns": 0.95}
 _MEASURED: Final = ("lateness_ns", "lateness_error_ns", "error_ns")
 _TIMES: Final = ("waiting_ns", "launch_ns", "transfer_ns")  # in the order of CAUSES
@@ -38,7 +38,7 @@ _TIMES: Final = ("waiting_ns", "launch_ns", "transfer_ns")  # in the order of CA
 def last_ones(arrived: pa.Table) -> Numbers:
     """The rows of the last ranks, in collectives in which every rank waits for every other."""
     return np.flatnonzero(
-        pc.fill_null(arrived["is_last"], False).to_numpy() & among(arrived["op"], _ALL_FOR_ALL)
+        pc.fill_null(arrived["is_last"], False).to_numpy() & among(arrived["op"], ALL_FOR_ALL)
     )
 
 
@@ -63,7 +63,7 @@ class RankLateness:
         part = _Part(arrived, encoded)
         several = (arrived["members"].to_numpy() > 1) & arrived["lateness_ns"].is_valid().to_numpy()
         # Collectives in which every rank waits for every other, recorded by all of them.
-        counted = arrived["is_last"].is_valid().to_numpy() & among(arrived["op"], _ALL_FOR_ALL)
+        counted = arrived["is_last"].is_valid().to_numpy() & among(arrived["op"], ALL_FOR_ALL)
         last_ones = np.flatnonzero(counted & part.flags("is_last"))
         self._see_steps(arrived, last_ones)
         self._sums.append(

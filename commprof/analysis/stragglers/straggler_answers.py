@@ -13,7 +13,12 @@ import pyarrow.compute as pc
 from commprof.align.ranks.arrivals import NEEDED
 from commprof.analysis.columns.answers import ARRIVALS, STRAGGLERS
 from commprof.analysis.columns.defaults import MOST_LATE
-from commprof.analysis.columns.detailed_answers import LATE_COLLECTIVES, LATENESS, WAITING_CAUSES
+from commprof.analysis.columns.detailed_answers import (
+    LATE_COLLECTIVES,
+    LATENESS,
+    LATENESS_OF_STEPS,
+    WAITING_CAUSES,
+)
 from commprof.analysis.columns.frames import from_arrow
 from commprof.analysis.relations.engine import connect
 from commprof.analysis.relations.memory import limit_bytes
@@ -31,10 +36,20 @@ from commprof.errors import UsageError
 from commprof.trace.reader import Run
 
 _DECLARED: Final = dict(
-    zip(Straggling._fields, (STRAGGLERS, LATENESS, WAITING_CAUSES, LATE_COLLECTIVES), strict=True)
+    zip(
+        Straggling._fields,
+        (STRAGGLERS, LATENESS, WAITING_CAUSES, LATE_COLLECTIVES, LATENESS_OF_STEPS),
+        strict=True,
+    )
 )
 _ROW_BYTES: Final = 400  # bytes of a row in a frame of arrivals and in its source
-_ORDER: Final = {"ranks": "rank", "lateness": "rank", "causes": "rank, rowid", "collectives": "rowid"}
+_ORDER: Final = {
+    "ranks": "rank",
+    "lateness": "rank",
+    "causes": "rank, rowid",
+    "collectives": "rowid",
+    "steps": "rowid",
+}
 
 
 def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:

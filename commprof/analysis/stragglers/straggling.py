@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,11 +14,12 @@ import pyarrow.compute as pc
 from commprof.analysis.columns.defaults import MOST_LATE
 from commprof.analysis.stragglers import arrivals
 from commprof.analysis.stragglers.arrival_spread import late_collectives, worst
-from commprof.analysis.stragglers.late_ranks import LastRanks
+from commprof.analysis.stragglers.late_ranks import LastRanks, Waits
 from commprof.analysis.stragglers.late_roots import RootedCollectives
 from commprof.analysis.stragglers.late_verdict import verdict
 from commprof.analysis.stragglers.rank_lateness import RankLateness, last_ones
 from commprof.analysis.stragglers.slow_paths import Paths
+from commprof.analysis.stragglers.step_lateness import StepLateness
 
 _MORE_THAN_WAITED: Final = (
     4  # times its own waiting for the other: between two equal ranks one seldom costs so much more
@@ -25,12 +27,13 @@ _MORE_THAN_WAITED: Final = (
 
 
 class Straggling(NamedTuple):
-    """The answer about stragglers in four tables: see :func:`commprof.analysis.api.straggling`."""
+    """The answer about stragglers in five tables: see :func:`commprof.analysis.api.straggling`."""
 
     ranks: pd.DataFrame
     lateness: pd.DataFrame
     causes: pd.DataFrame
     collectives: pd.DataFrame
+    steps: pd.DataFrame
 
 
 class Collector:
@@ -43,7 +46,7 @@ class Collector:
 
     def __init__(self, limit: int = MOST_LATE, hosts: Mapping[int, str] | None = None) -> None:
         self._limit = limit
-        self._ranks = RankLateness()
+        self._ranks, self._steps = RankLateness(), StepLateness()
         self._last_ranks, self._rooted, self._paths = LastRanks(), RootedCollectives(), Paths(hosts or {})
         self._late: pa.Table | None = None
         self._first: int | None = None
@@ -65,6 +68,7 @@ class Collector:
         candidates = [late] if self._late is None else [self._late, late]
         self._late = worst(pa.concat_tables([_plain(each) for each in candidates]), self._limit)
         self._ranks.add(arrived)
+        self._steps.add(arrived)
         self._last_ranks.add(arrived, last_ones(arrived))
         self._rooted.add(arrived)
         self._paths.add(arrived)
@@ -95,11 +99,35 @@ class Collector:
             findings = findings._replace(
                 late=[late for late in findings.late if late.cost_ns >= _MORE_THAN_WAITED * waited[late.rank]]
             )
-        late_verdict = verdict(ranks, findings, rooted, self._paths, span, self._unknown)
+        late = [each.rank for each in findings.late]
+        roots = [each.rank for each in rooted if each.rank not in late]
+        both = zip(findings.waits, self._rooted.waits(steps, roots), strict=True)
+        of_steps = self._steps.answer(findings.warm, Waits(*(np.concatenate(each) for each in both)))
+        warm = _without_warm_up(ranks, of_steps)
+        late_verdict = verdict(ranks, warm, findings, rooted, self._paths, span, self._unknown)
         ranks.attrs.update(late_verdict._asdict())
+        since = [[each.rank, each.since] for each in findings.late if each.since is not None]
+        if since:
+            ranks.attrs["since"] = since
         return Straggling(
-            ranks, self._ranks.lateness(), self._ranks.causes(), late_collectives(self._late, self._limit)
+            ranks,
+            self._ranks.lateness(),
+            self._ranks.causes(),
+            late_collectives(self._late, self._limit),
+            of_steps,
         )
+
+
+def _without_warm_up(ranks: pd.DataFrame, of_steps: pd.DataFrame) -> pd.DataFrame:
+    """``ranks`` with the counts of its warm steps; those of a rank that has none stay."""
+    counts = of_steps[of_steps["is_warm"]].groupby("rank")[["collectives", "last"]].sum()
+    counts = counts[counts["collectives"] > 0]
+    return ranks.assign(
+        **{
+            name: ranks["rank"].map(counts[name]).fillna(ranks[name]).astype("int64")
+            for name in ("collectives", "last")
+        }
+    )
 
 
 def straggling(

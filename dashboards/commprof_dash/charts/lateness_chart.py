@@ -1,23 +1,227 @@
-"""Lateness charts: boxes of how late each rank arrives, and what ranks wait for."""
+"""Lateness charts: how late each rank arrives, over the steps and in all, and what ranks wait for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from commprof.analysis import api
-from commprof_dash.charts.axis_ticks import axis
+from commprof_dash.charts.axis_ticks import axis, step_ticks
+from commprof_dash.charts.listed import listed
 from commprof_dash.charts.rank_charts import rank_axis
 from commprof_dash.charts.series import hatched
-from commprof_dash.theme import EXPOSED_COLOUR, SETTING_COLOURS, STEP_COLOUR, Scheme, template
+from commprof_dash.theme import (
+    EXPOSED_COLOUR,
+    OTHER_COLOUR,
+    SETTING_COLOURS,
+    STEP_COLOUR,
+    TEXT,
+    Scheme,
+    template,
+)
 
 CAUSES: Final = {
     "late_arrival": ("late arrival: another rank had not issued it", EXPOSED_COLOUR, ""),
     "late_launch": ("late launch: issued, but a device had not begun", SETTING_COLOURS[4], "x"),
     "slow_transfer": ("slow transfer: all had begun", STEP_COLOUR, "/"),
 }
+
+_LATE_LOOKS: Final = (
+    (EXPOSED_COLOUR, "circle"),
+    (SETTING_COLOURS[0], "square"),
+    (SETTING_COLOURS[1], "diamond"),
+    (SETTING_COLOURS[2], "cross"),
+    (SETTING_COLOURS[4], "star"),
+)
+_MOST_LINES: Final = 16  # of ranks that are not late; of more a band is drawn
+_MOST_MARKED: Final = 60  # steps with a marker each
+_OTHERS: Final = ("others_lowest_ns", "others_median_ns", "others_highest_ns")
+_BAND: Final = "rgba(125,133,140,0.28)"  # OTHER_COLOUR, faint
+
+
+def step_lines(frame: pd.DataFrame, late: Sequence[int]) -> pd.DataFrame:
+    """The numbers of :func:`over_steps`: one row per step, with the lateness of each rank.
+
+    Of many ranks only those of ``late`` have a column, and the others their lowest, median and highest. Of a step that was
+    repeated after a restart: its last time.
+
+    Args:
+        frame: columns ``rank``, ``step``, ``steps``, ``lateness_ns``, in order of time.
+    """
+    latest = frame.drop_duplicates(["rank", "step"], keep="last")
+    table = latest.pivot(index="step", columns="rank", values="lateness_ns").sort_index().astype(float)
+    named = [rank for rank in late if rank in table.columns][: len(_LATE_LOOKS)]
+    others = table.drop(columns=named)
+    lines = {column_of(rank): table[rank] for rank in named}
+    if len(others.columns) <= _MOST_LINES:
+        lines |= {column_of(int(rank)): others[rank] for rank in others.columns}
+    else:
+        ends = (others.min(axis=1), others.median(axis=1), others.max(axis=1))
+        lines |= dict(zip(_OTHERS, ends, strict=True))
+    steps = latest.groupby("step")["steps"].max()
+    return pd.DataFrame({"step": table.index, "steps": steps.reindex(table.index), **lines}).reset_index(
+        drop=True
+    )
+
+
+def column_of(rank: int) -> str:
+    """The column of a rank in the answer of :func:`step_lines`."""
+    return f"rank_{rank}_ns"
+
+
+def over_steps(
+    lines: pd.DataFrame, late: Sequence[int], since: Mapping[int, int], error_ns: float, scheme: Scheme
+) -> go.Figure:
+    """How late each rank arrives in each step: the late ranks in colour, the others grey.
+
+    Args:
+        lines: the answer of :func:`step_lines` for ``late``.
+        since: the step from which a rank is late, if it is not late from the start.
+        error_ns: the error of the clocks; a line where it is not 0.
+    """
+    figure = go.Figure(layout={"template": template(scheme)})
+    steps = lines["step"].tolist()
+    texts = [
+        f"step {step}" if count == 1 else f"steps {step} to {step + count - 1}, mean"
+        for step, count in zip(steps, lines["steps"].tolist(), strict=True)
+    ]
+    named = [rank for rank in late if column_of(rank) in lines]
+    names = [column_of(rank) for rank in named]
+    others = [name for name in lines.columns if name.startswith("rank_") and name not in names]
+    if others:
+        _add_grey_lines(figure, lines[others], steps, texts)
+    if _OTHERS[0] in lines:
+        _add_band(figure, lines, steps, texts)
+    for rank, (colour, symbol) in zip(named, _LATE_LOOKS, strict=False):
+        values = lines[column_of(rank)]
+        figure.add_scatter(
+            name=f"rank {rank}",
+            mode="lines+markers" if len(steps) <= _MOST_MARKED else "lines",
+            x=listed(steps),
+            y=listed(_numbers(values)),
+            customdata=listed(_told(f"rank {rank}", texts, values)),
+            line={"color": colour, "width": 2.5},
+            marker={"symbol": symbol, "size": 7, "color": colour},
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    highest = float(lines.drop(columns=["step", "steps"]).max().max()) if len(lines) else 0.0
+    if error_ns > 0:
+        figure.add_scatter(
+            name="clock error: below this line ranks cannot be distinguished",
+            mode="lines",
+            x=[steps[0], steps[-1]],
+            y=[error_ns, error_ns],
+            line={"color": TEXT[scheme], "dash": "dash", "width": 1.5},
+            hoverinfo="skip",
+        )
+    figure.update_layout(
+        height=220,
+        xaxis={"title": {"text": "Training step"}, "showgrid": False, **step_ticks(steps)},
+        yaxis=axis(max(highest, error_ns), "ns", "After the first rank", room=1.12),
+        shapes=[_mark(step, scheme) for step in set(since.values())],
+        annotations=_begins(since, steps),
+    )
+    return figure
+
+
+def _add_grey_lines(figure: go.Figure, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
+    """All ranks that are not late as one trace, with a gap between two ranks."""
+    ranks = [name.split("_")[1] for name in lines.columns]
+    x: list[int | None] = []
+    y: list[float | None] = []
+    told: list[str] = []
+    for rank, name in zip(ranks, lines.columns, strict=True):
+        x += [*steps, None]
+        y += [*_numbers(lines[name]), None]
+        told += [*_told(f"rank {rank}", texts, lines[name]), ""]
+    figure.add_scatter(
+        name=f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}",
+        mode="lines+markers" if len(steps) <= _MOST_MARKED else "lines",
+        x=listed(x),
+        y=listed(y),
+        customdata=listed(told),
+        line={"color": OTHER_COLOUR, "width": 1.2},
+        marker={"size": 4, "color": OTHER_COLOUR},
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _add_band(figure: go.Figure, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
+    low, middle, high = (_numbers(lines[name]) for name in _OTHERS)
+    figure.add_scatter(
+        name="the other ranks, lowest to highest",
+        mode="lines",
+        x=listed([*steps, *reversed(steps)]),
+        y=listed([*high, *reversed(low)]),
+        fill="toself",
+        fillcolor=_BAND,
+        line={"color": OTHER_COLOUR, "width": 0.5},
+        hoverinfo="skip",
+    )
+    figure.add_scatter(
+        name="their median",
+        mode="lines",
+        x=listed(steps),
+        y=listed(middle),
+        customdata=listed(
+            f"{text}: median of the other ranks {api.format_ns(one)},<br>"
+            f"{api.format_ns(least)} to {api.format_ns(most)}"
+            for text, least, one, most in zip(texts, *(lines[name] for name in _OTHERS), strict=True)
+        ),
+        line={"color": OTHER_COLOUR, "width": 2, "dash": "dot"},
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _numbers(values: pd.Series[float]) -> list[float | None]:
+    return [None if pd.isna(value) else float(value) for value in values]
+
+
+def _told(who: str, texts: list[str], values: pd.Series[float]) -> list[str]:
+    return [
+        "" if pd.isna(value) else f"<b>{who}</b>, {text}: {api.format_ns(value)} after the first rank"
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
+def _mark(step: int, scheme: Scheme) -> dict[str, object]:
+    line = {"color": TEXT[scheme], "width": 1.5, "dash": "dash"}
+    return {
+        "type": "line",
+        "xref": "x",
+        "yref": "paper",
+        "x0": step,
+        "x1": step,
+        "y0": 0,
+        "y1": 1,
+        "line": line,
+    }
+
+
+def _begins(since: Mapping[int, int], steps: list[int]) -> list[dict[str, object]]:
+    """A text beside the line of each step from which ranks are late."""
+    texts = []
+    for step in sorted(set(since.values())):
+        ranks = sorted(rank for rank, begin in since.items() if begin == step)
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        is_right = step - steps[0] > 0.6 * (steps[-1] - steps[0])
+        texts.append(
+            {
+                "x": step,
+                "y": 1,
+                "xref": "x",
+                "yref": "paper",
+                "yanchor": "top",
+                "xanchor": "right" if is_right else "left",
+                "xshift": -6 if is_right else 6,
+                "text": f"{who} late from step {step} on",
+                "showarrow": False,
+            }
+        )
+    return texts
 
 
 def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:

@@ -181,20 +181,17 @@ _LATENESS: Final = {
 
 
 def lateness(ranks: pd.DataFrame) -> Component:
-    """The verdict on late ranks and slow transfers: the sentences of ``commprof report``."""
-    title, severity = _LATENESS[ranks.attrs["culprit"]]
+    """The verdict on late ranks and slow transfers in one line: the sentences of ``commprof report``."""
+    chip, severity = _LATENESS[ranks.attrs["culprit"]]
     text = ranks.attrs["statement"] or (
         "No rank arrived last much more often than chance explains, or the others did not wait for it."
     )
-    return messages.message(title, text, severity=severity)
+    return messages.line(chip, text, severity)
 
 
 def straggler(ranks: pd.DataFrame) -> Component | None:
-    """The same in one line; None if no rank stands out."""
-    if ranks.attrs["culprit"] == "nobody":
-        return None
-    chip, severity = _LATENESS[ranks.attrs["culprit"]]
-    return messages.line(chip, ranks.attrs["statement"] or "", severity)
+    """The same; None if no rank stands out."""
+    return None if ranks.attrs["culprit"] == "nobody" else lateness(ranks)
 
 
 def exposed_tile(frame: pd.DataFrame) -> Component:

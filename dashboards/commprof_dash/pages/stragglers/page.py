@@ -30,9 +30,16 @@ LEFT_OUT: Final = "out"
 INCLUDED: Final = "in"
 _FIRST_STEP: Final = {LEFT_OUT: "Leave out", INCLUDED: "Include"}
 _MOST_RECORDS: Final = (
-    200_000  # that are read without the first step; the answer about more is in the index, with it
+    200_000  # that are read again without the first step, for the charts that the index has with it
 )
+_ALSO_FIRST: Final = " With the first step: the records are too many to read them again without it."
 _TABLE_ROWS: Final = 500
+_TABLE_RANKS: Final = 20  # columns of the table of the steps
+_WAITS: Final = {
+    "own_ns": "Waited for its own delay",
+    "inherited_ns": "for an inherited delay",
+    "unknown_ns": "for an unknown cause",
+}
 _FEW_RANKS: Final = 8  # of which the table has all
 _ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length
 
@@ -44,24 +51,32 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         waiting = builds.wait_for(path_of(runs, name))
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
-        everything = address.one(query, FIRST, _FIRST_STEP, LEFT_OUT) == INCLUDED or not _has_warm_steps(
-            runs, name
-        )
-        straggling = _straggling(runs, name, everything)
-        statement = straggling.ranks.attrs["statement"]
-        if straggling.lateness.empty:
+        asked = address.one(query, FIRST, _FIRST_STEP, LEFT_OUT) == INCLUDED
+        whole: api.Straggling = runs.of_run("straggling", name, api.straggling)
+        statement = whole.ranks.attrs["statement"]
+        if whole.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.overview(name)["ranks_recorded"])]
+        everything = asked or not _has_warm_steps(runs, name)
+        detailed: api.Straggling = (
+            whole
+            if everything
+            else runs.of_run("straggling-warm", name, partial(api.straggling, first_step=False))
+        )
         # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
         run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
-        shown = controls.segmented(FIRST, "First step", _FIRST_STEP, INCLUDED if everything else LEFT_OUT)
+        shown = controls.segmented(
+            FIRST, "First step in the charts", _FIRST_STEP, INCLUDED if asked else LEFT_OUT
+        )
+        which = "" if everything == asked else _ALSO_FIRST
         return [shown], [
-            overview_cards.lateness(
-                _straggling(runs, name, everything=True).ranks
-            ),  # as on Overview and in the report
-            _tiles(straggling, everything),
-            cards.columns([_boxes(straggling.lateness, scheme), _causes(straggling.causes, scheme)]),
-            _ranks(straggling.ranks),
-            _collectives(straggling.collectives, name, run_begin_ns),
+            overview_cards.lateness(whole.ranks),  # as on Overview and in the report
+            *_over_steps(whole, asked, scheme),
+            _ranks(whole, name),
+            _tiles(detailed, whole),
+            cards.columns(
+                [_boxes(detailed.lateness, which, scheme), _causes(detailed.causes, which, scheme)]
+            ),
+            _collectives(detailed.collectives, name, run_begin_ns, which),
         ]
 
     return draw_run(runs, query, answers)
@@ -71,15 +86,6 @@ def _has_warm_steps(runs: Runs, name: str) -> bool:
     """Whether the page can leave out the first step: there is another, and the records are few enough to be read anew."""
     facts = runs.overview(name)
     return facts["steps"] > 1 and facts["records"] <= _MOST_RECORDS
-
-
-def _straggling(runs: Runs, name: str, everything: bool) -> api.Straggling:
-    answer: api.Straggling = (
-        runs.of_run("straggling", name, api.straggling)
-        if everything
-        else runs.of_run("straggling-warm", name, partial(api.straggling, first_step=False))
-    )
-    return answer
 
 
 def _nothing(statement: str | None, ranks: int) -> Component:
@@ -99,21 +105,63 @@ def _nothing(statement: str | None, ranks: int) -> Component:
     )
 
 
-def _tiles(straggling: api.Straggling, everything: bool) -> Component:
-    error = int(straggling.lateness["error_ns"].max())
-    worst = straggling.collectives.iloc[0]
-    compared = int(straggling.ranks["collectives"].max()) if len(straggling.ranks) else 0
+def _over_steps(whole: api.Straggling, with_first: bool, scheme: Scheme) -> list[Component]:
+    """How late each rank comes in each step; nothing for a run without training steps."""
+    steps = whole.steps if with_first or not whole.steps["is_warm"].any() else _warm(whole)
+    steps = steps[steps["lateness_ns"].notna()]
+    if steps.empty:
+        return []
+    late = whole.ranks.attrs["late"]
+    lines = lateness_chart.step_lines(steps, late)
+    since = {rank: step for rank, step in whole.ranks.attrs.get("since", ()) if rank in late}
+    error_ns = float(whole.lateness["error_ns"].max())
+    ranges = int(steps["steps"].max())
+    each = "step" if ranges == 1 else f"step (mean over each {ranges:,} steps)"
+    who = "stragglers in color, the others grey" if late else "no rank is a straggler"
+    headings = {name: _heading(name) for name in lines.columns[2:]}
+    return [
+        cards.figure_card(
+            "lateness-steps",
+            "Lateness of each rank over the steps",
+            f"Latest arrival of each rank in each {each}, after the first rank of the same collective: {who}"
+            f"{'' if with_first else '; without the first step'}.",
+            lateness_chart.over_steps(lines, late, since, error_ns, scheme),
+            lines,
+            [
+                Field("step", "Step", str, numeric=True),
+                *[
+                    Field(name, heading, api.format_ns, numeric=True)
+                    for name, heading in list(headings.items())[:_TABLE_RANKS]
+                ],
+            ],
+            most_rows=_TABLE_ROWS,
+        )
+    ]
+
+
+def _heading(column: str) -> str:
+    """``Rank 3`` for ``rank_3_ns``, ``Others median`` for ``others_median_ns``."""
+    return column.removesuffix("_ns").replace("_", " ").capitalize()
+
+
+def _warm(whole: api.Straggling) -> pd.DataFrame:
+    """The steps that the sentence is about."""
+    return whole.steps[whole.steps["is_warm"]]
+
+
+def _tiles(detailed: api.Straggling, whole: api.Straggling) -> Component:
+    error = int(whole.lateness["error_ns"].max())
+    worst = detailed.collectives.iloc[0]
+    warm = _warm(whole)
+    steps = len(warm[["attempt", "step"]].drop_duplicates())
+    compared = warm.groupby("rank")["collectives"].sum() if steps else whole.ranks["collectives"]
     return cards.tiles(
         [
             cards.tile(
                 "Compared",
-                format_count(compared),
+                format_count(int(compared.max()) if len(compared) else 0),
                 "collectives per rank in which every rank waits for all others"
-                + (
-                    ""
-                    if everything
-                    else "; the first step, which the line above counts, is left out here and below"
-                ),
+                + (", after the first step" if steps else ""),
             ),
             cards.tile(
                 "Clock error",
@@ -125,16 +173,11 @@ def _tiles(straggling: api.Straggling, everything: bool) -> Component:
                 api.format_ns(int(worst["spread_ns"])),
                 f"{worst['op']} of step {worst['step']}",
             ),
-            cards.tile(
-                "Typical skew",
-                api.format_ns(int(straggling.lateness["median_ns"].max())),
-                "of the rank whose median is the largest",
-            ),
         ]
     )
 
 
-def _boxes(frame: pd.DataFrame, scheme: Scheme) -> Component:
+def _boxes(frame: pd.DataFrame, which: str, scheme: Scheme) -> Component:
     columns = {
         "p5_ns": "5 % below",
         "p25_ns": "25 % below",
@@ -146,8 +189,8 @@ def _boxes(frame: pd.DataFrame, scheme: Scheme) -> Component:
     }
     return cards.figure_card(
         "lateness",
-        "Lateness of each rank",
-        "After the first rank of each collective or message: box over the middle half, whiskers from 5 to 95 %.",
+        "Lateness of each rank in all collectives",
+        f"After the first rank of each collective or message: box over the middle half, whiskers from 5 to 95 %.{which}",
         lateness_chart.boxes(frame, scheme),
         frame,
         [
@@ -159,7 +202,7 @@ def _boxes(frame: pd.DataFrame, scheme: Scheme) -> Component:
     )
 
 
-def _causes(frame: pd.DataFrame, scheme: Scheme) -> Component:
+def _causes(frame: pd.DataFrame, which: str, scheme: Scheme) -> Component:
     title = "What ranks wait for"
     if not int(frame["collectives"].sum()):
         return cards.empty_card(
@@ -169,7 +212,7 @@ def _causes(frame: pd.DataFrame, scheme: Scheme) -> Component:
         "causes",
         title,
         "Each collective counts for its longest part, if that is beyond the clock error. Late launches are known only if "
-        "device times were recorded.",
+        f"device times were recorded.{which}",
         lateness_chart.causes(frame, scheme),
         frame,
         [
@@ -187,46 +230,82 @@ def _words(cause: Any) -> Cell:
     return str(cause).replace("_", " ")
 
 
-def _ranks(frame: pd.DataFrame) -> Component:
-    title = "How often each rank was the last"
-    if frame.empty:
+def _ranks(whole: api.Straggling, name: str) -> Component:
+    """What each rank costs the others, from the same sums as the sentence above."""
+    title = "What each rank costs the others"
+    if whole.ranks.empty:
         return cards.empty_card(
             "stragglers",
             title,
             "No collective in which every rank waits for all others was recorded on all of its ranks.",
         )
-    shown = frame.sort_values("others_waited_ns", ascending=False, kind="stable")
+    frame, steps = _costs(whole)
+    shown = frame.sort_values("own_ns", ascending=False, kind="stable")
     if len(frame) > _FEW_RANKS:
-        matters = (shown["others_waited_ns"] > 0) | shown["stands_out"].astype(bool)
+        matters = (shown[list(_WAITS)].sum(axis=1) > 0) | shown["is_late"]
         shown = shown[matters] if matters.any() else shown.head(_FEW_RANKS)
     left_out = (
         f" The other {len(frame) - len(shown):,} ranks kept nobody waiting."
         if len(shown) < len(frame)
         else ""
     )
+    since = dict(whole.ranks.attrs.get("since", ()))
+
+    def begin(rank: Any) -> Cell:
+        if rank not in since:
+            return "-"
+        href = address.link("/timeline", run=name, step=str(since[rank]))
+        return html.Span(
+            dcc.Link(str(since[rank]), href=href, title="Timeline of the step"), className="run-links"
+        )
+
+    fields = [
+        Field("rank", "Rank", str, numeric=True),
+        Field("is_late", "Straggler", lambda value: "yes" if value else "no"),
+        *([Field("since", "From step", begin, numeric=True)] if since else []),
+        *[
+            Field(column, heading, api.format_ns, numeric=True)
+            for column, heading in _WAITS.items()
+            if column == "own_ns" or frame[column].any()
+        ],
+        Field("last", "Arrived last", format_count, numeric=True),
+        Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
+        Field("collectives", "Compared", format_count, numeric=True),
+    ]
+    unit = f"per step, mean of the {steps:,} steps after the first" if steps else "in all"
     return cards.table_card(
         "stragglers",
         title,
-        "Over the collectives in which every rank waits for all others, the rank that costs most first. Expected: if all "
-        f"ranks were equally fast.{left_out}",
-        shown,
-        [
-            Field("rank", "Rank", str, numeric=True),
-            Field("others_waited_per_step_ns", "Others waited per step", api.format_ns, numeric=True),
-            Field("others_waited_own_ns", "own delay", api.format_ns, numeric=True),
-            Field("others_waited_inherited_ns", "inherited delay", api.format_ns, numeric=True),
-            Field("last", "Last, beyond the error", format_count, numeric=True),
-            Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
-            Field("collectives", "Compared", format_count, numeric=True),
-            Field("mean_lateness_ns", "Mean lateness", api.format_ns, numeric=True),
-            Field("stands_out", "Stands out", lambda value: "yes" if value else "no"),
-        ],
+        f"How long the others waited for a rank, {unit}. Arrived last: collectives in which every rank waits for all "
+        f"others and it came last beyond the clock error. Expected: if all ranks were equally fast.{left_out}",
+        shown.assign(since=shown["rank"]),
+        fields,
         most_rows=_TABLE_ROWS,
         download=frame,
     )
 
 
-def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int) -> Component:
+def _costs(whole: api.Straggling) -> tuple[pd.DataFrame, int]:
+    """One row per rank: waits for it (mean per step, in all if there are no steps), counts; and the number of steps."""
+    warm = _warm(whole)
+    steps = len(warm[["attempt", "step"]].drop_duplicates())
+    if not steps:
+        frame = whole.ranks[["rank", "collectives", "last", "expected_last"]].assign(
+            own_ns=whole.ranks["others_waited_own_ns"].fillna(0).astype(float),
+            inherited_ns=whole.ranks["others_waited_inherited_ns"].fillna(0).astype(float),
+            unknown_ns=0.0,
+        )
+    else:
+        names = {"own_ns": "others_waited_own_ns", "inherited_ns": "others_waited_inherited_ns"}
+        names |= {"unknown_ns": "others_waited_unknown_ns"}
+        sums = warm.groupby("rank")[["collectives", "last", "expected_last", *names.values()]].sum()
+        frame = sums.rename(columns={column: name for name, column in names.items()}).reset_index()
+        steps = int(warm.drop_duplicates(["attempt", "step"])["steps"].sum())
+        frame = frame.assign(**{name: frame[name] / steps for name in names})
+    return frame.assign(is_late=frame["rank"].isin(whole.ranks.attrs["late"])), steps
+
+
+def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int, which: str) -> Component:
     rows = frame.assign(links=range(len(frame)), skew=range(len(frame)))
     records = frame.to_dict("records")
 
@@ -258,7 +337,7 @@ def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int) -> Component
     return cards.table_card(
         "late-collectives",
         "The collectives with the largest arrival skew",
-        "From the first arrival to the last, largest first; +- is the bound of the clock error.",
+        f"From the first arrival to the last, largest first; +- is the bound of the clock error.{which}",
         rows,
         [
             Field("skew", "Skew", skew, numeric=True),

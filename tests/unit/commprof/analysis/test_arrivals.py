@@ -222,7 +222,7 @@ def test_a_straggler_is_named_with_its_share_and_its_cost():
     assert three["others_waited_per_step_ns"] == 9 * (120_000 - 2)
     assert three["median_lateness_ns"] == 120_000
     assert found.attrs["statement"] == (
-        "Rank 3 is a straggler: it arrived last in 90 % of 100 collectives; the others waited 1.08 ms per step for its own "
+        "Rank 3 is a straggler: it arrived last in 90 % of 90 collectives; the others waited 1.08 ms per step for its own "
         "delay."
     )
 

@@ -31,6 +31,68 @@ def test_how_late_each_rank_comes():
     assert "Rank 2 is a straggler: it arrived last" in found.ranks.attrs["statement"]
 
 
+def late_from(step, ranks=3, steps=12):
+    """Rank 1 comes 5 ms late to the first of two collectives of each step from ``step`` on; to that of step 0, 8 ms."""
+    run = SyntheticRun(world_size=ranks)
+    for number in range(steps):
+        begin = 100_000_000 * (number + 1)
+        run.add_step(number, begin_ns=begin, duration_ns=90_000_000)
+        for place in range(2):
+            for rank in range(ranks):
+                delay = 8_000_000 if number == 0 else 5_000_000 if number >= step else 0
+                late = delay if rank == 1 and place == 0 else 0
+                run.add_collective(
+                    "all_reduce", payload_bytes=400, step=number, ranks=(rank,), purpose="gradient_reduce",
+                    issue_ns=begin + place * 40_000_000 + late + rank, host_ns=20_000_000 - late,
+                )  # fmt: skip
+    return run
+
+
+def test_the_lateness_of_each_step_adds_up_to_what_the_verdict_says():
+    found = api.straggling(late_from(5).open())
+    of_rank = found.steps[found.steps["rank"] == 1].set_index("step")
+    assert of_rank["lateness_ns"].tolist() == [8_000_001, *[1] * 4, *[5_000_001] * 7]
+    assert of_rank["is_warm"].tolist() == [False, *[True] * 11] and set(of_rank["steps"]) == {1}
+    waited = of_rank.loc[of_rank["is_warm"], "others_waited_own_ns"]
+    assert waited.tolist() == [0, 0, 0, 0, *[4_999_999.0] * 7]
+    said = found.ranks.attrs
+    last, compared = of_rank.loc[of_rank["is_warm"], ["last", "collectives"]].sum()
+    assert (last, compared) == (7, 22)
+    assert f"arrived last in {100 * last / compared:.0f} % of {compared} collectives" in said["statement"]
+    assert f"waited {api.format_ns(waited.sum() / 11)} per step for its own delay" in said["statement"]
+    assert said["since"] == [[1, 5]] and "from step 5 on" in said["statement"]
+
+
+def test_many_steps_are_summed_in_ranges_of_which_the_first_step_is_none():
+    found = api.straggling(late_from(301, steps=601).open())
+    steps = found.steps[found.steps["rank"] == 1]
+    assert len(steps) <= 251 and steps["steps"].sum() == 601
+    assert steps[["step", "steps", "is_warm"]].values.tolist()[:2] == [[0, 1, False], [1, 3, True]]
+    assert steps["collectives"].sum() == 1202 and steps["last"].sum() == 301
+    of_late = steps[steps["step"] == 301]
+    assert of_late["lateness_ns"].tolist() == [5_000_001]
+    assert found.ranks.attrs["since"] == [[1, 301]]
+
+
+def test_steps_of_one_attempt_are_not_summed_with_those_of_the_next():
+    run = SyntheticRun(world_size=2)
+    for attempt in range(2):
+        for step in range(3):
+            run.add_step(step, attempt=attempt, begin_ns=10_000_000 * (3 * attempt + step + 1))
+            run.add_collective("all_reduce", payload_bytes=4, step=step, attempt=attempt)
+    steps = api.straggling(run.open()).steps
+    assert steps.loc[steps["rank"] == 0, ["attempt", "step", "is_warm"]].values.tolist() == [
+        [0, 0, False], [0, 1, True], [0, 2, True], [1, 0, False], [1, 1, True], [1, 2, True],
+    ]  # fmt: skip
+
+
+def test_a_run_without_steps_has_no_lateness_of_steps():
+    run = SyntheticRun(world_size=2)
+    run.add_collective("all_reduce", payload_bytes=4, step=-1)
+    found = api.straggling(run.open())
+    assert found.steps.empty and len(found.ranks) == 2 and list(found.steps.columns)
+
+
 def test_what_took_longest_is_told_apart():
     slow = api.straggling(a_run(late=(0, 10, 20)).open()).causes.set_index(["rank", "cause"])
     assert slow.loc[(0, "slow_transfer"), "collectives"] == 4
