@@ -6,6 +6,7 @@ Each test prints its clicks and seconds (``pytest -rP``).
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
@@ -61,6 +62,19 @@ def train(rank: int, world: int, steps: int, multi: bool, bucket: int, late_from
 def slow(tmp_path_factory):
     base = tmp_path_factory.mktemp("slow")
     record(base / "slow", 2, train, STEPS, True, LAYER, LATE_FROM)
+    return base
+
+
+@pytest.fixture(scope="module")
+def swept(slow, tmp_path_factory):
+    """The same run, twice, as the runs of a sweep."""
+    base = tmp_path_factory.mktemp("swept")
+    for repeat in range(2):
+        run = base / "keys" / f"{BUCKET}={LAYER}-{repeat}"
+        shutil.copytree(slow / "slow", run)
+        file = run / "run.json"
+        sweep = {"name": "keys", "point": {BUCKET: LAYER}, "repeat": repeat}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"sweep": sweep}))
     return base
 
 
@@ -144,6 +158,10 @@ def test_which_rank_is_slow_and_since_when(visit, slow):
     visitor.follow("Stragglers")
     answer = visitor.read("#body .message")
     assert "Rank 1 is a straggler" in answer and f"from step {LATE_FROM} on" in answer
+    chart = visitor.view.page.locator("#card-lateness-steps .js-plotly-plot")
+    visitor.read("#card-lateness-steps .js-plotly-plot")
+    assert f"rank 1 late from step {LATE_FROM} on" in chart.text_content()
+    assert chart.bounding_box()["y"] + chart.bounding_box()["height"] <= 600
 
 
 @pytest.mark.parametrize("way", ["of_the_run", "ticked"])
@@ -159,6 +177,33 @@ def test_what_does_bucket_7_hold(visit, slow, way):
     answer = visitor.read(".told:has-text('Bucket 7')")
     # Gradients arrive last layer first: the bucket of one layer holds that one. It was sent because the next did not fit.
     assert "2.bias and 2.weight" in answer and f"{LAYER:,} elements" in answer and "did not fit" in answer
+
+
+def test_what_bucket_7_of_a_run_in_a_closed_sweep_holds(visit, swept):
+    visitor = visit(swept)
+    visitor.click(visitor.view.page.get_by_role("button", name="keys (2 runs)"))
+    visitor.click(visitor.view.page.locator(".ag-row a", has_text=f"{LAYER}-1"))
+    visitor.wait_for_page("Overview")
+    visitor.follow("Buckets")
+    answer = visitor.read("#card-buckets tbody tr:has(a:text-is('7'))")
+    assert answer.startswith("7 2.bias, 2.weight 100% next gradient did not fit 16.2 KiB all_reduce")
+
+
+def test_a_click_above_a_small_bar_chooses_its_bucket(visit, slow):
+    visitor = visit(slow)
+    visitor.tick("slow")
+    visitor.follow("Buckets")
+    visitor.view.settle()
+    page = visitor.view.page
+    page.locator("#card-bucket-times .nsewdrag").scroll_into_view_if_needed()
+    plot = page.locator("#card-bucket-times .nsewdrag").bounding_box()
+    at = plot["x"] + 7.5 / LAYERS * plot["width"], plot["y"] + 4
+    page.mouse.move(at[0] - 5, at[1])
+    page.mouse.move(*at)
+    page.wait_for_timeout(300)  # plotly looks up what is below the pointer
+    page.mouse.click(*at)
+    page.wait_for_selector(".told:has-text('Bucket 7')")
+    page.wait_for_function("location.search.includes('bucket=7')")
 
 
 @pytest.mark.long

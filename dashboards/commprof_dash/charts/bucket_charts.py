@@ -58,6 +58,7 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     highest = max(float(frame["bytes"].max()), float(full.max()) if full.notna().any() else 0.0)
     figure.update_layout(
         height=300,
+        hovermode="x",  # a click anywhere in the column of a small bar is one on the bar
         barmode="stack",
         bargap=0.6 if len(labels) < _FEW else 0.2,
         xaxis=_bucket_axis(labels),
@@ -102,6 +103,7 @@ def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     known = frame[["duration_ns", "exposed_ns"]].max().dropna()
     figure.update_layout(
         height=300,
+        hovermode="x",  # a click anywhere in the column of a small bar is one on the bar
         barmode="group",
         bargap=0.6 if len(labels) < _FEW else 0.2,
         xaxis=_bucket_axis(labels),

@@ -77,12 +77,23 @@ def segmented(key: str, label: str, choices: Mapping[str, str], value: str) -> C
     )
 
 
-def select(key: str, label: str, choices: Sequence[str], value: str, disabled: bool = False) -> Component:
-    """A list to choose one of ``choices`` from, the value of ``key`` in the address; ``disabled`` where it has no effect."""
+def select(
+    key: str,
+    label: str,
+    choices: Sequence[str],
+    value: str,
+    disabled: bool = False,
+    labels: Mapping[str, str] | None = None,
+) -> Component:
+    """A list to choose one of ``choices`` from, the value of ``key`` in the address; ``disabled`` where it has no effect.
+
+    Args:
+        labels: how choices are shown that do not name themselves.
+    """
     return dmc.Select(
         id=ids.control(key),
         label=label,
-        data=[{"value": choice, "label": choice[:80]} for choice in choices],
+        data=[{"value": choice, "label": (labels or {}).get(choice, choice)[:80]} for choice in choices],
         value=value,
         allowDeselect=False,
         searchable=len(choices) > 12,

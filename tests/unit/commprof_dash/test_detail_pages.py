@@ -252,23 +252,99 @@ def test_neighbouring_ranks_of_a_host_have_a_frame():
     ).layout.shapes
 
 
-def test_stragglers_are_shown_without_the_first_step_unless_asked(tmp_path):
-    run = SyntheticRun(2)
-    for step in range(4):
-        run.add_step(step, begin_ns=step * 10_000_000, duration_ns=9_000_000)
-        for rank in range(2):
-            late = (5_000_000 if step == 0 else 200_000) * rank
+def late_run(path, ranks=3, since=3, steps=12, late=(1,)):
+    """Ranks ``late`` come 5 ms late from step ``since`` on, and 20 ms in step 0."""
+    run = SyntheticRun(ranks)
+    for step in range(steps):
+        begin = (step + 1) * 100_000_000
+        run.add_step(step, begin_ns=begin, duration_ns=90_000_000)
+        for rank in range(ranks):
+            delay = 20_000_000 if step == 0 else 5_000_000 if step >= since else 0
+            delay = delay if rank in late else 0
             run.add_collective(
-                "all_reduce", step=step, ranks=(rank,), issue_ns=step * 10_000_000 + 1_000_000 + late,
-                host_ns=6_000_000 - late, payload_bytes=8, purpose="gradient_reduce",
+                "all_reduce", step=step, ranks=(rank,), issue_ns=begin + delay + rank, host_ns=40_000_000 - delay,
+                payload_bytes=8, purpose="gradient_reduce",
             )  # fmt: skip
-    run.write(tmp_path / "run")
+    run.write(path)
+
+
+def test_stragglers_are_shown_without_the_first_step_unless_asked(tmp_path):
+    late_run(tmp_path / "run")
     warm = api.straggling(tmp_path / "run", first_step=False)
-    assert warm.collectives["step"].min() == 1 and len(warm.collectives) == 3
-    assert warm.ranks["collectives"].tolist() == [3, 3]
+    assert warm.collectives["step"].min() == 1 and len(warm.collectives) == 11
+    assert warm.ranks["collectives"].tolist() == [11, 11, 11]
     text = text_of(draw(tmp_path, "/stragglers?run=run"))
-    assert api.format_ns(5_000_000) not in text and api.format_ns(200_000) in text
-    assert api.format_ns(5_000_000) in text_of(draw(tmp_path, "/stragglers?run=run&first=in"))
+    assert "20.0 ms" not in text and "5.00 ms" in text
+    parts = draw(tmp_path, "/stragglers?run=run&first=in")
+    assert "20.0 ms" in text_of(parts)
+    assert list(figures_of(parts)["lateness-steps"].data[-1].x) == list(range(12))
+
+
+def rows_of_card(parts, name):
+    """The rows of the table in a card, by heading, as a browser shows them."""
+    cards = [part for root in parts for part in (root, *root._traverse()) if getattr(part, "id", "") == name]
+    table = next(part for part in cards[0]._traverse() if type(part).__name__ == "Table")
+    if getattr(table, "data", None):
+        head, body = table.data["head"], table.data["body"]
+        return [dict(zip(head, row, strict=True)) for row in body]
+    head, *body = [
+        [shown_text(cell) for cell in row.children] for row in table._traverse() if type(row).__name__ == "Tr"
+    ]
+    return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def shown_text(part):
+    """The text of a component."""
+    children = getattr(part, "children", part)
+    children = children if isinstance(children, list) else [children]
+    return "".join(each if isinstance(each, str) else shown_text(each) for each in children)
+
+
+def test_the_table_of_stragglers_has_the_numbers_of_the_sentence(tmp_path, capsys):
+    late_run(tmp_path / "run", since=5)
+    parts = draw(tmp_path, "/stragglers?run=run")
+    assert execute(["report", str(tmp_path / "run")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    row = rows_of_card(parts, "card-stragglers")[0]
+    assert (row["Rank"], row["Straggler"], row["Arrived last"], row["Compared"]) == ("1", "yes", "7", "11")
+    assert row["Waited for its own delay"] == api.format_ns(5_000_000 * 7 / 11)
+    assert f"waited {row['Waited for its own delay']} per step for its own delay" in said
+    assert f"arrived last in {100 * 7 / 11:.0f} % of {row['Compared']} collectives" in said
+    assert "from step 5 on" in said and '"Stragglers' not in said
+    assert "mean of the 11 steps after the first" in text_of(parts)
+
+
+def test_the_lateness_over_the_steps_marks_the_late_rank_and_its_first_late_step(tmp_path):
+    late_run(tmp_path / "run", ranks=4, since=5, late=(2,))
+    figure = figures_of(draw(tmp_path, "/stragglers?run=run"))["lateness-steps"]
+    grey, late = figure.data
+    assert (grey.name, late.name) == ("ranks 0, 1, 3", "rank 2")
+    assert grey.line.color != late.line.color
+    assert list(late.x) == list(range(1, 12))
+    assert list(late.y) == [*[2.0] * 4, *[5_000_002.0] * 7]
+    assert [note.text for note in figure.layout.annotations] == ["rank 2 late from step 5 on"]
+    assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(5, 5)]
+
+
+def test_of_many_ranks_those_that_are_not_late_are_a_band(tmp_path):
+    late_run(tmp_path / "run", ranks=64, late=(37,))
+    parts = draw(tmp_path, "/stragglers?run=run")
+    band, median, late = figures_of(parts)["lateness-steps"].data
+    assert (band.fill, median.name, late.name) == ("toself", "their median", "rank 37")
+    assert max(late.y) == 5_000_037 and max(band.y) == 63
+    assert "The other 63 ranks kept nobody waiting." in text_of(parts)
+
+
+def test_nobody_late_is_drawn_grey_and_a_run_without_steps_has_no_such_chart(tmp_path):
+    late_run(tmp_path / "even", late=())
+    figure = figures_of(draw(tmp_path, "/stragglers?run=even"))["lateness-steps"]
+    assert [trace.name for trace in figure.data] == ["ranks 0, 1, 2"] and not figure.layout.shapes
+    run = SyntheticRun(2)
+    run.add_collective("all_reduce", payload_bytes=4, step=-1)
+    run.write(tmp_path / "stepless")
+    parts = draw(tmp_path, "/stragglers?run=stepless")
+    assert "lateness-steps" not in figures_of(parts) and "lateness" in figures_of(parts)
+    assert "in all." in text_of(parts)
 
 
 def test_buckets_draw_what_the_api_answers(directory):
@@ -280,6 +356,32 @@ def test_buckets_draw_what_the_api_answers(directory):
     assert list(figures["bucket-times"].data[0].y) == [float(value) for value in frame["duration_ns"]]
     means = figures_of(draw(directory, "/buckets?run=plain"))["bucket-times"]
     assert list(means.data[0].y) == [150_000.0, 150_000.0]  # two reduces, 100,000 apart, of 50,000 each
+
+
+def test_the_numbers_of_the_buckets_name_their_statistic(directory):
+    parts = draw(directory, "/buckets?run=plain&bucket=1")
+    text, rows = text_of(parts), rows_of_card(parts, "card-buckets")
+    assert (
+        "Bytes, fill and counts are means over the steps; times are medians over the steps after the first."
+        in text
+    )
+    assert [row["Bucket"] for row in rows] == ["0", "1"]
+    assert (rows[0]["Parameters"], rows[0]["Fill"]) == ("embedding.weight", "100%")
+    assert [row["Sent because"] for row in rows] == ["next gradient did not fit", "end of the backward pass"]
+    means = api.bucket_means(directory / "plain")
+    assert [row["Took, median"] for row in rows] == [api.format_ns(each) for each in means["duration_ns"]]
+    assert "Median over the steps after the first" in text and "Mean over the steps: bytes" in text
+    assert "end of the backward pass: 1, next gradient did not fit: 1 (buckets of a mean step)" in text
+    assert "Bucket 1 of step 11, the last that has it: its parameters" in text
+    parts = draw(directory, "/buckets?run=plain&step=4")
+    text, rows = text_of(parts), rows_of_card(parts, "card-buckets")
+    assert "times are means over the ranks" in text and "Took" in rows[0] and "median" not in text
+    assert "Bucket 0 of step 4: its parameters" in text and "The buckets of step 4" in text
+
+
+def test_a_whole_column_of_the_bucket_charts_is_a_place_to_click(directory):
+    figures = figures_of(draw(directory, "/buckets?run=plain"))
+    assert {figures[name].layout.hovermode for name in ("bucket-sizes", "bucket-times")} == {"x"}
 
 
 @pytest.mark.sampled

@@ -38,10 +38,19 @@ _NAMED: Final = 8  # buckets in a sentence
 _NOT_SAID: Final = "not said"
 # schema.py: the values of flush_reason
 _REASONS: Final = {
-    "full": "sent because the next gradient did not fit",
-    "end_of_backward": "sent at the end of the backward pass",
-    "oversized": "sent alone: its gradient is larger than a bucket",
+    "full": "because the next gradient did not fit",
+    "end_of_backward": "at the end of the backward pass",
+    "oversized": "alone: its gradient is larger than a bucket",
 }
+_SHORT_REASONS: Final = {
+    "full": "next gradient did not fit",
+    "end_of_backward": "end of the backward pass",
+    "oversized": "gradient larger than a bucket",
+}
+_MEAN_RULE: Final = (
+    "Bytes, fill and counts are means over the steps; times are medians over the steps after the first."
+)
+_STEP_RULE: Final = "Bytes, fill and counts are those of this step; times are means over the ranks."
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -63,7 +72,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         labels = list(dict.fromkeys(frame["label"]))
         chosen = _label(next(iter(query.get(BUCKET, ())), ""), labels)
         controls_shown = [
-            controls.select(STEP, "Step", [MEAN, *steps], step),
+            controls.select(STEP, "Step", [MEAN, *steps], step, labels={MEAN: "all steps"}),
             # One click for few; a click on a bar chooses one of many.
             controls.segmented(BUCKET, "Bucket", dict(zip(labels, labels, strict=True)), chosen)
             if len(labels) <= _BUTTONS
@@ -73,12 +82,12 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             controls_shown.insert(0, controls.select(GROUP, "Ranks that reduce it", groups, group))
         bucket = frame[frame["label"] == chosen].iloc[-1]
         return controls_shown, [
-            _told(bucket),
-            _tiles(view, group, len(groups)),
+            _told(bucket, mean),
             *(_unlike_ranks(view.of_steps)),
             *(_unlike_steps(frame) if mean else []),
+            _table(frame, name, step, group if len(groups) > 1 else None, chosen),
             cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
-            _table(frame, name, step, group if len(groups) > 1 else None),
+            _tiles(view, group, len(groups)),
             *_one(runs, name, bucket, view.step),
         ]
 
@@ -101,7 +110,7 @@ def _no_buckets() -> Component:
     )
 
 
-def _told(bucket: pd.Series[Any]) -> Component:
+def _told(bucket: pd.Series[Any], mean: bool) -> Component:
     """What the chosen bucket holds, why it was sent and how, in one line."""
     numel = f"{format_count(bucket['numel'])} elements"
     if pd.isna(bucket["parameters"]):
@@ -113,12 +122,23 @@ def _told(bucket: pd.Series[Any]) -> Component:
         holds = f"{ends} ({_of('parameter', len(names))}, {numel})"
     size = api.format_bytes(bucket["bytes"])
     fill = "" if pd.isna(bucket["fill"]) else f", {100 * bucket['fill']:.0f} % of its capacity"
-    sent = [f"It was {_REASONS.get(bucket['flush_reason'], 'sent, its runtime does not report why')}"]
+    why = " or ".join(_REASONS.get(one, one) for one in _reasons_in(bucket["flush_reason"]))
+    sent = [f"It was sent {why}" if why else "It was sent, its runtime does not report why"]
     if bucket["collectives"]:
         sent.append(f"reduced by {_of(str(bucket['series']), bucket['collectives'])}")
     if pd.notna(bucket["exposed_ns"]):
-        sent.append(f"exposed for {api.format_ns(bucket['exposed_ns'])}")
+        over = "median of the steps after the first" if mean else "mean of the ranks"
+        sent.append(f"exposed for {api.format_ns(bucket['exposed_ns'])} ({over})")
     return messages.line(f"Bucket {bucket['label']}", f"{holds}: {size}{fill}. {', '.join(sent)}.")
+
+
+def _reasons_in(value: Any) -> list[str]:
+    """The reasons of a bucket: several if its steps differ; none if its runtime names none."""
+    return [] if pd.isna(value) else str(value).split(", ")
+
+
+def _short_reasons(value: Any) -> Cell:
+    return " or ".join(_SHORT_REASONS.get(one, one) for one in _reasons_in(value))
 
 
 def _of(noun: str, count: float) -> str:
@@ -157,12 +177,11 @@ def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
 
 
 def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
-    of_steps, mean = view.of_steps, view.step is None
-    rows = view.of_step
+    mean, rows = view.step is None, view.of_step
     per_step, sent = rows["buckets"].sum(), bool(rows["collectives"].any())
     fill = view.of_group(group)["fill"].mean()
     together = f", of {groups} groups of ranks" if groups > 1 else ""
-    filled = of_steps.assign(flush_reason=of_steps["flush_reason"].fillna(_NOT_SAID))
+    filled = rows.assign(flush_reason=rows["flush_reason"].fillna(_NOT_SAID))
     reasons = filled.groupby("flush_reason")["buckets"].sum().sort_values(ascending=False, kind="stable")
     return cards.tiles(
         [
@@ -177,7 +196,7 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
                 "not known" if pd.isna(fill) else f"{100 * fill:.0f} %",
                 "its runtime names no capacity"
                 if pd.isna(fill)
-                else "elements over capacity, mean of the buckets below",
+                else "elements over capacity, mean of the buckets above",
             ),
             cards.tile(
                 "Wire bytes of the step",
@@ -189,10 +208,16 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
             ),
             cards.tile(
                 "Why they were sent",
-                str(reasons.index[0]) if len(reasons) else "not said",
+                _SHORT_REASONS.get(str(reasons.index[0]), str(reasons.index[0]))
+                if len(reasons)
+                else _NOT_SAID,
                 "its runtime reports no reason"
                 if list(reasons.index) == [_NOT_SAID]
-                else ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()),
+                else ", ".join(
+                    f"{_SHORT_REASONS.get(str(reason), reason)}: {count:.4g}"
+                    for reason, count in reasons.items()
+                )
+                + (" (buckets of a mean step)" if mean else " (buckets)"),
             ),
         ]
     )
@@ -231,13 +256,13 @@ def _capacity_told(drawn: pd.DataFrame) -> str:
 
 def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     drawn, cut = _drawn(frame)
-    over = "Mean over the training steps: b" if mean else "B"
+    over = "Mean over the steps: b" if mean else "B"
     full = _capacity_told(drawn)
     return cards.figure_card(
         "bucket-sizes",
         "What each bucket holds",
-        f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}. A click on a bar chooses its "
-        f"bucket.{cut}",
+        f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}. A click above or on "
+        f"a bar chooses its bucket.{cut}",
         bucket_charts.sizes(drawn, scheme),
         frame.drop(columns="parameters"),
         [
@@ -255,7 +280,7 @@ def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     if frame["duration_ns"].isna().all():
         return cards.empty_card("bucket-times", title, "No record has the number of one of these buckets.")
     drawn, cut = _drawn(frame)
-    over = "Median over the steps without the first" if mean else "Mean over the ranks"
+    over = "Median over the steps after the first" if mean else "Mean over the ranks"
     return cards.figure_card(
         "bucket-times",
         title,
@@ -272,41 +297,44 @@ def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     )
 
 
-def _table(frame: pd.DataFrame, name: str, step: str, group: str | None) -> Component:
+def _table(frame: pd.DataFrame, name: str, step: str, group: str | None, chosen: str) -> Component:
     of_group = {} if group is None else {GROUP: group}
 
     def link(label: Any) -> Cell:
         href = address.link("/buckets", run=name, **of_group, step=step, bucket=str(label))
-        return html.Span(dcc.Link(str(label), href=href), className="run-links")
+        # dcc.Link has no aria-current; the line above the table names the bucket that is chosen.
+        looks = "run-links chosen" if label == chosen else "run-links"
+        return html.Span(dcc.Link(str(label), href=href), className=looks)
 
     def short(names: Any) -> Cell:
         listed = str(names).split(",")
         more = "" if len(listed) <= 2 else f" and {len(listed) - 2:,} more"
         return ", ".join(one[:60] for one in listed[:2]) + more
 
+    took, exposed = ("Took, median", "Exposed, median") if step == MEAN else ("Took", "Exposed")
     return cards.table_card(
         "buckets",
-        "The buckets" if step != MEAN else "The buckets of a mean step",
-        f"{'' if group is None else f'Those that ranks {group} reduce. '}The parameters and records of the bucket "
-        "chosen above are below.",
+        "The buckets of all steps" if step == MEAN else f"The buckets of step {step}",
+        f"{'' if group is None else f'Those that ranks {group} reduce. '}"
+        f"{_MEAN_RULE if step == MEAN else _STEP_RULE}",
         frame,
         [
             # A link in each of many rows keeps the browser busy for a second; the control above chooses as well.
             Field("label", "Bucket", link if len(frame) <= _LINKED else str),
             Field("parameters", "Parameters", short),
-            Field("numel", "Elements", format_count, numeric=True),
-            Field("bytes", "Bytes", api.format_bytes, numeric=True),
             Field("fill", "Fill", "{:.0%}".format, numeric=True),
-            Field("flush_reason", "Sent because"),
-            Field("owners", "Owners", _owners),
+            Field("flush_reason", "Sent because", _short_reasons),
+            Field("bytes", "Bytes", api.format_bytes, numeric=True),
             Field("series", "Reduced by"),
+            Field("duration_ns", took, api.format_ns, numeric=True),
+            Field("exposed_ns", exposed, api.format_ns, numeric=True),
+            Field("numel", "Elements", format_count, numeric=True),
+            Field("owners", "Owners", _owners),
             Field("collectives", "Collectives", format_count, numeric=True),
             Field("executed_wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
             Field("wire_bytes", "As issued", api.format_bytes, numeric=True),
             Field("between_hosts_bytes", "Between hosts", api.format_bytes, numeric=True),
             Field("padding_bytes", "Padding", api.format_bytes, numeric=True),
-            Field("duration_ns", "Took", api.format_ns, numeric=True),
-            Field("exposed_ns", "Exposed", api.format_ns, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
     )
@@ -323,7 +351,8 @@ def _one(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> lis
     selected = buckets_data.chosen(runs, name, bucket, step)
     if selected is None:
         return []
-    where = f"Bucket {bucket['label']} of step {selected.step}"
+    which = "" if step is not None else ", the last that has it"
+    where = f"Bucket {bucket['label']} of step {selected.step}{which}"
     return [
         _operations(where, name, selected.content.operations),
         _parameters(where, selected.content.parameters),
