@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import dash
+import dash_ag_grid as dag
+import flask
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
+from dash.fingerprint import build_fingerprint
 
 from commprof.errors import CommprofError
 from commprof_dash import address, ids
@@ -39,6 +43,30 @@ _INDEX: Final = """<!DOCTYPE html>
 </html>"""
 
 
+class _Application(dash.Dash):
+    """Dash, with the code of the grid requested as early as that of Dash itself on the pages that begin with a grid.
+
+    Dash asks for it when the first grid is drawn, after the answer of the server: the browser then stands still to load
+    and compile it. A chunk of webpack that is there already is not asked for again.
+    """
+
+    def interpolate_index(self, **parts: Any) -> str:
+        page = find_page(flask.request.path)
+        if page is not None and page.has_grid:
+            chunk = self.get_relative_path(f"/_dash-component-suites/{_grid_code()}")
+            parts["metas"] = f'{parts["metas"]}\n<script async src="{chunk}"></script>'
+        html: str = super().interpolate_index(**parts)
+        return html
+
+
+@cache
+def _grid_code() -> str:
+    """The file of the grid's code, with its version and time of change, so that the browser keeps it."""
+    file = Path(dag.__file__).with_name("async-community.js")
+    name = f"{dag.__name__}/{file.name}"
+    return build_fingerprint(name, dag.__version__, int(file.stat().st_mtime))
+
+
 def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
     """The dashboard of the runs below ``runs_dir``, which may be empty or missing.
 
@@ -50,7 +78,7 @@ def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
         access: the requests that are answered; default: those of browsers on this machine.
     """
     runs = Runs(Path(runs_dir))
-    app = dash.Dash(
+    app = _Application(
         __name__,
         title="commprof",
         update_title=None,

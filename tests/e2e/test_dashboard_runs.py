@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from commprof.analysis import api
-from support.browser import served
+from support.browser import served, watched
 from support.runs import SyntheticRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
@@ -154,3 +154,81 @@ def test_a_run_that_appears_is_added_and_the_rest_stays(page, runs, base_url):
     wait_for_rows(page.page, ["fast", "late", "slow", SWEEP, *reversed(MEMBERS)])
     filled(page.page)
     assert page.page.inner_text("#runs-grid .ag-row[row-id='run:late'] [col-id=step_time]") == "5.00 ms"
+
+
+MAIN = [
+    *("name", "state", "setting", "step_time", "exposed", "sent", "verdict", "duration", "started"),
+]  # fmt: skip
+CUT = """() => [...document.querySelectorAll('#runs-grid .ag-cell')]
+    .map((cell) => cell.querySelector('.ag-cell-value') || cell)
+    .filter((cell) => cell.scrollWidth > cell.clientWidth + 1).map((cell) => cell.innerText)"""
+
+
+def shown_columns(page) -> list[str]:
+    return page.evaluate(
+        "() => [...document.querySelectorAll('#runs-grid .ag-header-row-column .ag-header-cell[col-id]')]"
+        ".map((head) => head.getAttribute('col-id')).filter((name) => !name.startsWith('ag-Grid'))"
+    )
+
+
+def test_the_main_columns_fit_a_window_of_1440_pixels_and_all_are_a_click_away(browser, base_url):
+    view = watched(browser, viewport={"width": 1440, "height": 900})
+    try:
+        opened(view, base_url, f"?open={SWEEP}&find=")
+        filled(view.page)
+        assert shown_columns(view.page) == MAIN
+        box, last = (
+            view.page.locator(f"#runs-grid {part}").bounding_box()
+            for part in (".ag-body-viewport", ".ag-header-row-column .ag-header-cell[col-id=started]")
+        )
+        assert last["x"] + last["width"] <= box["x"] + box["width"]
+        assert view.page.evaluate(CUT) == []
+        row = view.page.locator(f"#runs-grid .ag-row[row-id='sweep:{SWEEP}']")
+        assert row.locator("[col-id=step_time]").inner_text() == "2.00 to 4.00 ms"
+        view.page.get_by_role("button", name="All columns").click()
+        view.page.wait_for_function("location.search.includes('columns=all')")
+        view.page.get_by_role("button", name="Fewer columns").wait_for()
+        view.page.wait_for_selector(f"#runs-grid .ag-row[row-id='run:{MEMBERS[0]}']")  # the sweep stays open
+        assert set(shown_columns(view.page)) == {
+            *MAIN,
+            "ranks",
+            "steps",
+            "records",
+            "script",
+            "dropped",
+            "unseen",
+        }
+        view.page.get_by_role("button", name="Fewer columns").click()
+        view.page.get_by_role("button", name="All columns").wait_for()
+        assert shown_columns(view.page) == MAIN
+        assert view.errors == []
+    finally:
+        view.page.context.close()
+
+
+def test_a_wide_window_shows_all_columns_and_dropped_records_have_theirs_in_every_window(browser, tmp_path):
+    write_run(tmp_path / "short", 1_000_000, 0, lost=7)
+    with served(tmp_path) as url:
+        for width, expected in (
+            (1440, {*MAIN, "dropped"}),
+            (2100, {*MAIN, "dropped", "ranks", "script"}),
+        ):
+            view = watched(browser, viewport={"width": width, "height": 900})
+            opened(view, url)
+            view.page.wait_for_function(
+                f"({len(expected)}) <= document.querySelectorAll('.ag-header-cell[col-id]').length"
+            )
+            assert expected <= set(shown_columns(view.page))
+            assert ("ranks" in shown_columns(view.page)) is (width > 2000)
+            view.page.context.close()
+
+
+def test_the_words_of_the_verdict_are_explained_below_the_table(page, base_url):
+    opened(page, base_url)
+    text = page.page.inner_text("#card-runs .legend-line")
+    for word in (
+        "closed, every byte is explained",
+        "mismatch, two levels contradict",
+        "cannot tell, no mismatch",
+    ):
+        assert word in text

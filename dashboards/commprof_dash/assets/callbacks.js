@@ -214,6 +214,14 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       window.dash_ag_grid.getApiAsync(grid).then(window.commprof.runs_ready);
       return window.dash_clientside.no_update;
     },
+    // Another choice of columns is drawn by the server, from the address.
+    columns(_clicks) {
+      const all = new URLSearchParams(window.location.search).get("columns") === "all";
+      const search = search_with(["columns"], all ? [] : [["columns", "all"]]);
+      window.history.pushState({}, "", window.location.pathname + search);
+      window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+      return window.dash_clientside.no_update;
+    },
     search(text, grid) {
       window.dash_ag_grid.getApi(grid)?.setGridOption("quickFilterText", text || "");
       replace_search(search_with(["find"], text ? [["find", text]] : []));

@@ -2,6 +2,7 @@
 (() => {
   const components = window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {};
   const functions = window.dashAgGridFunctions = window.dashAgGridFunctions || {};
+  const ALL_COLUMNS_PIXELS = 1620;  // a grid that is wider has room for every column
   let open = new Set();
 
   const is_filtered = (api) => api.isQuickFilterPresent() || Object.keys(api.getFilterModel() || {}).length > 0;
@@ -59,6 +60,11 @@
       // An address may hold anything; what is no filter filters nothing.
     }
     api.setGridOption("quickFilterText", query.get("find") || "");
+    const hidden = api.getColumns().filter((column) => !column.isVisible());
+    const room = document.getElementById("runs-grid").clientWidth - ALL_COLUMNS_PIXELS;
+    if (hidden.length && room >= 0) {
+      api.setColumnsVisible(hidden, true);
+    }
     api.onFilterChanged();
     api.refreshCells({columns: ["name"], force: true});
   };

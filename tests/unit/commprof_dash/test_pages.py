@@ -15,7 +15,7 @@ from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.components.graph import GRAPH_CONFIG
 from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
-from commprof_dash.pages.runs.data import KnownFacts, read_some, table_rows
+from commprof_dash.pages.runs.data import KnownFacts, range_text, read_some, table_rows
 from support.runs import SyntheticRun
 
 pytestmark = pytest.mark.shared_answers
@@ -119,6 +119,9 @@ def test_a_sweep_is_one_row_with_the_ranges_of_its_runs(tmp_path):
     sweep = rows["sweep:of-two"]
     assert sorted(sweep["members"]) == ["of-two/0", "of-two/1", "of-two/2"]
     assert sweep["state"] == "3 complete" and sweep["setting"] == "2 settings"
+    assert range_text("19.1 ms", "23.4 ms") == "19.1 to 23.4 ms"
+    assert range_text("980 us", "1.20 ms") == "980 us to 1.20 ms"
+    assert range_text("3", "5") == "3 to 5" and range_text("1.0 %", "1.0 %") == "1.0 %"
     assert sweep["steps_text"] == "3 to 5" and sweep["steps"] == 3 and sweep["dropped_text"] == "0 to 2"
     assert sweep["step_time_text"] == "...", "what the records say is read afterwards"
     names = [row["name"] for row in rows.values() if row["members"] is None]

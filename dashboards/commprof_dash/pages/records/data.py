@@ -61,10 +61,15 @@ def asked_in(query: Query, steps: Sequence[int] = ()) -> Asked:
         if named is not None:
             filters = (f"step:=:{int(named)}",)
         elif len(steps) > 1:
-            filters = (f"step:>=:{steps[1]}",)
+            filters = (after_first(steps),)
     sort = next(iter(query.get(SORT, ())), "")
     columns = tuple(name for name in query.get(COLUMN, ()) if name in COLUMNS) or SHOWN_FIRST
     return Asked(filters, sort if sort.removeprefix("-") in COLUMNS else None, columns)
+
+
+def after_first(steps: Sequence[int]) -> str:
+    """The filter that leaves out the first of ``steps``."""
+    return f"step:>=:{steps[1]}"
 
 
 def filters_of(texts: Iterable[str], begin_ns: int) -> list[api.Filter]:

@@ -32,6 +32,7 @@ from commprof_dash.pages.records.data import (
     SINCE_BEGIN,
     SORT,
     Asked,
+    after_first,
     asked_in,
     filter_model,
     filter_texts,
@@ -75,7 +76,13 @@ def _answers(runs: Runs, name: str, query: Query) -> list[Component]:
     records = int(api.index(path)["records"])
     if not records and (nothing := no_records(runs, name)) is not None:
         return [nothing]
-    asked = asked_in(query, steps_of(runs, name))
+    steps = steps_of(runs, name)
+    asked = asked_in(query, steps)
+    warm = (
+        ""
+        if len(steps) < 2 or asked.filters != (after_first(steps),)
+        else (" The first step is left out until you clear the filter of the column step.")
+    )
     return [
         dmc.Drawer(id=DETAILS, title="Record", position="right", size="lg", padding="md"),
         dcc.Store(id=RUN, data=name),
@@ -84,8 +91,8 @@ def _answers(runs: Runs, name: str, query: Query) -> list[Component]:
         cards.text_card(
             "records",
             "Records",
-            "One row for each operation of each rank; a click on a row shows all about it. Without the first step until you "
-            "clear the filter of the column step. Filters take bytes and nanoseconds.",
+            "One row for each operation of each rank; a click on a row shows all about it. Filters take bytes and "
+            f"nanoseconds.{warm}",
             [
                 html.Div(
                     [
@@ -349,5 +356,11 @@ def _counted(fit: int, records: int) -> str:
 
 
 PAGE: Final = Page(
-    PATH, "Records", "What does each record of a run contain?", order=110, render=render, register=register
+    PATH,
+    "Records",
+    "What does each record of a run contain?",
+    order=110,
+    render=render,
+    register=register,
+    has_grid=True,
 )

@@ -158,7 +158,8 @@ def _run_row(row: Mapping[str, Any], known: KnownFacts) -> Row:
         **_values("dropped", _number(row["lost"]), 1, format_count),
         **_values("unseen", _number(row["unseen"]), 1, format_count),
         "started": _number(row["started_realtime_ns"]),
-        "started_text": _moment(row["started_realtime_ns"]),
+        "started_text": _moment(row["started_realtime_ns"], "%b %d, %H:%M"),
+        "started_whole": _moment(row["started_realtime_ns"], "%Y-%m-%d %H:%M:%S"),
     }
 
 
@@ -200,6 +201,7 @@ def _sweep_row(name: str, members: Sequence[Row]) -> Row:
         "verdict": verdicts[0] if len(verdicts) == 1 else ", ".join(v for v in verdicts if v != "..."),
         "started": members[0]["started"],
         "started_text": members[0]["started_text"],
+        "started_whole": members[0]["started_whole"],
     }
     for column in (
         "step_time",
@@ -224,17 +226,25 @@ def _range(column: str, members: Iterable[Row]) -> Row:
     if not known:
         return {column: None, f"{column}_text": next(iter(members))[f"{column}_text"]}
     low, high = known[0], known[-1]
-    return {column: low[0], f"{column}_text": low[1] if low[1] == high[1] else f"{low[1]} to {high[1]}"}
+    return {column: low[0], f"{column}_text": range_text(low[1], high[1])}
+
+
+def range_text(low: str, high: str) -> str:
+    """``19.1 to 23.4 ms`` for two values of one unit, else ``980 us to 1.20 ms``; one value if they read the same."""
+    if low == high:
+        return low
+    number, _, unit = low.partition(" ")
+    return f"{number if unit and high.endswith(f' {unit}') else low} to {high}"
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) and value else "-"
 
 
-def _moment(realtime_ns: Any) -> str:
+def _moment(realtime_ns: Any, form: str) -> str:
     if realtime_ns is None or pd.isna(realtime_ns) or not realtime_ns:
         return "-"
     try:
-        return datetime.fromtimestamp(int(realtime_ns) / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(int(realtime_ns) / 1e9).astimezone().strftime(form)
     except (OverflowError, OSError, ValueError):
         return "-"

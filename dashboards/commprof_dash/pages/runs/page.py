@@ -29,15 +29,17 @@ COMPARE_COUNT: Final = "runs-compare-count"
 STATES: Final = "runs-states"
 FILL: Final = "runs-fill"  # an interval, enabled while facts of runs are missing,
 FILL_NOW: Final = "runs-fill-now"  # and a store: its ticks without those during an answer
+COLUMNS: Final = "runs-columns"  # a button
+COLUMNS_NOW: Final = "runs-columns-now"
 MISSING: Final = "runs-missing"  # a store: the runs whose facts are missing
 FOLLOW: Final = "runs-follow"
 FOLLOW_NOW: Final = "runs-follow-now"
 STAMP: Final = "runs-stamp"
 WRITTEN: Final = "runs-written"
 FIND: Final = "find"  # in the address: the text that is searched,
-ORDER: Final = (
-    "order"  # the column to sort by, -COLUMN for the largest first; the browser reads open sweeps and filters
-)
+ORDER: Final = "order"  # the column to sort by, -COLUMN for the largest first,
+SHOWN: Final = "columns"  # and the columns: all. The browser reads open sweeps and filters
+ALL: Final = "all"
 
 _FILL_MS: Final = 300
 _FILL_SECONDS: Final = 0.5
@@ -51,28 +53,41 @@ _TEXTS: Final = (
     (
         "state",
         "State",
-        112,
+        92,
         "running, complete, failed, killed or unreadable; hover over a state for the reason",
     ),
-    ("setting", "Setting", 300, "the point of the sweep, or the ZeRO keys of the config"),
+    ("setting", "Setting", 190, "the point of the sweep, or the ZeRO keys of the config"),
 )
 _NUMBERS: Final = (
-    ("step_time", "Step time", 110, "mean time of a training step, without the first; filter in ms"),
-    ("exposed", "Exposed", 104, "exposed communication as a share of the step; filter in %"),
+    ("step_time", "Step time", 112, "mean time of a training step, without the first; filter in ms"),
+    ("exposed", "Exposed", 100, "exposed communication as a share of the step; filter in %"),
     (
         "sent",
         "Bytes per step",
-        126,
+        118,
         "wire bytes (modelled) that a rank sends per training step; filter in MiB",
     ),
 )
 _MORE_NUMBERS: Final = (
-    ("duration", "Duration", 104, "from the start of the run to its end; filter in s"),
-    ("ranks", "Ranks", 84, "ranks of the job"),
-    ("steps", "Steps", 84, "training steps that were recorded"),
-    ("records", "Records", 104, "one for each operation of each rank"),
-    ("dropped", "Dropped", 96, "records that did not fit"),
-    ("unseen", "Unseen", 96, "collectives that a group counted and no record shows"),
+    ("ranks", "Ranks", 76, "ranks of the job"),
+    ("steps", "Steps", 76, "training steps that were recorded"),
+    ("records", "Records", 92, "one for each operation of each rank"),
+)
+_LOST: Final = (
+    ("dropped", "Dropped", 84, "records that did not fit"),
+    ("unseen", "Unseen", 84, "collectives that a group counted and no record shows"),
+)
+_DURATION: Final = ("duration", "Duration", 106, "from the start of the run to its end; filter in s")
+_WRAPPED: Final = ("state", "setting", "verdict", "step_time", "exposed", "sent", "duration")
+_WRAPPING: Final = {
+    "wrapText": True,
+    "autoHeight": True,
+    "cellStyle": {"lineHeight": "1.35", "paddingBlock": "7px"},
+}
+_GROWING: Final = {"name": 3, "setting": 4}  # these columns take the room that is left, in these parts
+_VERDICT_WORDS: Final = (
+    "Verdict of commprof verify: closed, every byte is explained; mismatch, two levels contradict each other or bytes have "
+    "no explanation; cannot tell, no mismatch was found, but a part of the run is not known."
 )
 
 
@@ -93,6 +108,7 @@ def _stores(runs: Runs, rows: Sequence[dict[str, Any]]) -> list[Component]:
         dcc.Store(id=WRITTEN),
         dcc.Store(id=FILL_NOW),
         dcc.Store(id=FOLLOW_NOW),
+        dcc.Store(id=COLUMNS_NOW),
         dcc.Interval(id=FILL, interval=_FILL_MS, disabled=not missing),
         dcc.Interval(id=FOLLOW, interval=_FOLLOW_MS),
     ]
@@ -142,13 +158,25 @@ def _card(listing: pd.DataFrame, rows: Sequence[dict[str, Any]], query: Query, d
                         role="status",
                         className="muted",
                     ),
+                    html.Button(
+                        "Fewer columns" if _has_all(query) else "All columns",
+                        id=COLUMNS,
+                        type="button",
+                        className="tool",
+                        n_clicks=0,
+                    ),
                 ],
                 className="row-actions",
             ),
             html.Div(_grid(rows, query, ticked), role="group", **{"aria-label": "Runs"}),
+            html.P(_VERDICT_WORDS, className="card-subtitle legend-line"),
         ],
         listing,
     )
+
+
+def _has_all(query: Query) -> bool:
+    return next(iter(query.get(SHOWN, ())), "") == ALL
 
 
 def _grid(rows: Sequence[dict[str, Any]], query: Query, ticked: list[str]) -> Component:
@@ -157,7 +185,7 @@ def _grid(rows: Sequence[dict[str, Any]], query: Query, ticked: list[str]) -> Co
         id=GRID,
         rowData=list(rows),
         getRowId="params.data.id",
-        columnDefs=_columns(next(iter(query.get(ORDER, ())), "")),
+        columnDefs=_columns(next(iter(query.get(ORDER, ())), ""), _has_all(query), rows),
         selectedRows={"ids": [f"run:{name}" for name in ticked]},
         defaultColDef={
             "sortable": True,
@@ -178,8 +206,9 @@ def _grid(rows: Sequence[dict[str, Any]], query: Query, ticked: list[str]) -> Co
             },
             "selectionColumnDef": {
                 "headerName": "Tick",
-                "width": 76,
+                "width": 48,
                 "headerTooltip": "Ticked runs are compared",
+                "resizable": False,
             },
             "isExternalFilterPresent": {"function": "true"},
             "doesExternalFilterPass": {"function": "runsShown(params)"},
@@ -200,8 +229,11 @@ def _grid(rows: Sequence[dict[str, Any]], query: Query, ticked: list[str]) -> Co
     )
 
 
-def _columns(order: str) -> list[dict[str, Any]]:
-    """The columns; ``order`` as in the address."""
+def _columns(order: str, has_all: bool, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The columns of ``rows``; ``order`` as in the address.
+
+    Without ``has_all`` those that a window of 1440 pixels has room for, and those that say that something was lost.
+    """
     columns: list[dict[str, Any]] = [
         {
             "field": "name",
@@ -210,20 +242,29 @@ def _columns(order: str) -> list[dict[str, Any]]:
             "cellRenderer": "RunName",
             "filter": "agTextColumnFilter",
             "tooltipField": "name",
-            "width": 220,
+            "minWidth": 150,
+            "flex": _GROWING["name"],
+            **_WRAPPING,
         }
     ]
     columns += [_column(*text, text=True) for text in _TEXTS]
     columns += [_column(*number) for number in _NUMBERS]
     columns.append(
-        _column("verdict", "Verdict", 104, "of commprof verify: do requested and issued agree?", text=True)
+        _column("verdict", "Verdict", 92, "of commprof verify: do requested and issued agree?", text=True)
     )
-    columns += [_column(*number) for number in _MORE_NUMBERS[:3]]
+    lost = [_column(*number) for number in _LOST if has_all or any(row[number[0]] for row in rows)]
+    columns += [*lost, _column(*_DURATION)]
     columns.append(
-        _column("started", "Started", 160, "local time") | {"filter": False, "floatingFilter": False}
+        _column("started", "Started", 112, "local time; hover for the seconds")
+        | {
+            "filter": False,
+            "floatingFilter": False,
+            "tooltipValueGetter": {"function": "params.data.started_whole"},
+        }
     )
-    columns.append(_column("script", "What ran", 120, "the training script", text=True))
-    columns += [_column(*number) for number in _MORE_NUMBERS[3:]]
+    more = [_column(*number) for number in _MORE_NUMBERS]
+    more.append(_column("script", "What ran", 120, "the training script", text=True))
+    columns += more if has_all else [column | {"hide": True} for column in more]
     for column in columns:
         if column["field"] == order.lstrip("-"):
             column["initialSort"] = "desc" if order.startswith("-") else "asc"
@@ -232,13 +273,11 @@ def _columns(order: str) -> list[dict[str, Any]]:
 
 def _column(field: str, heading: str, width: int, about: str, text: bool = False) -> dict[str, Any]:
     shared: dict[str, Any] = {"field": field, "headerName": heading, "headerTooltip": about, "width": width}
-    if field == "setting":
-        # The last keys of a sweep's settings tell them apart, so none is cut.
-        shared |= {
-            "wrapText": True,
-            "autoHeight": True,
-            "cellStyle": {"lineHeight": "1.35", "padding": "7px 16px"},
-        }
+    if field in _WRAPPED:
+        # The last keys of a sweep's settings tell them apart, and the row of a sweep has ranges: none is cut.
+        shared |= _WRAPPING
+    if field in _GROWING:
+        shared |= {"flex": _GROWING[field], "minWidth": shared.pop("width")}
     if text:
         shared["filter"] = "agTextColumnFilter"
         shared["tooltipValueGetter"] = {"function": f"params.data.note || params.data.{field}"}
@@ -314,6 +353,12 @@ def register(app: dash.Dash, runs: Runs) -> None:
         Input(GRID, "selectedRows"),
         prevent_initial_call=True,
     )
+    app.clientside_callback(
+        ClientsideFunction("runs", "columns"),
+        Output(COLUMNS_NOW, "data"),
+        Input(COLUMNS, "n_clicks"),
+        prevent_initial_call=True,
+    )
     app.clientside_callback(ClientsideFunction("runs", "ready"), Output(GRID, "className"), Input(GRID, "id"))
     app.clientside_callback(
         ClientsideFunction("runs", "search"),
@@ -331,4 +376,5 @@ PAGE: Final = Page(
     order=10,
     render=render,
     register=register,
+    has_grid=True,
 )
