@@ -33,7 +33,7 @@ from results import arguments, publish
 from train_gpt import GPT, batches, read_text
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.zero.stages import expected_in_step, steady_step
+from commprof.requested.zero.zero_stages import expected_in_step, steady_step
 from support.simulated_compression import Rules, Workers
 
 RANKS, BATCH, CONTEXT = 4, 4, 32

@@ -21,11 +21,11 @@ import torch
 from results import about, arguments, markdown, publish
 
 from commprof.analysis import api
-from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import signals_held
 from commprof.launch.sweeps.campaign import Campaign, carry_out, default_directory, make_room
-from commprof.launch.sweeps.configuration import ConfigFile
+from commprof.launch.sweeps.config_file import ConfigFile
 from commprof.launch.sweeps.points import Turn
+from commprof.launch.user_program import Kind, Program
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SCRIPT: Final = ROOT / "examples" / "train_gpt.py"

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from results import arguments, publish
 
-from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.relations.sql_engine import evaluate
 from commprof.schema import TABLES
 from commprof.trace.reader import Scan
 from commprof.trace.tables import arrow_schema, empty_table, write_parquet

@@ -112,7 +112,7 @@ def attach(out: str | None = None, **options: Any) -> None:
     """Start recording this process, into run directory ``out``.
 
     ``commprof run`` does this automatically. Without ``out``, ranks started by one launcher share
-    ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.process.options.Options``. A second call
+    ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.process.recorder_options.Options``. A second call
     does nothing. Never raises into the program: an error is printed once on stderr.
     """
     # Imported by name: the hooks are the lowest layer and must not depend on the recorder.

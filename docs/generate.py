@@ -65,7 +65,7 @@ def schema_page() -> str:
 
 def relations_page() -> str:
     """docs/relations.md: every relation with its grain, inputs and columns, as its file declares them."""
-    from commprof.analysis.relations import graph
+    from commprof.analysis.relations import relation_graph
     from commprof.analysis.relations.evaluation import BY, RunViews
 
     lines = [
@@ -90,8 +90,8 @@ def relations_page() -> str:
         + ".",
     ]
     views = RunViews(_EmptyRun())  # type: ignore[arg-type] # all that is asked of a run
-    for name in graph.names():
-        relation = graph.relation(name)
+    for name in relation_graph.names():
+        relation = relation_graph.relation(name)
         summed = " *Summed.*" if re.search(r"\{(by|requested|flow)\}", relation.sql) else ""
         inputs = ", ".join(dict.fromkeys(f"`{each.name}`" for each in relation.inputs))
         lines += [
@@ -104,7 +104,7 @@ def relations_page() -> str:
         ]
         lines += ["", fill(relation.notes, 100)] if relation.notes else []
         lines += _columns_of(views, name)
-    for name, (title, grain) in graph.MADE.items():
+    for name, (title, grain) in relation_graph.MADE.items():
         lines += [
             "",
             f"## {name}",
@@ -158,13 +158,13 @@ def command_line_page() -> str:
 
 def config_page() -> str:
     """docs/config.md: every key of the configuration, as declared in the tables of zero_runtime/configuration/."""
-    from zero_runtime.configuration.keys import BLOCKS
+    from zero_runtime.configuration.all_keys import BLOCKS
 
     lines = [
         "# Configuration",
         "",
         "Reference. For people who write a config.",
-        "Generated from `zero_runtime/configuration/keys.py` by `make docs`; do not edit.",
+        "Generated from `zero_runtime/configuration/all_keys.py` by `make docs`; do not edit.",
         "",
         "The configuration is DeepSpeed 0.19.8's: a JSON file, or a dictionary, given to `initialize` as `config`, or as",
         "`args.deepspeed_config`. A key that is in no table below is an error that names the nearest one, at every level.",

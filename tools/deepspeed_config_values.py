@@ -101,14 +101,14 @@ READ_ONLY = {
 
 def cases() -> Iterator[dict[str, Any]]:
     """Every key of docs/config.md that DeepSpeed has, with each value and the stage at which it is tried."""
-    from zero_runtime.configuration import keys
+    from zero_runtime.configuration import all_keys
 
     base = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": 0},
     }
-    for block, table in keys.BLOCKS.items():
+    for block, table in all_keys.BLOCKS.items():
         for name, key in [*table.items(), ("_comment", None)]:
             if key is not None and ("Not a key of DeepSpeed" in key.meaning or key.status.value == "refused"):
                 continue

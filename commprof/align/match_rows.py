@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.alignment_streams import Expectation
 from commprof.align.sequences.edits import Codes
-from commprof.align.streams import Expectation
 from commprof.trace.tables import conform
 
 STATES: Final = ("matched", "missing", "extra", "ambiguous", "torn")

@@ -1,7 +1,7 @@
 """Aligns the records of a run with the lines of an NCCL log: which match, which have no partner, and why.
 
 Communicators are paired with process groups first (:mod:`commprof.align.pairing`). Then the lines of one process and
-group are aligned with the lines that its records should leave (:mod:`commprof.align.expectation`): by order, operation,
+group are aligned with the lines that its records should leave (:mod:`commprof.align.expected_lines`): by order, operation,
 bytes and root. A dropped or additional line is reported as such and shifts no other line. If several records or lines
 match equally well, all of them are ambiguous. opCount is not used, because it is not a sequence number in any version.
 """
@@ -16,22 +16,22 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.communicators import comm_matches
-from commprof.align.divergence import Divergence
-from commprof.align.groups import GroupAlignment
-from commprof.align.match_rows import STATES, TORN, TORN_LINE, MatchRows
-from commprof.align.notes import notes
-from commprof.align.pairing import pair_communicators
-from commprof.align.processes import distrust_small_worlds, pair_processes
-from commprof.align.ranks.collectives import has_raised
-from commprof.align.sequences.bounds import Bounds, bounds_of
-from commprof.align.streams import (
+from commprof.align.alignment_streams import (
     RunProcess,
     Vocabulary,
     line_streams,
     record_streams,
     torn_rows,
 )
+from commprof.align.communicator_matches import comm_matches
+from commprof.align.divergence import Divergence
+from commprof.align.group_alignment import GroupAlignment
+from commprof.align.match_rows import STATES, TORN, TORN_LINE, MatchRows
+from commprof.align.notes import notes
+from commprof.align.pairing import pair_communicators
+from commprof.align.process_matching import distrust_small_worlds, pair_processes
+from commprof.align.ranks.collectives import has_raised
+from commprof.align.sequences.count_bounds import Bounds, bounds_of
 from commprof.errors import LogError
 from commprof.printable import command_line
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from commprof.align.sequences.bounds import Bounds
-from commprof.align.streams import LineStream, RecordStream, RunProcess
+from commprof.align.alignment_streams import LineStream, RecordStream, RunProcess
+from commprof.align.sequences.count_bounds import Bounds
 
 
 def notes(

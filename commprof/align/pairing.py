@@ -15,9 +15,16 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from commprof.align.expectation import Dialect
+from commprof.align.alignment_streams import (
+    GroupKey,
+    LineStream,
+    LogProcess,
+    RecordStream,
+    RunProcess,
+    Vocabulary,
+)
+from commprof.align.expected_lines import Dialect
 from commprof.align.sequences.edits import Codes, common_prefix, common_suffix
-from commprof.align.streams import GroupKey, LineStream, LogProcess, RecordStream, RunProcess, Vocabulary
 
 Streams = Mapping[tuple[RunProcess, GroupKey], RecordStream]
 Confidence = Literal["certain", "likely", "none"]

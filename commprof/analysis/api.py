@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from commprof.analysis.browse.alignment import Alignment, AlignmentSummary, AlignmentWindow
-    from commprof.analysis.browse.record import Record
-    from commprof.analysis.browse.records import Filter
-    from commprof.analysis.browse.records import Page as RecordsPage
+    from commprof.analysis.browse.record_details import Record
+    from commprof.analysis.browse.record_pages import Filter
+    from commprof.analysis.browse.record_pages import Page as RecordsPage
     from commprof.analysis.browse.timeline import MOST_LANES, Timeline
     from commprof.analysis.columns.csv_text import frame_csv, write_csv, write_csv_parts
     from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
@@ -169,9 +169,9 @@ _ELSEWHERE: Final = {
     "Bandwidths": "commprof.analysis.time.bandwidth",
     "BucketContent": "commprof.analysis.traffic.buckets",
     "Comparison": "commprof.analysis.compare.compared_runs",
-    "Filter": "commprof.analysis.browse.records",
+    "Filter": "commprof.analysis.browse.record_pages",
     "PredictedStep": "commprof.analysis.compare.predicted_steps",
-    "Record": "commprof.analysis.browse.record",
+    "Record": "commprof.analysis.browse.record_details",
     "Run": "commprof.trace.reader",
     "Straggling": "commprof.analysis.stragglers.straggling",
     "UnrunSetting": "commprof.analysis.compare.predicted_steps",
@@ -197,7 +197,7 @@ _ELSEWHERE: Final = {
 
 def __getattr__(name: str) -> Any:
     if name == "RecordsPage":
-        return import_module("commprof.analysis.browse.records").Page
+        return import_module("commprof.analysis.browse.record_pages").Page
     if name == "ExpertSummary":
         return import_module("commprof.analysis.traffic.experts").Summary
     if name not in _ELSEWHERE:
@@ -730,10 +730,10 @@ def requested(run: AnyRun) -> pd.DataFrame:
 
     If no prediction is possible, it has no rows, and ``frame.attrs["reason"]`` has the reason; else that is None.
     """
-    from commprof.analysis.traffic import expectation
+    from commprof.analysis.traffic import requested_traffic
 
     run = _opened(run)
-    frame, reason = expectation.requested(run)
+    frame, reason = requested_traffic.requested(run)
     frame.attrs["reason"] = reason
     return frame
 
@@ -765,13 +765,13 @@ def overview(run: AnyRun) -> dict[str, Any]:
 
     ``moved_reason``: why the moved bytes are None; ``requested_reason``: why the requested operation is None.
     """
-    from commprof.analysis.compare import summary
+    from commprof.analysis.compare import run_overview
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import operation_totals
 
     run = _opened(run)
-    operations = run_totals.operations(run, summary.COLUMNS)
-    return summary.overview(
+    operations = run_totals.operations(run, run_overview.COLUMNS)
+    return run_overview.overview(
         run,
         operations,
         run_totals.step_times(run),
@@ -860,9 +860,9 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     :func:`compare`. Moved bytes are all that the hosts sent.
     """
     from commprof.analysis.compare import compared_runs
-    from commprof.analysis.traffic import levels
+    from commprof.analysis.traffic import setting_levels
 
-    return levels.reduction_levels(compared_runs.ledgers([_opened(run) for run in runs]))
+    return setting_levels.reduction_levels(compared_runs.ledgers([_opened(run) for run in runs]))
 
 
 def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
@@ -872,9 +872,9 @@ def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
     predicts, such as metrics. Moved bytes are also given for a rank and step.
     """
     from commprof.analysis.compare import compared_runs
-    from commprof.analysis.traffic import levels
+    from commprof.analysis.traffic import setting_levels
 
-    return levels.traffic_levels(compared_runs.ledgers([_opened(run) for run in runs]))
+    return setting_levels.traffic_levels(compared_runs.ledgers([_opened(run) for run in runs]))
 
 
 def table(run: AnyRun, name: str) -> pd.DataFrame:
@@ -1023,10 +1023,10 @@ def records_page(
     Raises:
         UsageError: there is no such column or test, or a value is not of the column's type.
     """
-    from commprof.analysis.browse import records
+    from commprof.analysis.browse import record_pages
     from commprof.analysis.storage import index as index_module
 
-    return records.page(index_module.index_of(run), filters, sort, offset, limit)
+    return record_pages.page(index_module.index_of(run), filters, sort, offset, limit)
 
 
 def records_csv(
@@ -1036,10 +1036,10 @@ def records_csv(
     columns: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
     """All matching records as CSV, in batches: see :func:`records_page`."""
-    from commprof.analysis.browse import records
+    from commprof.analysis.browse import record_pages
     from commprof.analysis.storage import index as index_module
 
-    return records.csv_parts(index_module.index_of(run), filters, sort, columns)
+    return record_pages.csv_parts(index_module.index_of(run), filters, sort, columns)
 
 
 def record(
@@ -1050,7 +1050,7 @@ def record(
     Args:
         attempt, pid: which process of the rank; default: the last one.
     """
-    from commprof.analysis.browse.record import record as record_of
+    from commprof.analysis.browse.record_details import record as record_of
     from commprof.analysis.storage import index as index_module
 
     return record_of(index_module.index_of(run), rank, seq, attempt, pid)

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from commprof.calibration.plan import Plan
+from commprof.calibration.calibration_plan import Plan
 from commprof.calibration.rank import FORCE, carry_out, member_of
 
 

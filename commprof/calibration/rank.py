@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from commprof.calibration.calibration_plan import Plan
+from commprof.calibration.calibration_sweep import Member, measure
 from commprof.calibration.file import write_calibration
-from commprof.calibration.plan import Plan
-from commprof.calibration.sweep import Member, measure
 from commprof.errors import CommprofError
 
 FORCE: Final = "force"  # the argument that allows an earlier file to be replaced

@@ -91,7 +91,7 @@ def separate_program(command: Any, argv: list[str]) -> list[str]:
     verb = command.commands.get(argv[0]) if argv else None
     if verb is None or not _takes_program(verb):
         return argv
-    from commprof.launch.program import split_arguments
+    from commprof.launch.user_program import split_arguments
 
     with_value = {
         name

@@ -109,7 +109,7 @@ def finalise_first(run: Path) -> None:
 
     health = finalise_ended(run)
     if health is not None:
-        from commprof.launch.summary import counts, keep_summaries, shown
+        from commprof.launch.last_line import counts, keep_summaries, shown
 
         keep_summaries(run)
         say(f"{shown(run)} was not finalised when it ended; it is now: {counts(health)}")

@@ -23,10 +23,10 @@ from commprof.align.ranks.collectives import has_raised
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import TraceError, UsageError
 from commprof.export.chakra_messages import GlobalMetadata, Node, delimited
+from commprof.export.export_tables import opened_runs
 from commprof.export.files import ExportedFile, Progress, Sink, Staging, staged
 from commprof.export.one_clock import OneClock, RankRows
 from commprof.export.provenance import PROVENANCE, provenance
-from commprof.export.tables import opened_runs
 from commprof.schema import Op, parse_ranks
 
 GROUPS: Final = "comm_groups.json"

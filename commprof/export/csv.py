@@ -17,9 +17,7 @@ import pyarrow as pa
 
 from commprof.analysis.api import AnyRun, write_csv, write_csv_parts
 from commprof.errors import TraceError
-from commprof.export.files import ExportedFile, Progress, Sink, staged
-from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
-from commprof.export.tables import (
+from commprof.export.export_tables import (
     COMPARISON,
     COMPARISONS,
     ExportedTable,
@@ -29,6 +27,8 @@ from commprof.export.tables import (
     table_names,
     tables_of,
 )
+from commprof.export.files import ExportedFile, Progress, Sink, staged
+from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
 from commprof.printable import command_line
 
 _BLOCK: Final = 1 << 20

@@ -13,9 +13,9 @@ import pyarrow as pa
 from commprof.analysis import api
 from commprof.analysis.api import AnyRun
 from commprof.errors import TraceError
+from commprof.export.export_tables import ExportedTable, exported_tables, opened_runs, table_names
 from commprof.export.files import ExportedFile, Progress, staged
 from commprof.export.provenance import PROVENANCE, provenance
-from commprof.export.tables import ExportedTable, exported_tables, opened_runs, table_names
 from commprof.schema import TABLES
 
 DATABASE: Final = "run.duckdb"

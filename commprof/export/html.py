@@ -16,8 +16,8 @@ import pandas as pd
 from commprof.analysis import api
 from commprof.analysis.api import AnyRun, Run
 from commprof.errors import CommprofError
+from commprof.export.export_tables import opened_runs, with_resources
 from commprof.export.files import ExportedFile, Progress, staged
-from commprof.export.tables import opened_runs, with_resources
 from commprof.version import __version__
 
 REPORT: Final = "report.html"

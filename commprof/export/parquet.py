@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from commprof.analysis.api import AnyRun, write_csv
-from commprof.export.files import ExportedFile, Progress, staged
-from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
-from commprof.export.tables import (
+from commprof.export.export_tables import (
     COMPARISONS,
     ExportedTable,
     exported_tables,
     opened_runs,
     table_names,
 )
+from commprof.export.files import ExportedFile, Progress, staged
+from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
 
 _GROUP_ROWS: Final = 250_000
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from commprof.align.ranks.collectives import in_order
 from commprof.analysis.api import AnyRun, Run
+from commprof.export.export_tables import opened_runs
 from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.one_clock import NO_PARTNER, Numbers, OneClock, RankRows, end_of
 from commprof.export.provenance import PROVENANCE, provenance
-from commprof.export.tables import opened_runs
 from commprof.schema import Op, parse_splits, wire_bytes
 from commprof.version import __version__
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from commprof.calibration.calibration_plan import Plan
 from commprof.calibration.file import check_target
-from commprof.calibration.plan import Plan
 from commprof.calibration.rank import FORCE, carry_out, member_of
 from commprof.errors import UsageError
 from commprof.launch import environment

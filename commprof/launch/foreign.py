@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from commprof.errors import CommprofError, UsageError
-from commprof.launch import environment, injection, summary
+from commprof.launch import environment, injection, last_line
 from commprof.launch.job import Finished, Job, close_manifest, create, describe_failure, sample_and_wait
 from commprof.launch.logs import job_log, nccl_log
 from commprof.launch.observers import sampled
-from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import Outcome, Rank, RankGroup
+from commprof.launch.user_program import Kind, Program
 from commprof.recorder.process.counters import is_first_of_host
 from commprof.recorder.process.placement import Place, is_unique, job_id, place
 from commprof.sampling.processes import local_ranks
@@ -100,7 +100,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         which = "what it starts" if job.program.kind is Kind.COMMAND else "this rank"
         say(
             f"process 0 of {place.world_size} ({place.launcher}): recording {which} and those of the other hosts into "
-            f"{summary.shown(run)}"
+            f"{last_line.shown(run)}"
         )
         injection.announce(os.environ, run, say)
     else:
@@ -115,13 +115,13 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         _keep_host(run)
     if place.rank == 0:
         _await_siblings(parent)
-        if summary.has_several_hosts(run):  # each process does so now
-            summary.keep_host(run)
+        if last_line.has_several_hosts(run):  # each process does so now
+            last_line.keep_host(run)
         failed = None if is_command else outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
         job_log.end(log, run, say)
-        say(summary.last_line(run))
-        summary.keep_summaries(run)
+        say(last_line.last_line(run))
+        last_line.keep_summaries(run)
         injection.forget_notes(run)
     return Finished(run, outcome.exit_code, outcome.first_failed_rank)
 
@@ -143,7 +143,7 @@ def _run_child(
     if place.rank == 0:
         outcome = sample_and_wait(run, group, job.recording, say)
     elif is_first_of_host(os.environ):
-        with sampled(run, job.recording, say), summary.prepared():
+        with sampled(run, job.recording, say), last_line.prepared():
             outcome = group.wait()
     else:
         outcome = group.wait()
@@ -193,7 +193,7 @@ def _keep_host(run: Path, seconds: float = 5.0) -> None:
     with contextlib.suppress(CommprofError, OSError):
         while local_ranks(run) and time.monotonic() < deadline:
             time.sleep(0.05)
-    summary.keep_host(run)
+    last_line.keep_host(run)
 
 
 def _await_siblings(parent: int, seconds: float = 5.0) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from commprof.engine import Engine, variables
+from commprof.deepspeed_provider import Engine, variables
 from commprof.recorder import autoload
-from commprof.recorder.process.options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
+from commprof.recorder.process.recorder_options import DEFAULTS, OPTIONS_VARIABLE, Options, from_json
 
 DIRECTORY: Final = Path(__file__).resolve().parent / "inject"
 NOTES: Final = "processes.jsonl"

@@ -18,15 +18,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from commprof.engine import Engine
+from commprof.deepspeed_provider import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
-from commprof.launch import environment, injection, summary
+from commprof.launch import environment, injection, last_line
 from commprof.launch.logs import job_log, nccl_log
 from commprof.launch.observers import observed
-from commprof.launch.program import Kind, Program
 from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
-from commprof.launch.sweeps.configuration import ConfigFile, find_config
-from commprof.recorder.process.options import DEFAULTS, Options
+from commprof.launch.sweeps.config_file import ConfigFile, find_config
+from commprof.launch.user_program import Kind, Program
+from commprof.recorder.process.recorder_options import DEFAULTS, Options
 from commprof.trace import directory, manifest
 from commprof.trace.config_copy import CONFIG_NAME
 from commprof.trace.process import start_ticks
@@ -197,11 +197,11 @@ def _plan_ranks(
     }
     command_line = job.program.command_line(environment.python_command())
     if count is None:
-        say(f"recording {job.program.target} into {summary.shown(run)}")
+        say(f"recording {job.program.target} into {last_line.shown(run)}")
         return [Rank(0, command_line, inherited, reads_stdin=not job.keep_output)]
     defaults = environment.thread_defaults(os.environ, count)
     defaults_text = "".join(f", {name}={value} (was not set)" for name, value in defaults.items())
-    say(f"recording {count} {'rank' if count == 1 else 'ranks'} into {summary.shown(run)}{defaults_text}")
+    say(f"recording {count} {'rank' if count == 1 else 'ranks'} into {last_line.shown(run)}{defaults_text}")
     port = environment.free_port()
     return [
         Rank(
@@ -235,8 +235,8 @@ def _run_ranks(
     close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=first_failed)
     job_log.collect(log, run, started_ns)
     job_log.end(log, run, say)
-    say(summary.last_line(run))
-    summary.keep_summaries(run)
+    say(last_line.last_line(run))
+    last_line.keep_summaries(run)
     if job.derived is None:
         injection.forget_notes(run)
     return Finished(run, outcome.exit_code, first_failed, outcome.asked_to_stop is not None)
@@ -258,7 +258,7 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
 
 def sample_and_wait(run: Path, group: RankGroup, recording: Options, say: Callable[[str], None]) -> Outcome:
     """Wait for ``group`` while the interface counters and the requested samples are written into ``run``."""
-    with observed(run, recording, say), summary.prepared():
+    with observed(run, recording, say), last_line.prepared():
         return group.wait()
 
 

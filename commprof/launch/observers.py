@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from commprof.launch.wire import INTERVAL_SECONDS, WireSampler
+from commprof.launch.counter_readings import INTERVAL_SECONDS, WireSampler
 from commprof.recorder.process.counters import WIRE_DIRECTORY, InterfaceCounters, readings_file
-from commprof.recorder.process.options import Options
+from commprof.recorder.process.recorder_options import Options
 from commprof.sampling.nvml import NVML, NvmlError, NvmlSampler
 from commprof.sampling.processes import ProcessSampler, local_ranks
 from commprof.sampling.samples import Sampler, SampleWriter

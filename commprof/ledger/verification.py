@@ -11,8 +11,10 @@ from commprof.exit_codes import State, decide
 from commprof.ledger.levels import Moved, Unexplained, Verdict
 from commprof.ledger.reconcile import attribution, sentences
 from commprof.ledger.reconcile.attribution import Findings
-from commprof.ledger.reconcile.group_orders import COLUMNS as OF_GROUP_ORDERS
-from commprof.ledger.reconcile.group_orders import GroupOrders
+from commprof.ledger.reconcile.compared_orders import COLUMNS as OF_GROUP_ORDERS
+from commprof.ledger.reconcile.compared_orders import GroupOrders
+from commprof.ledger.reconcile.compared_splits import COLUMNS as OF_SPLITS
+from commprof.ledger.reconcile.compared_splits import Splits
 from commprof.ledger.reconcile.ledger_table import (
     Labelled,
     doubtful,
@@ -24,8 +26,6 @@ from commprof.ledger.reconcile.ledger_table import (
 )
 from commprof.ledger.reconcile.rank_orders import COLUMNS as OF_ORDERS
 from commprof.ledger.reconcile.rank_orders import RankOrders
-from commprof.ledger.reconcile.splits import COLUMNS as OF_SPLITS
-from commprof.ledger.reconcile.splits import Splits
 from commprof.ledger.reconcile.unmatched_messages import COLUMNS as OF_MESSAGES
 from commprof.ledger.reconcile.unmatched_messages import Ends
 from commprof.ledger.records import movement
@@ -43,7 +43,7 @@ from commprof.ledger.requests.request import RecordedRun, Request, WholeRun, las
 from commprof.trace.config_copy import config_note
 from commprof.trace.coverage import uncovered
 from commprof.trace.directory import elsewhere
-from commprof.trace.pending import NO_MANIFEST
+from commprof.trace.pending_ranks import NO_MANIFEST
 from commprof.trace.wire import DAMAGED_LINES
 
 

@@ -18,7 +18,7 @@ from commprof.calibration.bandwidths import bus_factor
 from commprof.calibration.file import read_calibration
 from commprof.calibration.results import Calibration
 from commprof.errors import UsageError
-from commprof.launch.sweeps.configuration import parse_config
+from commprof.launch.sweeps.config_file import parse_config
 from commprof.launch.sweeps.points import derive, label, parse_setting, points
 from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
 from commprof.plan.experts import KEY, Load, parse_values
@@ -34,11 +34,11 @@ from commprof.plan.rank_classes import mean_wire_bytes, rank_classes, spreads
 from commprof.plan.recommendations import Candidate, advice, samples_of
 from commprof.plan.recorded_steps import RecordedJob, RecordedStep, recorded_job, recorded_step
 from commprof.plan.traffic import Totals, Traffic, histogram, totals_of, traffic_of
-from commprof.recorder.process.options import parse_size
+from commprof.recorder.process.recorder_options import parse_size
 from commprof.requested.communication.measured_costs import Cost
 from commprof.requested.configuration import read_configuration
 from commprof.requested.memory.states import Holding
-from commprof.requested.parallel import grid
+from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import axes_of_config
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
@@ -378,7 +378,7 @@ def _check_messages(name: str, config: Mapping[str, Any], job: Job, most: int) -
     """Raise UsageError if a step may have more than ``most`` messages, which would take long to predict."""
     try:
         configuration = read_configuration(config)
-        steps = grid.micro_batches(config, axes_of_config(config, job.world))
+        steps = axis_rules.micro_batches(config, axes_of_config(config, job.world))
     except UsageError:
         return  # its prediction says so
     smallest = max(

@@ -19,7 +19,7 @@ from commprof.plan.overlap import exposed_messages
 from commprof.plan.predictions import Prediction
 from commprof.quantities import duration_ns
 from commprof.requested.expectation import Expectation
-from commprof.requested.parallel import grid
+from commprof.requested.parallel import axis_rules
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.schema import Op
 
@@ -180,7 +180,7 @@ class Timing(NamedTuple):
             return self.missing
         if found.note:
             return found.note
-        steps = grid.micro_batches(found.config, found.axes)
+        steps = axis_rules.micro_batches(found.config, found.axes)
         exposed = exposed_messages(found.config, steps, self.framework)
         try:
             bounds = step_time(found.sent, hosts, self.source, exposed, self.compute_ns)

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from commprof.errors import UsageError
 from commprof.plan.models import Model
 from commprof.requested.experts.layers import ExpertLayer
-from commprof.requested.memory.models import MATRICES
+from commprof.requested.memory.sized_models import MATRICES
 from commprof.requested.parameters import Parameter
 
 KEY: Final = "experts"  # of the settings of a plan

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from commprof.errors import CommprofError, UsageError
 from commprof.requested.experts.layers import ExpertLayer
-from commprof.requested.memory.models import likely_layers, transformer
+from commprof.requested.memory.sized_models import likely_layers, transformer
 from commprof.requested.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def parse_number(text: str, option: str) -> int:
 
 def parameters_of(module: torch.nn.Module) -> list[Parameter]:
     """Return the parameters of ``module`` as the recorder publishes those of a run, in one optimizer group."""
-    from commprof.recorder.training import models as recorded
+    from commprof.recorder.training import published_models as recorded
 
     listed = recorded.parameters_of(module)
     rows = recorded.parameter_rows(listed, {key: 0 for each in listed for key in each.keys})

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from commprof.requested.communication import sign_optimizers
+from commprof.requested.config_keys import count, flag, section
 from commprof.requested.configuration import read_configuration, zero_section
-from commprof.requested.keys import count, flag, section
 from commprof.requested.memory.states import reduces_beside_backward
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.flat_stages import Runtime

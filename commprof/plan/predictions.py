@@ -13,22 +13,22 @@ from commprof.plan.memory.activations import activations_of, micro_batch_of
 from commprof.plan.memory.peak import Peak, peak_of
 from commprof.plan.memory.spans import Activations
 from commprof.plan.models import Model
+from commprof.requested.auto_values import decide
 from commprof.requested.communication.measured_costs import Cost
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.memory.deepspeed import deepspeed_holdings
-from commprof.requested.memory.models import shared_transformer
+from commprof.requested.memory.sized_models import shared_transformer
 from commprof.requested.memory.states import Holding, Movement, holdings, movements
-from commprof.requested.open_values import decide
-from commprof.requested.parallel import grid
+from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, axes_of_config
 from commprof.requested.parameters import Parameter, item_bytes
 from commprof.requested.support import refuse_with_experts
 from commprof.requested.zero.flat_stages import Runtime
-from commprof.requested.zero.stages import expected_in_step, steady_step
+from commprof.requested.zero.zero_stages import expected_in_step, steady_step
 from commprof.schema import Op
 
 NO_ACTIVATIONS: Final = (
@@ -160,7 +160,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         # Rank 0 holds only its pipeline stage and its model-parallel shard of it.
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
-        replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), grid.without_axes(config, axes)
+        replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), axis_rules.without_axes(config, axes)
     decisions: tuple[str, ...] = ()
     if job.framework == "zero_runtime":
         plain, decisions = decide(plain, of_rank, replicas, job.backend, job.costs)
@@ -171,7 +171,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
     activations, uncounted = activations_of(config, held, axes, job.sequence)
-    steps = grid.micro_batches(config, axes)
+    steps = axis_rules.micro_batches(config, axes)
     peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend, job.framework)
     return Prediction(
         config,
@@ -298,7 +298,7 @@ def _sent(
         shapes = Shapes(assumed=True)
         if job.sequence is not None:
             shapes = assumed_shapes(config, model, job.sequence, axes.size(PIPE), axes.size(SEQUENCE))
-        sent = grid.expected_in_step_on_axes(config, model, axes, shapes, job.backend)
+        sent = axis_rules.expected_in_step_on_axes(config, model, axes, shapes, job.backend)
         return sent, "" if job.sequence else NO_ACTIVATIONS
     except RequestedError as problem:
         return [], f"bytes of messages cannot be predicted: {problem}"

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from commprof.analysis.api import format_bytes
 from commprof.plan.predictions import Prediction
 from commprof.requested.configuration import read_configuration
-from commprof.requested.parallel import grid
+from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA
 
 _EQUAL_TIMES: Final = 1.01  # times the shortest
@@ -72,7 +72,7 @@ def samples_of(prediction: Prediction) -> int | None:
         return configuration.train_batch_size
     if configuration.micro_batch_size is None:
         return None
-    steps = grid.micro_batches(prediction.config, prediction.axes)
+    steps = axis_rules.micro_batches(prediction.config, prediction.axes)
     return configuration.micro_batch_size * steps * prediction.axes.size(DATA)
 
 

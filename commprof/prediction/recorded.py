@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.align.ranks.rank_arrivals import REAL_WAIT_NS
 from commprof.analysis import api
 from commprof.errors import UsageError
 from commprof.ledger.records.issued import StepKey

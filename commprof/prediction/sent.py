@@ -10,19 +10,17 @@ from typing import Any, Final, NamedTuple
 from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.request import Request
 from commprof.prediction.program import Groups, Message
+from commprof.requested.auto_values import whole_gradient_bytes
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.expectation import Expectation
-from commprof.requested.open_values import whole_gradient_bytes
 from commprof.requested.parameters import Parameter, in_model_order, trained_groups
 from commprof.requested.wrappers.ddp import Ddp
-from commprof.requested.zero import stages
+from commprof.requested.zero import zero_stages
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.module_calls import ModuleCalls, module_calls
 from commprof.schema import Op, Phase, Purpose
 
-DEPTH: Final = (
-    2  # buckets that zero_runtime has in flight at once (zero_runtime/gradient_reduction/overlap.py)
-)
+DEPTH: Final = 2  # buckets that zero_runtime has in flight at once (zero_runtime/gradient_reduction/reduction_overlap.py)
 AT_END: Final = (str(Purpose.OVERFLOW_CHECK), str(Purpose.GRADIENT_NORM), str(Purpose.PARAMETER_GATHER))
 GRADIENTS: Final = str(Purpose.GRADIENT_REDUCE)
 
@@ -67,15 +65,15 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
             raise UsageError(
                 "gradient_accumulation_reduce auto depends on free memory; give each or boundary"
             )
-        micro_steps = stages.micro_steps(config, world)
-        rows = stages.expected(
+        micro_steps = zero_stages.micro_steps(config, world)
+        rows = zero_stages.expected(
             config,
             request.parameters,
             world,
             order,
             request.backend,
             request.runtime,
-            iteration=stages.steady_step(config) * micro_steps,
+            iteration=zero_stages.steady_step(config) * micro_steps,
             host_ranks=request.host_ranks,
         )
     except CommprofError as problem:
@@ -140,7 +138,7 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
 def _calls_of_modules(
     request: Request, config: Mapping[str, Any], world: int, order: Sequence[str] | None, micro_steps: int
 ) -> ModuleCalls:
-    iteration = stages.steady_step(config) * micro_steps
+    iteration = zero_stages.steady_step(config) * micro_steps
     try:
         return module_calls(config, request.parameters, world, order, micro_steps, iteration, request.runtime)
     except CommprofError as problem:

@@ -1,7 +1,7 @@
 /* The wrappers of ProcessGroup's methods as they are called nearly always, in C.
  *
  * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.process_group.fast_path), GeneralCall that of Wrappers.wrap
- * (commprof.recorder.process_group.wrappers), WaitCall that of Waits.wrap (commprof.recorder.process_group.waits). A call goes their way, step by step. Where anything is not as usual (a call that is not known
+ * (commprof.recorder.process_group.wrappers), WaitCall that of Waits.wrap (commprof.recorder.process_group.handle_waits). A call goes their way, step by step. Where anything is not as usual (a call that is not known
  * yet, a tag that is not interned, no room), and nothing has been counted so far, the function in Python is called with the
  * same arguments and does all of it. So that function says what is right, and this one is quick.
  */

@@ -21,9 +21,9 @@ def start() -> None:
         asked = os.environ.get(SWITCH, "").strip().lower()
         below_run = bool(os.environ.get("COMMPROF_RUN"))
         if os.environ.get("COMMPROF_ENGINE"):
-            from commprof import engine
+            from commprof import deepspeed_provider
 
-            engine.install()
+            deepspeed_provider.install()
         if asked in _OFF or not (asked or below_run):
             return
         from commprof.recorder import session

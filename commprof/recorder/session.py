@@ -21,14 +21,14 @@ from commprof.printable import command_line, escaped
 from commprof.recorder.adapters.frameworks import Frameworks
 from commprof.recorder.clocks.clock_meeting import Meeting, job_meeting
 from commprof.recorder.clocks.clock_offsets import ClockOffsets
-from commprof.recorder.coverage.flight_recorder import FlightDump
+from commprof.recorder.coverage.flight_comparison import FlightDump
 from commprof.recorder.coverage.selfcheck import SelfCheck
 from commprof.recorder.process.aggregation import Aggregation
 from commprof.recorder.process.bounds import SizeLimit, StepWindow
 from commprof.recorder.process.counters import host_readings
 from commprof.recorder.process.journal import Journal
 from commprof.recorder.process.opening import Opened, begin_row, find_directory, open_files, this_rank
-from commprof.recorder.process.options import (
+from commprof.recorder.process.recorder_options import (
     BEFORE_THE_FIRST,
     DEFAULTS,
     OPTIONS_VARIABLE,
@@ -36,12 +36,12 @@ from commprof.recorder.process.options import (
     from_json,
     from_mapping,
 )
-from commprof.recorder.process.stacks import StackSignal
+from commprof.recorder.process.stack_signal import StackSignal
 from commprof.recorder.process_group.groups import Group, live_groups
 from commprof.recorder.process_group.interception import Interception
 from commprof.recorder.process_group.lifecycle import GroupLifecycle
 from commprof.recorder.training.expert_loads import ExpertLoads
-from commprof.recorder.training.steps import Steps
+from commprof.recorder.training.step_writer import Steps
 from commprof.trace.rank_files.segments import count_of
 
 _TABLES: Final = frozenset({"metrics", "parameters", "expert_layers", "config"})

@@ -21,7 +21,7 @@ no code with the runtime, so that the two can be compared.
 ``expectation``         the expected messages of one purpose
 ``rank_groups``         the process groups of expert parallelism
 ``layers``              the capacity of a layer of experts, and its messages of tokens
-``stages``              :func:`~commprof.requested.zero.stages.expected`: all messages per step and purpose
+``stages``              :func:`~commprof.requested.zero.zero_stages.expected`: all messages per step and purpose
 ``explanation``         the same as one sentence
 ``offload``             what is in host memory or on NVMe
 ``states``              what each rank holds, and what moves between device, host and disk
@@ -39,7 +39,7 @@ no code with the runtime, so that the two can be compared.
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.explanation import ReductionShare, describe, reduction_share, requested_gradient_op
 from commprof.requested.parameters import Parameter
-from commprof.requested.zero.stages import Expectation, expected, expected_in_step, micro_steps
+from commprof.requested.zero.zero_stages import Expectation, expected, expected_in_step, micro_steps
 
 __all__ = [
     "Expectation",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from commprof.requested.communication.compression import Compression, read_compression
+from commprof.requested.config_keys import choice, count, dtype, flag, number, plain_block, section, wrong
 from commprof.requested.errors import RequestedError
-from commprof.requested.keys import choice, count, dtype, flag, number, plain_block, section, wrong
 from commprof.requested.zero.reductions import REDUCTIONS
 
 OWN_KEYS: Final = (
@@ -46,7 +46,7 @@ class Configuration:
         quantises_gradients: gradients are sent in 4 bits at stages 1 and 2 (zero_runtime only).
         quantises_weights: updated parameters are sent in 8 bits (zero_runtime only).
         accumulation_reduce: ``each``, or ``boundary``: stages 2 and 3 reduce in the last micro-batch of a step alone
-            (zero_runtime only). :mod:`commprof.requested.open_values` replaces ``auto``.
+            (zero_runtime only). :mod:`commprof.requested.auto_values` replaces ``auto``.
         data_before_experts: ranks with the same experts are neighbors (``use_data_before_expert_parallelism``).
         fuses_adam: the optimizer is Adam without ``torch_adam``, which has its own class for 16-bit parameters.
     """

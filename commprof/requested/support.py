@@ -7,9 +7,9 @@ from typing import Any
 
 from commprof.requested.communication.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
 from commprof.requested.communication.sign_optimizers import refuse_unknown
+from commprof.requested.config_keys import plain, plain_block
 from commprof.requested.configuration import Configuration
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import plain, plain_block
 
 
 def refuse_unsupported(

@@ -9,7 +9,7 @@ from typing import Final
 from commprof.align.ranks.agreement import ranks_text
 from commprof.printable import escaped
 from commprof.sampling.calls import Call
-from commprof.sampling.dump import Dump
+from commprof.sampling.job_dump import Dump
 from commprof.sampling.processes import State
 from commprof.sampling.situation import RankReport, Situation, size_of
 from commprof.sampling.stacks import Stack

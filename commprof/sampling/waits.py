@@ -15,7 +15,7 @@ from commprof.align.ranks.group_orders import (
     order_differences,
     shared_groups,
 )
-from commprof.align.ranks.splits import first_unequal_split
+from commprof.align.ranks.stated_splits import first_unequal_split
 from commprof.sampling.calls import Call, GroupFacts, RankCalls, Stage
 from commprof.schema import Op, format_ranks
 

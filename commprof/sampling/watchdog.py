@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Final
 
 from commprof.errors import CommprofError
-from commprof.sampling.dump import Dump, keep_dump, take_dump
 from commprof.sampling.dump_text import dump_text
+from commprof.sampling.job_dump import Dump, keep_dump, take_dump
 from commprof.sampling.live import fingerprint, latest_files
 from commprof.trace.directory import DUMPS_DIRECTORY
 from commprof.trace.rank_files.layout import RankFile

@@ -24,7 +24,7 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME, STACK
 from commprof.trace.health import Health, assess
 from commprof.trace.liveness import host_of
 from commprof.trace.manifest import COMPLETE, KILLED, RUNNING, Manifest, write_manifest
-from commprof.trace.pending import (
+from commprof.trace.pending_ranks import (
     ENTRY_KEY,
     SIDE_TABLES,
     STEMS_KEY,

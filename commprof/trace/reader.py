@@ -19,7 +19,7 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY, elsewhere, resolve
 from commprof.trace.fingerprint import Opening, fingerprint
 from commprof.trace.health import Health, assess
 from commprof.trace.manifest import Manifest
-from commprof.trace.pending import (
+from commprof.trace.pending_ranks import (
     entries_of,
     gone_records,
     is_unfinalised,

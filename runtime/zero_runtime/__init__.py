@@ -27,7 +27,7 @@ from zero_runtime.errors import (
 )
 from zero_runtime.groups.process_grid import ProcessGrid, ProcessTopology
 from zero_runtime.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_runtime.pipeline.engine import PipelineEngine
+from zero_runtime.pipeline.pipeline_engine import PipelineEngine
 from zero_runtime.startup.huge_pages import use_huge_pages
 from zero_runtime.startup.initialization import initialize
 from zero_runtime.startup.memory_status import memory_status, see_memory_usage

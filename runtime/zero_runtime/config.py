@@ -1,7 +1,7 @@
 """The configuration: DeepSpeed's JSON, checked and typed, with all defaults.
 
 ``load`` reads a path, a mapping or ``args.deepspeed_config``; ``RuntimeConfig.from_mapping`` is pure. All keys and their
-handling are in :mod:`zero_runtime.configuration.keys`.
+handling are in :mod:`zero_runtime.configuration.all_keys`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 from zero_runtime.configuration.blocks.activation_block import ActivationCheckpointing
 from zero_runtime.configuration.blocks.communication_block import read_communication
 from zero_runtime.configuration.blocks.compression_block import read_compression
@@ -22,7 +22,6 @@ from zero_runtime.configuration.blocks.pipeline_block import PipelineConfig, acc
 from zero_runtime.configuration.blocks.precision_block import PrecisionConfig, read_precision
 from zero_runtime.configuration.blocks.sharding_block import note_two_names
 from zero_runtime.configuration.blocks.zero_block import read_zero
-from zero_runtime.configuration.combinations import check, note_contradictions, whole_gradients
 from zero_runtime.configuration.config_values import (
     CommsLoggerConfig,
     ConfigValues,
@@ -33,6 +32,7 @@ from zero_runtime.configuration.config_values import (
 )
 from zero_runtime.configuration.feature_combinations import check_compression, check_delay
 from zero_runtime.configuration.reading import document
+from zero_runtime.configuration.setting_combinations import check, note_contradictions, whole_gradients
 from zero_runtime.errors import ConfigError
 
 
@@ -58,12 +58,12 @@ class RuntimeConfig(ConfigValues):
         # Old forms first: everything below knows present names only. Then keys that are accepted without an effect are
         # noted, so that the user knows.
         values = _modern(values, notices)
-        top = keys.read(values)
-        notices += [f"{name} has no effect here: {note}" for name, note in keys.inert_keys(values)]
+        top = all_keys.read(values)
+        notices += [f"{name} has no effect here: {note}" for name, note in all_keys.inert_keys(values)]
         note_two_names(values.get("zero_optimization", {}), notices)
         zero = read_zero(top["zero_optimization"], top["disable_allgather"])
         if not zero.stage.shards_parameters:
-            idle = keys.stage_3_only(values)
+            idle = all_keys.stage_3_only(values)
             notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
         # The batch sizes depend on the number of replicas, so the axes are read before them.
         parallel, pipeline = read_parallel(top), read_pipeline(top)
@@ -152,12 +152,12 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
 
 def parallel_of(values: Mapping[str, Any]) -> ParallelConfig:
     """The axes in ``values``, whose keys are all checked. Raises as ``RuntimeConfig.from_mapping`` does."""
-    return read_parallel(keys.read(_modern(values, [])))
+    return read_parallel(all_keys.read(_modern(values, [])))
 
 
 def pipeline_of(values: Mapping[str, Any]) -> PipelineConfig:
     """The pipeline in ``values``, whose keys are all checked. Raises as ``RuntimeConfig.from_mapping`` does."""
-    return read_pipeline(keys.read(_modern(values, [])))
+    return read_pipeline(all_keys.read(_modern(values, [])))
 
 
 def _shown(config: Any) -> str:
@@ -246,7 +246,7 @@ def _scheduler(block: Mapping[str, Any] | None, written: Mapping[str, Any] | Non
 
 def _modern(values: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
     """``values`` with old forms replaced: a bool for zero_optimization, and bfloat16."""
-    values = keys.as_deepspeed_reads(values, notices)
+    values = all_keys.as_deepspeed_reads(values, notices)
     old = values.get("zero_optimization")
     if isinstance(old, bool):
         values["zero_optimization"] = {"stage": int(old)}

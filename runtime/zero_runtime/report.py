@@ -16,7 +16,7 @@ import torch
 
 from zero_runtime import comm, log
 from zero_runtime.bench.io import measure, ways
-from zero_runtime.bench.quantities import size
+from zero_runtime.bench.option_types import size
 from zero_runtime.deepspeed_names.devices.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.distribution import DISTRIBUTION, FOLLOWED, NamesDistribution
 from zero_runtime.deepspeed_names.ranks import comm_functions

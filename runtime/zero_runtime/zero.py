@@ -24,7 +24,7 @@ from commprof import hooks
 from zero_runtime import comm
 from zero_runtime import config as configuration
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 from zero_runtime.configuration.blocks.offload_block import AIO, read_aio
 from zero_runtime.configuration.blocks.offload_param_block import slice_offload_of
 from zero_runtime.configuration.reading import key_table
@@ -197,7 +197,7 @@ class GatheredParameters:
 
 
 def _read(config: Any) -> Mapping[str, Any]:
-    return {} if config is None else keys.as_deepspeed_reads(configuration.load(config))
+    return {} if config is None else all_keys.as_deepspeed_reads(configuration.load(config))
 
 
 def _offload(config: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "deepspeed-differences.md"
 KINDS = ("other messages", "other losses", "accepted here", "refused here", "-")
@@ -57,7 +57,7 @@ def stated_differences() -> tuple[Difference, ...]:
         )
         settings = re.findall(r"`([a-z_0-9.]+)(?:: ([^`]+))?`", cells[0])
         parsed = tuple((name, json.loads(value) if value else _ANY) for name, value in settings)
-        assert cells[3] != "accepted here" or not any(name in keys.BLOCKS for name, _ in parsed), (
+        assert cells[3] != "accepted here" or not any(name in all_keys.BLOCKS for name, _ in parsed), (
             f"every config with the block would be accepted; name its key, or say '-': {line}"
         )
         named = re.search(r"at stages? ([0-3, and]+)", cells[0])
@@ -84,7 +84,9 @@ def _is_set(config: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 def _has_unknown_key(config: Mapping[str, Any]) -> bool:
-    blocks = {name: config if not name else config.get(name) or {} for name in keys.BLOCKS}
+    blocks = {name: config if not name else config.get(name) or {} for name in all_keys.BLOCKS}
     return any(
-        not {*given} <= {*keys.BLOCKS[name]} for name, given in blocks.items() if isinstance(given, Mapping)
+        not {*given} <= {*all_keys.BLOCKS[name]}
+        for name, given in blocks.items()
+        if isinstance(given, Mapping)
     )

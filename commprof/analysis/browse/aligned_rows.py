@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from commprof.analysis.relations.engine import connect, query_text
 from commprof.analysis.relations.memory import engine_settings
+from commprof.analysis.relations.sql_engine import connect, query_text
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.errors import TraceError
 from commprof.printable import command_line

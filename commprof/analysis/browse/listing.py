@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from commprof.analysis.columns.answers import RUNS
 from commprof.analysis.columns.frames import from_rows
+from commprof.analysis.compare.run_overview import group_backends, script_name
 from commprof.analysis.compare.settings import settings_of, value_text
-from commprof.analysis.compare.summary import group_backends, script_name
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from commprof import schema
-from commprof.align.ranks.arrivals import CAUSES
+from commprof.align.ranks.rank_arrivals import CAUSES
 from commprof.analysis.columns import byte_columns
 from commprof.analysis.columns.bandwidth_answers import BANDWIDTH_ANSWERS
 from commprof.analysis.columns.byte_columns import between_hosts, padding

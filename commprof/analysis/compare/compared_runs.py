@@ -14,13 +14,13 @@ from commprof.analysis.compare.advice import Advice
 from commprof.analysis.compare.comparison import Measured
 from commprof.analysis.storage import run_totals
 from commprof.analysis.storage.answer_cache import answer_cache
-from commprof.analysis.time import steps
-from commprof.analysis.traffic import expectation, model_sharding, moved_bytes, rank_bytes
+from commprof.analysis.time import training_steps
+from commprof.analysis.traffic import model_sharding, moved_bytes, rank_bytes, requested_traffic
 from commprof.trace.coverage import uncovered
 from commprof.trace.reader import Run
 
 if TYPE_CHECKING:
-    from commprof.analysis.traffic.levels import Ledger
+    from commprof.analysis.traffic.setting_levels import Ledger
     from commprof.analysis.traffic.steady_steps import Step
     from commprof.ledger.levels import Verdict
 
@@ -111,10 +111,10 @@ def _measure(run: Run) -> Measured:
     return Measured(
         name="",
         setting=run_settings.Setting("", {}),
-        step_totals=steps.step_totals(run.table("steps"), operations, times, manifest.world_size),
-        durations=steps.durations_after_first(times),
-        final_loss=steps.final_loss(times),
-        requested=expectation.requested_reduction(manifest.config, manifest.effective_config),
+        step_totals=training_steps.step_totals(run.table("steps"), operations, times, manifest.world_size),
+        durations=training_steps.durations_after_first(times),
+        final_loss=training_steps.final_loss(times),
+        requested=requested_traffic.requested_reduction(manifest.config, manifest.effective_config),
         usage=run_resources.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
         shape=model_sharding.shape(operations),
         moved_bytes=moved_bytes.moved_per_step(moved, int(times["duration_ns"].notna().sum())),
@@ -122,7 +122,7 @@ def _measure(run: Run) -> Measured:
 
 
 def _rank_totals(runs: Sequence[ComparedRun], of_runs: Sequence[Measured]) -> list[rank_bytes.RankTotals]:
-    def answer(run: Run, totals: steps.StepTotals) -> rank_bytes.RankTotals:
+    def answer(run: Run, totals: training_steps.StepTotals) -> rank_bytes.RankTotals:
         operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
         return rank_bytes.rank_totals("", totals, operations, run.table("groups"))
 
@@ -136,7 +136,7 @@ def _rank_totals(runs: Sequence[ComparedRun], of_runs: Sequence[Measured]) -> li
 
 def ledgers(runs: Sequence[Run]) -> list[Ledger]:
     """The verdict of each run with its totals, in the order of a comparison."""
-    from commprof.analysis.traffic.levels import Ledger
+    from commprof.analysis.traffic.setting_levels import Ledger
 
     return [
         Ledger(
@@ -148,12 +148,12 @@ def ledgers(runs: Sequence[Run]) -> list[Ledger]:
     ]
 
 
-def _ledger(run: Run) -> tuple[Verdict, steps.StepTotals, dict[str, float], list[Step]]:
-    from commprof.analysis.traffic import levels
+def _ledger(run: Run) -> tuple[Verdict, training_steps.StepTotals, dict[str, float], list[Step]]:
+    from commprof.analysis.traffic import setting_levels
     from commprof.ledger import verification
 
     operations, world_size = run_totals.operations(run, run_totals.HELD_COLUMNS), run.manifest.world_size
     times = run_totals.step_times(run)
-    totals = steps.step_totals(run.table("steps"), operations, times, world_size)
-    shares = levels.job_shares(operations, world_size)
-    return verification.verify(run), totals, shares, steps.whole_steps(times)
+    totals = training_steps.step_totals(run.table("steps"), operations, times, world_size)
+    shares = setting_levels.job_shares(operations, world_size)
+    return verification.verify(run), totals, shares, training_steps.whole_steps(times)

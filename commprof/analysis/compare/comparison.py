@@ -14,8 +14,8 @@ from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.compare.run_resources import Usage
 from commprof.analysis.compare.settings import Setting
 from commprof.analysis.time.intervals import over_repeats
-from commprof.analysis.time.steps import StepTotals
-from commprof.analysis.traffic.expectation import Requested
+from commprof.analysis.time.training_steps import StepTotals
+from commprof.analysis.traffic.requested_traffic import Requested
 from commprof.analysis.traffic.steady_steps import PARTLY_KNOWN
 from commprof.schema import Column, Op, Purpose
 

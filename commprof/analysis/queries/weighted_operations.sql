@@ -1,6 +1,6 @@
 -- The operations that a mean training step is made of, each as often as it counts in it.
 --
--- Input: operations (see operations.sql), weights (of each step, by what commprof.analysis.time.steps tells apart)
+-- Input: operations (see operations.sql), weights (of each step, by what commprof.analysis.time.training_steps tells apart)
 select
     o.attempt,
     o.step,

@@ -9,8 +9,15 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis.relations import graph
-from commprof.analysis.relations.engine import MADE, connect, keep_agreement, made_of, query_text, register
+from commprof.analysis.relations import relation_graph
+from commprof.analysis.relations.sql_engine import (
+    MADE,
+    connect,
+    keep_agreement,
+    made_of,
+    query_text,
+    register,
+)
 from commprof.analysis.time.stalls import stall_times
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
@@ -41,7 +48,7 @@ BY: Final = (  # the columns by which relations can be summed
         "api",
         "call_site",
     ),
-    *("root", "sender", "receiver", "call_bytes", graph.SPAN),
+    *("root", "sender", "receiver", "call_bytes", relation_graph.SPAN),
 )
 _MOST_IN_MEMORY: Final = 100_000  # rows of a table; the engine reads more from the files
 
@@ -88,12 +95,12 @@ class RunViews:
             self.engine.register(
                 name, stall_times(self._run.scan("collectives", _MOST_IN_MEMORY), steps, ("purpose",), stalls)
             )
-        elif name in graph.MADE:
+        elif name in relation_graph.MADE:
             self.engine.register(name, _made(self._run, name))
-        elif name in graph.names():
-            for table in graph.tables_of(name):
+        elif name in relation_graph.names():
+            for table in relation_graph.tables_of(name):
                 self.add(table)
-            text = graph.statement(name, self._by, known=keep_agreement(self.engine, name, self._by))
+            text = relation_graph.statement(name, self._by, known=keep_agreement(self.engine, name, self._by))
             self.engine.execute(f"create temp view {name} as {text}")
         else:
             raise UsageError(_unknown(name))
@@ -108,15 +115,17 @@ class RunViews:
             UsageError: there is none of this name, or no such column. TraceError: a file of the run cannot be read.
         """
         try:
-            if by is None or name not in graph.names():
+            if by is None or name not in relation_graph.names():
                 self.add(name)
                 return self.engine.sql(f"select * from {name}")
             wrong = [column for column in by if column not in BY]
             if wrong:
                 raise UsageError(f"{name} cannot be summed by {wrong[0]!r}; choose from {', '.join(BY)}")
-            for table in graph.tables_of(name):
+            for table in relation_graph.tables_of(name):
                 self.add(table)
-            return self.engine.sql(graph.statement(name, by, known=keep_agreement(self.engine, name, by)))
+            return self.engine.sql(
+                relation_graph.statement(name, by, known=keep_agreement(self.engine, name, by))
+            )
         except duckdb.Error as error:
             first = str(error).strip().partition("\n")[0]
             raise TraceError(f"{name} of {self._run.path} cannot be evaluated: {first}") from None
@@ -138,10 +147,10 @@ def _made(run: Run, name: str) -> pa.Table:
 
 
 def _unknown(name: str) -> str:
-    every = [*TABLES, *graph.names(), *graph.MADE]
+    every = [*TABLES, *relation_graph.names(), *relation_graph.MADE]
     near = get_close_matches(name, every, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return (
         f"a run has no table or relation {name!r}: {hint}the tables are {', '.join(TABLES)}; the relations are "
-        + (", ".join((*graph.names(), *graph.MADE)))
+        + (", ".join((*relation_graph.names(), *relation_graph.MADE)))
     )

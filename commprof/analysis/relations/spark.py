@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from commprof.analysis.relations import graph
-from commprof.analysis.relations.engine import MADE, made_of, query_text
-from commprof.analysis.relations.engine import evaluate as evaluate_by_duckdb
+from commprof.analysis.relations import relation_graph
 from commprof.analysis.relations.memory import limit_bytes
+from commprof.analysis.relations.sql_engine import MADE, made_of, query_text
+from commprof.analysis.relations.sql_engine import evaluate as evaluate_by_duckdb
 from commprof.analysis.time.stalls import PROCESS, by_process
 from commprof.errors import MissingExtraError, TraceError, UsageError
 from commprof.schema import TABLES
@@ -159,11 +159,11 @@ class SparkRelations:
             TraceError: a table cannot be read, or holds numbers that cannot be summed.
         """
         with explained(_relation(name)):
-            for table in graph.tables_of(name):
+            for table in relation_graph.tables_of(name):
                 self._add(table)
             for step, evaluated in (known or {}).items():
                 self.view(step, evaluated)
-            texts = graph.steps(name, by, known or {})
+            texts = relation_graph.steps(name, by, known or {})
             for step, text in texts.items():
                 if step == name:
                     break
@@ -188,7 +188,7 @@ class SparkRelations:
         Raises:
             TraceError: a table cannot be read.
         """
-        if name in graph.names():
+        if name in relation_graph.names():
             self.evaluate(name, by).createOrReplaceTempView(name)
         else:
             with explained(_relation(name)):
@@ -298,7 +298,9 @@ class SparkRelations:
 
 def relations_of(session: SparkSession, run: Run) -> SparkRelations:
     """The relations of an opened run: small tables come from memory, and Spark reads the files of large ones."""
-    names = {table for name in graph.names() for table in graph.tables_of(name)} - set(graph.MADE)
+    names = {table for name in relation_graph.names() for table in relation_graph.tables_of(name)} - set(
+        relation_graph.MADE
+    )
     there = elsewhere(run.path)
     if there is not None:
         names -= {"collectives"}
@@ -356,7 +358,7 @@ def _unpacked(content: bytes) -> pa.Table:
 
 def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
     """The columns and types of relation ``name`` as DuckDB evaluates it."""
-    named = ("collectives", *graph.tables_of(name))  # tables that Python makes depend on the others
+    named = ("collectives", *relation_graph.tables_of(name))  # tables that Python makes depend on the others
     tables = {table: empty_table(table) for table in named if table in TABLES}
     return evaluate_by_duckdb(name, tables, by).schema
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from commprof.analysis.relations import graph
-from commprof.analysis.relations.engine import MADE
+from commprof.analysis.relations import relation_graph
 from commprof.analysis.relations.evaluation import BY
 from commprof.analysis.relations.spark import SparkRelations, first_line
+from commprof.analysis.relations.sql_engine import MADE
 from commprof.analysis.time.stalls import COLUMNS, stall_times
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
@@ -47,8 +47,8 @@ _REFUSED: Final = frozenset(
         "try_reflect",
     ]
 )
-_KNOWN: Final = (*TABLES, *graph.names(), *graph.MADE)
-_ON_ONE_MACHINE: Final = set(graph.MADE) - {*MADE, "process_exposure"}
+_KNOWN: Final = (*TABLES, *relation_graph.names(), *relation_graph.MADE)
+_ON_ONE_MACHINE: Final = set(relation_graph.MADE) - {*MADE, "process_exposure"}
 
 
 def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
@@ -82,11 +82,13 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
                 f"Spark does not evaluate {min(named & _ON_ONE_MACHINE)!r}, which Python makes on one machine; "
                 "use --engine duckdb"
             )
-        needed = {table for name in named & set(graph.names()) for table in graph.tables_of(name)} | named
+        needed = {
+            table for name in named & set(relation_graph.names()) for table in relation_graph.tables_of(name)
+        } | named
         tables = {name: run.scan(name) for name in sorted(needed & set(TABLES) | {"collectives"})}
         relations = SparkRelations(session, tables)
         by = BY if re.search(r"(select|,|\.)\s*\*", sql, re.IGNORECASE) else [x for x in BY if x in words]
-        for name in sorted(named, key=lambda name: name in graph.names()):
+        for name in sorted(named, key=lambda name: name in relation_graph.names()):
             if name == "process_exposure":
                 beside = {each: run.table(each) for each in ("steps", "stalls")}
                 relations.view(name, relations.of_processes(COLUMNS, beside, process_exposure)[0])
@@ -105,7 +107,7 @@ def process_exposure(collectives: pa.Table, steps: pa.Table, stalls: pa.Table) -
 
 
 def _unanswered(reason: str) -> str:
-    relations = ", ".join((*graph.names(), *graph.MADE))
+    relations = ", ".join((*relation_graph.names(), *relation_graph.MADE))
     return f"the question cannot be answered: {reason}. The tables are: {', '.join(TABLES)}. The relations are: {relations}"
 
 

@@ -7,7 +7,7 @@ import re
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis.relations import graph
+from commprof.analysis.relations import relation_graph
 from commprof.analysis.relations.evaluation import RunViews
 from commprof.errors import UsageError
 from commprof.schema import TABLES
@@ -33,7 +33,9 @@ def query(run: Run, sql: str) -> pa.Table:
                     f"{len(statements)} statements that are not one SELECT were given; ask one question: select op, "
                     "count(*) from collectives group by op"
                 )
-            for name in sorted(_named(engine, sql) & {*TABLES, *graph.names(), *graph.MADE}):
+            for name in sorted(
+                _named(engine, sql) & {*TABLES, *relation_graph.names(), *relation_graph.MADE}
+            ):
                 views.add(name)
             allowed = ", ".join("'" + file.replace("'", "''") + "'" for file in views.files)
             engine.execute(f"SET allowed_paths = [{allowed}]")
@@ -43,7 +45,7 @@ def query(run: Run, sql: str) -> pa.Table:
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the question cannot be answered: {reason}. The tables are: {', '.join(TABLES)}. The relations are: "
-                f"{', '.join((*graph.names(), *graph.MADE))}"
+                f"{', '.join((*relation_graph.names(), *relation_graph.MADE))}"
             ) from None
 
 

@@ -27,18 +27,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from commprof.analysis.relations.engine import connect, evaluate, register
-from commprof.analysis.relations.graph import statement
+from commprof.analysis.relations.relation_graph import statement
+from commprof.analysis.relations.sql_engine import connect, evaluate, register
 from commprof.analysis.storage import summaries
 from commprof.analysis.storage.index_sums import EXPOSURES, process_times
 from commprof.analysis.storage.index_totals import HELD_COLUMNS, OPERATIONS
 from commprof.analysis.stragglers import arrival_sample
-from commprof.analysis.time import exposure, steps
+from commprof.analysis.time import exposure, training_steps
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.finaliser import convert_host
 from commprof.trace.fingerprint import VERSION, fingerprint
-from commprof.trace.pending import load_manifest
+from commprof.trace.pending_ranks import load_manifest
 from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.reader import Run, Scan, open_run, scan_of
 from commprof.trace.tables import arrow_schema, empty_table, read_parquet
@@ -368,7 +368,7 @@ def _merged(
     operations = None if any(file.messages for file in files) else _operations(run, engine)
     if operations is not None:
         tables[OPERATIONS, *COLUMNS] = operations
-        tables["step_times",] = steps.answer_of_sums(
+        tables["step_times",] = training_steps.answer_of_sums(
             of_steps, tables[EXPOSURES["attempt", "step"],], operations
         )
     return tables

@@ -4,7 +4,7 @@ It contains only what follows from the run, so it may be deleted at any time; it
 It lies in the run directory, or in the user's cache directory if the former is read-only. The index of a small run, or of
 one that still runs, stays in memory, as does any index that was not requested as a file.
 
-Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.spans`), ``kinds``, ``lanes`` (groups of
+Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.record_spans`), ``kinds``, ``lanes`` (groups of
 ranks, ``lanes``), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only values other than 0), ``bands``
 (steps and phases), ``facts``; in a file also sums that other answers use (:mod:`commprof.analysis.storage.index_sums`).
 """
@@ -29,8 +29,8 @@ from typing import Any, Final, TypeVar
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis.relations.engine import connect
 from commprof.analysis.relations.memory import engine_settings
+from commprof.analysis.relations.sql_engine import connect
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.storage.answer_files import user_cache
 from commprof.analysis.storage.index_sums import exposure_tables, fill_sums

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import duckdb
 import pyarrow as pa
 
-from commprof.align.ranks.arrivals import NEEDED
+from commprof.align.ranks.rank_arrivals import NEEDED
 from commprof.analysis.relations.memory import give_back
 from commprof.analysis.storage.index_totals import TransferTimes, append, rows_of
 from commprof.analysis.stragglers import arrivals, straggling

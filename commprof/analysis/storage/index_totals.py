@@ -9,12 +9,12 @@ import pandas as pd
 import pyarrow as pa
 
 from commprof.analysis.columns.bandwidth_answers import BANDWIDTH_TIMES as TIMES
-from commprof.analysis.columns.combinations import KIND, Combinations
 from commprof.analysis.columns.detailed_answers import BUCKET_FLUSHES as FLUSHES
+from commprof.analysis.columns.distinct_combinations import KIND, Combinations
 from commprof.analysis.columns.frames import from_arrow
-from commprof.analysis.relations.engine import MADE, keep_agreement, made_of, query_text, register
-from commprof.analysis.relations.graph import statement, tables_of
-from commprof.analysis.storage.spans import KIND_COLUMNS
+from commprof.analysis.relations.relation_graph import statement, tables_of
+from commprof.analysis.relations.sql_engine import MADE, keep_agreement, made_of, query_text, register
+from commprof.analysis.storage.record_spans import KIND_COLUMNS
 from commprof.analysis.traffic import buckets
 from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Run

@@ -18,7 +18,7 @@ from commprof.analysis.columns.detailed_answers import BUCKET_FLUSHES as FLUSHES
 from commprof.analysis.columns.detailed_answers import BUCKET_MEANS as MEANS
 from commprof.analysis.columns.detailed_answers import BUCKET_STEPS
 from commprof.analysis.columns.frames import from_arrow, from_rows
-from commprof.analysis.relations.engine import ask, query_text
+from commprof.analysis.relations.sql_engine import ask, query_text
 from commprof.analysis.storage import host_files, summaries
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.storage.index import by_index
@@ -28,7 +28,7 @@ from commprof.analysis.storage.index_totals import HELD_COLUMNS as HELD_COLUMNS
 from commprof.analysis.stragglers import arrival_sample
 from commprof.analysis.stragglers.arrival_sample import Sample
 from commprof.analysis.time import exposure as exposure_module
-from commprof.analysis.time import steps
+from commprof.analysis.time import training_steps
 from commprof.analysis.traffic import buckets, operation_totals
 from commprof.analysis.traffic.steady_steps import EXECUTED
 from commprof.errors import CommprofError
@@ -153,7 +153,7 @@ def summary_tables(
         tables |= {(name,): rows for name, rows in exposure_tables(run).items()}
     if (STEP_TIMES,) not in tables:
         exposed = tables[EXPOSURES[_STEP],]
-        tables[STEP_TIMES,] = steps.answer(run.table("steps"), exposed, _with_nccl(run, summed))
+        tables[STEP_TIMES,] = training_steps.answer(run.table("steps"), exposed, _with_nccl(run, summed))
     if (BUCKET_FLUSHES,) not in tables:
         tables[BUCKET_FLUSHES,] = _flushes(run, lambda: summed)
     names = (*EXPOSURES.values(), STEP_TIMES, BUCKET_FLUSHES)
@@ -163,11 +163,15 @@ def summary_tables(
 def step_times(run: Run) -> pd.DataFrame:
     """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
     key = (STEP_TIMES,)
-    return steps.as_frame(by_index(run, lambda _: _step_times(run), lambda: _from_files(run, key), key))
+    return training_steps.as_frame(
+        by_index(run, lambda _: _step_times(run), lambda: _from_files(run, key), key)
+    )
 
 
 def _step_times(run: Run) -> pa.Table:
-    return steps.answer(run.table("steps"), exposure_rows(run, _STEP), operations(run, steps.COLUMNS))
+    return training_steps.answer(
+        run.table("steps"), exposure_rows(run, _STEP), operations(run, training_steps.COLUMNS)
+    )
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:

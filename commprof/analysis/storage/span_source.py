@@ -17,8 +17,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from commprof.align.ranks.reference_clock import ReferenceClock
-from commprof.analysis.columns.combinations import Combinations
-from commprof.analysis.storage.spans import KINDS, SPANS, TIME_COLUMNS, Own, begins, own, spans, with_spans
+from commprof.analysis.columns.distinct_combinations import Combinations
+from commprof.analysis.storage.record_spans import (
+    KINDS,
+    SPANS,
+    TIME_COLUMNS,
+    Own,
+    begins,
+    own,
+    spans,
+    with_spans,
+)
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Run, Scan

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import NEEDED
 from commprof.align.ranks.collectives import matchable
 from commprof.align.ranks.own_times import OWN_COLUMNS, with_own_times
+from commprof.align.ranks.rank_arrivals import NEEDED
 from commprof.trace.reader import Scan
 from commprof.trace.tables import arrow_schema, read_columns
 

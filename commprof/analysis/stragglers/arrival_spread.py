@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import CAUSES
+from commprof.align.ranks.rank_arrivals import CAUSES
 from commprof.align.sequences.row_groups import Groups
 from commprof.analysis.columns.answers import ARRIVALS
 from commprof.analysis.columns.detailed_answers import LATE_COLLECTIVES

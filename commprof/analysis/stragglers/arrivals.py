@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import arrivals as align
+from commprof.align.ranks.rank_arrivals import arrivals as align
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.columns.answers import ARRIVALS
 from commprof.analysis.columns.frames import from_arrow
@@ -16,7 +16,7 @@ from commprof.trace.reader import Run
 
 
 def arrivals(collectives: pa.Table, clocks: pa.Table, offsets: pa.Table, one_host: bool) -> pa.Table:
-    """One row per record that can have partners (:func:`commprof.align.ranks.arrivals.arrivals`).
+    """One row per record that can have partners (:func:`commprof.align.ranks.rank_arrivals.arrivals`).
 
     ``one_host``: processes that left no clock count as sharing one.
     """
@@ -38,7 +38,7 @@ def hosts_of(run: Run) -> dict[int, str]:
 
 
 def aligned(run: Run, also: Sequence[str] = ()) -> Callable[[pa.Table], pa.Table]:
-    """A function from records of ``run`` to their arrivals (:func:`commprof.align.ranks.arrivals.arrivals`)."""
+    """A function from records of ``run`` to their arrivals (:func:`commprof.align.ranks.rank_arrivals.arrivals`)."""
     clock = reference_clock(run)
     return lambda records: align(records, clock, also)
 

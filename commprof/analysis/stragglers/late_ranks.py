@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.align.ranks.rank_arrivals import REAL_WAIT_NS
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import FROM_ROOT, REAL_WAIT_NS, TO_ROOT
+from commprof.align.ranks.rank_arrivals import FROM_ROOT, REAL_WAIT_NS, TO_ROOT
 from commprof.analysis.stragglers.late_ranks import Waits, binomial_tail, heaviest, warm_steps
 
 Numbers = npt.NDArray[np.int64]

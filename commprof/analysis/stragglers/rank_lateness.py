@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import CAUSES
+from commprof.align.ranks.rank_arrivals import CAUSES
 from commprof.align.sequences.group_ids import placed_by
 from commprof.analysis.columns.answers import STRAGGLERS
 from commprof.analysis.columns.detailed_answers import LATENESS, WAITING_CAUSES

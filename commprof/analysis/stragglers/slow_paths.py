@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.align.ranks.rank_arrivals import REAL_WAIT_NS
 from commprof.align.sequences.group_ids import numbered, split_by
 from commprof.align.sequences.row_groups import Groups
 from commprof.analysis.columns.dictionary_encoding import among

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import NEEDED
+from commprof.align.ranks.rank_arrivals import NEEDED
 from commprof.analysis.columns.answers import ARRIVALS, STRAGGLERS
 from commprof.analysis.columns.defaults import MOST_LATE
 from commprof.analysis.columns.detailed_answers import (
@@ -20,8 +20,8 @@ from commprof.analysis.columns.detailed_answers import (
     WAITING_CAUSES,
 )
 from commprof.analysis.columns.frames import from_arrow
-from commprof.analysis.relations.engine import connect
 from commprof.analysis.relations.memory import limit_bytes
+from commprof.analysis.relations.sql_engine import connect
 from commprof.analysis.storage.index import Index, by_index
 from commprof.analysis.storage.index_sums import STRAGGLING
 from commprof.analysis.storage.index_totals import BANDWIDTH_TIMES

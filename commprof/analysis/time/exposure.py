@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from commprof.analysis.columns.answers import EXPOSURE, EXPOSURE_BY, EXPOSURE_PER_STEP
 from commprof.analysis.columns.frames import from_arrow, from_rows
-from commprof.analysis.relations.engine import ask
+from commprof.analysis.relations.sql_engine import ask
 from commprof.analysis.time.stalls import stall_times
 from commprof.analysis.time.warm_steps import warm_steps
 from commprof.errors import UsageError

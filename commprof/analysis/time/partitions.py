@@ -25,8 +25,8 @@ from commprof.align.ranks.own_times import (
     with_own_times,
 )
 from commprof.align.sequences.group_ids import numbered, split_by
-from commprof.analysis.relations.engine import scanned
-from commprof.analysis.storage.spans import KIND_COLUMNS
+from commprof.analysis.relations.sql_engine import scanned
+from commprof.analysis.storage.record_spans import KIND_COLUMNS
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 from commprof.trace.tables import read_columns

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import REAL_WAIT_NS
+from commprof.align.ranks.rank_arrivals import REAL_WAIT_NS
 from commprof.align.sequences.row_groups import Flags, Groups
 from commprof.analysis.columns.dictionary_encoding import among, ranked
 from commprof.schema import Op, Status

@@ -17,8 +17,8 @@ from commprof.analysis.columns.detailed_answers import (
     BUCKETS_PER_STEP,
 )
 from commprof.analysis.columns.frames import as_declared, from_arrow, from_rows
-from commprof.analysis.relations.engine import ask, evaluate
-from commprof.analysis.relations.graph import relation
+from commprof.analysis.relations.relation_graph import relation
+from commprof.analysis.relations.sql_engine import ask, evaluate
 from commprof.analysis.traffic.steady_steps import BESIDE, PARTLY_KNOWN, steady, warm_steps
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Run, Scan

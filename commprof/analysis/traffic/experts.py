@@ -12,7 +12,7 @@ import pandas as pd
 
 from commprof.analysis.columns.expert_answers import EXPERT_IMBALANCE, EXPERT_RANKS, EXPERTS
 from commprof.analysis.columns.frames import as_declared
-from commprof.analysis.relations.engine import ask
+from commprof.analysis.relations.sql_engine import ask
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.trace.reader import Run, Scan
 

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS, PADDING
 from commprof.analysis.columns.detailed_answers import MATRIX, MATRIX_BY, OWNERS
 from commprof.analysis.columns.frames import from_arrow, from_rows
-from commprof.analysis.relations.engine import ask, evaluate, group_members, query_text
+from commprof.analysis.relations.sql_engine import ask, evaluate, group_members, query_text
 from commprof.analysis.traffic.steady_steps import EXECUTED as _EXECUTED
 from commprof.errors import UsageError
 from commprof.ledger.records import backends

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from commprof.analysis.columns.answers import MOVED
 from commprof.analysis.columns.frames import from_arrow
-from commprof.analysis.relations.engine import ask
+from commprof.analysis.relations.sql_engine import ask
 from commprof.schema import LOOPBACK
 
 NO_READINGS: Final = "no counters were read during the run"

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from commprof.analysis.columns.answers import GROUPINGS, TRAFFIC
 from commprof.analysis.columns.frames import from_arrow
-from commprof.analysis.relations.engine import ask, evaluate
+from commprof.analysis.relations.sql_engine import ask, evaluate
 from commprof.errors import UsageError
 from commprof.trace.reader import Scan
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS
 from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.columns.setting_answers import RANK_BYTES
-from commprof.analysis.relations.engine import ask
-from commprof.analysis.time.steps import StepTotals
+from commprof.analysis.relations.sql_engine import ask
+from commprof.analysis.time.training_steps import StepTotals
 from commprof.analysis.traffic.matrix import matrix
 
 NO_ROOTS: Final = "the roots of its operations were not kept, so it is not known which rank sends what"

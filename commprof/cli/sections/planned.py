@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.sections.predicted import fit_sentence, memory_rows, movement_rows
+from commprof.cli.sections.prediction_section import fit_sentence, memory_rows, movement_rows
 from commprof.cli.sections.step_times import show_missing_times, show_time, time_cells, time_headings
 
 if TYPE_CHECKING:

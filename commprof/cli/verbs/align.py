@@ -12,7 +12,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened
-from commprof.cli.sections.inspected import align_inspector
+from commprof.cli.sections.inspector_section import align_inspector
 from commprof.cli.verbs.nccl import read_logs
 from commprof.errors import TraceError, UsageError
 from commprof.exit_codes import ExitCode
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from commprof.align.divergence import Divergence
     from commprof.align.matching import MatchReport
-    from commprof.align.sequences.bounds import Bounds
+    from commprof.align.sequences.count_bounds import Bounds
     from commprof.imports.inspector_log import InspectorLog
     from commprof.nccl.parser import ParsedLogs
     from commprof.trace.reader import Run
@@ -107,7 +107,7 @@ def _inspector_logs(logs: list[str]) -> list[tuple[Path, InspectorLog]] | None:
 
 def _show_stored(run: Run, *, as_json: bool) -> int:
     """Print the alignment that is stored in the run."""
-    from commprof.align.sequences.bounds import bounds_of
+    from commprof.align.sequences.count_bounds import bounds_of
 
     matches, communicators = run.table("matches"), run.table("comm_matches")
     counted = {row["values"]: row["counts"] for row in matches["state"].value_counts().to_pylist()}
@@ -169,7 +169,7 @@ def _parts(parsed: ParsedLogs, report: MatchReport) -> list[Rows | str]:
 
 
 def _communicators(rows: Sequence[Mapping[str, Any]]) -> Rows:
-    from commprof.align.sequences.bounds import interval
+    from commprof.align.sequences.count_bounds import interval
 
     headings = (
         Heading("communicator"),
@@ -208,7 +208,7 @@ def _divergence(divergence: Divergence) -> Rows:
 
 
 def _keep(run: Run, tables: dict[str, Any], report: MatchReport) -> None:
-    from commprof.trace.pending import list_tables
+    from commprof.trace.pending_ranks import list_tables
     from commprof.trace.tables import write_table
 
     recorder = recording_process(run.path)

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import typer
 
 from commprof.cli.console import say
-from commprof.cli.engines import Engine, Master, spark_session
+from commprof.cli.engine_options import Engine, Master, spark_session
 from commprof.cli.extras import needed
 from commprof.cli.runs import each_path, opened
 from commprof.errors import UsageError

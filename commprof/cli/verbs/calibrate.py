@@ -10,7 +10,7 @@ import typer
 
 from commprof.analysis.columns.units import format_bytes, format_ns
 from commprof.calibration.bandwidths import bus_factor
-from commprof.calibration.plan import (
+from commprof.calibration.calibration_plan import (
     BACKENDS,
     DEFAULT_SIZES,
     DEVICES,

@@ -35,8 +35,8 @@ def dump(
 
     The job continues to run. For a killed job, its last state is shown, without stacks.
     """
-    from commprof.sampling.dump import take_dump
     from commprof.sampling.dump_text import dump_text
+    from commprof.sampling.job_dump import take_dump
     from commprof.trace.directory import resolve
 
     if out is not None and out.exists() and not force:

@@ -9,7 +9,7 @@ import typer
 from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.runs import each_path
-from commprof.launch.summary import counts, keep_missing_hosts, keep_summaries, shown
+from commprof.launch.last_line import counts, keep_missing_hosts, keep_summaries, shown
 
 HELP_ORDER = 160
 

@@ -37,7 +37,7 @@ def paper(
     Tables: comparison and traffic, with booktabs rules, one column wide. sources.json lists their sources.
     """
     with needed("export", "to make figures"):
-        from commprof.export.paper import write_paper
+        from commprof.export.paper_export import write_paper
 
         files = write_paper(directory, out, force, font=font)
     say(f"{out}  {len(files)} files: {', '.join(file.path.name for file in files)}")

@@ -10,7 +10,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.runs import opened
 from commprof.cli.sections.planned import show_comparison, show_one
-from commprof.cli.sections.predicted import (
+from commprof.cli.sections.prediction_section import (
     AsJson,
     Backend,
     ConfigFile,

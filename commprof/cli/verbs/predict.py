@@ -12,7 +12,7 @@ from commprof.cli.console import say
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import opened
-from commprof.cli.sections.predicted import AsJson, Settings
+from commprof.cli.sections.prediction_section import AsJson, Settings
 from commprof.launch.sweeps.points import derive, label, points
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from commprof.cli import rendering
 from commprof.cli.console import say
-from commprof.cli.engines import Engine, Master, spark_session
+from commprof.cli.engine_options import Engine, Master, spark_session
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, opened

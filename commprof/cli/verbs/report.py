@@ -11,10 +11,10 @@ from commprof.cli import rendering
 from commprof.cli.extras import needed
 from commprof.cli.rendering import Heading, Rows
 from commprof.cli.runs import RunArgument, remembered
-from commprof.cli.sections import exposure, resources
-from commprof.cli.sections.algorithms import algorithm_parts
-from commprof.cli.sections.experts import expert_parts
-from commprof.cli.sections.untagged import untagged_parts
+from commprof.cli.sections import exposure_section, resources
+from commprof.cli.sections.algorithm_section import algorithm_parts
+from commprof.cli.sections.expert_section import expert_parts
+from commprof.cli.sections.untagged_section import untagged_parts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,10 +93,10 @@ def report(
     if not traffic:
         rendering.show("No collective was recorded.")
     else:
-        step_texts = exposure.step_texts(steps, answers["exposure"]) if per_step else None
+        step_texts = exposure_section.step_texts(steps, answers["exposure"]) if per_step else None
         rendering.show(*outside_parts(answers["outside_steps"], traffic))
         rendering.show(*traffic_parts(traffic, steps, step_texts))
-        rendering.show(*exposure.per_step_parts(answers["exposure_per_step"]))
+        rendering.show(*exposure_section.per_step_parts(answers["exposure_per_step"]))
         rendering.show(*expert_parts(answers))
         rendering.show(*algorithm_parts(answers["algorithms"]), *untagged_parts(answers["untagged"]))
     rendering.show(*resources.resource_parts(answers["resources"]))

@@ -10,7 +10,7 @@ import typer
 from commprof.cli import rendering
 from commprof.cli.console import say
 from commprof.cli.rendering import Heading, Rows
-from commprof.cli.sections.predicted import (
+from commprof.cli.sections.prediction_section import (
     AsJson,
     Backend,
     ConfigFile,

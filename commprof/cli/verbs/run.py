@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from commprof.cli.console import say
-from commprof.cli.recording import recording_options
-from commprof.engine import Engine
+from commprof.cli.recording_options import recording_options
+from commprof.deepspeed_provider import Engine
 from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch.logs.nccl_log import Mode
-from commprof.launch.program import check_program, parse_program, with_engine
-from commprof.recorder.process.options import DEFAULTS, Options
+from commprof.launch.user_program import check_program, parse_program, with_engine
+from commprof.recorder.process.recorder_options import DEFAULTS, Options
 
 HELP_ORDER = 10
 

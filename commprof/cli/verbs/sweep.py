@@ -14,18 +14,18 @@ import typer
 
 from commprof.cli.console import say
 from commprof.cli.extras import needed
-from commprof.cli.recording import recording_options
+from commprof.cli.recording_options import recording_options
 from commprof.cli.runs import opened
 from commprof.cli.verbs.predict import CalibrationOption
 from commprof.cli.verbs.run import ENGINE_HELP, NCCL_LOG_HELP, NPROC_HELP, WIRE_HELP, parse_ranks
-from commprof.engine import Engine
+from commprof.deepspeed_provider import Engine
 from commprof.errors import CommprofError, UsageError
 from commprof.exit_codes import ExitCode
 from commprof.launch.logs.nccl_log import Mode
-from commprof.launch.program import check_program, parse_program, with_engine
 from commprof.launch.sweeps.points import Turn, derive, label, points, turns
+from commprof.launch.user_program import check_program, parse_program, with_engine
 from commprof.printable import command_line, escaped
-from commprof.recorder.process.options import DEFAULTS, Options
+from commprof.recorder.process.recorder_options import DEFAULTS, Options
 
 if TYPE_CHECKING:
     from commprof.launch.sweeps.campaign import Campaign, TurnResult
@@ -145,7 +145,7 @@ def _predict(campaign: Campaign, run: str, calibration: Path | None) -> Predicti
     """Predict all points from ``run`` and write the predictions into the directory of the sweep."""
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
-        from commprof.launch.sweeps.predicted import predicted_points
+        from commprof.launch.sweeps.sweep_predictions import predicted_points
         from commprof.trace.predictions_file import PREDICTIONS_NAME, write_predictions
 
         measured = None if calibration is None else read_calibration(calibration)
@@ -156,8 +156,8 @@ def _predict(campaign: Campaign, run: str, calibration: Path | None) -> Predicti
 
 
 def _carry_out(campaign: Campaign, fail_fast: bool, predictions: PredictionsFile | None) -> int:
+    from commprof.launch.last_line import shown
     from commprof.launch.ranks import signals_held
-    from commprof.launch.summary import shown
     from commprof.launch.sweeps.campaign import carry_out
 
     where = shown(campaign.out)
@@ -210,7 +210,7 @@ def _compare(runs: Sequence[Path]) -> None:
 def _show_outcomes(predictions: PredictionsFile, results: Sequence[TurnResult]) -> None:
     """Show predicted beside measured; then why a figure is missing."""
     from commprof.cli import rendering
-    from commprof.launch.sweeps.predicted import outcomes
+    from commprof.launch.sweeps.sweep_predictions import outcomes
 
     duration = rendering.duration
     listed = outcomes(predictions, results)

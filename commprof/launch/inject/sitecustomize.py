@@ -144,8 +144,8 @@ def _choose_engine() -> None:
     if not os.environ.get("COMMPROF_ENGINE"):
         return
     with _package_in_sight():
-        from commprof import engine
-    engine.install()
+        from commprof import deepspeed_provider
+    deepspeed_provider.install()
 
 
 def _start() -> None:

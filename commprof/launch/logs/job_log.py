@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commprof.errors import CommprofError
-from commprof.launch import environment, summary
+from commprof.launch import environment, last_line
 from commprof.launch.logs import nccl_files, nccl_log
 from commprof.trace import manifest
 
@@ -24,7 +24,7 @@ def begin(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
     """Say what was set for the log of NCCL, and make the directory that it goes to."""
     if nccl_log.FILE in log.set:
         nccl_files.make_directory(run)
-    for sentence in log.sentences(summary.shown(run)):
+    for sentence in log.sentences(last_line.shown(run)):
         say(sentence)
 
 
@@ -45,7 +45,7 @@ def end(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
     cost = nccl_files.measure(run)
     if cost is not None:
         _note(run, log, cost)
-        say(cost.sentence(summary.shown(run)))
+        say(cost.sentence(last_line.shown(run)))
     elif log.set:
         say(
             "NCCL log: nothing was written: no process initialised NCCL, or what is set differently keeps it from printing"

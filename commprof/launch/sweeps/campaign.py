@@ -12,16 +12,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from commprof.engine import Engine
+from commprof.deepspeed_provider import Engine
 from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import injection
 from commprof.launch.job import OUTPUT_NAME, Finished, Job, run_job
 from commprof.launch.logs.nccl_log import Mode
-from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
-from commprof.launch.sweeps.configuration import ConfigFile, read_config
+from commprof.launch.sweeps.config_file import ConfigFile, read_config
 from commprof.launch.sweeps.points import Turn, derive, label, mismatches
-from commprof.recorder.process.options import DEFAULTS, Options
+from commprof.launch.user_program import CONFIG_ARGUMENTS, Program, find_argument, replace_argument
 from commprof.recorder.process.placement import place
+from commprof.recorder.process.recorder_options import DEFAULTS, Options
 from commprof.trace import directory, manifest
 from commprof.trace.config_copy import CONFIG_NAME
 from commprof.trace.predictions_file import PREDICTIONS_NAME

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
-from commprof.launch.sweeps.configuration import find_slip
+from commprof.launch.sweeps.config_file import find_slip
 
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _MISSING: Final = object()

@@ -26,18 +26,18 @@ from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
 from commprof.ledger.requests.wrapped_models import WrappedModels, wrapped_models_of
+from commprof.requested.auto_values import filled
 from commprof.requested.configuration import Configuration, autocast_dtype, read_configuration
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.experts.layers import token_bytes
 from commprof.requested.experts.rank_groups import RankGroups
-from commprof.requested.open_values import filled
-from commprof.requested.parallel import grid
+from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA, SEQUENCE
 from commprof.requested.parameters import of_one_rank
-from commprof.requested.zero import stages
+from commprof.requested.zero import zero_stages
 from commprof.requested.zero.stage3 import Construction
-from commprof.requested.zero.stages import STEADY
+from commprof.requested.zero.zero_stages import STEADY
 from commprof.schema import Purpose
 
 NO_CONFIG: Final = "no config was recorded"
@@ -138,10 +138,10 @@ class Request:
     configuration: Configuration | None = None
     source: str = ""
     differences: tuple[str, ...] = ()
-    parameters: Sequence[stages.Parameter] = ()
+    parameters: Sequence[zero_stages.Parameter] = ()
     world_size: int = 1
     backend: str = "gloo"
-    runtime: stages.Runtime = "zero_runtime"
+    runtime: zero_stages.Runtime = "zero_runtime"
     micro_steps: int = 1
     orders: Mapping[StepKey, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -201,7 +201,7 @@ class Request:
             iteration = self._alike(number) if of_kind is None else of_kind
             expected += self._of_micro_batch(order, iteration, is_after)
         if self.skips(key):
-            expected = stages.up_to_overflow(expected, self.config, self._counted(key))
+            expected = zero_stages.up_to_overflow(expected, self.config, self._counted(key))
         return expected
 
     def micro_batch_checks(self) -> int:
@@ -262,14 +262,14 @@ class Request:
     def _kind(self, key: StepKey) -> int | None:
         """A micro-batch that sends the same as those of step ``key``, where steps are of several kinds; else None."""
         step = self._counted(key)
-        kind = stages.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
+        kind = zero_stages.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
         if not kind:
             return None
         return self._kinds.setdefault(kind, step) * self.micro_steps
 
     def _counted(self, key: StepKey) -> int:
         """The number by which the rules know step ``key``."""
-        return stages.step_that_counts(self.config, key.step, self.overflows.before(key))
+        return zero_stages.step_that_counts(self.config, key.step, self.overflows.before(key))
 
     def _alike(self, iteration: int) -> int:
         """The first micro-batch that the rules treat as they treat number ``iteration``."""
@@ -321,7 +321,7 @@ class Request:
                 zero_init=asked.zero_init,
                 after_skip=asked.after_skip,
             )
-        return stages.expected(
+        return zero_stages.expected(
             self.config,
             self.parameters,
             self.world_size,
@@ -371,10 +371,10 @@ def request_of(run: RecordedRun) -> Request:
             run, manifest.effective_config, config, request.parameters, world_size
         )
         if request.shared is None:
-            request.micro_steps = stages.micro_steps(config, world_size)
+            request.micro_steps = zero_stages.micro_steps(config, world_size)
             request.experts = _experts(run, request)
         else:
-            request.micro_steps = grid.micro_batches(config, request.shared.axes)
+            request.micro_steps = axis_rules.micro_batches(config, request.shared.axes)
             request.notes += request.shared.notes
         request.expectations(StepKey(0, 0))
         request.differences = _differences(request, manifest.effective_config)
@@ -420,7 +420,7 @@ def _request_of_wrappers(run: RecordedRun) -> Request:
     return request
 
 
-def _as_runtime_reads(configuration: Configuration, runtime: stages.Runtime) -> Configuration:
+def _as_runtime_reads(configuration: Configuration, runtime: zero_stages.Runtime) -> Configuration:
     """DeepSpeed does not know ``gradient_reduction``, nor compression."""
     if runtime == "zero_runtime":
         return configuration
@@ -451,10 +451,11 @@ def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
     return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
 
 
-def parameters_of(table: pa.Table) -> list[stages.Parameter]:
+def parameters_of(table: pa.Table) -> list[zero_stages.Parameter]:
     """The rows of the ``parameters`` table as the rules take them: what the lowest rank holds."""
     listed = [
-        stages.Parameter(*(row[name] for name in stages.Parameter._fields)) for row in table.to_pylist()
+        zero_stages.Parameter(*(row[name] for name in zero_stages.Parameter._fields))
+        for row in table.to_pylist()
     ]
     return of_one_rank(listed)
 
@@ -485,7 +486,7 @@ def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple
     try:
         written, used = asdict(read_configuration(request.config)), asdict(read_configuration(effective))
         if request.shared is None:
-            engine.micro_steps = stages.micro_steps(engine.config, engine.world_size)
+            engine.micro_steps = zero_stages.micro_steps(engine.config, engine.world_size)
         plain = replace(request, orders={}, _rows={}, _estimates={}, notes=[])
         keys = (StepKey(0, -1), StepKey(0, 0))
         if all(_sums(plain.expectations(key)) == _sums(engine.expectations(key)) for key in keys):

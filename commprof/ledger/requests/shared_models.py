@@ -9,15 +9,15 @@ from fractions import Fraction
 from typing import Any, Final
 
 from commprof.ledger.records.issued import INIT_STEP, StepKey
-from commprof.ledger.requests import activations, stage_activations
-from commprof.ledger.requests.activations import Observed
+from commprof.ledger.requests import activation_counts, stage_activations
+from commprof.ledger.requests.activation_counts import Observed
 from commprof.ledger.requests.stage_activations import Crossings
 from commprof.ledger.requests.training_records import Records
+from commprof.requested.config_keys import flag, section
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation
-from commprof.requested.keys import flag, section
-from commprof.requested.parallel import grid
+from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA, Axes, axes_of_topology
 from commprof.requested.parallel.shared_modules import module_messages
 from commprof.requested.parameters import Parameter
@@ -59,12 +59,12 @@ class SharedModel:
             CommprofError: the rules do not cover the config.
         """
         shapes = replace(self.activations.shapes, scale=scale, wraps=self.crossings.wraps)
-        return grid.expected_on_axes(config, parameters, self.axes, shapes, order, **keywords)
+        return axis_rules.expected_on_axes(config, parameters, self.axes, shapes, order, **keywords)
 
     def once(self, key: StepKey, ordinal: int) -> list[Expectation]:
         """What belongs to step ``key`` alone, the ``ordinal``-th of its attempt: shapes sent again, inputs compared."""
         expected = self.crossings.expected(key) if key.step > INIT_STEP else []
-        check = grid.input_check(self.axes)
+        check = axis_rules.input_check(self.axes)
         if check is not None and key.step > INIT_STEP and not ordinal:
             expected.append(check)
         return expected
@@ -99,9 +99,9 @@ def shared_model_of(
         return None
     if (effective or {}).get("groups") == "script":
         raise UnsupportedError("mpu", str(axes), "which ranks are in which group is the script's own choice")
-    micro_batches = grid.micro_batches(config, axes)
+    micro_batches = axis_rules.micro_batches(config, axes)
     kind = read_configuration(config).model_dtype
     shares = flag(section(config, "tensor_parallel"), "tensor_parallel.sequence_parallel", False)
     messages = module_messages(parameters, kind, shares)
-    observed = activations.observe(run, axes, messages, micro_batches)
+    observed = activation_counts.observe(run, axes, messages, micro_batches)
     return SharedModel(axes, observed, stage_activations.observe(run, axes, micro_batches), observed.notes)

@@ -11,8 +11,8 @@ from commprof.plan.memory.spans import Activations, Span
 from commprof.plan.models import Builder, Model
 from commprof.requested.configuration import autocast_dtype, read_configuration
 from commprof.requested.experts.layers import ExpertLayer
-from commprof.requested.memory.models import MATRICES
-from commprof.requested.parallel import grid
+from commprof.requested.memory.sized_models import MATRICES
+from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes
 from commprof.requested.parameters import item_bytes
 
@@ -66,7 +66,7 @@ def micro_batch_of(config: Mapping[str, Any], axes: Axes) -> int | None:
     if configuration.micro_batch_size is not None or configuration.train_batch_size is None:
         return configuration.micro_batch_size
     of_replica = configuration.train_batch_size // axes.size(DATA)
-    return max(of_replica // grid.micro_batches(config, axes), 1)
+    return max(of_replica // axis_rules.micro_batches(config, axes), 1)
 
 
 def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages: int) -> Activations:

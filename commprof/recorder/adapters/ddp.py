@@ -26,8 +26,8 @@ from commprof.recorder.adapters.patching import tagged
 from commprof.recorder.process.journal import Journal
 from commprof.recorder.process_group.groups import Group
 from commprof.recorder.process_group.methods import Method
-from commprof.recorder.training.models import plain_name
-from commprof.recorder.training.stalls import Stalls
+from commprof.recorder.training.published_models import plain_name
+from commprof.recorder.training.reducer_waits import Stalls
 from commprof.recorder.training.wrapped import WrappedModels
 from commprof.schema import PASSES, PASSES_UNKNOWN, Purpose
 

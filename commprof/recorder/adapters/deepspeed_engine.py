@@ -14,7 +14,7 @@ import torch
 from commprof import hooks
 from commprof.recorder.adapters.deepspeed_experts import Expert, ExpertLayers
 from commprof.recorder.adapters.patching import Patches, tagged
-from commprof.recorder.training.models import Parameter, parameter_rows, trains
+from commprof.recorder.training.published_models import Parameter, parameter_rows, trains
 
 ENGINE_MODULE: Final = "deepspeed.runtime.engine"
 _ENGINE: Final = "DeepSpeedEngine"

@@ -14,9 +14,9 @@ from commprof.recorder.adapters.torch_functions import TorchFunctions
 from commprof.recorder.adapters.trainers import Trainers
 from commprof.recorder.adapters.zero_redundancy import ZeroRedundancy
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.training.models import Models
-from commprof.recorder.training.stalls import Stalls
-from commprof.recorder.training.steps import Steps
+from commprof.recorder.training.published_models import Models
+from commprof.recorder.training.reducer_waits import Stalls
+from commprof.recorder.training.step_writer import Steps
 from commprof.recorder.training.training_loop import TrainingLoop
 from commprof.recorder.training.wrapped import WrappedModels
 

@@ -21,7 +21,7 @@ from commprof import hooks
 from commprof.recorder.adapters.parts import Doubts, Part
 from commprof.recorder.adapters.patching import tagged_by_default
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.training.models import plain_name
+from commprof.recorder.training.published_models import plain_name
 from commprof.recorder.training.wrapped import Wrapped, WrappedModels
 from commprof.schema import Purpose
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from commprof.recorder.training.stalls import Stalls
+from commprof.recorder.training.reducer_waits import Stalls
 
 _CLASS: Final = "Reducer"
 _FUNCTIONS: Final = ("_broadcast_coalesced", "_verify_params_across_processes")

@@ -28,7 +28,7 @@ from commprof.recorder.process_group.groups import Group, Groups
 from commprof.recorder.process_group.methods import Method
 from commprof.recorder.process_group.pending_functional import Results
 from commprof.recorder.process_group.signatures import Signer, freeze, most_known
-from commprof.recorder.training.stalls import Stalls
+from commprof.recorder.training.reducer_waits import Stalls
 from commprof.schema import LAYERS, Layer
 from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 

@@ -21,7 +21,7 @@ from commprof import hooks
 from commprof.recorder.coverage.sequence import GLOO, GLOO_EXTRA
 from commprof.recorder.dispatcher.operators import Layout, Reader, read_c10d, tensor_arguments
 from commprof.recorder.dispatcher.registration import Redispatch
-from commprof.recorder.process_group.arguments import ApiFunctions
+from commprof.recorder.process_group.call_arguments import ApiFunctions
 from commprof.recorder.process_group.fast_path import remember
 from commprof.recorder.process_group.groups import Group
 from commprof.recorder.process_group.methods import Method, Shape

@@ -8,7 +8,7 @@ from typing import Final
 from commprof import hooks
 from commprof.recorder.coverage.selfcheck import sequence_number
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.process.options import BEFORE_THE_FIRST
+from commprof.recorder.process.recorder_options import BEFORE_THE_FIRST
 from commprof.recorder.process_group.groups import live_groups
 
 # Of the size limit, what records may fill before only sums are kept: the rest is for the sums.

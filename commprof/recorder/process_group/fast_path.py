@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from commprof import hooks
-from commprof.recorder.process_group.arguments import ApiFunction, ApiFunctions
+from commprof.recorder.process_group.call_arguments import ApiFunction, ApiFunctions
 from commprof.recorder.process_group.compiled_calls import compiled_call
 from commprof.recorder.process_group.groups import Group
+from commprof.recorder.process_group.handle_waits import unbound
 from commprof.recorder.process_group.methods import Method, Shape
 from commprof.recorder.process_group.signatures import MOST_CALLS
-from commprof.recorder.process_group.waits import unbound
 from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_END_WORD
 
 if TYPE_CHECKING:

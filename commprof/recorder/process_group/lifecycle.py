@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 
 from commprof.recorder.process_group.backend_groups import group_of
 from commprof.recorder.process_group.groups import live_groups
+from commprof.recorder.process_group.handle_waits import unbound
 from commprof.recorder.process_group.python_groups import caller_of
-from commprof.recorder.process_group.waits import unbound
 
 
 class GroupLifecycle:

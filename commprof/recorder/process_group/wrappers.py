@@ -20,10 +20,10 @@ from commprof.recorder.process_group.callsite import CallSites
 from commprof.recorder.process_group.compiled_calls import compiled_call
 from commprof.recorder.process_group.fast_path import COST_SAMPLE, DirectCalls, remember
 from commprof.recorder.process_group.groups import Group
+from commprof.recorder.process_group.handle_waits import Waits, unbound
 from commprof.recorder.process_group.methods import Method
 from commprof.recorder.process_group.python_groups import caller_of
 from commprof.recorder.process_group.signatures import FREEZERS, Signer, freeze, freeze_tensor, most_known
-from commprof.recorder.process_group.waits import Waits, unbound
 from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 # What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).

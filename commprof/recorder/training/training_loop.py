@@ -27,9 +27,9 @@ from commprof.recorder.adapters.imports import ImportWatch
 from commprof.recorder.adapters.patching import Patches
 from commprof.recorder.dispatcher.compiler import keep_from_compiler
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.training.models import Models, trains
 from commprof.recorder.training.progress import Progress
-from commprof.recorder.training.steps import Steps
+from commprof.recorder.training.published_models import Models, trains
+from commprof.recorder.training.step_writer import Steps
 from commprof.schema import Phase
 
 _COMPILED: Final = "torch._dynamo.eval_frame"

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.config_keys import choice, count, flag, number, plain_block, section, wrong
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import choice, count, flag, number, plain_block, section, wrong
 
 ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
 BLOCK: Final = 2048  # elements

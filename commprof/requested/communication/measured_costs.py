@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.config_keys import section
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import section
 from commprof.schema import Op
 
 KEY: Final = "communication.calibration"

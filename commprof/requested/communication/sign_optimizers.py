@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from commprof.requested.communication.compression import BLOCK, sign_bytes
+from commprof.requested.config_keys import count, section
 from commprof.requested.errors import UnsupportedError
 from commprof.requested.expectation import Expectation, row
-from commprof.requested.keys import count, section
 from commprof.requested.parameters import Parameter, trained_groups
 from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose

@@ -18,9 +18,9 @@ from math import isqrt, prod
 from typing import Any, Final, NamedTuple
 
 from commprof.requested.communication.measured_costs import Costs
+from commprof.requested.config_keys import section
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation
-from commprof.requested.keys import section
 from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose, wire_bytes
 

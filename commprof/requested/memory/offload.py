@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from commprof.requested.config_keys import count, flag, number, section, wrong
 from commprof.requested.errors import RequestedError
-from commprof.requested.keys import count, flag, number, section, wrong
 
 DEVICES = ("none", "cpu", "nvme")
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.auto_values import decide
 from commprof.requested.communication.compression import read_compression
+from commprof.requested.config_keys import flag, section
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError
-from commprof.requested.keys import flag, section
 from commprof.requested.memory.offload import Offload, read_offload
-from commprof.requested.open_values import decide
 from commprof.requested.parameters import Parameter, check_parameters, ep_sizes, in_model_order, item_bytes
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
 from commprof.requested.zero.parameter_blocks import gathered_blocks, most_gathered
 from commprof.requested.zero.partition import lay_out
-from commprof.requested.zero.stages import micro_steps
+from commprof.requested.zero.zero_stages import micro_steps
 
 # fp32 numbers that an optimizer keeps for each parameter.
 _STATES: Final[Mapping[str, int]] = {

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
-from commprof.requested.memory.models import MATRICES
+from commprof.requested.memory.sized_models import MATRICES
 from commprof.requested.parameters import Parameter, item_bytes
 
 ALL_MODULES: Final = ""
@@ -75,7 +75,7 @@ class Shapes:
 def assumed_shapes(
     config: Mapping[str, Any], parameters: Sequence[Parameter], tokens: int, stages: int, sequence: int
 ) -> Shapes:
-    """Shapes of a transformer whose layers are four matrices each, as :mod:`commprof.requested.memory.models` makes them.
+    """Shapes of a transformer whose layers are four matrices each, as ``memory/sized_models.py`` makes them.
 
     Args:
         config: says how many samples a micro-batch has.

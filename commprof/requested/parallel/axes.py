@@ -11,8 +11,8 @@ from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from commprof.requested.config_keys import count, section
 from commprof.requested.errors import RequestedError
-from commprof.requested.keys import count, section
 
 PIPE: Final = "pipe"
 DATA: Final = "data"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from commprof.requested.config_keys import count, flag, section, wrong
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import count, flag, section, wrong
 
 UNLIMITED: Final = 2**63 - 1
 MODULE: Final = "module"

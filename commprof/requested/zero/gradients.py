@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order
-from commprof.requested.zero.buckets import arrived_for_buckets, buckets_within, owned_slices, runs_past
+from commprof.requested.zero.bucket_rules import arrived_for_buckets, buckets_within, owned_slices, runs_past
 from commprof.requested.zero.partition import Layout
 from commprof.requested.zero.reductions import REDUCTIONS, Message, Terms
 from commprof.schema import Op

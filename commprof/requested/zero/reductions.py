@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from commprof.requested.zero.buckets import runs_past
+from commprof.requested.zero.bucket_rules import runs_past
 from commprof.requested.zero.partition import OwnedShard
 from commprof.schema import Op
 

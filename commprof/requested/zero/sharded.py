@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from commprof.requested.communication.compression import GRADIENT_BITS, WEIGHT_BITS, quantised_bytes
 from commprof.requested.configuration import Configuration
 from commprof.requested.parameters import Parameter, in_gradient_order, in_model_order, item_bytes
-from commprof.requested.zero.buckets import Bucket, arrived_for_buckets, buckets_within
+from commprof.requested.zero.bucket_rules import Bucket, arrived_for_buckets, buckets_within
 from commprof.requested.zero.gather_configuration import GatherConfiguration
 from commprof.requested.zero.gathering import Gathers
 from commprof.requested.zero.partition import padded

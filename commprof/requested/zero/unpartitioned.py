@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from commprof.requested.config_keys import wrong
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import wrong
 from commprof.requested.parameters import Parameter
 
 ALLOWED: Final = "zero_allowed_param_types"

@@ -17,7 +17,7 @@ from commprof.trace.rank_files.aggregates import recorded_part, sums_of
 from commprof.trace.rank_files.columns import CollectiveColumns, encoded_schema
 from commprof.trace.rank_files.engines import engines_of
 from commprof.trace.rank_files.events import Events, read_events
-from commprof.trace.rank_files.expert_loads import load_rows
+from commprof.trace.rank_files.expert_load_rows import load_rows
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
 from commprof.trace.rank_files.outside_rows import fitted, is_signature, whole_number, world_size
 from commprof.trace.rank_files.records import Records, Tally, Window

@@ -7,14 +7,14 @@ from typing import Any
 from zero_runtime import comm, log
 from zero_runtime import config as configuration
 from zero_runtime.activation_checkpointing.model_parallel import ModelParallel, model_parallel
-from zero_runtime.activation_checkpointing.process import process
+from zero_runtime.activation_checkpointing.process_settings import process
 from zero_runtime.activation_checkpointing.random_states import (
     MODEL_PARALLEL,
     default_generator,
     get_rng_tracker,
 )
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 from zero_runtime.configuration.blocks.activation_block import BLOCK, ActivationCheckpointing
 from zero_runtime.configuration.reading.checks import mapping
 
@@ -47,7 +47,7 @@ def configure(
         ConfigError: an invalid setting or combination.
     """
     document = {} if deepspeed_config is None else configuration.load(deepspeed_config)
-    block = keys.as_deepspeed_reads(document).get(BLOCK)
+    block = all_keys.as_deepspeed_reads(document).get(BLOCK)
     arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero_runtime.activation_checkpointing.activation_storage import StoredTensor
 from zero_runtime.activation_checkpointing.held import is_holding, run_and_drop_saved
-from zero_runtime.activation_checkpointing.process import process
+from zero_runtime.activation_checkpointing.process_settings import process
 from zero_runtime.activation_checkpointing.random_states import RandomStates
 from zero_runtime.activation_checkpointing.recomputation_times import Boundaries
 

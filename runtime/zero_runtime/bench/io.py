@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from zero_runtime.bench.quantities import count, size
+from zero_runtime.bench.option_types import count, size
 from zero_runtime.errors import UsageError
-from zero_runtime.offload.blocks import aligned_empty, takes_direct
+from zero_runtime.offload.file_ranges import aligned_empty, takes_direct
 from zero_runtime.offload.folders import new_folder, remove_folder
 from zero_runtime.offload.tensor_files import AsynchronousIO, TensorFiles
 

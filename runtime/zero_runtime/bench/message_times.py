@@ -17,7 +17,7 @@ import torch
 
 from commprof import hooks
 from zero_runtime import comm
-from zero_runtime.bench.quantities import count, size
+from zero_runtime.bench.option_types import count, size
 from zero_runtime.comm import DataParallelGroup, ReduceOp
 from zero_runtime.errors import UsageError
 

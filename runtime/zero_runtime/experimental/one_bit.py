@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameters
+from zero_runtime.optimizers.optimizer_states import MomentOptimizer, check_hyperparameters
 
 # Replaces each tensor by its mean over the ranks, in place. The names identify the tensors.
 Mean = Callable[[Sequence[str], Sequence[torch.Tensor]], None]

@@ -30,7 +30,6 @@ from zero_runtime.gradient_reduction.gradient_buckets import (
     Flight,
     Scaling,
 )
-from zero_runtime.gradient_reduction.overlap import Overlap
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, add_rounded
 from zero_runtime.gradient_reduction.reduction import (
     NATIVE,
@@ -39,6 +38,7 @@ from zero_runtime.gradient_reduction.reduction import (
     default_implementation,
     row_of_sum,
 )
+from zero_runtime.gradient_reduction.reduction_overlap import Overlap
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from zero_runtime.gradient_reduction.gradient_buckets import (
     Scaling,
     parts_by_ranks,
 )
-from zero_runtime.gradient_reduction.overlap import DEPTH, Overlap
 from zero_runtime.gradient_reduction.reduction import Finish, Reduction, all_reduce, reduce_to_owner, then
+from zero_runtime.gradient_reduction.reduction_overlap import DEPTH, Overlap
 from zero_runtime.gradient_reduction.stages import Stage
 from zero_runtime.sharding.shard_layout import ShardLayout
 

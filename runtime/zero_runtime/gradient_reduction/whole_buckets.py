@@ -24,9 +24,9 @@ from zero_runtime.gradient_reduction.gradient_buckets import (
     Entry,
     joined,
 )
-from zero_runtime.gradient_reduction.overlap import Overlap
 from zero_runtime.gradient_reduction.reducer import Policy
 from zero_runtime.gradient_reduction.reduction import Finish
+from zero_runtime.gradient_reduction.reduction_overlap import Overlap
 from zero_runtime.gradient_reduction.whole_gradients import ReplicatedGradients
 
 

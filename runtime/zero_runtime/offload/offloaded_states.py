@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zero_runtime.configuration.blocks.offload_block import OptimizerOffload
-from zero_runtime.offload.blocks import aligned_empty
+from zero_runtime.offload.file_ranges import aligned_empty
 from zero_runtime.offload.tensor_files import TensorFiles, Transfer
 
 MASTER: Final = "master"

@@ -22,8 +22,8 @@ import torch
 
 from zero_runtime.errors import OffloadError
 from zero_runtime.offload.allocation import give_back_freed_memory
-from zero_runtime.offload.blocks import aligned, as_memory, read_range, takes_direct, write_range
 from zero_runtime.offload.checksums import ALGORITHM, checksum
+from zero_runtime.offload.file_ranges import aligned, as_memory, read_range, takes_direct, write_range
 from zero_runtime.offload.folders import remove_folder
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_runtime.optimizers.states import GroupwiseOptimizer, check_hyperparameters
+from zero_runtime.optimizers.optimizer_states import GroupwiseOptimizer, check_hyperparameters
 
 
 class UncorrectedAdam(GroupwiseOptimizer):

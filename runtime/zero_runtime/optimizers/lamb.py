@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_runtime.errors import ConfigError
-from zero_runtime.optimizers.states import MomentOptimizer, check_hyperparameters
+from zero_runtime.optimizers.optimizer_states import MomentOptimizer, check_hyperparameters
 
 
 class Segment(NamedTuple):

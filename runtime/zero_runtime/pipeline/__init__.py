@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_runtime.pipeline.model.layers import LayerSpec, TiedLayerSpec
+from zero_runtime.pipeline.model.layer_specs import LayerSpec, TiedLayerSpec
 from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

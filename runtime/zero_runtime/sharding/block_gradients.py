@@ -15,9 +15,9 @@ import torch
 from zero_runtime.gradient_reduction import reduction
 from zero_runtime.gradient_reduction.flat_layout import Run
 from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, FULL, Bucket, Entry
-from zero_runtime.gradient_reduction.overlap import Overlap
 from zero_runtime.gradient_reduction.reducer import Leaf, ParameterGroup, ShardedGradients, add_rounded
 from zero_runtime.gradient_reduction.reduction import Finish
+from zero_runtime.gradient_reduction.reduction_overlap import Overlap
 from zero_runtime.sharding.message_memory import MessageMemory
 from zero_runtime.sharding.shards import shard_of, slice_numel
 

@@ -34,7 +34,7 @@ from zero_runtime.experts.expert_parameters import (
     parameter_names,
     with_expert_groups,
 )
-from zero_runtime.experts.installation import check_optimizer, install_experts
+from zero_runtime.experts.expert_preparation import check_optimizer, install_experts
 from zero_runtime.gradient_reduction.loss_scale import LossScale
 from zero_runtime.gradient_reduction.owner_ordered_buckets import OwnerOrderedGradients
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy, ShardedGradients

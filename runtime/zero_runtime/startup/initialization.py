@@ -19,9 +19,9 @@ from zero_runtime.groups.comm_log import LOG
 from zero_runtime.groups.parallelism import share, with_mesh
 from zero_runtime.groups.traffic_contract import OFF
 from zero_runtime.optimizer_step.interface import WrappedOptimizer
-from zero_runtime.pipeline.engine import PipelineEngine, check_pipeline
 from zero_runtime.pipeline.model.pipeline_module import PipelineModule
 from zero_runtime.pipeline.model.preparation import own_parameters, prepare, stages_for
+from zero_runtime.pipeline.pipeline_engine import PipelineEngine, check_pipeline
 from zero_runtime.pipeline.transfer.micro_batches import inputs_of
 from zero_runtime.schedules import schedule
 from zero_runtime.sharding.shards import shard_of

@@ -19,7 +19,7 @@ from zero_runtime.experimental.topology_aware.costs import Cost, read_costs
 from zero_runtime.gradient_reduction.reduction import default_implementation
 from zero_runtime.groups.agreements import as_first_decides
 from zero_runtime.optimizer_step.dtypes import precision
-from zero_runtime.sharding.gather_schedule.parameter_blocks import BLOCK
+from zero_runtime.sharding.gather_schedule.gathered_blocks import BLOCK
 from zero_runtime.startup.message_sizes import SHARE, measured_cost, smallest_payload
 
 _ERROR: Final = "error"

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from commprof.calibration.calibration_plan import OPS, Plan
 from commprof.calibration.file import read_calibration
-from commprof.calibration.plan import OPS, Plan
 from commprof.launch.environment import free_port
 from support.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def measured(rank: int, world: int, plan: Plan, wrong: bool = False):
     """One rank of a sweep in a forked process; with ``wrong`` the backend loses what rank 1 sends."""
     import torch.distributed as dist
 
-    from commprof.calibration import sweep
+    from commprof.calibration import calibration_sweep
     from commprof.errors import CommprofError
 
     if wrong and rank == 1:
@@ -49,7 +49,9 @@ def measured(rank: int, world: int, plan: Plan, wrong: bool = False):
         )
     said: list[str] = []
     try:
-        found = sweep.measure(plan, sweep.Member(rank, world, rank, world), said.append)
+        found = calibration_sweep.measure(
+            plan, calibration_sweep.Member(rank, world, rank, world), said.append
+        )
     except CommprofError as error:
         return str(error)
     return found, said

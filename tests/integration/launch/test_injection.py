@@ -372,7 +372,7 @@ def test_damaged_options_are_said_once_by_the_launcher(tmp_path, environment):
 
 def test_what_can_be_used_of_damaged_options_reaches_the_ranks(tmp_path):
     from commprof.launch.injection import injected
-    from commprof.recorder.process.options import from_mapping
+    from commprof.recorder.process.recorder_options import from_mapping
 
     options = from_mapping({"steps": ":9"})[0]
     passed_on = [

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commprof.ledger.verification import verify
-from commprof.sampling.dump import take_dump
+from commprof.sampling.job_dump import take_dump
 from commprof.trace.reader import open_run
 from support.hanging import await_stillness, hanging_ranks
 from support.recording import record

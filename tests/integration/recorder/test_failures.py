@@ -250,7 +250,7 @@ def losses() -> list[float]:
 def test_a_fault_in_the_recorder_changes_nothing(tmp_path, monkeypatch, capfd):
     from commprof.recorder.process import journal
     from commprof.recorder.process_group import callsite, groups, signatures, wrappers
-    from commprof.recorder.training import steps
+    from commprof.recorder.training import step_writer
 
     places = [
         (signatures, "describe"),
@@ -261,7 +261,7 @@ def test_a_fault_in_the_recorder_changes_nothing(tmp_path, monkeypatch, capfd):
         (journal.Journal, "write"),
         (groups.Groups, "_read"),
         (callsite.CallSites, "find"),
-        (steps.Steps, "begin"),
+        (step_writer.Steps, "begin"),
     ]
 
     def broken(*args, **kwargs):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commprof.recorder.coverage import flight_recorder
+from commprof.recorder.coverage import flight_comparison
 from support.ranks import run_ranks
 from support.recording import calls, record
 
@@ -129,13 +129,13 @@ def lines(monkeypatch):
     ]
     monkeypatch.delattr(c10d, "_dump_nccl_trace_json", raising=False)
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: json.dumps({"entries": entries}))
-    monkeypatch.setattr(flight_recorder.time, "time_ns", lambda: now)
+    monkeypatch.setattr(flight_comparison.time, "time_ns", lambda: now)
     return Lines()
 
 
 def test_a_list_that_is_too_long_is_not_read_and_that_is_said(lines, monkeypatch):
-    monkeypatch.setattr(flight_recorder, "_LONGEST_JSON", 1000)
-    flight_recorder.FlightDump(lines, lambda name: name).write()
+    monkeypatch.setattr(flight_comparison, "_LONGEST_JSON", 1000)
+    flight_comparison.FlightDump(lines, lambda name: name).write()
     assert lines.lines == []
     (note,) = lines.notes
     assert "at most 1,000 are read" in note and "TORCH_FR_BUFFER_SIZE" in note
@@ -145,10 +145,10 @@ def test_a_list_that_is_too_long_is_not_read_and_that_is_said(lines, monkeypatch
 def test_entries_since_the_beginning_are_there_where_the_clock_was_set_back(lines, monkeypatch, set_back):
     now = time.time_ns()
     second = 1_000_000_000
-    monkeypatch.setattr(flight_recorder.time, "time_ns", lambda: now + set_back * second)
-    monkeypatch.setattr(flight_recorder.time, "monotonic_ns", lambda: 0)
-    dump = flight_recorder.FlightDump(lines, lambda name: name)
-    monkeypatch.setattr(flight_recorder.time, "time_ns", lambda: now)
+    monkeypatch.setattr(flight_comparison.time, "time_ns", lambda: now + set_back * second)
+    monkeypatch.setattr(flight_comparison.time, "monotonic_ns", lambda: 0)
+    dump = flight_comparison.FlightDump(lines, lambda name: name)
+    monkeypatch.setattr(flight_comparison.time, "time_ns", lambda: now)
     dump.write()
     assert [line["op_id"] for line in lines.lines] == list(range(10, 20))
     assert lines.notes == []
@@ -192,7 +192,7 @@ def test_what_cannot_be_read_is_said_and_nothing_else_suffers(tmp_path, body, sa
 
 
 def test_no_pickle_is_ever_asked_for():
-    source = Path(flight_recorder.__file__).read_text()
+    source = Path(flight_comparison.__file__).read_text()
     assert "pickle.load" not in source and '_dump_fr_trace"' not in source
 
 

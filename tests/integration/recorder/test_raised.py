@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commprof.analysis import api
 from commprof.ledger.verification import verify
-from commprof.sampling.dump import take_dump
+from commprof.sampling.job_dump import take_dump
 from support.hanging import await_stillness, hanging_ranks, load_batch
 from support.recording import calls, record
 

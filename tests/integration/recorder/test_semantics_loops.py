@@ -317,7 +317,7 @@ def broken(rank, world, places, directory):
 @pytest.mark.long
 def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
     from commprof.recorder.adapters import ddp, ddp_buckets
-    from commprof.recorder.training import models, progress
+    from commprof.recorder.training import progress, published_models
     from commprof.trace.reader import open_run
 
     places = [
@@ -325,7 +325,7 @@ def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
         (progress.Progress, "begin_pass"),
         (progress.Progress, "end_backward"),
         (progress.Progress, "end_optimizer"),
-        (models, "distinct"),
+        (published_models, "distinct"),
         (ddp_buckets.Reduction, "__init__"),
         (ddp_buckets.Reduction, "read"),
         (ddp_buckets.Reduction, "expect"),

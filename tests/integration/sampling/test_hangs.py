@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from commprof.sampling.dump import take_dump
 from commprof.sampling.dump_text import dump_text
+from commprof.sampling.job_dump import take_dump
 from commprof.sampling.live import fingerprint, latest_files
 from commprof.sampling.processes import RankProcess, State, state_of
 from commprof.sampling.stacks import explain_refusal, py_spy_program

@@ -23,7 +23,7 @@ from commprof.ledger.verification import verify
 from support.pipelines import MICRO_BATCHES, SCHEDULES, WIDTH, config, scheduled
 from support.recording import calls, record
 from zero_runtime.pipeline.schedule.instructions import COMPUTATIONS, RECEIVES, SENDS, Action
-from zero_runtime.pipeline.schedule.simulation import simulate
+from zero_runtime.pipeline.schedule.schedule_simulation import simulate
 from zero_runtime.pipeline.schedule.step_plan import Plan
 
 pytestmark = pytest.mark.ranks

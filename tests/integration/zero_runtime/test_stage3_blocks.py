@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_runtime
 from commprof.ledger.verification import verify
 from commprof.requested import Parameter
-from commprof.requested.zero.stages import expected
+from commprof.requested.zero.zero_stages import expected
 from support import unusual_models as models
 from support.ranks import run_ranks
 from support.recording import record

@@ -1,6 +1,6 @@
 -- How long each collective and each message took, from when it could begin until it had ended.
 --
--- Input:  arrivals (see commprof.align.ranks.arrivals), with further columns of their records
+-- Input:  arrivals (see commprof.align.ranks.rank_arrivals), with further columns of their records
 -- Output: one row per collective or message with a payload, among two ranks or more.
 --
 -- Times of the ranks of a collective are counted from the first arrival, on one clock (lateness_ns). Waiting for a rank that comes

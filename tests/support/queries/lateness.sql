@@ -1,6 +1,6 @@
 -- How late each rank comes after the first one: quantiles over the collectives of several ranks that can be compared.
 --
--- Input: arrivals (see commprof.align.ranks.arrivals)
+-- Input: arrivals (see commprof.align.ranks.rank_arrivals)
 select
     rank,
     count(*) as collectives,

@@ -1,6 +1,6 @@
 -- How often each rank was the last to come, and what the others waited for it.
 --
--- Input: arrivals (see commprof.align.ranks.arrivals)
+-- Input: arrivals (see commprof.align.ranks.rank_arrivals)
 -- Only collectives in which every rank waits for every other, recorded by all of them. Of a broadcast the root waits for
 -- nobody, and who sends late need not be the one who is slow: messages are left out.
 -- A rank stands out when it was last in half as many collectives again as it would be if all ranks were alike, and in more

@@ -1,6 +1,6 @@
 -- What each rank waited for, where that is beyond the error of the clocks, and how many of its collectives can be compared.
 --
--- Input: arrivals (see commprof.align.ranks.arrivals)
+-- Input: arrivals (see commprof.align.ranks.rank_arrivals)
 -- Output: one row per rank and cause that it has, and one without a cause for the rest.
 select
     rank,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from commprof import engine
-from commprof.engine import Engine
+from commprof import deepspeed_provider
+from commprof.deepspeed_provider import Engine
 from commprof.errors import UsageError
 from commprof.launch import injection
-from commprof.launch.program import Kind, Program, parse_program, with_engine
+from commprof.launch.user_program import Kind, Program, parse_program, with_engine
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = str(ROOT / "runtime")
@@ -117,16 +117,16 @@ def test_the_metadata_that_libraries_ask_for(installed):
 
 def test_what_the_ranks_are_told(tmp_path):
     told = injection.injected({}, tmp_path, engine=Engine.ZERO_RUNTIME)
-    assert told[engine.VARIABLE] == "zero_runtime"
-    assert str(ROOT) in told[engine.PATHS_VARIABLE].split(os.pathsep)
-    assert engine.VARIABLE not in injection.injected({}, tmp_path)
+    assert told[deepspeed_provider.VARIABLE] == "zero_runtime"
+    assert str(ROOT) in told[deepspeed_provider.PATHS_VARIABLE].split(os.pathsep)
+    assert deepspeed_provider.VARIABLE not in injection.injected({}, tmp_path)
 
 
 def test_a_missing_deepspeed_is_a_usage_error_before_anything_runs(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("")
     program = parse_program([str(script)])
-    if engine.is_installed(str(tmp_path)):
+    if deepspeed_provider.is_installed(str(tmp_path)):
         pytest.skip("DeepSpeed is installed here")
     with pytest.raises(UsageError, match="--engine zero_runtime"):
         with_engine(program, Engine.DEEPSPEED)
@@ -151,11 +151,13 @@ def test_a_deepspeed_on_the_path_goes_before_the_launcher_of_zero_runtime(tmp_pa
             "deepspeed", path=injection.injected({"PATH": path}, tmp_path, engine=engine)["PATH"]
         )
 
-    ours = str(engine.COMMANDS / "deepspeed")
+    ours = str(deepspeed_provider.COMMANDS / "deepspeed")
     assert found(Engine.ZERO_RUNTIME, "/nowhere") == found(Engine.AUTO, "/nowhere") == ours
     assert found(Engine.DEEPSPEED, "/nowhere") is None
-    twice = injection.injected({"PATH": f"/nowhere:{engine.COMMANDS}"}, tmp_path, engine=Engine.AUTO)["PATH"]
-    assert twice == f"/nowhere:{engine.COMMANDS}"
+    twice = injection.injected(
+        {"PATH": f"/nowhere:{deepspeed_provider.COMMANDS}"}, tmp_path, engine=Engine.AUTO
+    )["PATH"]
+    assert twice == f"/nowhere:{deepspeed_provider.COMMANDS}"
     installed = tmp_path / "deepspeed"
     installed.write_text("#!/bin/sh\n")
     installed.chmod(0o755)

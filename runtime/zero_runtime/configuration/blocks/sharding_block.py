@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from zero_runtime.configuration.blocks.offload_param_block import read_slice_offload
 from zero_runtime.errors import ConfigError
-from zero_runtime.sharding.gather_schedule.parameter_blocks import AUTO, MODULE
+from zero_runtime.sharding.gather_schedule.gathered_blocks import AUTO, MODULE
 from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
 
 # Keys that DeepSpeed accepts with and without the prefix, and their defaults. Sizes are elements.

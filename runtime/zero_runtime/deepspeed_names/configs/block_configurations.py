@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 from zero_runtime.sharding.gather_schedule.leaves import DEFAULT_CLASSES
 
 _PREFIX: Final = "stage3_"
@@ -47,7 +47,7 @@ class DeepSpeedZeroLeafModuleConfig(SimpleNamespace):
     """The block ``zero_optimization.leaf_module``: lists of names."""
 
     def __init__(self, **values: Any) -> None:
-        read = keys.read({"zero_optimization": {"stage": 3, "leaf_module": values}})
+        read = all_keys.read({"zero_optimization": {"stage": 3, "leaf_module": values}})
         block = read["zero_optimization"]["leaf_module"]
         super().__init__(**{name: list(value) for name, value in block.items()})
         if "classes" not in values:
@@ -62,7 +62,7 @@ class DeepSpeedZeroConfig(SimpleNamespace):
     """
 
     def __init__(self, **block: Any) -> None:
-        values = keys.read({"zero_optimization": block})["zero_optimization"]
+        values = all_keys.read({"zero_optimization": block})["zero_optimization"]
         if _OLD_GATHER in block:
             values[f"{_PREFIX}gather_16bit_weights_on_model_save"] = block[_OLD_GATHER]
         for name in [name for name in values if name.startswith(_PREFIX)]:
@@ -88,14 +88,14 @@ class DeepSpeedFP16Config(SimpleNamespace):
     """The block ``fp16``."""
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**_attributes(keys.read({"fp16": values})["fp16"]))
+        super().__init__(**_attributes(all_keys.read({"fp16": values})["fp16"]))
 
 
 class DeepSpeedBF16Config(SimpleNamespace):
     """The block ``bf16``."""
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**_attributes(keys.read({"bf16": values})["bf16"]))
+        super().__init__(**_attributes(all_keys.read({"bf16": values})["bf16"]))
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
@@ -114,7 +114,7 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
 
 
 def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    read = keys.read({"zero_optimization": {"stage": 3, name: {"device": "none", **values}}})
+    read = all_keys.read({"zero_optimization": {"stage": 3, name: {"device": "none", **values}}})
     return _attributes(read["zero_optimization"][name])
 
 

@@ -42,11 +42,11 @@ def configure(
 
 def _configure_from(config: Any) -> None:
     from zero_runtime import config as configuration
-    from zero_runtime.configuration import keys
+    from zero_runtime.configuration import all_keys
 
     document = getattr(config, "_param_dict", None)
     document = configuration.load(config) if document is None else document
-    block = keys.as_deepspeed_reads(document).get("comms_logger", {})
+    block = all_keys.as_deepspeed_reads(document).get("comms_logger", {})
     if not isinstance(block, Mapping):
         raise ConfigError(f'comms_logger is {block!r}; expected an object such as {{"enabled": true}}')
     if block.get("enabled"):

@@ -75,7 +75,7 @@ _PIPELINE: Final = names_from("zero_runtime.pipeline.model.pipeline_module", "Pi
 
 PIPE: Final[dict[str, Name]] = {
     **_PIPELINE,
-    **names_from("zero_runtime.pipeline.model.layers", "LayerSpec", "TiedLayerSpec"),
+    **names_from("zero_runtime.pipeline.model.layer_specs", "LayerSpec", "TiedLayerSpec"),
     **refused(DUAL_PIPELINE, "DualPipeVModule"),
 }
 
@@ -123,7 +123,7 @@ DEEPSPEED: Final[dict[str, Name]] = {
         INFERENCE, "init_inference", "InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config"
     ),
     **_PIPELINE,
-    **names_from("zero_runtime.pipeline.engine", "PipelineEngine"),
+    **names_from("zero_runtime.pipeline.pipeline_engine", "PipelineEngine"),
     **refused(DUAL_PIPELINE, "DualPipeVEngine", "DualPipeVModule"),
     **refused(TENSOR_PARALLEL, "tp_model_init", "set_autotp_mode"),
     **refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine"),

@@ -198,7 +198,7 @@ _CHECKPOINTING: Final = names_from(
     "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset",
     "set_num_layers",
 ) | live(
-    "zero_runtime.activation_checkpointing.process",
+    "zero_runtime.activation_checkpointing.process_settings",
     PARTITION_ACTIVATIONS="partitions_activations",
     CPU_CHECKPOINT="moves_to_host",
     CONTIGUOUS_CHECKPOINTING="uses_buffers",
@@ -291,7 +291,7 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.pipe": Module(PIPE | _TOPOLOGY),
     "runtime.pipe.module": Module(PIPE | names_from("zero_runtime.errors", PipelineError="UsageError")),
     "runtime.pipe.engine": Module(
-        names_from("zero_runtime.pipeline.engine", "PipelineEngine")
+        names_from("zero_runtime.pipeline.pipeline_engine", "PipelineEngine")
         | names_from("zero_runtime.errors", PipelineError="UsageError")
     ),
     "runtime.pipe.topology": Module(_TOPOLOGY),

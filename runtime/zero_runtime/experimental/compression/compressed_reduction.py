@@ -21,7 +21,7 @@ from zero_runtime.comm import DataParallelGroup, sum_of_rows
 from zero_runtime.experimental.compression import two_phases
 from zero_runtime.experimental.compression.codecs import TopK
 from zero_runtime.experimental.compression.compressed_exchange import Exchange
-from zero_runtime.experimental.compression.hosts import Hosts
+from zero_runtime.experimental.compression.host_groups import Hosts
 from zero_runtime.experimental.compression.local_gradients import LocalGradients
 from zero_runtime.experimental.compression.residuals import Residuals
 from zero_runtime.gradient_reduction.gradient_buckets import Bucket

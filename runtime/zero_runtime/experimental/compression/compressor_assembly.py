@@ -16,7 +16,7 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.experimental.compression.codecs import Codec, OneBit, TopK, TwoBit
 from zero_runtime.experimental.compression.compressed_exchange import Exchange
 from zero_runtime.experimental.compression.compressed_reduction import CompressedReduction, PlainReduction
-from zero_runtime.experimental.compression.hosts import hosts_of
+from zero_runtime.experimental.compression.host_groups import hosts_of
 from zero_runtime.experimental.compression.local_gradients import LocalGradients, take_momentum
 from zero_runtime.experimental.compression.residuals import Layout, Residuals
 from zero_runtime.experimental.compression.signs import MeanOfSigns, WantedReduction

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from commprof import hooks
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
-from zero_runtime.pipeline.model.layers import Layer, LayerSpec, TiedLayerSpec, name_of
+from zero_runtime.pipeline.model.layer_specs import Layer, LayerSpec, TiedLayerSpec, name_of
 
 _METRIC: Final = hooks.tag("metric")
 ROUNDS: Final = 3

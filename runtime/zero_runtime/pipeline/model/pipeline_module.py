@@ -16,8 +16,7 @@ from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.groups.process_grid import PIPE, ProcessTopology
 from zero_runtime.pipeline import layer_files
 from zero_runtime.pipeline.model import stage_partition, ties
-from zero_runtime.pipeline.model.layer_times import layer_seconds
-from zero_runtime.pipeline.model.layers import (
+from zero_runtime.pipeline.model.layer_specs import (
     Layer,
     LayerSpec,
     TiedLayerSpec,
@@ -25,6 +24,7 @@ from zero_runtime.pipeline.model.layers import (
     name_of,
     trained_numel,
 )
+from zero_runtime.pipeline.model.layer_times import layer_seconds
 from zero_runtime.pipeline.model.seeds import LayerSeeds
 from zero_runtime.pipeline.stage_grid import PipelineGrid, topology_for, topology_of
 

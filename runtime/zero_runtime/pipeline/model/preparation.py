@@ -14,7 +14,7 @@ from zero_runtime.configuration.blocks.pipeline_block import PipelineConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.groups.parallelism import Parallelism, of_grid
 from zero_runtime.groups.process_grid import DATA, MODEL, PIPE, SEQUENCE, ProcessTopology
-from zero_runtime.pipeline.model.layers import LayerSpec
+from zero_runtime.pipeline.model.layer_specs import LayerSpec
 from zero_runtime.pipeline.model.pipeline_module import PipelineModule, stages_of
 from zero_runtime.pipeline.schedule.step_plan import DEFAULT_CHUNKS, INTERLEAVED, Plan
 from zero_runtime.pipeline.stage_grid import PipelineGrid

@@ -12,7 +12,7 @@ from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.groups.process_grid import PIPE, ProcessGrid
-from zero_runtime.pipeline.model.layers import Layer, TiedLayerSpec, draft
+from zero_runtime.pipeline.model.layer_specs import Layer, TiedLayerSpec, draft
 
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
 _LOADED: Final = hooks.tag("checkpoint")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zero_runtime.errors import ConfigError
 from zero_runtime.pipeline.schedule import pipeline_schedules
 from zero_runtime.pipeline.schedule.pipeline_schedules import Schedule
-from zero_runtime.pipeline.schedule.simulation import simulate
+from zero_runtime.pipeline.schedule.schedule_simulation import simulate
 
 INTERLEAVED = "interleaved"
 ZERO_BUBBLE = "zero_bubble"

@@ -10,7 +10,7 @@ from zero_runtime import comm
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
 from zero_runtime.offload.tensor_files import AsynchronousIO
-from zero_runtime.sharding.gather_schedule.parameter_blocks import MODULE
+from zero_runtime.sharding.gather_schedule.gathered_blocks import MODULE
 
 
 class SliceOffload(NamedTuple):

@@ -29,9 +29,9 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.gather_schedule import leaves, outside_access
 from zero_runtime.sharding.gather_schedule.block_iteration import Block, BlockIteration
 from zero_runtime.sharding.gather_schedule.gather_units import Unit, units_of, watch_inputs
+from zero_runtime.sharding.gather_schedule.gathered_blocks import blocks_of, gathers_by_block
 from zero_runtime.sharding.gather_schedule.iteration import Iteration
 from zero_runtime.sharding.gather_schedule.module_order import Limits
-from zero_runtime.sharding.gather_schedule.parameter_blocks import blocks_of, gathers_by_block
 from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy, gather_group, secondary_group
 from zero_runtime.sharding.message_memory import MessageMemory
 from zero_runtime.sharding.parameter_gathering import ACCESS, Gatherer, broadcast

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_runtime.offload.blocks import aligned_empty
+from zero_runtime.offload.file_ranges import aligned_empty
 
 
 class Page(NamedTuple):

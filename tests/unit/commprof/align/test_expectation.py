@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commprof.align.expectation import PLAIN_DIALECT, Call, Dialect, expected_lines
+from commprof.align.expected_lines import PLAIN_DIALECT, Call, Dialect, expected_lines
 
 NEW = Dialect(frozenset({"all_to_all", "gather", "scatter"}), 1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from commprof.analysis import api
 from commprof.analysis.compare import significance
-from commprof.analysis.traffic import levels
+from commprof.analysis.traffic import setting_levels
 from support.runs import SyntheticRun
 
 REDUCE = {"gradient_reduction": "reduce"}
@@ -305,10 +305,10 @@ def test_levels_of_all_traffic_add_up_to_the_comparison():
 @pytest.mark.parametrize(("over", "expected"), [("run", 250.0), ("step", 500.0)])
 def test_moved_bytes_are_given_for_a_step_and_rank(over, expected):
     moved = {"moved_bytes": 1000.0, "moved_over": over}
-    ledger = levels.Ledger("a", None, None, {}, [(0, 0), (0, 1)], ranks=2)
-    assert levels._moved_of_rank([ledger], moved) == expected
-    assert levels._moved_of_rank([ledger._replace(ranks=None)], moved) is None
-    assert levels._moved_of_rank([ledger], moved | {"moved_bytes": None}) is None
+    ledger = setting_levels.Ledger("a", None, None, {}, [(0, 0), (0, 1)], ranks=2)
+    assert setting_levels._moved_of_rank([ledger], moved) == expected
+    assert setting_levels._moved_of_rank([ledger._replace(ranks=None)], moved) is None
+    assert setting_levels._moved_of_rank([ledger], moved | {"moved_bytes": None}) is None
 
 
 def test_levels_of_a_setting_with_unknown_ones_said():

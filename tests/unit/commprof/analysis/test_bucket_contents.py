@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.relations.sql_engine import evaluate
 from commprof.analysis.traffic.bucket_groups import bucket_groups
 from commprof.schema import Purpose, parse_ranks
 from commprof.trace.tables import arrow_schema, table_from_rows

@@ -8,7 +8,7 @@ import pytest
 
 import commprof
 from commprof.analysis import api
-from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.relations.sql_engine import evaluate
 from commprof.analysis.traffic import matrix
 from commprof.cli import execute
 from support.runs import SyntheticRun

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.relations.sql_engine import evaluate
 from commprof.analysis.storage import host_files, run_totals, summaries
 from commprof.cli import execute
 from commprof.errors import TraceError

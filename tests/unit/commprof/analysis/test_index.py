@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.analysis import api
-from commprof.analysis.browse import record, timeline
+from commprof.analysis.browse import record_details, timeline
 from commprof.analysis.browse.density import binned, folded
 from commprof.analysis.storage import index
-from commprof.analysis.storage.spans import own_parts
+from commprof.analysis.storage.record_spans import own_parts
 from commprof.errors import TraceError, UsageError
 from commprof.schema import COLLECTIVES
 from commprof.trace import fingerprint
@@ -343,9 +343,9 @@ CASES = [
 @pytest.mark.sampled
 @pytest.mark.parametrize(("filters", "sort"), CASES, ids=str)
 def test_any_page_in_any_order(run, filters, sort, monkeypatch):
-    from commprof.analysis.browse import records
+    from commprof.analysis.browse import record_pages
 
-    monkeypatch.setattr(records, "_FEW", 20)  # so that deep pages are found as in a large run
+    monkeypatch.setattr(record_pages, "_FEW", 20)  # so that deep pages are found as in a large run
     rows = [row for row in plain_rows(run) if all(fits(row, one) for one in filters)]
     if sort:
         name = sort.removeprefix("-")
@@ -449,7 +449,7 @@ def test_the_bucket_of_a_record_is_looked_up_without_reading_all_buckets(tmp_pat
                 file="n.log", line=10 * step + rank,
             )  # fmt: skip
     path = run.write(tmp_path / "run")
-    monkeypatch.setattr(record, "_FEWEST_SCANNED", 0)
+    monkeypatch.setattr(record_details, "_FEWEST_SCANNED", 0)
     read = []
     whole = Run.table
     monkeypatch.setattr(Run, "table", lambda self, name: read.append(name) or whole(self, name))

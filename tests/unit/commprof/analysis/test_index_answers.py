@@ -11,7 +11,7 @@ import pytest
 
 from commprof.align.ranks import collectives
 from commprof.analysis import api
-from commprof.analysis.relations.engine import connect
+from commprof.analysis.relations.sql_engine import connect
 from commprof.analysis.storage import index
 from commprof.analysis.stragglers import straggling
 from commprof.analysis.time import partitions

@@ -10,9 +10,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from commprof.align.ranks.arrivals import arrivals
+from commprof.align.ranks.rank_arrivals import arrivals
 from commprof.align.ranks.reference_clock import ReferenceClock
-from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.relations.sql_engine import evaluate
 from commprof.analysis.stragglers.rank_lateness import RankLateness
 from commprof.analysis.time.stalls import stall_times
 from commprof.analysis.time.transfers import ALSO, timed

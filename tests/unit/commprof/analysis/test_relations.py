@@ -8,7 +8,7 @@ import pytest
 
 import commprof
 from commprof.analysis import api
-from commprof.analysis.relations import graph
+from commprof.analysis.relations import relation_graph
 from commprof.analysis.relations.evaluation import BY
 from commprof.errors import UsageError
 from commprof.schema import TABLES, Op, parse_splits
@@ -58,16 +58,16 @@ def by_collective(records):
 
 
 def test_every_relation_has_a_head_and_inputs_that_exist():
-    for name in graph.names():
-        relation = graph.relation(name)
+    for name in relation_graph.names():
+        relation = relation_graph.relation(name)
         assert relation.title.endswith(".") and relation.grain.startswith("one row per"), name
         for each in relation.inputs:
-            assert each.name in {*TABLES, *graph.names(), *graph.MADE}, (name, each)
-        assert set(graph.tables_of(name)) <= {*TABLES, *graph.MADE}
+            assert each.name in {*TABLES, *relation_graph.names(), *relation_graph.MADE}, (name, each)
+        assert set(relation_graph.tables_of(name)) <= {*TABLES, *relation_graph.MADE}
 
 
 @pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize("name", [*graph.names(), *graph.MADE])
+@pytest.mark.parametrize("name", [*relation_graph.names(), *relation_graph.MADE])
 def test_every_relation_can_be_asked_for(run, name):
     frame = commprof.open(run).relation(name).df()
     assert list(frame.columns)
@@ -245,6 +245,6 @@ def test_arrivals_transfers_and_exposure_are_those_of_the_answers(run):
 @pytest.mark.parametrize("column", ["op", "intended_op"])
 def test_what_reduces_a_bucket_may_be_any_operation(column):
     """DuckDB and Spark share no function that joins texts in order, so the relation names each operation."""
-    text = graph.statement("bucket_flushes")
+    text = relation_graph.statement("bucket_flushes")
     for op in Op:
         assert f"max(case when {column} = '{op}' then {column} end)" in text

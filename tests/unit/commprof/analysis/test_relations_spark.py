@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from commprof.analysis.relations import graph
-from commprof.analysis.relations.engine import evaluate
+from commprof.analysis.relations import relation_graph
 from commprof.analysis.relations.evaluation import BY
+from commprof.analysis.relations.sql_engine import evaluate
 from commprof.errors import MissingExtraError, TraceError, UsageError
 from commprof.schema import Op
 from commprof.trace.reader import open_run
@@ -115,16 +115,19 @@ def compare(session, tables, names=None, bys=BYS) -> None:
     from commprof.analysis.relations.spark import SparkRelations
 
     relations = SparkRelations(session, tables)
-    for name in names or graph.names():
+    for name in names or relation_graph.names():
         depends = any("{by" in text.sql or "{req" in text.sql for text in _below(name))
-        depends = depends and not graph.requested(name, ())
+        depends = depends and not relation_graph.requested(name, ())
         for by in bys if depends else bys[:1]:
             assert_equal(relations.table(name, by), evaluate(name, tables, by))
 
 
-def _below(name: str) -> list[graph.Relation]:
-    own = graph.relation(name)
-    return [own, *(each for item in own.inputs if item.name in graph.names() for each in _below(item.name))]
+def _below(name: str) -> list[relation_graph.Relation]:
+    own = relation_graph.relation(name)
+    return [
+        own,
+        *(each for item in own.inputs if item.name in relation_graph.names() for each in _below(item.name)),
+    ]
 
 
 @pytest.mark.long
@@ -245,7 +248,7 @@ def test_without_pyspark_one_line_names_the_extra(monkeypatch):
 def test_relations_that_are_named_more_than_once_are_evaluated_once():
     from commprof.analysis.relations.spark import _uses
 
-    texts = graph.steps("operations", ("op",))
+    texts = relation_graph.steps("operations", ("op",))
     assert [step for step in texts if _uses(step, texts) > 1 and step != "operations"] == [
         "rank_operations", "agreement", "differing_records", "differing_members", "differing", "differing_exchanges",
         "rank_hosts",

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.analysis import api
-from commprof.analysis.columns.combinations import Combinations
+from commprof.analysis.columns.distinct_combinations import Combinations
 from commprof.analysis.storage import index, span_source
+from commprof.analysis.storage.record_spans import SPANS
 from commprof.analysis.storage.span_source import SpanSource, in_time_order
-from commprof.analysis.storage.spans import SPANS
 from support.runs import SyntheticRun
 from support.sample import examples
 

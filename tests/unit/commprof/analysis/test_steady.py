@@ -6,7 +6,7 @@ import time
 
 import pandas as pd
 
-from commprof.analysis.time.steps import step_totals
+from commprof.analysis.time.training_steps import step_totals
 from commprof.analysis.traffic.operation_totals import operations
 from commprof.analysis.traffic.steady_steps import steady, warm_steps, when
 from support.runs import SyntheticRun

@@ -9,7 +9,7 @@ import pytest
 from commprof.analysis.columns.units import format_bytes, format_ns
 from commprof.analysis.time.exposure import answer
 from commprof.analysis.time.intervals import Interval, order_statistic_rank, over_repeats, over_steps
-from commprof.analysis.time.steps import durations_after_first, final_loss, step_times, step_totals
+from commprof.analysis.time.training_steps import durations_after_first, final_loss, step_times, step_totals
 from commprof.analysis.traffic.moved_bytes import NO_READINGS, ONE_READING, moved
 from commprof.analysis.traffic.operation_totals import operations
 from commprof.quantiles import student_t

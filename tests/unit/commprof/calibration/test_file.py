@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from commprof.calibration.calibration_plan import OPS, Plan, parse_ops, parse_sizes
 from commprof.calibration.file import check_target, read_calibration, to_json, write_calibration
-from commprof.calibration.plan import OPS, Plan, parse_ops, parse_sizes
 from commprof.calibration.results import Calibration, Timing
 from commprof.errors import CommprofError, SchemaError, TraceError, UsageError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from commprof.cli import execute
-from commprof.cli.sections import predicted
+from commprof.cli.sections import prediction_section
 from support.runs import SyntheticRun
 
 
@@ -108,7 +108,7 @@ def test_the_memory_that_requested_holds_a_config_to_is_that_of_the_gpu_of_this_
     config, devices = tmp_path / "ds.json", tmp_path / "dev"
     config.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
     devices.mkdir()
-    monkeypatch.setattr(predicted, "_DEVICES", devices)
+    monkeypatch.setattr(prediction_section, "_DEVICES", devices)
     gpu = types.SimpleNamespace(total_memory=40 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {0: gpu}.__getitem__)
     words = ("requested", str(config), "--params", "7e9", "--world", "8")

@@ -10,7 +10,7 @@ import pytest
 from commprof.cli import execute
 from commprof.trace.finaliser import finalise
 from commprof.trace.manifest import Manifest, create_run, read_manifest
-from commprof.trace.pending import SIDE_TABLES
+from commprof.trace.pending_ranks import SIDE_TABLES
 from commprof.trace.reader import open_run
 from support.rank_files import write_rank
 from support.runs import SyntheticRun

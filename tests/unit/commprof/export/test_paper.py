@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from commprof.cli import main
 from commprof.export import paper_figures
 from commprof.export.csv import export_csv
-from commprof.export.paper import read_export, write_paper
+from commprof.export.paper_export import read_export, write_paper
 from commprof.export.paper_figures import Style, coinciding, wrapped
 from commprof.export.paper_tables import escaped
 from support.runs import SyntheticRun

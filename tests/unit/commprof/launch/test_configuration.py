@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commprof.errors import UsageError
-from commprof.launch.sweeps.configuration import parse_config, read_config
+from commprof.launch.sweeps.config_file import parse_config, read_config
 
 
 @pytest.mark.parametrize(

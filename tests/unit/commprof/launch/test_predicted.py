@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from commprof.errors import SchemaError, UsageError
-from commprof.launch.program import Program
 from commprof.launch.sweeps import campaign as campaigns
-from commprof.launch.sweeps import predicted
-from commprof.launch.sweeps.configuration import ConfigFile
+from commprof.launch.sweeps import sweep_predictions
+from commprof.launch.sweeps.config_file import ConfigFile
 from commprof.launch.sweeps.points import turns
+from commprof.launch.user_program import Program
 from commprof.prediction.predictions import Predicted, Prediction
 from commprof.trace.predictions_file import (
     PREDICTIONS_NAME,
@@ -85,10 +85,10 @@ def test_every_point_is_predicted_once_with_its_config(monkeypatch):
         told = Predicted({KEY: 1}, 100.4, 90, 110, {}, None, 3, [], {}, 80, 95)
         return Prediction(100, 101, {}, [told, ({KEY: 2}, "no size")], 12, [])
 
-    monkeypatch.setattr(predicted, "predict", predict)
+    monkeypatch.setattr(sweep_predictions, "predict", predict)
     config = {"zero_optimization": {"stage": 2}, "deep": {}}
     points = [{KEY: 1}, {KEY: 2}]
-    content = predicted.predicted_points(campaign(config, points), run(config), None, NOW)
+    content = sweep_predictions.predicted_points(campaign(config, points), run(config), None, NOW)
     ((settings, world),) = asked
     assert [point for point, _ in settings] == points
     assert [each["zero_optimization"] for _, each in settings] == [
@@ -98,8 +98,14 @@ def test_every_point_is_predicted_once_with_its_config(monkeypatch):
     assert (world, content.world_size, content.written) == (None, 2, "2026-11-26T16:00:00+01:00")
     first, second = content.predictions["settings"]
     assert first["step_ns"] == STEP and second == {"set": {KEY: 2}, "refused": "no size"}
-    assert predicted.predicted_points(campaign(config, points, 2), run(config), None, NOW).world_size == 2
-    assert predicted.predicted_points(campaign(config, points, 3), run(config), None, NOW).world_size == 3
+    assert (
+        sweep_predictions.predicted_points(campaign(config, points, 2), run(config), None, NOW).world_size
+        == 2
+    )
+    assert (
+        sweep_predictions.predicted_points(campaign(config, points, 3), run(config), None, NOW).world_size
+        == 3
+    )
     assert [world for _, world in asked] == [None, None, 3]
 
 
@@ -114,7 +120,9 @@ def test_every_point_is_predicted_once_with_its_config(monkeypatch):
 )
 def test_a_run_of_another_config_predicts_nothing(recorded, effective, message):
     with pytest.raises(UsageError, match=message):
-        predicted.predicted_points(campaign({"batch": 8}, [{KEY: 1}]), run(recorded, effective), None, NOW)
+        sweep_predictions.predicted_points(
+            campaign({"batch": 8}, [{KEY: 1}]), run(recorded, effective), None, NOW
+        )
 
 
 def result(point, number, problem=None):
@@ -125,14 +133,14 @@ def result(point, number, problem=None):
 
 def test_predicted_is_shown_beside_measured(monkeypatch):
     steps = {"s/0": (100.0, 2), "s/1": (104.0, 2), "s/2": (50.0, 2)}
-    monkeypatch.setattr(predicted, "measured_step", lambda path: steps[str(path)])
-    first, second = predicted.outcomes(
+    monkeypatch.setattr(sweep_predictions, "measured_step", lambda path: steps[str(path)])
+    first, second = sweep_predictions.outcomes(
         CONTENT,
         [result({KEY: 1}, 0), result({KEY: 1}, 1), result({KEY: 1}, 9, "failed"), result({KEY: 2}, 2)],
     )
-    assert first == predicted.Outcome("reduce_bucket_size=1", 100, 90, 110, 102.0, ())
+    assert first == sweep_predictions.Outcome("reduce_bucket_size=1", 100, 90, 110, 102.0, ())
     assert first.is_inside is True and first._replace(measured_ns=111.0).is_inside is False
-    assert second == predicted.Outcome(
+    assert second == sweep_predictions.Outcome(
         "reduce_bucket_size=2", None, None, None, 50.0, ("not predicted: no size",)
     )
     assert second.is_inside is None
@@ -142,10 +150,10 @@ def test_what_was_not_measured_is_said(monkeypatch):
     def few(path):
         raise UsageError("s/0 has 2 complete steps")
 
-    monkeypatch.setattr(predicted, "measured_step", few)
-    first, second = predicted.outcomes(CONTENT, [result({KEY: 1}, 0)])
+    monkeypatch.setattr(sweep_predictions, "measured_step", few)
+    first, second = sweep_predictions.outcomes(CONTENT, [result({KEY: 1}, 0)])
     assert first.remarks == ("not measured: s/0 has 2 complete steps",)
     assert second.remarks == ("not predicted: no size", "not measured: none of its runs succeeded")
-    monkeypatch.setattr(predicted, "measured_step", lambda path: (100.0, 3))
-    first, _ = predicted.outcomes(CONTENT, [result({KEY: 1}, 0)])
+    monkeypatch.setattr(sweep_predictions, "measured_step", lambda path: (100.0, 3))
+    first, _ = sweep_predictions.outcomes(CONTENT, [result({KEY: 1}, 0)])
     assert first.remarks == ("predicted for 2 ranks, and measured with 3",)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commprof.errors import UsageError
-from commprof.launch.program import (
+from commprof.launch.user_program import (
     Kind,
     Program,
     check_program,

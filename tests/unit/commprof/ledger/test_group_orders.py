@@ -6,7 +6,7 @@ import pytest
 
 from commprof.align.ranks import group_orders
 from commprof.ledger.verification import verify
-from commprof.sampling.dump import take_dump
+from commprof.sampling.job_dump import take_dump
 from support.runs import SyntheticRun
 
 WORLD, PAIR, LOW = ("0", (0, 1, 2, 3)), ("1", (0, 1)), ("2", (0, 1, 2))

@@ -7,7 +7,7 @@ import pytest
 from commprof.analysis import api
 from commprof.cli import execute
 from commprof.ledger.verification import verify
-from commprof.sampling.dump import take_dump
+from commprof.sampling.job_dump import take_dump
 from commprof.schema import format_splits
 from support.runs import SyntheticRun
 

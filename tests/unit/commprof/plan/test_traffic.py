@@ -104,7 +104,7 @@ def test_known_keys_and_blocks_of_them():
 
 
 def test_the_known_keys_are_keys_of_the_runtime():
-    from zero_runtime.configuration.keys import BLOCKS
+    from zero_runtime.configuration.all_keys import BLOCKS
 
     theirs = {f"{block}.{name}" if block else name for block, table in BLOCKS.items() for name in table}
     # Open blocks, an alias, and a block that the runtime refuses as a whole.

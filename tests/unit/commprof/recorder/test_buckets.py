@@ -6,7 +6,7 @@ import pytest
 
 from commprof import hooks
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.training.buckets import BucketRows
+from commprof.recorder.training.published_buckets import BucketRows
 from commprof.trace.rank_files.events import read_events
 from commprof.trace.rank_files.layout import RankFile
 from commprof.trace.rank_files.writer import EventFile, RecordFile
@@ -79,7 +79,7 @@ def test_whatever_a_program_publishes_is_written(journal, given, step):
 
 
 def test_buckets_that_never_come_again_take_no_memory_without_end(journal, monkeypatch):
-    monkeypatch.setattr("commprof.recorder.training.buckets._MOST_KNOWN", 10)
+    monkeypatch.setattr("commprof.recorder.training.published_buckets._MOST_KNOWN", 10)
     buckets = BucketRows(journal)
     for number in range(35):
         buckets.add(hooks.bucket(**row(number)), 0, 0, number)
@@ -100,7 +100,7 @@ def test_a_flush_whose_bucket_is_lost_is_counted_as_torn(journal):
 
 
 def test_flushes_wait_for_the_next_step_and_are_not_kept_without_end(journal, monkeypatch):
-    monkeypatch.setattr("commprof.recorder.training.buckets._MOST_WAITING", 10)
+    monkeypatch.setattr("commprof.recorder.training.published_buckets._MOST_WAITING", 10)
     buckets, content = BucketRows(journal), hooks.bucket(**row(0))
     for time_ns in range(14):
         buckets.add(content, 0, 0, time_ns)

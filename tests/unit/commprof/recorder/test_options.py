@@ -3,7 +3,7 @@
 import pytest
 
 from commprof.cli import execute
-from commprof.recorder.process.options import (
+from commprof.recorder.process.recorder_options import (
     DEFAULTS,
     Options,
     from_json,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from commprof.recorder.training import stalls
-from commprof.recorder.training.steps import _device_bytes
+from commprof.recorder.training import reducer_waits
+from commprof.recorder.training.step_writer import _device_bytes
 
 
 def descriptors() -> int:
@@ -15,7 +15,7 @@ def descriptors() -> int:
 
 
 def test_accounts_stay_open_and_are_those_of_the_thread():
-    accounts = stalls._Accounts()
+    accounts = reducer_waits._Accounts()
     own = threading.get_native_id()
     before = descriptors()
     ran, _ = accounts.read(own)
@@ -27,7 +27,7 @@ def test_accounts_stay_open_and_are_those_of_the_thread():
 
 
 def test_of_a_thread_that_has_ended_nothing_stays_open():
-    accounts, numbers, end = stalls._Accounts(), [], threading.Event()
+    accounts, numbers, end = reducer_waits._Accounts(), [], threading.Event()
 
     def work() -> None:
         numbers.append(threading.get_native_id())

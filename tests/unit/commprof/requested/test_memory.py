@@ -8,7 +8,7 @@ import pytest
 
 from commprof.cli.application import invoke
 from commprof.errors import UsageError
-from commprof.requested.memory.models import likely_layers, transformer
+from commprof.requested.memory.sized_models import likely_layers, transformer
 from commprof.requested.memory.states import Movement, holdings, movements
 from commprof.requested.parameters import Parameter
 from zero_runtime.config import RuntimeConfig

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.requested.parameters import Parameter
-from commprof.requested.zero.buckets import buckets_within, owned_slices, runs_past
+from commprof.requested.zero.bucket_rules import buckets_within, owned_slices, runs_past
 from commprof.requested.zero.partition import OwnedShard, lay_out
 from commprof.requested.zero.reductions import (
     Terms,

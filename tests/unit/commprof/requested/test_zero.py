@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commprof.requested import Parameter, RequestedError, expected
-from commprof.requested.zero.stages import kind_of_step, steady_step
+from commprof.requested.zero.zero_stages import kind_of_step, steady_step
 from support.sample import examples
 
 PARAMETERS = [

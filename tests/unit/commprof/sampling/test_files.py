@@ -14,10 +14,10 @@ import pytest
 
 from commprof.errors import TraceError
 from commprof.launch.observers import make_samplers, observed, sampled
-from commprof.recorder.process.options import Options
+from commprof.recorder.process.recorder_options import Options
 from commprof.sampling.calls import WINDOW
-from commprof.sampling.dump import keep_dump, take_dump
 from commprof.sampling.dump_text import dump_text
+from commprof.sampling.job_dump import keep_dump, take_dump
 from commprof.sampling.live import fingerprint, latest, latest_files, read_live, read_tail
 from commprof.sampling.processes import local_ranks
 from commprof.sampling.samples import Sample, SampleWriter
@@ -149,7 +149,7 @@ def test_a_dump_of_a_job_that_goes_on_needs_the_base_install_only(tmp_path):
             sys.modules[name] = None
         import pathlib
         import commprof.launch.job, commprof.sampling.watchdog
-        from commprof.sampling.dump import take_dump
+        from commprof.sampling.job_dump import take_dump
         from commprof.sampling.dump_text import dump_text
         for run in sys.argv[1:]:
             print(dump_text(take_dump(pathlib.Path(run), watch_seconds=0)).splitlines()[0])

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from commprof.recorder.process.stacks import StackSignal, free_signal
+from commprof.recorder.process.stack_signal import StackSignal, free_signal
 from commprof.sampling import stacks
 from commprof.sampling.processes import ProcessSampler, RankProcess, State, state_of, usage_of
 from commprof.sampling.stacks import (
@@ -148,7 +148,7 @@ class answering_child:  # noqa: N801 - reads as a statement
     def __enter__(self):
         script = f"""
             import json, pathlib, sys, time
-            from commprof.recorder.process.stacks import StackSignal
+            from commprof.recorder.process.stack_signal import StackSignal
             answer = StackSignal()
             print(json.dumps(answer.install(pathlib.Path(sys.argv[1]), "rank-00000-0-1")), flush=True)
             {self.after}

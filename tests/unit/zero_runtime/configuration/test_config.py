@@ -9,7 +9,7 @@ import pytest
 
 from zero_runtime import config as configuration
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 from zero_runtime.errors import ConfigError, UnsupportedError
 from zero_runtime.gradient_reduction.gradient_buckets import Scaling
 
@@ -204,11 +204,11 @@ def test_what_is_off_is_accepted(top):
 
 
 @pytest.mark.parametrize(
-    ("block", "name"), [(block, name) for block in keys.BLOCKS for name in keys.BLOCKS[block]]
+    ("block", "name"), [(block, name) for block in all_keys.BLOCKS for name in all_keys.BLOCKS[block]]
 )
 def test_every_default_passes_its_own_check(block, name):
-    key = keys.BLOCKS[block][name]
-    if key.default not in (None, {}) and key.status != keys.Status.REFUSED:
+    key = all_keys.BLOCKS[block][name]
+    if key.default not in (None, {}) and key.status != all_keys.Status.REFUSED:
         assert key.check(name, key.default) == key.default
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from zero_runtime.config import RuntimeConfig
-from zero_runtime.configuration import keys
+from zero_runtime.configuration import all_keys
 from zero_runtime.configuration.reading.key_table import Status
 from zero_runtime.errors import ConfigError
 
@@ -77,7 +77,7 @@ def test_parameters_that_are_whole_anyway_are_not_offloaded_which_one_line_says(
 def test_it_works_where_it_belongs(name):
     for full in WORK[name]:
         block, _, key = full.rpartition(".")
-        assert keys.BLOCKS[block][key].status is Status.USED
+        assert all_keys.BLOCKS[block][key].status is Status.USED
 
 
 @pytest.mark.parametrize("block", BLOCKS)

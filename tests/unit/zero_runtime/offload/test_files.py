@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero_runtime.errors import ConfigError, OffloadError
-from zero_runtime.offload import blocks, tensor_files
+from zero_runtime.offload import file_ranges, tensor_files
 from zero_runtime.offload.folders import new_folder
 from zero_runtime.offload.tensor_files import AsynchronousIO, TensorFiles
 
@@ -52,7 +52,7 @@ def test_memory_that_begins_anywhere_is_written_and_read(tmp_path):
 
 def test_aligned_memory_is_aligned():
     for size in (1, 4096, 5000):
-        tensor = blocks.aligned_empty(size)
+        tensor = file_ranges.aligned_empty(size)
         assert tensor.numel() == size
         assert tensor.data_ptr() % 4096 == 0
 

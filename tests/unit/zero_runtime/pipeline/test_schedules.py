@@ -11,7 +11,7 @@ from support import recorded
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.pipeline.schedule import pipeline_schedules
 from zero_runtime.pipeline.schedule.instructions import COMPUTATIONS, RECEIVES, SENDS, Action, Instruction
-from zero_runtime.pipeline.schedule.simulation import simulate
+from zero_runtime.pipeline.schedule.schedule_simulation import simulate
 from zero_runtime.pipeline.schedule.step_plan import Plan
 
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 9)]

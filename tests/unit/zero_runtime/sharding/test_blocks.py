@@ -7,8 +7,8 @@ import pytest
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.gather_schedule.block_order import BlockOrder, Decision
+from zero_runtime.sharding.gather_schedule.gathered_blocks import blocks_of, gathers_by_block
 from zero_runtime.sharding.gather_schedule.module_order import Limits
-from zero_runtime.sharding.gather_schedule.parameter_blocks import blocks_of, gathers_by_block
 
 UNLIMITED = Limits(prefetch=1000, reuse_distance=1000, max_live=1000)
 

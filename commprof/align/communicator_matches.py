@@ -8,9 +8,9 @@ from typing import Final
 
 import pyarrow as pa
 
+from commprof.align.alignment_streams import LineStream, LogProcess
 from commprof.align.pairing import Pairing
 from commprof.align.sequences.edits import Codes
-from commprof.align.streams import LineStream, LogProcess
 from commprof.trace.tables import table_from_rows
 
 _COUNTED: Final = (

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from commprof.requested.communication.measured_costs import Cost, read_costs, smallest_payload
+from commprof.requested.config_keys import count, section
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import UnsupportedError
-from commprof.requested.keys import count, section
 from commprof.requested.parameters import Parameter, item_bytes
 from commprof.schema import Op
 

@@ -1,7 +1,7 @@
 """Matches the records of a run with the logs of NCCL's Inspector, by number instead of by order.
 
 NCCL counts the collectives of a communicator by operation, equally on all ranks, whether they are logged or not. So the
-nth line that the records of a group leave for an operation (:mod:`commprof.align.expectation`) belongs to number n of
+nth line that the records of a group leave for an operation (:mod:`commprof.align.expected_lines`) belongs to number n of
 its communicator, and an operation that the plugin dropped does not shift the others. Messages are not compared, because
 the plugin numbers them separately, from the time when it was loaded.
 """
@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.expectation import PLAIN_DIALECT
-from commprof.align.streams import GroupKey, RecordStream, RunProcess, Vocabulary, record_streams
+from commprof.align.alignment_streams import GroupKey, RecordStream, RunProcess, Vocabulary, record_streams
+from commprof.align.expected_lines import PLAIN_DIALECT
 from commprof.nccl.inspected import InspectedCollective, Member
 from commprof.schema import Op, Status, parse_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from commprof.align.streams import LineStream, LogProcess, RecordStream, RunProcess
+from commprof.align.alignment_streams import LineStream, LogProcess, RecordStream, RunProcess
 
 
 def distrust_small_worlds(

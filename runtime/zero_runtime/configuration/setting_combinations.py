@@ -9,7 +9,7 @@ from zero_runtime.configuration.blocks.zero_block import WHOLE_BUCKET_NUMEL, Zer
 from zero_runtime.configuration.config_values import ConfigValues
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.stages import EACH
-from zero_runtime.sharding.gather_schedule.parameter_blocks import BLOCK
+from zero_runtime.sharding.gather_schedule.gathered_blocks import BLOCK
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:

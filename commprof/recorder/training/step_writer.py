@@ -14,9 +14,9 @@ from commprof import hooks
 from commprof.recorder.clocks.process_clocks import clock_identity, read_clocks
 from commprof.recorder.process.counters import HostReadings
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.process.options import BEFORE_THE_FIRST
-from commprof.recorder.training.buckets import BucketRows
+from commprof.recorder.process.recorder_options import BEFORE_THE_FIRST
 from commprof.recorder.training.outside_steps import TRAINING, OutsideSteps
+from commprof.recorder.training.published_buckets import BucketRows
 from commprof.schema import Phase, after_end
 
 _CLOCK_INTERVAL_NS: Final = 60_000_000_000

@@ -1,4 +1,4 @@
-"""Evaluates SQL over the tables of a run with DuckDB: relations (:mod:`commprof.analysis.relations.graph`) and questions.
+"""Evaluates SQL over the tables of a run with DuckDB: relations (:mod:`.relation_graph`) and questions.
 
 Relations have a name and a fixed meaning; questions (``queries/*.sql``) take parameters and read relations. Both use the SQL
 that DuckDB and Spark share: common table expressions, window frames, ``coalesce``, ``max_by``; no QUALIFY, no quoted or
@@ -18,8 +18,8 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from commprof.analysis.relations.graph import requested, statement, steps
 from commprof.analysis.relations.memory import engine_settings
+from commprof.analysis.relations.relation_graph import requested, statement, steps
 from commprof.analysis.traffic.bucket_groups import bucket_groups
 from commprof.errors import TraceError
 from commprof.schema import parse_ranks
@@ -82,7 +82,7 @@ def evaluate(
     """The rows of relation ``name`` over ``tables`` of the schema.
 
     Args:
-        tables: those of :func:`commprof.analysis.relations.graph.tables_of`, except those that this module makes.
+        tables: those of :func:`commprof.analysis.relations.relation_graph.tables_of`, except those that this module makes.
         by: the columns that are requested of it.
         known: rows of relations that it uses, evaluated before by the columns that it needs at least.
         select: the question to ask of it; it may name ``tables`` too.

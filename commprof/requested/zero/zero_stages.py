@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, get_args
 
+from commprof.requested.auto_values import decide
 from commprof.requested.communication import sign_optimizers, torus
 from commprof.requested.communication.delayed_sums import late_sums
 from commprof.requested.communication.measured_costs import costs_of
 from commprof.requested.communication.torus import Sizes
+from commprof.requested.config_keys import count, section
 from commprof.requested.configuration import (
     Configuration,
     autocast_dtype,
@@ -27,8 +29,6 @@ from commprof.requested.expectation import Expectation, row, summed
 from commprof.requested.experts.layers import ExpertLayer, expected_tokens, token_bytes
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.explanation import describe, requested_gradient_op
-from commprof.requested.keys import count, section
-from commprof.requested.open_values import decide
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
 from commprof.requested.support import optimizer_type, refuse_unsupported, refuse_with_experts
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commprof.errors import UsageError
-from commprof.launch.program import CONFIG_ARGUMENTS, Program, find_argument
+from commprof.launch.user_program import CONFIG_ARGUMENTS, Program, find_argument
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 

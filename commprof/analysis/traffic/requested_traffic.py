@@ -15,7 +15,7 @@ from commprof.ledger.requests.request import (
     why_no_zero_config,
     without_derived_reduction,
 )
-from commprof.requested.zero import stages
+from commprof.requested.zero import zero_stages
 
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
 
@@ -45,8 +45,8 @@ def requested_reduction(
     reason = why_no_zero_config(config)
     if reason is not None:
         return Requested(None, reason)
-    op = stages.requested_gradient_op(config)
-    return Requested(op, None if op else UNREADABLE, stages.describe(config) if op else None)
+    op = zero_stages.requested_gradient_op(config)
+    return Requested(op, None if op else UNREADABLE, zero_stages.describe(config) if op else None)
 
 
 def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:

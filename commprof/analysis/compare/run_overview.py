@@ -14,8 +14,8 @@ from commprof.analysis.columns.byte_columns import PADDING
 from commprof.analysis.compare.settings import settings_of
 from commprof.analysis.time.intervals import over_steps
 from commprof.analysis.time.pipeline_idle import idle_shares
-from commprof.analysis.time.steps import durations_after_first, final_loss
-from commprof.analysis.traffic.expectation import requested_reduction
+from commprof.analysis.time.training_steps import durations_after_first, final_loss
+from commprof.analysis.traffic.requested_traffic import requested_reduction
 from commprof.analysis.traffic.steady_steps import PARTLY_KNOWN
 from commprof.trace.reader import Run
 

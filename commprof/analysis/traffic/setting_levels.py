@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from commprof.analysis.columns.byte_columns import BETWEEN_HOSTS, PADDING
 from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.columns.setting_answers import REDUCTION_LEVELS, TRAFFIC_LEVELS
-from commprof.analysis.time.steps import StepTotals
+from commprof.analysis.time.training_steps import StepTotals
 from commprof.analysis.traffic.steady_steps import EXECUTED, PARTLY_KNOWN, Step, steady
 from commprof.exit_codes import State
 from commprof.ledger.levels import STEPS, LedgerRow, Verdict

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from commprof.analysis.columns.answers import STEP_TIMES, STEP_TOTALS
 from commprof.analysis.columns.frames import from_arrow, from_rows
-from commprof.analysis.relations.engine import ask, evaluate
+from commprof.analysis.relations.sql_engine import ask, evaluate
 from commprof.analysis.traffic.steady_steps import BESIDE, COUNTED, Steady, Step, steady
 
 COLUMNS: Final = ("attempt", "step", "op")  # columns of the operations that step_times needs

@@ -16,7 +16,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from commprof import hooks
-from commprof.calibration.plan import DTYPES, Plan
+from commprof.calibration.calibration_plan import DTYPES, Plan
 from commprof.calibration.results import Calibration, Timing
 from commprof.calibration.trials import Buffers, Trial, trial
 from commprof.errors import CommprofError, UsageError

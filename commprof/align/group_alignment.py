@@ -9,8 +9,16 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from commprof.align.alignment_streams import (
+    Expectation,
+    GroupKey,
+    LineStream,
+    RecordStream,
+    RunProcess,
+    Vocabulary,
+)
 from commprof.align.divergence import Divergence, first_difference, surroundings
-from commprof.align.expectation import PLAIN_DIALECT, Expected
+from commprof.align.expected_lines import PLAIN_DIALECT, Expected
 from commprof.align.match_rows import (
     EXTRA,
     LIKELY_EITHER,
@@ -22,10 +30,9 @@ from commprof.align.match_rows import (
     torn_lines,
 )
 from commprof.align.pairing import Pairing
-from commprof.align.sequences.bounds import surplus
+from commprof.align.sequences.count_bounds import surplus
 from commprof.align.sequences.edits import ALONE, AMBIGUOUS, Codes, Partners
 from commprof.align.sequences.pairs import UNSEARCHED, find_partners
-from commprof.align.streams import Expectation, GroupKey, LineStream, RecordStream, RunProcess, Vocabulary
 
 TOO_DIFFERENT: Final = "the records and the lines of this group differ too much to be matched"
 Key = tuple[RunProcess, GroupKey]

@@ -8,14 +8,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.ranks.arrivals import NEEDED
 from commprof.align.ranks.collectives import matchable, same_collective
-from commprof.analysis.browse.records import SELECTED
+from commprof.align.ranks.rank_arrivals import NEEDED
+from commprof.analysis.browse.record_pages import SELECTED
 from commprof.analysis.columns.answers import PARTNERS
 from commprof.analysis.columns.frames import from_arrow
-from commprof.analysis.relations.engine import ask
+from commprof.analysis.relations.sql_engine import ask
 from commprof.analysis.storage.index import Index
-from commprof.analysis.storage.spans import KIND_COLUMNS
+from commprof.analysis.storage.record_spans import KIND_COLUMNS
 from commprof.analysis.stragglers.arrivals import aligned
 from commprof.schema import TABLES
 from commprof.trace.reader import Run

@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from commprof.engine import PACKAGE as DEEPSPEED
-from commprof.engine import RUNTIME, Engine, is_installed, missing
+from commprof.deepspeed_provider import PACKAGE as DEEPSPEED
+from commprof.deepspeed_provider import RUNTIME, Engine, is_installed, missing
 from commprof.errors import UsageError
 
 CONFIG_ARGUMENTS = ("--config", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from commprof.requested.config_keys import DTYPES, count, dtype, flag, section
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
-from commprof.requested.keys import DTYPES, count, dtype, flag, section
 from commprof.requested.parallel.activation_shapes import Shapes
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, Line, tensor_ranks
 from commprof.requested.parallel.shared_modules import (
@@ -35,7 +35,7 @@ from commprof.requested.parallel.stage_messages import (
 from commprof.requested.parameters import Parameter, item_bytes, trained_groups
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime
 from commprof.requested.zero.stage3 import Construction, sharded_agreements
-from commprof.requested.zero.stages import expected, steady_step
+from commprof.requested.zero.zero_stages import expected, steady_step
 from commprof.schema import Op, Purpose
 
 _OF_AXES: Final = (
@@ -74,9 +74,9 @@ def expected_on_axes(
         parameters: what a rank holds of each parameter, of all stages.
         axes: of all ranks.
         shapes: the known sizes of activations; rows without known sizes are left out.
-        gradient_order: as for :func:`commprof.requested.zero.stages.expected`; not used where there are stages.
+        gradient_order: as for :func:`commprof.requested.zero.zero_stages.expected`; not used where there are stages.
 
-    The other arguments and the errors are those of :func:`commprof.requested.zero.stages.expected`.
+    The other arguments and the errors are those of :func:`commprof.requested.zero.zero_stages.expected`.
     """
     if any(each.ep_size is not None for each in parameters):
         reason = "the model has experts, whose groups have rules for data-parallel ranks only"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from commprof.errors import UsageError
-from commprof.recorder.process.options import (
+from commprof.recorder.process.recorder_options import (
     DEFAULTS,
     SAMPLERS,
     Options,

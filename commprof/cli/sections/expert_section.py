@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
-from commprof.analysis.api import NOTABLE_DROPS, UNEVEN_LOAD
+from commprof.analysis.columns.defaults import NOTABLE_DROPS, UNEVEN_LOAD
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from commprof.align.ranks.agreement import Difference, IssuedCall, call_of
 from commprof.align.ranks.collectives import repetitions
-from commprof.align.ranks.splits import first_unequal_split
+from commprof.align.ranks.stated_splits import first_unequal_split
 from commprof.ledger.records.precount import GROUP, Group
 from commprof.ledger.records.row_index import Flags, Numbers, combinations, numbers_of, where
 from commprof.ledger.requests.request import RecordedRun, recorded_ranks

@@ -15,7 +15,7 @@ from commprof.analysis.columns.csv_text import write_csv
 from commprof.analysis.columns.frames import from_arrow
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.storage.index import Index
-from commprof.analysis.storage.spans import KIND_COLUMNS
+from commprof.analysis.storage.record_spans import KIND_COLUMNS
 from commprof.errors import UsageError
 from commprof.schema import Column
 

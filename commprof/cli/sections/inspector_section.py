@@ -14,7 +14,7 @@ from commprof.printable import command_line
 from commprof.trace.liveness import recording_process
 
 if TYPE_CHECKING:
-    from commprof.align.inspected import InspectedAlignment
+    from commprof.align.inspector_matching import InspectedAlignment
     from commprof.imports.inspector_log import InspectorLog
     from commprof.trace.reader import Run
 
@@ -41,7 +41,7 @@ def align_inspector(
         UsageError: the run has algorithms already (``force`` replaces them).
         LogError: the logs have no collective, or the run has records of only some of its collectives.
     """
-    from commprof.align.inspected import align_inspected
+    from commprof.align.inspector_matching import align_inspected
     from commprof.imports.inspector import collectives_of, dropped_collectives, remarks
 
     if run.table("nccl_algorithms").num_rows and not force:

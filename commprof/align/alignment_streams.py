@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from commprof.align.expectation import Call, Dialect, Expected, expected_lines
+from commprof.align.expected_lines import Call, Dialect, Expected, expected_lines
 from commprof.align.sequences.edits import Codes
 from commprof.align.sequences.group_ids import distinct_rows, split_by
 from commprof.schema import Op

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from commprof.align.ranks import own_times
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.align.sequences.group_ids import numbered, split_by
-from commprof.analysis.columns.combinations import Combinations
+from commprof.analysis.columns.distinct_combinations import Combinations
 from commprof.schema import COLLECTIVES
 
 Numbers = npt.NDArray[np.int64]
